@@ -42,10 +42,10 @@ impl Fence {
         &self.path
     }
 
-    /// Lets ranks continue for `left` from now. The file is overwritten in place with a fixed length, so this works
+    /// Lets ranks continue for `duration` from now. The file is overwritten in place with a fixed length, so this works
     /// on a full disk, and readers never see a partial number.
-    pub(crate) fn set(&self, left: Duration) -> io::Result<()> {
-        let deadline = uptime() + u64::try_from(left.as_millis() / 10).unwrap_or(u64::MAX / 2);
+    pub(crate) fn set(&self, duration: Duration) -> io::Result<()> {
+        let deadline = uptime() + u64::try_from(duration.as_millis() / 10).unwrap_or(u64::MAX / 2);
         self.file.write_all_at(format!("{deadline:>width$}\n", width = FILE_BYTES - 1).as_bytes(), 0)
     }
 }

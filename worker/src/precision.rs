@@ -20,7 +20,7 @@ pub struct SkippedSteps {
 }
 
 impl SkippedSteps {
-    /// Records whether `step` was skipped. `step` must be later than all previous ones.
+    /// Records whether `step` was skipped. `step` must be later than all previous steps.
     pub fn note(&mut self, step: u64, skipped: bool) {
         if skipped {
             self.total += 1;

@@ -1,4 +1,4 @@
-//! A rank's reports to its agent: a file of records. One process appends; others read from any record on.
+//! A rank's reports to its agent: a file of records. One process appends; other processes read, from any record on.
 //! The file is the spool: whichever process dies, nothing is lost or reported twice.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an

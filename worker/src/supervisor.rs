@@ -6,7 +6,7 @@
 //! - [`Spare`]: a process that has opened a GPU, so that a rank on this GPU starts sooner
 //! - [`Rank`]: a rank's process and its records in the attempt's folder
 //! - [`RankGroup`]: all ranks of an attempt, which are ended by a [`Stop`]
-//! - [`failure_cause`]: finds the rank whose end explains the ends of the others
+//! - [`failure_cause`]: finds the rank whose end explains the ends of the other ranks
 
 mod cause;
 mod group;

@@ -98,8 +98,8 @@ pub(super) struct AttemptContext {
 impl AttemptContext {
     /// The devices of an attempt's ranks on this machine, in rank order. Empty for ranks on CPU cores.
     pub(super) fn devices_of(&self, start: &StartAttempt) -> Vec<String> {
-        let given = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
-        given.collect::<Option<_>>().unwrap_or_default()
+        let devices = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
+        devices.collect::<Option<_>>().unwrap_or_default()
     }
 }
 

@@ -200,7 +200,7 @@ async fn copy(
     let key = list.key.clone();
     let (entry, evicted) = copies.reserve(list, &about, &start.attempt)?;
     blocking(move || cache::remove(&evicted)).await?;
-    // If several jobs need this copy, one job pulls it, and the others then find it complete.
+    // If several jobs need this copy, one job pulls it, and the other jobs then find it complete.
     let copy_lock = copies.lock_copy(&entry).await;
     if pull::complete(&client, (&entry, &copy_lock), &about, copies, (progress, restart_reason)).await? {
         // The server notices that a file changes while it is sent, but not later changes or new files. So the lists are

@@ -46,7 +46,7 @@ impl Lease {
     }
 
     /// Renews the lease. `sent` is when the agent sent the message to which the server has responded, so the server's own
-    /// lease began later. When this returns, the new deadline is on disk, so a rank that is started next
+    /// lease did not begin before `sent`. When this returns, the new deadline is on disk, so a rank that is started next
     /// reads it.
     pub(super) fn renew(&self, sent: Instant) {
         {

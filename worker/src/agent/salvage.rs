@@ -12,7 +12,7 @@ use std::{collections::BTreeSet, path::Path};
 pub(super) struct Reported {
     /// The step after which the attempt began. `None` until rank 0 has reported that it runs.
     start_step: Option<u64>,
-    /// The steps of checkpoints reported as written, including removed ones.
+    /// The steps of checkpoints reported as written, including removed checkpoints.
     steps: BTreeSet<u64>,
     /// The steps of checkpoints that were removed, because they were too old or damaged.
     removed: BTreeSet<u64>,

@@ -162,8 +162,8 @@ impl StateDir {
     /// another machine, and the record is removed.
     pub fn note_server(&self, lock: Option<&Path>) {
         let note = self.dir.join("server");
-        let here = lock.filter(|lock| is_locked(lock) == Some(true));
-        let noted = match here {
+        let local_lock = lock.filter(|lock| is_locked(lock) == Some(true));
+        let noted = match local_lock {
             Some(lock) if fs::read(&note).is_ok_and(|old| old == lock.as_os_str().as_encoded_bytes()) => {
                 Ok(())
             }

@@ -19,7 +19,7 @@ use std::{
 static BEGUN: AtomicU64 = AtomicU64::new(0);
 
 /// Writes a checkpoint to `directory` (the job's `checkpoints`, created if needed). Returns the size of all its files
-/// in bytes. `best` is the best checkpoint so far, including this one. If the job already has a complete checkpoint of
+/// in bytes. `best` is the best checkpoint so far, including this checkpoint. If the job already has a complete checkpoint of
 /// this step, that checkpoint is kept, unless it lacks the evaluation that `snapshot` includes.
 ///
 /// # Errors

@@ -79,31 +79,31 @@ pub(super) fn read(mut file: impl Read, file_bytes: u64) -> Result<Header, NoHea
 
 /// `first` has the first bytes of the file, [`LENGTH_BYTES`] if it is long enough.
 fn read_after(first: &[u8], file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
-    let other = |detail: String| NoHeader::Other(detail);
+    let invalid = |detail: String| NoHeader::Other(detail);
     let bytes_after_length = file_bytes.saturating_sub(LENGTH_BYTES);
     let length = <[u8; LENGTH_BYTES as usize]>::try_from(first).map(u64::from_le_bytes);
     let length = match length {
-        Err(_) => return Err(other("it has no header".into())),
+        Err(_) => return Err(invalid("it has no header".into())),
         Ok(length) if length > bytes_after_length => {
             let detail = "it has no header, or is cut off within its header";
-            return Err(other(detail.into()));
+            return Err(invalid(detail.into()));
         }
         Ok(length) if length > HEADER_BYTES => {
-            return Err(other(format!(
+            return Err(invalid(format!(
                 "its header has {length} bytes; at most {HEADER_BYTES} are allowed: remove unneeded metadata"
             )));
         }
         Ok(length) => length,
     };
     let mut bytes = Vec::new();
-    file.take(length).read_to_end(&mut bytes).map_err(|e| other(e.to_string()))?;
+    file.take(length).read_to_end(&mut bytes).map_err(|e| invalid(e.to_string()))?;
     let mut all: BTreeMap<String, Value> =
-        serde_json::from_slice(&bytes).map_err(|e| other(e.to_string()))?;
+        serde_json::from_slice(&bytes).map_err(|e| invalid(e.to_string()))?;
     let metadata = all.remove("__metadata__").map(serde_json::from_value).transpose();
-    let metadata = metadata.map_err(|e| other(format!("__metadata__: {e}")))?.unwrap_or_default();
+    let metadata = metadata.map_err(|e| invalid(format!("__metadata__: {e}")))?.unwrap_or_default();
     let mut tensors = BTreeMap::new();
     for (name, entry) in all {
-        let entry = serde_json::from_value(entry).map_err(|e| other(format!("{name}: {e}")))?;
+        let entry = serde_json::from_value(entry).map_err(|e| invalid(format!("{name}: {e}")))?;
         tensors.insert(name, entry);
     }
     Ok(Header { tensors, metadata, data_bytes: bytes_after_length.saturating_sub(length) })
@@ -216,10 +216,10 @@ mod tests {
     #[test]
     fn a_header_above_the_size_limit_is_refused() {
         let file_of = |bytes: u64| {
-            let mut text = b"{}".to_vec();
-            text.resize(usize::try_from(bytes).unwrap(), b' ');
+            let mut header = b"{}".to_vec();
+            header.resize(usize::try_from(bytes).unwrap(), b' ');
             let mut file = bytes.to_le_bytes().to_vec();
-            file.extend(text);
+            file.extend(header);
             file
         };
         let allowed = file_of(HEADER_BYTES);

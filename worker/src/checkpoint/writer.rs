@@ -195,7 +195,7 @@ impl Drop for CheckpointWriter {
     }
 }
 
-/// Keeps the newest checkpoints and the best checkpoint, and removes others.
+/// Keeps the newest checkpoints and the best checkpoint, and removes the other checkpoints.
 #[derive(Debug)]
 pub struct Retention {
     directory: PathBuf,
@@ -392,9 +392,9 @@ mod tests {
     #[test]
     fn a_failing_disk_is_reported_and_retried() {
         let dir = tempfile::tempdir().unwrap();
-        let place = dir.path().join("checkpoints");
-        std::fs::write(&place, "").unwrap();
-        let mut writer = CheckpointWriter::start(&place, &CheckpointSpec::default(), None).unwrap();
+        let path = dir.path().join("checkpoints");
+        std::fs::write(&path, "").unwrap();
+        let mut writer = CheckpointWriter::start(&path, &CheckpointSpec::default(), None).unwrap();
         writer.save(snapshot(1, 1, None), LONG).unwrap();
         let mut failures = 0;
         let mut written = Vec::new();
@@ -406,7 +406,7 @@ mod tests {
                         assert_eq!(is_retry, failures > 0);
                         failures += 1;
                         if failures == 2 {
-                            std::fs::remove_file(&place).unwrap();
+                            std::fs::remove_file(&path).unwrap();
                         }
                     }
                     CheckpointEvent::Written(info) => written.push(info.step),
@@ -415,7 +415,7 @@ mod tests {
             }
         }
         assert_eq!((failures, written), (2, vec![1]));
-        assert!(super::super::load(&place.join("1-1")).is_ok());
+        assert!(super::super::load(&path.join("1-1")).is_ok());
     }
 
     /// A pipe without a reader behaves like a disk that does not respond.

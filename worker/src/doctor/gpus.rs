@@ -139,14 +139,14 @@ fn library_finding(libraries: &Libraries, which: Library, gpus: usize, cuda: Opt
         let grade = if needed { Grade::Problem } else { Grade::Note };
         return finding(which.name(), grade, "not found".into(), which.advice());
     };
-    let place = library.path.display();
+    let path = library.path.display();
     let version = match library.version() {
         Ok(version) => version,
         Err(error) => return finding(which.name(), Grade::Problem, error, which.advice()),
     };
     let found = match which {
-        Library::Driver => format!("supports CUDA {version}: {place}"),
-        _ => format!("{version}: {place}"),
+        Library::Driver => format!("supports CUDA {version}: {path}"),
+        _ => format!("{version}: {path}"),
     };
     let major = |version: &str| version.split('.').next().and_then(|n| n.parse::<u32>().ok());
     if which == Library::Nvrtc && cuda.is_some_and(|cuda| major(&version) > major(cuda)) {
@@ -163,10 +163,10 @@ mod tests {
 
     #[test]
     fn a_machine_without_gpus_gets_one_note() {
-        let about: Vec<_> = findings(false);
-        if about.len() == 1 {
-            assert_eq!((about[0].what.as_str(), about[0].grade), ("GPUs", Grade::Note));
-            assert!(about[0].advice.as_ref().is_some_and(|a| a.contains("CPU")), "{about:?}");
+        let found: Vec<_> = findings(false);
+        if found.len() == 1 {
+            assert_eq!((found[0].what.as_str(), found[0].grade), ("GPUs", Grade::Note));
+            assert!(found[0].advice.as_ref().is_some_and(|a| a.contains("CPU")), "{found:?}");
         }
     }
 

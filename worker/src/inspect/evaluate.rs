@@ -170,8 +170,8 @@ fn scores(names: &[String], confusion: &[Vec<u64>]) -> Vec<ClassScore> {
             let samples = confusion[c].iter().sum();
             let precision = share(confusion[c][c], confusion.iter().map(|row| row[c]).sum());
             let recall = share(confusion[c][c], samples);
-            let both = precision + recall;
-            let f1 = if both == 0.0 { 0.0 } else { 2.0 * precision * recall / both };
+            let sum = precision + recall;
+            let f1 = if sum == 0.0 { 0.0 } else { 2.0 * precision * recall / sum };
             ClassScore { name: name.clone(), samples, precision, recall, f1 }
         })
         .collect()

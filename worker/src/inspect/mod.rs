@@ -229,12 +229,12 @@ mod tests {
     async fn short_requests_do_not_wait_for_long_ones_or_predictions() {
         let _evaluations = LONG.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let predictions = PREDICTIONS.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
-        let here = env!("CARGO_MANIFEST_DIR");
-        let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
+        let folder = env!("CARGO_MANIFEST_DIR");
+        let paths = vec![folder.to_owned(), format!("{folder}/nothing"), format!("{folder}/Cargo.toml")];
         let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
         assert_eq!(reply, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
-        let message = AgentRequest::Samples { path: here.into(), pick, allowed: None };
+        let message = AgentRequest::Samples { path: folder.into(), pick, allowed: None };
         let responding = request(Path::new("/bin/false"), &message);
         let response = tokio::time::timeout(Duration::from_secs(30), responding)
             .await
@@ -243,7 +243,7 @@ mod tests {
         // Predictions do not wait for other requests either.
         drop(predictions);
         let _short = SHORT.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
-        let message = AgentRequest::Predict { model: here.into(), pictures: Vec::new(), embed: false };
+        let message = AgentRequest::Predict { model: folder.into(), pictures: Vec::new(), embed: false };
         let predicting = request(Path::new("/bin/false"), &message);
         let response = tokio::time::timeout(Duration::from_secs(30), predicting)
             .await

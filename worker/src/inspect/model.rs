@@ -171,7 +171,7 @@ impl Model {
     /// not finite, the result is an error with the reason.
     pub(super) fn outputs(&mut self, batch: &Batch) -> Result<Vec<Result<Vec<f32>, String>>, String> {
         let outputs = self.engine.predict(batch).map_err(|e| e.to_string())?;
-        let one = |values: &[f32]| match values.iter().position(|v| !v.is_finite()) {
+        let check = |values: &[f32]| match values.iter().position(|v| !v.is_finite()) {
             None => Ok(values.to_vec()),
             Some(index) => {
                 let output = self.classes.get(index).map_or_else(
@@ -184,7 +184,7 @@ impl Model {
                 ))
             }
         };
-        Ok(outputs.chunks_exact(self.width).map(one).collect())
+        Ok(outputs.chunks_exact(self.width).map(check).collect())
     }
 }
 

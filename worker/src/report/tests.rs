@@ -27,7 +27,7 @@ fn a_reader_waits_for_a_record_that_a_full_disk_has_truncated() {
     let (length, crc) = (u32::try_from(record.len()).unwrap(), crc32fast::hash(&record));
     record.splice(0..0, [length.to_le_bytes(), crc.to_le_bytes()].concat());
     let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    // A writer on a full disk: writes record a record and truncates it, again and again.
+    // A writer on a full disk: writes an incomplete record and truncates it, again and again.
     let writer = std::thread::spawn({
         let (path, stop) = (path.clone(), stop.clone());
         move || {
@@ -110,8 +110,8 @@ fn an_incomplete_record_is_truncated_by_the_next_writer() {
     records.append(&removed(2)).unwrap();
     drop(records);
     let whole = std::fs::read(&path).unwrap();
-    let one = whole.len() / 2;
-    for cut in one..whole.len() {
+    let one_record = whole.len() / 2;
+    for cut in one_record..whole.len() {
         std::fs::write(&path, &whole[..cut]).unwrap();
         let mut tail = Tail::open(&path, 0);
         assert_eq!(drain(&mut tail), [removed(1)], "cut at {cut}");

@@ -105,7 +105,7 @@ impl RankEnd {
     }
 }
 
-/// The rank whose end explains the ends of the others.
+/// The rank whose end explains the ends of the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FailureCause<'a> {
     pub rank: &'a RankEnd,
@@ -113,7 +113,7 @@ pub struct FailureCause<'a> {
     pub provisional: bool,
 }
 
-/// The failure that explains the others, among ranks that have ended or reported why they cannot continue.
+/// The cause among `ranks`: a rank that has ended, or that has reported why it cannot continue.
 pub fn failure_cause<'a>(ranks: impl IntoIterator<Item = &'a RankEnd>) -> Option<FailureCause<'a>> {
     let (precedence, rank) = ranks
         .into_iter()

@@ -123,7 +123,7 @@ impl<N: RecordSink> RankGroup<N> {
         failure_cause(self.ends())
     }
 
-    /// Whether a rank failed so long ago that the others must be asked to end.
+    /// Whether a rank failed so long ago that the other ranks must be asked to end.
     pub fn is_to_end(&mut self, delays: EndDelays) -> bool {
         let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
         let limit = match cause.provisional {

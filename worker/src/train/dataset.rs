@@ -45,13 +45,13 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
 /// A log line about the weights of classes: the smallest and the largest.
 fn describe_class_weights(classes: &[String], weights: &[f32], counts: &[u64]) -> String {
     let by_weight = |a: &usize, b: &usize| weights[*a].total_cmp(&weights[*b]);
-    let one = |class: Option<usize>| {
+    let describe_class = |class: Option<usize>| {
         let class = class.unwrap_or(0);
         let pictures = plural(counts[class], "training picture");
         format!("{:.4} ({}, {pictures})", weights[class], one_line(&classes[class]))
     };
     let [smallest, largest] = [(0..classes.len()).min_by(by_weight), (0..classes.len()).max_by(by_weight)];
-    format!("the loss weights classes by {} to {}", one(smallest), one(largest))
+    format!("the loss weights classes by {} to {}", describe_class(smallest), describe_class(largest))
 }
 
 /// Log lines about an opened dataset.
@@ -59,8 +59,8 @@ fn describe(shape: &Shape) -> Vec<String> {
     let skipped = &shape.skipped;
     let mut lines = Vec::new();
     if !skipped.is_empty() {
-        let are = if skipped.len() == 1 { "is" } else { "are" };
-        lines.push(format!("{} {are} left out:", plural(skipped.len() as u64, "broken file")));
+        let verb = if skipped.len() == 1 { "is" } else { "are" };
+        lines.push(format!("{} {verb} left out:", plural(skipped.len() as u64, "broken file")));
         lines.extend(skipped.iter().take(MAX_NAMED_FILES).map(|file| format!("  {}", one_line(file))));
     }
     lines.extend(shape.notes.iter().cloned());
@@ -100,8 +100,8 @@ fn check_same_dataset(training: &Training<'_>, data: &DataSource) -> Result<(), 
     let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
     let mut all = vec![0.0f32; own.len() * group.size() as usize];
     group.all_gather((&own).into(), (&mut all).into())?;
-    let other = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
-    other.map_or(Ok(()), |rank| {
+    let differing = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
+    differing.map_or(Ok(()), |rank| {
         let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
         Err(TrainError::Impossible(format!(
             "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other classes, names, contents or order). Copy the \

@@ -11,7 +11,7 @@ const DECODER: &str = "LOCKSTEP_DECODER";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU decodes the files that it supports, and CPU cores decode the others.
+    /// The GPU decodes the files that it supports, and CPU cores decode the other files.
     Auto,
     Cores,
     /// As `Auto`, but the job fails if the GPU cannot decode.

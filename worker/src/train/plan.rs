@@ -36,7 +36,7 @@ pub(super) struct RunPlan {
     pub(super) total_steps: u64,
     /// The floating-point format, if the device supports several.
     pub(super) precision: Precision,
-    /// Number of threads that prepare pictures, if each step prepares new ones.
+    /// Number of threads that prepare pictures, if each step prepares new pictures.
     data_threads: usize,
     evaluate_every_epochs: u64,
     checkpoint_every_epochs: u64,

@@ -154,8 +154,8 @@ fn whitening_filters(data: &DataSource, skips: bool) -> Result<HostTensor, Train
     let count = (*train_samples).min(MAX_WHITENING_PICTURES);
     let mut patches = None;
     for index in 0..count {
-        let place = data.training_place(index * train_samples / count);
-        let picture = match data.picture(false, place, None) {
+        let position = data.training_place(index * train_samples / count);
+        let picture = match data.picture(false, position, None) {
             Err(DataError::File { .. }) if skips => continue,
             read => read?.1,
         };

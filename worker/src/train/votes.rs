@@ -139,7 +139,7 @@ impl Run<'_> {
     }
 
     /// Fails on all ranks if any rank has weights, running statistics or optimizer state that are not finite, or has
-    /// weights that differ from the others'.
+    /// weights that differ from those of the other ranks.
     pub(super) fn check_state(&self) -> Result<(), TrainError> {
         let own = self.engine.first_not_finite()?;
         let mut votes = [f64::from(u8::from(own.is_some()))];

@@ -150,7 +150,7 @@ impl Watch {
             && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
     }
 
-    /// The rank that delays the others, if a rank has reported nothing for too long.
+    /// The reason that names the slowest rank, if a rank has reported nothing for too long.
     fn stall_reason(&self, ranks: &RankGroup<RecordSummary>) -> Option<Reason> {
         let secs = self.stored.start.spec.recovery.stall_timeout_secs;
         let limit = Duration::from_secs(secs.into());

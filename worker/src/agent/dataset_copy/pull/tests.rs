@@ -56,8 +56,8 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     assert_eq!(first[..2], [("a/1".into(), 0, 3), ("b".into(), 0, DATASET_PART_BYTES)]);
     assert_eq!(first.iter().map(|(_, _, length)| length).sum::<u64>(), DATASET_PARTS_BYTES);
     assert_eq!(work.done(), 4, "b is not done");
-    let at = DATASET_PARTS_BYTES - 3;
-    assert_eq!(next_parts(&mut work), [("b".into(), at, 8), ("c".into(), 0, 2)]);
+    let offset = DATASET_PARTS_BYTES - 3;
+    assert_eq!(next_parts(&mut work), [("b".into(), offset, 8), ("c".into(), 0, 2)]);
     assert!(next_parts(&mut work).is_empty());
     assert!(entry.part().join("a/2").is_file(), "an empty file is created");
 

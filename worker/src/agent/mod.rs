@@ -271,8 +271,8 @@ impl Agent {
                         }
                     }
                 }
-                // The token was revoked by its launch or has expired, so retrying is useless. A certificate may be
-                // replaced, and is read again for each connection.
+                // The token has expired, or was revoked by the `lockstep launch` that created it, so retrying is useless.
+                // A certificate may be replaced, and is read again for each connection.
                 Err(NoSession::Unauthorized(reason))
                     if self.only_job.is_some() && self.attempts.is_empty() && !address.has_certificate() =>
                 {

@@ -13,8 +13,8 @@ use std::{
 const MAX_IN_FLIGHT: usize = 8;
 /// Maximum size of an attempt's unacknowledged records, which the server must keep in memory.
 const MAX_IN_FLIGHT_BYTES: u64 = 16 << 20;
-/// While no one watches the job, points are collected for this long, so that short steps result in few reports with
-/// many points. Longer steps are reported at once. If someone watches the job, everything is reported at once.
+/// While nobody watches the job, points are collected for this long, so that short steps result in few reports with
+/// many points. Longer steps are reported at once. While somebody watches the job, everything is reported at once.
 const COLLECT_TIME: Duration = Duration::from_millis(250);
 /// How long an unreadable file (on an unreliable disk) may delay the end of the file's attempt.
 const READ_RETRY_LIMIT: Duration = Duration::from_secs(60);

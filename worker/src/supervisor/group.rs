@@ -187,7 +187,7 @@ impl<N: RecordSink> RankGroup<N> {
     pub async fn sweep(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE_AFTER;
         loop {
-            // All ranks are swept, even if processes of the first rank remain.
+            // `count` sweeps every rank, even if processes of another rank remain.
             let unswept = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(()));
             if unswept.count() == 0 {
                 return None;

@@ -243,7 +243,10 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     server.cli(&["retry", &id]).ok();
     let job = server.wait_for_end(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
-    assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
+    assert!(
+        job["state"] == "failed" && reason.contains("differs from the dataset with which the job began"),
+        "{reason}"
+    );
     fs::remove_dir_all(&path).and_then(|()| fs::rename(&aside, &path)).expect("the dataset is back");
     server.cli(&["retry", &id]).ok();
     judge(&server, &id, STEPS, &model, &[]).await;

@@ -223,7 +223,10 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
     server.cli(&["resume", &id]).ok();
     let job = server.wait_for_end(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
-    assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
+    assert!(
+        job["state"] == "failed" && reason.contains("differs from the dataset with which the job began"),
+        "{reason}"
+    );
     server.stop().await;
 }
 

@@ -46,7 +46,7 @@ async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
         let (why, job) = failure(&site, 4).await;
         assert_eq!(job["agents"].as_array().map(Vec::len), Some(3), "{job:#}");
         assert!(why.contains("on the machine h2: the dataset"), "{why}");
-        assert!(why.contains("is not the one that was registered as \"pictures\""), "{why}");
+        assert!(why.contains("differs from the dataset that was registered as \"pictures\""), "{why}");
         assert!(!why.contains("h1") && !why.contains("h3"), "{why}");
     }
     // Also with a single machine, when there is no other copy to compare with.

@@ -94,7 +94,7 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     for (set, words) in [
         (
             "model.arch=\"resnet34\"",
-            &["model.pretrained", "does not hold a resnet34", "layer1.2.bn1.bias, ", "77 more are missing"][..],
+            &["model.pretrained", "does not fit a resnet34", "layer1.2.bn1.bias, ", "77 more are missing"][..],
         ),
         ("model.stem=\"cifar\"", &["model.pretrained", "conv1.weight is [64, 3, 7, 7]", "set model.stem"]),
         ("model.pretrained=\"/no/weights.safetensors\"", &["model.pretrained", "/no/weights.safetensors"]),

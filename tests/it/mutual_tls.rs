@@ -180,7 +180,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     ca(serve.folder.path(), &["revoke", "node-a", "--data-dir", "data"]).ok();
     agent(&serve, "node-a", |agent| !is_online(agent)).await;
     assert!(revoked.elapsed() < Duration::from_secs(30), "{:?}", revoked.elapsed());
-    first.wait_for_log("which was revoked there").await;
+    first.wait_for_log("which was revoked").await;
     wait_until("the agent tries again", || first.output().matches("revoked").count() >= 2, || first.output())
         .await;
     let of_revoked: Vec<_> =
@@ -259,7 +259,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     ca(serve.folder.path(), &["issue", "proxy.example", "--data-dir", "data"]).ok();
     for (name, why, reported) in [
         ("node-old", "certificate expired at", "it has expired"),
-        ("node-x", "of an authority that is not in", "of an authority (CA) that it does not know"),
+        ("node-x", "of an authority that is not in", "by an authority (CA) that it does not know"),
         ("proxy.example", "not for clients", "is not acceptable to it"),
     ] {
         let certificate = files(name);
@@ -384,7 +384,7 @@ async fn a_revocation_list_is_reloaded_and_a_truncated_one_is_ignored() {
         Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
     };
     let revoked = start_agent("node-1");
-    revoked.wait_for_log("which was revoked there").await;
+    revoked.wait_for_log("which was revoked").await;
     let still_valid = start_agent("node-2");
     agent(&serve, "node-2", is_online).await;
 

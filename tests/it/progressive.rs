@@ -58,7 +58,7 @@ async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart()
     let out = |name: &str| folder.path().join(name);
     let output = train(&job, &out("two"), &[]);
     assert!(
-        output.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; measured at 16x16"),
+        output.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; validation uses 16x16"),
         "{output}"
     );
     let last = model(&out("two"), "3-36");

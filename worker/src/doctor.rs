@@ -74,9 +74,9 @@ pub fn examine(dir: &Path, quick: bool) -> Vec<Finding> {
 }
 
 fn cpu() -> Finding {
-    let this = machine::describe(Path::new("/"));
-    let found = format!("{}, {} cores for this process", this.cpu, this.cores);
-    if this.cores == 1 {
+    let description = machine::describe(Path::new("/"));
+    let found = format!("{}, {} cores for this process", description.cpu, description.cores);
+    if description.cores == 1 {
         let advice = "Ranks share one core: more ranks do not train faster.";
         return finding("CPU", Grade::Note, found, advice);
     }
@@ -138,12 +138,12 @@ fn disk(dir: &Path) -> Finding {
 fn shared_memory() -> Finding {
     match rustix::fs::statvfs("/dev/shm") {
         Ok(s) if s.f_blocks * s.f_frsize < MIN_SHM => {
-            let advice = "CPU ranks do not use it; GPUs of one machine do: docker run --shm-size=1g.";
+            let advice = "NCCL uses it between GPUs of one machine. Enlarge it: docker run --shm-size=1g.";
             finding("/dev/shm", Grade::Note, gib(s.f_blocks * s.f_frsize), advice)
         }
         Ok(s) => finding("/dev/shm", Grade::Ok, gib(s.f_blocks * s.f_frsize), ""),
         Err(error) => {
-            let advice = "CPU ranks do not use it; GPUs of one machine do: mount a tmpfs there.";
+            let advice = "NCCL uses it between GPUs of one machine. Mount a tmpfs at /dev/shm.";
             finding("/dev/shm", Grade::Note, error.to_string(), advice)
         }
     }
@@ -153,7 +153,12 @@ fn open_files() -> Finding {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let found = limit.map_or("no limit".into(), |n| format!("{n} at once"));
     if limit.is_some_and(|n| n < MIN_OPEN_FILES) {
-        return finding("open files", Grade::Note, found, "Raise it before serving: ulimit -n 4096.");
+        return finding(
+            "open files",
+            Grade::Note,
+            found,
+            "Raise the limit before you start a server: ulimit -n 4096.",
+        );
     }
     finding("open files", Grade::Ok, found, "")
 }

@@ -2,7 +2,7 @@
 //! since boot. Changes of the time of day do not affect it.
 //!
 //! The agent updates the deadline while it is in contact with the server. If the agent has ended, is suspended or has
-//! lost the connection, the deadline passes, and its ranks end themselves before the server gives the job to others.
+//! lost the connection, the deadline passes, and its ranks end themselves before the server starts the job elsewhere.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::{
@@ -42,16 +42,16 @@ impl Fence {
         &self.path
     }
 
-    /// Lets ranks continue for `left` from now. The file is overwritten in place with a fixed length, so this works
+    /// Lets ranks continue for `duration` from now. The file is overwritten in place with a fixed length, so this works
     /// on a full disk, and readers never see a partial number.
-    pub(crate) fn set(&self, left: Duration) -> io::Result<()> {
-        let deadline = uptime() + u64::try_from(left.as_millis() / 10).unwrap_or(u64::MAX / 2);
+    pub(crate) fn set(&self, duration: Duration) -> io::Result<()> {
+        let deadline = uptime() + u64::try_from(duration.as_millis() / 10).unwrap_or(u64::MAX / 2);
         self.file.write_all_at(format!("{deadline:>width$}\n", width = FILE_BYTES - 1).as_bytes(), 0)
     }
 }
 
 /// The ranks' side: the time since the deadline, if it has passed. An unreadable file does not end ranks: a removed
-/// folder does not mean that others have the job.
+/// folder does not mean that the job was started elsewhere.
 pub(crate) fn overdue(path: &Path) -> Option<Duration> {
     let deadline: u64 = fs::read_to_string(path).ok()?.trim().parse().ok()?;
     let past = uptime().checked_sub(deadline).filter(|past| *past > 0)?;
@@ -66,7 +66,7 @@ mod tests {
     fn a_deadline_can_be_set_extended_and_missed() {
         let dir = tempfile::tempdir().unwrap();
         let fence = Fence::open(dir.path()).unwrap();
-        assert_eq!(overdue(fence.path()), None, "no word yet");
+        assert_eq!(overdue(fence.path()), None, "no deadline was set");
         fence.set(Duration::from_secs(100)).unwrap();
         assert_eq!(overdue(fence.path()), None);
         fence.set(Duration::ZERO).unwrap();
@@ -76,7 +76,7 @@ mod tests {
             std::thread::yield_now();
         }
         fence.set(Duration::from_secs(100)).unwrap();
-        assert_eq!(overdue(fence.path()), None, "the next agent came in time");
+        assert_eq!(overdue(fence.path()), None, "the deadline was extended");
         assert_eq!(overdue(Path::new("/nowhere")), None);
     }
 }

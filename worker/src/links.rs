@@ -4,7 +4,7 @@ pub use lockstep_comm::gather::Gathered;
 use lockstep_comm::{CommError, ProcessGroup, gather::gather, rendezvous::Store};
 use std::time::Instant;
 
-/// Collective: runs the test in a group, over NCCL if ranks have the GPUs `ordinal`.
+/// Collective: runs the test in a group. Uses NCCL if this rank has a GPU (`ordinal`) and there are other ranks (`store`).
 ///
 /// # Errors
 /// A rank does not respond.
@@ -24,6 +24,7 @@ pub fn measure(
 fn measure_over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
     let mut values = vec![0.0f32; comm.size() as usize];
     comm.all_gather((&[comm.rank() as f32]).into(), (&mut values).into())?;
+    // Returns the minimum and the mean duration of a call in seconds.
     let all_reduces = |length: usize, rounds: u32| -> Result<(f64, f64), CommError> {
         let mut vector = vec![0.0f32; length];
         let (mut best, mut sum) = (f64::MAX, 0.0);
@@ -37,7 +38,9 @@ fn measure_over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
     };
     all_reduces(256, 5)?;
     // The mean, not the minimum: a call whose data has already arrived returns early, and the next call waits longer.
-    let short_us = all_reduces(256, 200)?.1 * 1e6;
-    let bytes_per_second = f64::from(16u32 << 20) / all_reduces(4 << 20, 5)?.0.max(1e-9);
+    let (_, short_secs) = all_reduces(256, 200)?;
+    let short_us = short_secs * 1e6;
+    let (long_secs, _) = all_reduces(4 << 20, 5)?;
+    let bytes_per_second = f64::from(16u32 << 20) / long_secs.max(1e-9);
     Ok(Gathered { device: "CPU".into(), values, short_us, bytes_per_second, no_peer_memory: None })
 }

@@ -1,4 +1,4 @@
-//! Short-lived rank processes on this machine, which measure something together. Used by `doctor` and `bench`.
+//! Short-lived rank processes on this machine that run one measurement together. Used by `doctor` and `bench`.
 
 use crate::supervisor::{Exit, Orphans, Rank, RankGroup, RankProcess, UnixProcessGroup};
 use lockstep_comm::{
@@ -57,15 +57,15 @@ impl Member {
     /// # Errors
     /// The environment variable is invalid.
     pub fn of_this_process() -> Result<Option<Self>, String> {
-        let Ok(part) = std::env::var(MEMBER_VARIABLE) else { return Ok(None) };
-        serde_json::from_str(&part).map(Some).map_err(|e| format!("{MEMBER_VARIABLE}: {e}"))
+        let Ok(json) = std::env::var(MEMBER_VARIABLE) else { return Ok(None) };
+        serde_json::from_str(&json).map(Some).map_err(|e| format!("{MEMBER_VARIABLE}: {e}"))
     }
 
     /// Connects to the other members.
     ///
     /// # Errors
-    /// A member does not arrive within `patience`.
-    pub fn meet(&self, patience: Duration) -> Result<JoinedGroup, RendezvousError> {
+    /// A member does not arrive within `timeout`.
+    pub fn meet(&self, timeout: Duration) -> Result<JoinedGroup, RendezvousError> {
         if self.world_size == 1 {
             return Ok(JoinedGroup { comm: Arc::new(SingleRank), store: None });
         }
@@ -75,15 +75,15 @@ impl Member {
             secret: self.secret.clone().into_bytes(),
             rank: self.rank,
             world_size: self.world_size,
-            timeout: patience,
+            timeout,
             stop: Arc::default(),
         })?;
-        let ring = Ring::connect(&store, patience)?;
+        let ring = Ring::connect(&store, timeout)?;
         Ok(JoinedGroup { comm: ring, store: Some(Arc::new(store)) })
     }
 }
 
-/// A group of `world_size` members, on the first of `gpus` or, if there are none, on CPU cores.
+/// The members of a group, on the first `world_size` of `gpus`, or on CPU cores if `gpus` is empty.
 ///
 /// # Errors
 /// No port is free.
@@ -92,8 +92,8 @@ pub fn members(world_size: u32, gpus: &[Gpu]) -> io::Result<Vec<Member>> {
     members_on(world_size, &gpus)
 }
 
-/// A group of `world_size` members, on the first of `devices` (UUIDs of a [`Slot`](lockstep_protocol::agent::Slot))
-/// or, if there are none, on CPU cores.
+/// The members of a group, on the first `world_size` of `devices` (UUIDs of a
+/// [`Slot`](lockstep_protocol::agent::Slot)), or on CPU cores if `devices` is empty.
 ///
 /// # Errors
 /// No port is free.
@@ -116,7 +116,7 @@ pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>
 /// Runs this executable with `arguments`, one process per member, and returns the output of rank 0.
 ///
 /// # Errors
-/// The error message of the first member that fails, or `limit` has passed. The other members are ended.
+/// A member fails (the message is that of the first failure), or `limit` has passed. The other members are killed.
 pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Result<Vec<u8>, String> {
     // Dropping `ranks` kills its processes, so they end with this call.
     let mut ranks = RankGroup::new(Orphans::Kill);
@@ -131,16 +131,16 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
     let began = Instant::now();
     while !ranks.has_ended() {
         if began.elapsed() > limit {
-            return Err(format!("not done after {:.0} s", limit.as_secs_f64()));
+            return Err(format!("the ranks have not ended after {:.0} s", limit.as_secs_f64()));
         }
         std::thread::sleep(POLL_EVERY);
         ranks.poll();
         for (end, output) in ranks.ends().zip(&mut outputs) {
             if let Some(exit) = end.exit.filter(|exit| *exit != Exit::Status(0)) {
-                let words = output.stderr.take().map_or_else(Vec::new, join_output);
-                let words = String::from_utf8_lossy(&words).trim().to_owned();
-                let words = if words.is_empty() { exit.to_string() } else { words };
-                return Err(format!("rank {}: {words}", end.rank));
+                let stderr = output.stderr.take().map_or_else(Vec::new, join_output);
+                let stderr = String::from_utf8_lossy(&stderr).trim().to_owned();
+                let why = if stderr.is_empty() { exit.to_string() } else { stderr };
+                return Err(format!("rank {}: {why}", end.rank));
             }
         }
     }
@@ -148,12 +148,13 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
     Ok(first.map_or_else(Vec::new, join_output))
 }
 
-struct Output {
+/// The threads that read the output of a member.
+struct OutputThreads {
     stdout: Option<JoinHandle<Vec<u8>>>,
     stderr: Option<JoinHandle<Vec<u8>>>,
 }
 
-fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Output)> {
+fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, OutputThreads)> {
     let mut command = Command::new(own_program()?);
     command
         .args(arguments)
@@ -170,8 +171,8 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
     // The members are in this process's group, so that Ctrl-C ends them too.
     let mut process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;
     let (stdout, stderr) = process.take_output();
-    let output = Output { stdout: stdout.map(read).transpose()?, stderr: stderr.map(read).transpose()? };
-    Ok((process, output))
+    let (stdout, stderr) = (stdout.map(read).transpose()?, stderr.map(read).transpose()?);
+    Ok((process, OutputThreads { stdout, stderr }))
 }
 
 fn read(mut from: impl Read + Send + 'static) -> io::Result<JoinHandle<Vec<u8>>> {

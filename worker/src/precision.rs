@@ -3,9 +3,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The number of consecutive skipped steps that is too high: the scale has then been divided by thirty-two without
-/// effect.
-const MAX_IN_A_ROW: u64 = 5;
+/// The lowest number of consecutive skipped steps that is too high: the scale has then been divided by 32 without effect.
+const TOO_MANY_IN_A_ROW: u64 = 5;
 /// Maximum number of skipped steps among the last [`WINDOW`] steps: one in a hundred.
 const MAX_IN_WINDOW: usize = (WINDOW / 100) as usize;
 const WINDOW: u64 = 500;
@@ -21,7 +20,7 @@ pub struct SkippedSteps {
 }
 
 impl SkippedSteps {
-    /// Records whether `step` was skipped. `step` must be later than all previous ones.
+    /// Records whether `step` was skipped. `step` must be later than all previous steps.
     pub fn note(&mut self, step: u64, skipped: bool) {
         if skipped {
             self.total += 1;
@@ -33,11 +32,11 @@ impl SkippedSteps {
     /// A description of the skipped steps, if there were too many recently and float16 is therefore unsuitable.
     pub fn describe_if_persistent(&self) -> Option<String> {
         let in_a_row = match *self.recent.as_slice() {
-            [.., first, _, _, _, last] => last.checked_sub(first) == Some(MAX_IN_A_ROW - 1),
+            [.., first, _, _, _, last] => last.checked_sub(first) == Some(TOO_MANY_IN_A_ROW - 1),
             _ => false,
         };
         if in_a_row {
-            return Some(format!("{MAX_IN_A_ROW} steps in a row"));
+            return Some(format!("{TOO_MANY_IN_A_ROW} steps in a row"));
         }
         let count = self.recent.len();
         (count > MAX_IN_WINDOW).then(|| format!("{count} of the last {WINDOW} steps"))

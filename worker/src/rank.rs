@@ -52,8 +52,8 @@ pub const EXIT_PAUSED: i32 = 4;
 
 /// Time limit for all ranks to join the rendezvous.
 const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(30);
-/// Added to the time after which other ranks consider a silent rank dead, so that the agent, which knows more, reports
-/// it first.
+/// Added to the time after which other ranks consider a silent rank dead, so that the agent, which knows more, is the
+/// first to report the silence.
 const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
 /// Time from the end of the wait (for the step or the lease) to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
@@ -75,7 +75,7 @@ pub fn run(config_path: &Path) -> ! {
 fn run_file(config_path: &Path) -> i32 {
     let config: RankConfig = match std::fs::read(config_path)
         .map_err(|e| e.to_string())
-        .and_then(|text| serde_json::from_slice(&text).map_err(|e| e.to_string()))
+        .and_then(|json| serde_json::from_slice(&json).map_err(|e| e.to_string()))
     {
         Ok(config) => config,
         Err(error) => {
@@ -198,7 +198,7 @@ fn run_attempt(
         all_reduce_once(comm.as_ref())?;
         warn_if_unencrypted(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
         let joined = Arc::new(joined);
-        // The store ends with the process of rank 0, and other ranks may still send requests.
+        // The store stays open until the process of rank 0 ends, because other ranks may still send requests.
         let _ = state.store.set(joined.clone());
         store = Some(joined);
         comm
@@ -208,16 +208,16 @@ fn run_attempt(
         true => Some(watch(config, state, reporter, store.clone(), stall)?),
         false => None,
     };
-    let watched = machine_metrics::start_device(config, reporter.clone(), state.progress.clone());
-    let _watched = watched.unwrap_or_else(|why| {
+    let device_metrics = machine_metrics::start_device(config, reporter.clone(), state.progress.clone());
+    let _device_metrics = device_metrics.unwrap_or_else(|why| {
         reporter.log(&why);
         None
     });
-    let _machine =
-        machine_metrics::start(config, reporter.clone(), state.progress.clone()).unwrap_or_else(|why| {
-            reporter.log(&format!("no metrics of the machine: {why}"));
-            None
-        });
+    let machine_metrics = machine_metrics::start(config, reporter.clone(), state.progress.clone());
+    let _machine_metrics = machine_metrics.unwrap_or_else(|why| {
+        reporter.log(&format!("no metrics of the machine: {why}"));
+        None
+    });
     let checkpoints = config.checkpoints_dir();
     let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
     let dataset = lockstep_data::resolve(Path::new(&start.dataset_path), start.files.dataset_in.as_ref());
@@ -243,7 +243,7 @@ fn run_attempt(
         checkpointed_step: &state.checkpointed_step,
         stop_within: Duration::from_secs(config.stop_within_secs.into()),
     });
-    match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
+    match (outcome, watchdog.as_ref().and_then(|watchdog| watchdog.stall_reason())) {
         // After the watchdog has ended the step, the error is an aborted collective. Report the stall instead.
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
@@ -256,12 +256,12 @@ fn outside_address(address: &str) -> Option<IpAddr> {
         return Some(ip);
     }
     let found = (address, 0).to_socket_addrs().ok()?;
-    found.map(|at| at.ip()).find(|ip| !ip.is_loopback())
+    found.map(|socket_addr| socket_addr.ip()).find(|ip| !ip.is_loopback())
 }
 
 /// Collective: fails if ranks have different backends, which would not call the same collectives.
-fn check_backends(store: &Store, name: &str) -> Result<(), RankError> {
-    let names = store.exchange("backend", name.as_bytes())?;
+fn check_backends(store: &Store, own_backend: &str) -> Result<(), RankError> {
+    let names = store.exchange("backend", own_backend.as_bytes())?;
     first_to_differ(&names).map_or(Ok(()), |rank| {
         let [first, other] = [0, rank].map(|rank| String::from_utf8_lossy(&names[rank]));
         Err(RankError::Train(TrainError::Impossible(format!(
@@ -356,7 +356,7 @@ pub fn end_by_force_within(within: Duration) {
     let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
 }
 
-/// State shared by the training thread, the threads for signals and the watchdog, and the last record.
+/// State shared by the training thread and the threads for signals and the watchdog.
 #[derive(Default)]
 struct RankState {
     stop: Arc<AtomicBool>,
@@ -365,7 +365,7 @@ struct RankState {
     checkpointed_step: AtomicU64,
     /// Whether the last record has been written.
     last_record_written: AtomicBool,
-    /// Whether the rank has ended in order: finished, or stopped together with all others.
+    /// Whether training has ended without an error: the rank has finished, paused, or stopped with all other ranks.
     ended: AtomicBool,
     comm: OnceLock<Arc<dyn ProcessGroup>>,
     store: OnceLock<Arc<Store>>,

@@ -1,4 +1,4 @@
-//! A rank's reports to its agent: a file of records. One process appends; others read from any record on.
+//! A rank's reports to its agent: a file of records. One process appends; other processes read, from any record on.
 //! The file is the spool: whichever process dies, nothing is lost or reported twice.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an
@@ -136,8 +136,8 @@ pub trait Observer: Send + Sync {
 
 /// A rank's reporter: writes metrics, log lines and events, in the order of the calls.
 ///
-/// Metrics and lines are collected, and written by a separate thread after at most 20 ms. A full disk delays them;
-/// [`Reporter::flush`] reports that.
+/// Metrics and lines are collected, and written by a separate thread after at most 20 ms. While the disk is full, they
+/// stay in memory, and [`Reporter::flush`] returns an error.
 #[derive(Debug)]
 pub struct Reporter {
     shared: Arc<Shared>,
@@ -172,12 +172,13 @@ impl Reporter {
     /// # Errors
     /// The files already exist (a rank of an attempt runs only once), or cannot be created.
     pub fn create(attempt_dir: &Path, rank: u32) -> io::Result<Self> {
-        let naming = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+        let with_path =
+            |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         let events = events_path(attempt_dir, rank);
-        File::create_new(&events).map_err(|e| naming(&events, e))?;
-        let records = Records::append_to(&events).map_err(|e| naming(&events, e))?;
+        File::create_new(&events).map_err(|e| with_path(&events, e))?;
+        let records = Records::append_to(&events).map_err(|e| with_path(&events, e))?;
         let log = log_path(attempt_dir, rank);
-        let log = OpenOptions::new().append(true).create(true).open(&log).map_err(|e| naming(&log, e))?;
+        let log = OpenOptions::new().append(true).create(true).open(&log).map_err(|e| with_path(&log, e))?;
         let state = State {
             rank,
             records,

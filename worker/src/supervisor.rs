@@ -1,12 +1,12 @@
-//! Starts the rank processes of this machine, watches them, ends them in order or by force, and determines why each
-//! ended. The agent and `lockstep train` have their own [`Policy`].
+//! Starts the rank processes of this machine, watches them, stops or kills them, and determines why each ended. The
+//! agent and `lockstep train` have their own [`Policy`].
 //!
-//! - [`RankProcess`]: one process, started or adopted, signals also reach the processes that it has
-//!   started
-//! - [`Spare`]: a process that has opened a GPU, and becomes a rank there sooner than a new process
-//! - [`Rank`]: a process, and its records in the attempt's folder
+//! - [`RankProcess`]: the process of one rank, started by this supervisor or adopted from an earlier one. Signals to it
+//!   also reach the processes that it has started
+//! - [`Spare`]: a process that has opened a GPU, so that a rank on this GPU starts sooner
+//! - [`Rank`]: a rank's process and its records in the attempt's folder
 //! - [`RankGroup`]: all ranks of an attempt, which are ended by a [`Stop`]
-//! - [`failure_cause`]: finds the rank whose end explains the ends of the others
+//! - [`failure_cause`]: finds the rank whose end explains the ends of the other ranks
 
 mod cause;
 mod group;

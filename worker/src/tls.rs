@@ -38,9 +38,12 @@ pub fn client_config_with_identity(
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if let Some(path) = ca_file {
         let shown = path.display();
-        let about = std::fs::metadata(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
-        if !about.is_file() || about.len() > MAX_FILE_BYTES {
-            return Err(format!("the CA file {shown} is not a file of at most {} MiB", MAX_FILE_BYTES >> 20));
+        let metadata = std::fs::metadata(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
+        if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
+            return Err(format!(
+                "the CA file {shown} must be a file of at most {} MiB",
+                MAX_FILE_BYTES >> 20
+            ));
         }
         let pem = std::fs::read(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
         let mut count = 0;
@@ -98,7 +101,7 @@ pub fn in_words(error: &(dyn Error + 'static), server: &str) -> Option<String> {
             "it has no version of TLS in common with this program, which speaks 1.2 and 1.3".into()
         }
         TlsError::AlertReceived(AlertDescription::HandshakeFailure) => {
-            "it has no cipher suite in common with this program; see `serve --tls-suites` there".into()
+            "it has no cipher suite in common with this program; see --tls-suites of `lockstep serve`".into()
         }
         TlsError::AlertReceived(alert) => match refusal_in_words(*alert) {
             Some(why) => why,
@@ -112,12 +115,12 @@ pub fn in_words(error: &(dyn Error + 'static), server: &str) -> Option<String> {
 /// Why a server rejected this client's certificate, according to the TLS alert.
 fn refusal_in_words(alert: AlertDescription) -> Option<String> {
     let why = match alert {
-        AlertDescription::CertificateRevoked => "was revoked there",
+        AlertDescription::CertificateRevoked => "was revoked",
         AlertDescription::CertificateExpired => {
             "is not valid at this time: it has expired, or one of the two machines has a wrong clock"
         }
         AlertDescription::UnknownCA => {
-            "is of an authority (CA) that it does not know (see `serve --agent-ca` there)"
+            "was issued by an authority (CA) that it does not know (see --agent-ca of `lockstep serve`)"
         }
         AlertDescription::BadCertificate
         | AlertDescription::UnsupportedCertificate
@@ -127,8 +130,8 @@ fn refusal_in_words(alert: AlertDescription) -> Option<String> {
         _ => return None,
     };
     Some(format!(
-        "it refuses this agent's certificate, which {why}. Have another issued (on the server's machine: `lockstep ca issue NAME \
-         --agent`) and put it in place of the files here, which are read again for each connection"
+        "it refuses this agent's certificate, which {why}. Issue another certificate (on the server's machine: `lockstep ca issue \
+         NAME --agent`) and replace the files on this machine, which are read again for each connection"
     ))
 }
 
@@ -153,13 +156,13 @@ fn certificate_in_words(problem: &CertificateError) -> String {
             )
         }
         CertificateError::NotValidForName => {
-            "its certificate is not for the name in this address; use a name that it is for".into()
+            "its certificate is not for the name in this address; use a name of the certificate in the address".into()
         }
         CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
-            "its certificate has expired; renew it there (or is the clock of this machine wrong?)".into()
+            "its certificate has expired; renew it on the server's machine, and check the clock of this machine".into()
         }
         CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
-            "its certificate is not valid yet; is the clock of this machine right?".into()
+            "its certificate is not valid yet; check the clocks of both machines".into()
         }
         other => format!("its certificate is not accepted: {other}"),
     }

@@ -15,7 +15,7 @@ const DEVICE: &str = "TOY-";
 /// The environment variable with the devices of a rank's process.
 pub(crate) const VISIBLE: &str = "LOCKSTEP_TOY_DEVICES";
 
-/// The calls in this process, in order.
+/// The calls of the backend in this process, in order.
 pub(crate) static ASKED: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn note(what: String) {

@@ -91,9 +91,9 @@ pub struct Training<'a> {
     /// Number of optimizer steps done, for reports about the rank's end.
     pub progress: &'a AtomicU64,
     /// The step of the newest checkpoint on disk that this rank knows (normally only rank 0 does), or 0. Later steps
-    /// are lost if the run does not end in order.
+    /// are lost if the rank is killed or fails.
     pub checkpointed_step: &'a AtomicU64,
-    /// Time for ranks that are asked to end to finish their step and its checkpoint.
+    /// How long ranks that are asked to end may take for their step and its checkpoint.
     pub stop_within: Duration,
 }
 
@@ -103,7 +103,7 @@ impl Training<'_> {
         self.group.rank() == 0
     }
 
-    /// Logs lines that concern all ranks once.
+    /// Logs lines that concern all ranks, on rank 0 only.
     fn log<S: AsRef<str>>(&self, lines: impl IntoIterator<Item = S>) {
         if self.is_first() {
             lines.into_iter().for_each(|line| self.observer.log(line.as_ref()));
@@ -143,16 +143,16 @@ fn train_with<'a>(
     throughput.report("starting");
     let mut data = dataset::open(training)?;
     let network = plan::network(spec, &data.shape)?;
-    let largest = data.shape.training_sizes.last().map_or(network.image_size, |(_, side)| *side);
-    let auto::Choice { spec, planned } = auto::choose(training, &network.resized(largest))?;
+    let largest_side = data.shape.training_sizes.last().map_or(network.image_size, |(_, side)| *side);
+    let auto::Choice { spec, planned } = auto::choose(training, &network.resized(largest_side))?;
     let training = &Training { spec: &spec, ..training.clone() };
     training.log(planned.iter().map(Planned::in_words));
     let precision = start::precision(training)?;
     let plan = RunPlan::new(training, &data.shape, network, precision)?;
     let mut engine = build_engine(training, &plan, 0)?;
     data.set_format(engine.take_data(&data)?);
-    let decoder = decoder::choose_decoder(training, engine.precision(), &mut data)?;
-    training.log(decoder);
+    let decoder_line = decoder::choose_decoder(training, engine.precision(), &mut data)?;
+    training.log(decoder_line);
     throughput.set_device(engine.device_name());
     let beginning = start::initialize(training, &plan, &data, engine.as_mut())?;
     training.log(&beginning.notes);
@@ -343,7 +343,7 @@ impl Run<'_> {
         pause.is_some_and(|step| self.step >= step)
     }
 
-    /// Sets the engine's picture size to the size of an epoch (from 0).
+    /// Sets the engine's picture size to the size of epoch `epoch` (from 0).
     fn set_training_size(&mut self, epoch: u32) -> Result<(), TrainError> {
         Ok(self.engine.set_image_size(self.data.shape.training_size(epoch))?)
     }

@@ -220,11 +220,11 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
     };
     // An agent reads the file. Its message is the mistake of this key.
     for path in ["/jobs", "/jobs/validate"] {
-        let no = AgentReply::Weights { mistake: Some("/w.safetensors does not hold a resnet20".into()) };
+        let no = AgentReply::Weights { mistake: Some("/w.safetensors does not fit a resnet20".into()) };
         let spec = spec_with("/w.safetensors");
         let ((status, response), request) =
             tokio::join!(server.post(path, &spec), answer_fit_weights(&mut agent, no));
-        let detail = "/w.safetensors does not hold a resnet20";
+        let detail = "/w.safetensors does not fit a resnet20";
         let errors = json!([{"pointer": "/model/pretrained", "detail": detail}]);
         assert_eq!((status, &response["errors"]), (422, &errors), "{response}");
         assert_eq!(

@@ -27,7 +27,7 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
     ca(serve.folder.path(), &revoke("node-1")).ok();
     wait_until("the list is read", || serve.log().contains(reads), || serve.log()).await;
     let revoked = start_agent("node-1");
-    revoked.wait_for_log("which was revoked there").await;
+    revoked.wait_for_log("which was revoked").await;
     assert!(!ready().await.contains(outdated) && !serve.log().contains(outdated), "{}", serve.log());
 
     // An outdated list, written ten years and a day ago according to the clock of `ca revoke`. It is still enforced.

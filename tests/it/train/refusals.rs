@@ -259,7 +259,7 @@ async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
     let output = bench.train("other", &other).output().expect("it runs");
     assert_eq!(output.status.code(), Some(1));
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(error.contains("does not hold a resnet32") && error.contains("are missing"), "{error}");
+    assert!(error.contains("does not fit a resnet32") && error.contains("are missing"), "{error}");
 }
 
 /// Overwrites the first value of a tensor in a file.

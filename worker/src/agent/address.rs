@@ -103,7 +103,8 @@ pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), Stri
 }
 
 impl Address {
-    /// Files are read for each connection, so a new CA certificate or a renewed client certificate needs no restart.
+    /// The TLS settings of a connection. Their files are read for each connection, so a new CA certificate or a renewed
+    /// client certificate needs no restart.
     pub(super) fn connector(&self) -> Result<Connector, String> {
         match self.request.uri().scheme_str() {
             Some("wss") => tls::client_config_with_identity(self.ca_file.as_deref(), self.identity.as_ref())

@@ -29,11 +29,11 @@ pub(super) fn server_that(responses: Responses) -> (Remote, Asked) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let asked = Asked::default();
-    let noted = Arc::clone(&asked);
+    let recorded = Arc::clone(&asked);
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             // An interrupted request is not recorded.
-            let _ = respond(stream.unwrap(), &noted, responses);
+            let _ = respond(stream.unwrap(), &recorded, responses);
         }
     });
     let address = Arc::new(address::parse(&options(&url)).unwrap());
@@ -41,12 +41,12 @@ pub(super) fn server_that(responses: Responses) -> (Remote, Asked) {
 }
 
 fn respond(mut stream: TcpStream, asked: &Asked, responses: Responses) -> std::io::Result<()> {
-    let mut from = BufReader::new(stream.try_clone()?);
-    let (mut first, mut length) = (String::new(), 0);
-    from.read_line(&mut first)?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let (mut request_line, mut length) = (String::new(), 0);
+    reader.read_line(&mut request_line)?;
     loop {
         let mut line = String::new();
-        from.read_line(&mut line)?;
+        reader.read_line(&mut line)?;
         match line.trim_end().split_once(": ") {
             Some((name, value)) if name.eq_ignore_ascii_case("content-length") => {
                 length = value.parse().unwrap_or(0);
@@ -55,8 +55,8 @@ fn respond(mut stream: TcpStream, asked: &Asked, responses: Responses) -> std::i
             None => break,
         }
     }
-    from.take(length).read_to_end(&mut Vec::new())?;
-    let mut parts = first.split(' ');
+    reader.take(length).read_to_end(&mut Vec::new())?;
+    let mut parts = request_line.split(' ');
     let (method, path) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
     // /api/v1/agent/attempts/<job>/<attempt>
     let rest: Vec<_> = path.split('/').skip(7).collect();

@@ -64,8 +64,13 @@ pub(super) struct Attempt {
 }
 
 /// See [`AttemptContext::check`].
-pub(super) type Check =
-    fn(&StoredAttempt, &Path, &[String], &AtomicBool, Option<&str>) -> Result<(), Refusal>;
+pub(super) type Check = fn(
+    stored: &StoredAttempt,
+    program: &Path,
+    devices: &[String],
+    cancelled: &AtomicBool,
+    machine: Option<&str>,
+) -> Result<(), Refusal>;
 
 /// State that the attempts of an agent share.
 #[derive(Debug, Clone)]
@@ -74,7 +79,7 @@ pub(super) struct AttemptContext {
     pub(super) lease: Arc<Lease>,
     /// The file with the deadline of the agent's lease, which ranks read.
     pub(super) fence: PathBuf,
-    /// The check before ranks of this program are started. It may return early if it is cancelled.
+    /// The check before ranks are started. It may return early if it is cancelled.
     pub(super) check: Check,
     /// Notified when an attempt has ended.
     pub(super) wake: Arc<Notify>,
@@ -93,8 +98,8 @@ pub(super) struct AttemptContext {
 impl AttemptContext {
     /// The devices of an attempt's ranks on this machine, in rank order. Empty for ranks on CPU cores.
     pub(super) fn devices_of(&self, start: &StartAttempt) -> Vec<String> {
-        let given = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
-        given.collect::<Option<_>>().unwrap_or_default()
+        let devices = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
+        devices.collect::<Option<_>>().unwrap_or_default()
     }
 }
 
@@ -203,15 +208,15 @@ async fn check_with_files(
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let on_own_disk = context.remote.as_ref().filter(|_| is_own_disk(stored));
-    // Before the dataset is copied, which may take hours: the server now knows which machine has the checkpoints on
-    // this disk.
+    // This precedes the copy of the dataset, which may take hours, so that the server knows at once which machine has
+    // the checkpoints on this disk.
     if let Some(remote) = on_own_disk {
         fetch::begin(stored, remote).await?;
     }
     if let (Some(remote), Some(copies)) = (&context.remote, &context.copies) {
-        let registered_at = stored.start.dataset_path.clone();
+        let registered_path = stored.start.dataset_path.clone();
         dataset_copy::ensure(stored, remote, copies).await?;
-        if stored.start.dataset_path != registered_at {
+        if stored.start.dataset_path != registered_path {
             // A copy has been compared with the server's files, which may have changed since they were registered.
             stored.start.files.registered = None;
         }
@@ -220,7 +225,7 @@ async fn check_with_files(
         let checked = check_before_start(stored, context, cancelled).await;
         return match &context.remote {
             Some(remote) if stored.start.files.registered.is_some() => {
-                checked.map_err(|refusal| on_machine(refusal, &remote.name))
+                checked.map_err(|refusal| add_machine_name(refusal, &remote.name))
             }
             _ => checked,
         };
@@ -228,13 +233,13 @@ async fn check_with_files(
     fetch::prepare(stored, remote).await?;
     check_before_start(stored, context, cancelled)
         .await
-        .map_err(|refusal| on_machine(refusal, &remote.name))?;
-    fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
+        .map_err(|refusal| add_machine_name(refusal, &remote.name))?;
+    fetch::publish_dataset(stored, remote).await.map_err(|refusal| add_machine_name(refusal, &remote.name))
 }
 
 /// Adds the machine's name to a refusal about the dataset, because other machines of the job may have another state of
 /// the dataset.
-fn on_machine(refusal: Refusal, name: &str) -> Refusal {
+fn add_machine_name(refusal: Refusal, name: &str) -> Refusal {
     match refusal {
         Refusal::DatasetUnusable(why) => {
             Refusal::DatasetUnusable(format!("on the machine {name}: {why} ({HINT})"))
@@ -260,8 +265,8 @@ async fn check_before_start(
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
             (context.check, context.program.clone(), context.devices_of(&stored.start));
-        // Sending fails if the caller no longer waits; the result is then not needed.
         let machine = context.remote.as_ref().map(|remote| remote.name.clone());
+        // Sending fails if the caller no longer waits; the result is then not needed.
         move || drop(sender.send(check(&stored, &program, &devices, &cancelled, machine.as_deref())))
     };
     // Not a thread of the async runtime, because the runtime would wait for its end.

@@ -24,8 +24,8 @@ const MIN_ATTEMPT_WAIT: Duration = Duration::from_secs(90);
 /// How long an agent whose job may have another attempt tries to reach an unreachable server.
 const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Time after an attempt within which the next attempt may begin here. With `min_ranks`, the server first waits for
-/// slots for all ranks.
+/// Time after an attempt within which the next attempt may begin on this agent. With `min_ranks`, the server first
+/// waits for slots for all ranks.
 fn next_attempt_within(recovery: &RecoverySpec) -> Duration {
     let wait_seconds = recovery.min_ranks.map_or(0, |_| recovery.wait_seconds);
     MIN_ATTEMPT_WAIT + Duration::from_secs(wait_seconds.into())
@@ -80,13 +80,13 @@ impl Agent {
         if let Some(network) = &mut start.network {
             network.named_by = Some(self.network.named_by.to_owned());
         }
-        let (mut stored, made) = place::choose_job_dir(&self.state_dir, start);
+        let (mut stored, created) = place::choose_job_dir(&self.state_dir, start);
         if !is_mapped && !place::is_own_disk(&stored) {
             // These are the server's own files, which may have changed since they were registered.
             stored.start.files.registered = None;
         }
         // Ranks without a record on disk could not be adopted after this process ends.
-        if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
+        if let Err(error) = created.and_then(|()| self.state_dir.store(&stored)) {
             tracing::warn!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "the attempt is declined: the agent's folder cannot be written");
             let reason = self.refuse_work(&error);
             return self.declined.push((stored.start.attempt, reason));
@@ -95,7 +95,7 @@ impl Agent {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.waiting_since = None;
-        // The job was retried while its last checkpoint was being uploaded.
+        // A job that had finished may be retried while its last checkpoint is being uploaded.
         self.only_job_is_final = None;
         self.add_attempt(Attempt::start(stored, refusal, context));
     }
@@ -211,8 +211,8 @@ mod tests {
 
     #[test]
     fn an_agent_of_one_job_waits_longer_than_the_server() {
-        let with = |min_ranks| RecoverySpec { min_ranks, wait_seconds: 300, ..RecoverySpec::default() };
-        assert_eq!(next_attempt_within(&with(None)).as_secs(), 90);
-        assert_eq!(next_attempt_within(&with(Some(1))).as_secs(), 390);
+        let recovery = |min_ranks| RecoverySpec { min_ranks, wait_seconds: 300, ..RecoverySpec::default() };
+        assert_eq!(next_attempt_within(&recovery(None)).as_secs(), 90);
+        assert_eq!(next_attempt_within(&recovery(Some(1))).as_secs(), 390);
     }
 }

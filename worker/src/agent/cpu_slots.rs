@@ -29,7 +29,7 @@ impl Shares {
         if self.slots.is_empty() {
             return Vec::new();
         }
-        let share = (cpus / self.slots.len() as f64).max(f64::MIN_POSITIVE);
+        let cpus_per_slot = (cpus / self.slots.len() as f64).max(f64::MIN_POSITIVE);
         let mut now = HashMap::new();
         for stored in attempts_now(&self.dir) {
             let folder = stored.attempt_dir();
@@ -41,9 +41,9 @@ impl Shares {
         }
         let before = std::mem::replace(&mut self.before, now);
         let sample = |(slot, (at, usage)): (&u32, &(Instant, RankUsage))| {
-            let same = before.get(slot).filter(|(_, before)| before.process == usage.process);
-            let busy = same.map(|(then, before)| {
-                (usage.cpu_secs - before.cpu_secs) / (*at - *then).as_secs_f64() / share
+            let previous = before.get(slot).filter(|(_, previous)| previous.process == usage.process);
+            let busy = previous.map(|(previous_at, previous)| {
+                (usage.cpu_secs - previous.cpu_secs) / (*at - *previous_at).as_secs_f64() / cpus_per_slot
             });
             GpuSample {
                 slot: *slot,

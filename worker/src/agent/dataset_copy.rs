@@ -26,7 +26,7 @@ use std::{
 
 /// Pauses before another attempt.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
-/// How often a copy is restarted because the dataset has changed meanwhile, or because data arrived damaged.
+/// How many times a copy is restarted because the dataset has changed meanwhile, or because data arrived damaged.
 const MAX_RESTARTS: u32 = 3;
 /// Maximum number of consecutive attempts in which the server responds but no new data arrives.
 const MAX_TRIES_WITHOUT_PROGRESS: u32 = 10;
@@ -82,9 +82,9 @@ async fn blocking<T: Send + 'static>(
     done.unwrap_or_else(|e| Err(CopyError::Disk(PathBuf::new(), io::Error::other(e))))
 }
 
-/// Ensures that the dataset of an attempt is on this machine, and copies it if the server has it. If the server does
-/// not have it either, this succeeds, and the preflight check reports it. While the server is unreachable, this
-/// retries. Drop the future to stop waiting.
+/// Copies the dataset of an attempt from the server, if this machine lacks it. If the server lacks it too, this
+/// succeeds, and the preflight check reports the missing dataset. While the server is unreachable, this retries. Drop
+/// the future to stop waiting.
 ///
 /// # Errors
 /// The dataset cannot be copied, and a retry would not help.
@@ -99,16 +99,16 @@ pub(super) async fn ensure(
     if is_here.unwrap_or(true) {
         return Ok(());
     }
-    let (mut backoff, mut tries, mut anew) = (RETRY, RetryCounts::default(), None);
+    let (mut backoff, mut tries, mut restart_reason) = (RETRY, RetryCounts::default(), None);
     loop {
         let mut progress = PullProgress::default();
-        let tried = copy(stored, remote, copies, &mut progress, &mut anew).await;
-        if let Err(CopyError::Changed(why)) = &tried {
-            anew = Some(why[..why.floor_char_boundary(ANEW_BYTES)].to_owned());
+        let result = copy(stored, remote, copies, &mut progress, &mut restart_reason).await;
+        if let Err(CopyError::Changed(why)) = &result {
+            restart_reason = Some(why[..why.floor_char_boundary(ANEW_BYTES)].to_owned());
         }
-        let why = match tried {
-            Ok(Some(here)) => {
-                stored.start.dataset_path = here.to_string_lossy().into_owned();
+        let why = match result {
+            Ok(Some(copy_path)) => {
+                stored.start.dataset_path = copy_path.to_string_lossy().into_owned();
                 stored.start.files.dataset_in = None;
                 return Ok(());
             }
@@ -172,14 +172,14 @@ fn is_here(path: &Path) -> bool {
 }
 
 /// One attempt to copy. Returns the path of the copy, or `None` if the server does not have the files either. Data
-/// that has arrived is kept for the next attempt. `anew` is the reason why the copy starts again; it is sent with the
-/// first request and then cleared.
+/// that has arrived is kept for the next attempt. `restart_reason`, if the copy starts again, is sent with the first
+/// request and then cleared.
 async fn copy(
     stored: &StoredAttempt,
     remote: &Remote,
     copies: &Copies,
     progress: &mut PullProgress,
-    anew: &mut Option<String>,
+    restart_reason: &mut Option<String>,
 ) -> Result<Option<PathBuf>, CopyError> {
     let start = &stored.start;
     let client = remote.client(&start.attempt)?;
@@ -198,15 +198,15 @@ async fn copy(
         bytes: list.bytes,
     };
     let key = list.key.clone();
-    let (entry, gone) = copies.reserve(list, &about, &start.attempt)?;
-    blocking(move || cache::remove(&gone)).await?;
-    // If several jobs need this copy, one job pulls it, and the others then find it complete.
-    let turn = copies.turn(&entry).await;
-    if pull::complete(&client, (&entry, &turn), &about, copies, (progress, anew)).await? {
+    let (entry, evicted) = copies.reserve(list, &about, &start.attempt)?;
+    blocking(move || cache::remove(&evicted)).await?;
+    // If several jobs need this copy, one job pulls it, and the other jobs then find it complete.
+    let copy_lock = copies.lock_copy(&entry).await;
+    if pull::complete(&client, (&entry, &copy_lock), &about, copies, (progress, restart_reason)).await? {
         // The server notices that a file changes while it is sent, but not later changes or new files. So the lists are
         // compared.
-        let now = list::fetch(&client, copies.dir(), &start.dataset_path, progress).await?;
-        if now.key != key {
+        let current = list::fetch(&client, copies.dir(), &start.dataset_path, progress).await?;
+        if current.key != key {
             return Err(CopyError::Changed(
                 "its files have changed since they were listed for the copy".into(),
             ));
@@ -220,10 +220,10 @@ async fn copy(
 }
 
 fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal {
-    let (on, dataset) = (&remote.name, &stored.start.spec.data.dataset);
+    let (machine, dataset) = (&remote.name, &stored.start.spec.data.dataset);
     let unusable = |why: &str| {
         Refusal::DatasetUnusable(format!(
-            "on the machine {on}: the dataset {dataset} is missing and cannot be copied from the server: {why} ({HINT})"
+            "on the machine {machine}: the dataset {dataset} is missing and cannot be copied from the server: {why} ({HINT})"
         ))
     };
     match error {
@@ -235,16 +235,16 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal
             ))
         }
         CopyError::Damaged(why) | CopyError::Unusable(why) => unusable(&why),
-        CopyError::NoSpace(why) => Refusal::DiskFull(format!("on the machine {on}: {why}")),
+        CopyError::NoSpace(why) => Refusal::DiskFull(format!("on the machine {machine}: {why}")),
         CopyError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => {
             Refusal::DiskFull(format!(
-                "on the machine {on}: {}: {error}; free some space, or give its agent another folder for copies of datasets with \
+                "on the machine {machine}: {}: {error}; free some space, or give its agent another folder for copies of datasets with \
                  --dataset-cache, and retry the job",
                 path.display()
             ))
         }
         CopyError::Disk(path, error) => {
-            Refusal::NotStarted(format!("on the machine {on}: {}: {error}", path.display()))
+            Refusal::NotStarted(format!("on the machine {machine}: {}: {error}", path.display()))
         }
     }
 }

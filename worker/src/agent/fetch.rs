@@ -65,8 +65,8 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
     let start = &stored.start;
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
-        let text = serde_json::to_vec(note).map_err(|e| Refusal::NotStarted(e.to_string()))?;
-        lockstep_host::write_whole(&path, &text).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
+        let json = serde_json::to_vec(note).map_err(|e| Refusal::NotStarted(e.to_string()))?;
+        lockstep_host::write_whole(&path, &json).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
     }
     // Rank 0 reads checkpoints, and sends their contents to the other ranks.
     if !start.ranks.iter().any(|(rank, _)| *rank == 0) {
@@ -116,11 +116,11 @@ async fn ensure_checkpoint(
     id: &str,
     target: &Path,
 ) -> Result<(), Refusal> {
-    let is_whole = {
+    let is_valid = {
         let target = target.to_owned();
         tokio::task::spawn_blocking(move || checkpoint::validate(&target).is_ok()).await
     };
-    if is_whole.unwrap_or(false) {
+    if is_valid.unwrap_or(false) {
         return Ok(());
     }
     tracing::info!(checkpoint = id, "fetching a checkpoint from the server");
@@ -162,79 +162,79 @@ async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<
 /// One attempt to fetch. Data that has arrived is kept for the next attempt.
 async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, target: &Path) -> Result<(), FetchError> {
     let client = remote.client(&stored.start.attempt)?;
-    let (Some(all), Some(name)) = (target.parent(), target.file_name()) else { return Ok(()) };
-    let gathering = all.join(format!(".fetch-{}", name.to_string_lossy()));
-    fs::create_dir_all(&gathering).map_err(on_disk(&gathering))?;
-    let text = fetch_manifest(&client, id).await?;
-    let manifest: Manifest =
-        serde_json::from_slice(&text).map_err(|e| FetchError::Damaged(format!("{MANIFEST}: {e}")))?;
-    let path = gathering.join(MANIFEST);
-    if fs::read(&path).ok().as_ref() != Some(&text) {
-        fs::remove_dir_all(&gathering).map_err(on_disk(&gathering))?;
-        fs::create_dir_all(&gathering).map_err(on_disk(&gathering))?;
-        fs::write(&path, &text).map_err(on_disk(&path))?;
+    let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else { return Ok(()) };
+    let partial = parent.join(format!(".fetch-{}", name.to_string_lossy()));
+    fs::create_dir_all(&partial).map_err(on_disk(&partial))?;
+    let manifest_json = fetch_manifest(&client, id).await?;
+    let manifest: Manifest = serde_json::from_slice(&manifest_json)
+        .map_err(|e| FetchError::Damaged(format!("{MANIFEST}: {e}")))?;
+    let path = partial.join(MANIFEST);
+    if fs::read(&path).ok().as_ref() != Some(&manifest_json) {
+        fs::remove_dir_all(&partial).map_err(on_disk(&partial))?;
+        fs::create_dir_all(&partial).map_err(on_disk(&partial))?;
+        fs::write(&path, &manifest_json).map_err(on_disk(&path))?;
     }
     for (file, wanted) in &manifest.files {
         if Path::new(file).file_name() != Some(file.as_ref()) {
             return Err(FetchError::Damaged(format!("{MANIFEST} names {file:?}")));
         }
-        let path = gathering.join(file);
-        let mut to = File::options().create(true).append(true).open(&path).map_err(on_disk(&path))?;
-        let mut there = to.metadata().map_err(on_disk(&path))?.len();
-        if there > wanted.size_bytes {
-            to.set_len(0).map_err(on_disk(&path))?;
-            there = 0;
+        let path = partial.join(file);
+        let mut output = File::options().create(true).append(true).open(&path).map_err(on_disk(&path))?;
+        let mut received = output.metadata().map_err(on_disk(&path))?.len();
+        if received > wanted.size_bytes {
+            output.set_len(0).map_err(on_disk(&path))?;
+            received = 0;
         }
-        if there == wanted.size_bytes {
+        if received == wanted.size_bytes {
             continue;
         }
-        let mut download = client.file(id, file, there).await?;
+        let mut download = client.file(id, file, received).await?;
         while let Some(bytes) = download.next().await? {
-            there += bytes.len() as u64;
-            if there > wanted.size_bytes {
+            received += bytes.len() as u64;
+            if received > wanted.size_bytes {
                 break;
             }
-            to.write_all(&bytes).map_err(on_disk(&path))?;
+            output.write_all(&bytes).map_err(on_disk(&path))?;
         }
     }
-    let (all, target) = (all.to_owned(), target.to_owned());
-    let finished = tokio::task::spawn_blocking(move || finish(&gathering, &target, &all)).await;
+    let (parent, target) = (parent.to_owned(), target.to_owned());
+    let finished = tokio::task::spawn_blocking(move || finish(&partial, &target, &parent)).await;
     finished.map_err(|e| FetchError::Disk(PathBuf::new(), io::Error::other(e)))?
 }
 
 /// Checks a fetched checkpoint, syncs it and renames it to its final name.
-fn finish(gathering: &Path, target: &Path, all: &Path) -> Result<(), FetchError> {
-    let manifest = match checkpoint::validate(gathering) {
+fn finish(partial: &Path, target: &Path, parent: &Path) -> Result<(), FetchError> {
+    let manifest = match checkpoint::validate(partial) {
         Ok(manifest) => manifest,
         Err(CheckpointError::Io { path, error }) => return Err(FetchError::Disk(path, error)),
         Err(error) => {
-            fs::remove_dir_all(gathering).map_err(on_disk(gathering))?;
+            fs::remove_dir_all(partial).map_err(on_disk(partial))?;
             return Err(FetchError::Damaged(error.to_string()));
         }
     };
     let sync = |path: &Path| File::open(path).and_then(|file| file.sync_all()).map_err(on_disk(path));
     for file in manifest.files.keys().map(String::as_str).chain([MANIFEST]) {
-        sync(&gathering.join(file))?;
+        sync(&partial.join(file))?;
     }
-    sync(gathering)?;
+    sync(partial)?;
     if target.exists() {
         // Remove a damaged checkpoint.
         fs::remove_dir_all(target).map_err(on_disk(target))?;
     }
-    fs::rename(gathering, target).map_err(on_disk(target))?;
-    sync(all)
+    fs::rename(partial, target).map_err(on_disk(target))?;
+    sync(parent)
 }
 
 async fn fetch_manifest(client: &AttemptClient<'_>, id: &str) -> Result<Vec<u8>, FetchError> {
     let mut download = client.file(id, MANIFEST, 0).await?;
-    let mut all = Vec::new();
+    let mut content = Vec::new();
     while let Some(bytes) = download.next().await? {
-        all.extend_from_slice(&bytes);
-        if all.len() > MANIFEST_BYTES {
+        content.extend_from_slice(&bytes);
+        if content.len() > MANIFEST_BYTES {
             return Err(FetchError::Damaged(format!("{MANIFEST} has more than {MANIFEST_BYTES} bytes")));
         }
     }
-    Ok(all)
+    Ok(content)
 }
 
 /// Requests that are repeated while their errors may be temporary.
@@ -263,19 +263,21 @@ impl<'a> Retries<'a> {
 }
 
 fn refusal(remote: &Remote, error: &FetchError) -> Refusal {
-    let on = &remote.name;
+    let machine = &remote.name;
     match error {
         FetchError::Server(failed) => Refusal::NotStarted(format!(
-            "{on} cannot fetch the job's files from the server: {}",
+            "{machine} cannot fetch the job's files from the server: {}",
             failed.words()
         )),
         FetchError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => {
             let path = path.display();
-            Refusal::DiskFull(format!("{on}: {path}: {error}; free some space and retry the job"))
+            Refusal::DiskFull(format!("{machine}: {path}: {error}; free some space and retry the job"))
         }
-        FetchError::Disk(path, error) => Refusal::NotStarted(format!("{on}: {}: {error}", path.display())),
+        FetchError::Disk(path, error) => {
+            Refusal::NotStarted(format!("{machine}: {}: {error}", path.display()))
+        }
         FetchError::Damaged(why) => {
-            Refusal::NotStarted(format!("{on} fetched a damaged checkpoint from the server: {why}"))
+            Refusal::NotStarted(format!("{machine} fetched a damaged checkpoint from the server: {why}"))
         }
     }
 }

@@ -60,7 +60,7 @@ fn to_warnings(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<Mach
             && (has_driver || !GPU_FINDINGS.contains(&finding.what.as_str()))
             && (idle || !finding.what.starts_with("GPU "))
     };
-    let words = |finding: Finding| {
+    let to_warning = |finding: Finding| {
         let advice = finding.advice.map(|advice| format!(". {advice}")).unwrap_or_default();
         let text = format!("{}, when the agent started: {}{advice}", finding.what, finding.found);
         MachineWarning {
@@ -68,7 +68,7 @@ fn to_warnings(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<Mach
             text: text.chars().take(FINDING_CHARS).collect(),
         }
     };
-    findings.into_iter().filter(matters).map(words).take(FINDINGS).collect()
+    findings.into_iter().filter(matters).map(to_warning).take(FINDINGS).collect()
 }
 
 #[cfg(test)]

@@ -45,8 +45,8 @@ impl Lease {
         Self { state: Mutex::new(state), fence, has_logged_error: AtomicBool::new(false) }
     }
 
-    /// Renews the lease. `sent` is when the agent sent the message to which the server has responded; the server's own
-    /// lease did not begin earlier. When this returns, the new deadline is on disk, so a rank that is started next
+    /// Renews the lease. `sent` is when the agent sent the message to which the server has responded, so the server's own
+    /// lease did not begin before `sent`. When this returns, the new deadline is on disk, so a rank that is started next
     /// reads it.
     pub(super) fn renew(&self, sent: Instant) {
         {
@@ -68,7 +68,7 @@ impl Lease {
     }
 
     /// How long ranks may continue without further contact. This is a little less than the server's own limit, so that
-    /// ranks have ended when the server gives the work to others. `None` before the first contact: the ranks of an
+    /// ranks have ended when the server gives the work to other agents. `None` before the first contact: the ranks of an
     /// earlier agent keep their deadline. Otherwise, they could train forever if the agent is restarted repeatedly.
     fn remaining(&self) -> Option<Duration> {
         let State { last, length, renewed } = *lock(&self.state);

@@ -60,7 +60,7 @@ use uploads::Progress;
 
 /// Pauses before connecting again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(3));
-/// Time limit for one attempt to connect. Each part (`CONNECT_TIMEOUT`) has its own limit.
+/// Time limit for one attempt to connect. Each part of the attempt also has a limit ([`socket::CONNECT_TIMEOUT`]).
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
 /// In an orderly stop, the maximum time for reports to the server after the last rank has ended. Unsent reports stay on
 /// disk.
@@ -75,15 +75,15 @@ const ONLY_JOB_UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Runs an agent until a signal, or until `only_job` or `follow_parent` ends it.
 ///
-/// SIGTERM and SIGINT stop the agent in an orderly way: it notifies the server, ends its ranks and returns. A second such
+/// SIGTERM and SIGINT stop the agent in an orderly way: it notifies the server, ends its ranks and returns. A second
 /// signal kills the ranks. SIGUSR1 detaches: the agent returns at once and leaves the ranks to the next agent.
 ///
 /// # Errors
 /// See [`AgentError`]. A server that does not respond is not an error: the agent retries forever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let request = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
+    let address = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
     // A certificate is bound to the first agent of its name, so the certificate's name is the default.
-    let certified =
+    let certificate_name =
         options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let network = Network::of(&options)?;
@@ -91,9 +91,9 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let fence = Fence::open(state_dir.dir())?;
     let fence_path = fence.path().to_owned();
     let lease = Arc::new(Lease::new(fence));
-    let name = options.name.clone().or(certified.flatten()).unwrap_or_else(lockstep_host::hostname);
+    let name = options.name.clone().or(certificate_name.flatten()).unwrap_or_else(lockstep_host::hostname);
     let remote = Arc::new(Remote {
-        address: request.clone(),
+        address: address.clone(),
         agent_id: state_dir.agent_id().to_owned(),
         name: name.clone(),
     });
@@ -149,7 +149,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         agent.add_attempt(Attempt::adopt(stored, agent.context.clone()));
     }
     agent.context.spares.fill();
-    let result = agent.serve(&options.server, &request).await;
+    let result = agent.serve(&options.server, &address).await;
     fencing.abort();
     uploading.abort();
     result
@@ -177,7 +177,7 @@ struct Agent {
     leaving: Option<Shutdown>,
     /// Why the agent accepts no work: its folder is not writable.
     no_work: Option<String>,
-    /// Attempts that this agent was ordered to start and did not, each with the reason for the server.
+    /// Attempts that this agent did not start although the server had ordered it, and the reasons.
     declined: Vec<(AttemptRef, String)>,
     spool_bytes: u64,
     spool_measured_at: Instant,
@@ -207,12 +207,14 @@ type AttemptKey = (FencingToken, JobId, u32);
 struct Shutdown {
     /// The reason, as sent to the server.
     reason: String,
+    /// Whether the reason was sent to the server.
     announced: bool,
+    /// The time at which all ranks were found to have ended.
     ranks_gone: Option<Instant>,
 }
 
 impl Agent {
-    async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
+    async fn serve(&mut self, server: &str, address: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let mut backoff = RETRY;
         // Reasons for failed connections. Each is logged once.
@@ -220,16 +222,16 @@ impl Agent {
         // If the server is on this machine: the accounts that listened when it first accepted this agent.
         let mut owners = Vec::new();
         loop {
-            let asked = Instant::now();
-            let mut listeners = request.listeners();
+            let began = Instant::now();
+            let mut listeners = address.listeners();
             let connecting = async {
                 let is_safe = |listeners: &[u32]| same_account(listeners, &owners);
                 is_safe(&listeners)?;
-                let stream = socket::reach(request).await?;
+                let stream = socket::reach(address).await?;
                 // The listener may have changed since the first check. Nothing has been sent on this connection yet.
-                listeners = request.listeners();
+                listeners = address.listeners();
                 is_safe(&listeners)?;
-                Session::connect(request, stream).await
+                Session::connect(address, stream).await
             };
             // A leaving agent does not wait long for a connection.
             let limit = if self.leaving.is_some() { FINAL_REPORT_TIMEOUT } else { CONNECTION_TIMEOUT };
@@ -257,11 +259,11 @@ impl Agent {
                             if welcomed {
                                 // If the server closes the connection right after the welcome, the pauses keep
                                 // growing.
-                                if asked.elapsed() > RETRY.longest {
+                                if began.elapsed() > RETRY.longest {
                                     backoff = RETRY;
                                 }
                                 if owners.is_empty() {
-                                    request.note_owners(&listeners);
+                                    address.note_owners(&listeners);
                                     owners = listeners;
                                 }
                             }
@@ -269,19 +271,19 @@ impl Agent {
                         }
                     }
                 }
-                // The token was revoked by its launch or has expired, so retrying is useless. A certificate may be
-                // replaced, and is read again for each connection.
+                // The token has expired, or was revoked by the `lockstep launch` that created it, so retrying is useless.
+                // A certificate may be replaced, and is read again for each connection.
                 Err(NoSession::Unauthorized(reason))
-                    if self.only_job.is_some() && self.attempts.is_empty() && !request.has_certificate() =>
+                    if self.only_job.is_some() && self.attempts.is_empty() && !address.has_certificate() =>
                 {
                     return Err(AgentError::Refused { server: server.to_owned(), reason });
                 }
                 Err(reason) => {
-                    // A server that has ended cannot have given the work to others, and the next server first grants a
-                    // full lease. A server that is only unreachable may have given the work away, so the lease is not
+                    // A server that has ended cannot have given the work to other agents, and the next server first
+                    // grants a full lease. A server that is only unreachable may have given the work away, so the lease is not
                     // renewed.
                     if self.state_dir.server_is_gone() {
-                        self.context.lease.renew(asked);
+                        self.context.lease.renew(began);
                     }
                     reason.to_string()
                 }
@@ -333,7 +335,7 @@ impl Agent {
             }
             return ControlFlow::Break(());
         }
-        tracing::info!("ending in order");
+        tracing::info!("stopping: the ranks finish their step and write a checkpoint");
         self.leave("the agent was stopped".into());
         ControlFlow::Continue(())
     }
@@ -357,7 +359,7 @@ impl Agent {
             let is_reported = self.attempts.is_empty() && leaving.announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
             let patience = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
-            // A server that could not store a report has closed the connection, so that the agent connects again.
+            // With attempts left, the agent connects again: a server that could not store a report closes the connection.
             let is_cut_off = !is_connected && self.attempts.is_empty();
             if is_uploaded || is_cut_off || since.elapsed() > patience {
                 return ControlFlow::Break(());
@@ -365,7 +367,9 @@ impl Agent {
             return ControlFlow::Continue(());
         }
         if self.parent.is_some() && self.parent != rustix::process::getppid() && all_over {
-            tracing::info!("the server that started this agent has ended, and no rank is left here");
+            tracing::info!(
+                "the server that started this agent has ended, and no rank is left on this machine"
+            );
             return ControlFlow::Break(());
         }
         if let Some(since) = self.only_job_is_final

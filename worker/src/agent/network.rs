@@ -45,7 +45,7 @@ impl Network {
         let all = || interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"));
         let found = match (interface, variable) {
             (Some(name), _) => {
-                let found = first_address(&all()?, |of| of == name);
+                let found = first_address(&all()?, |listed| listed == name);
                 Some((found.map_err(|why| format!("--interface {name}: {why}"))?, "named by --interface"))
             }
             (None, Some(value)) => {
@@ -67,7 +67,7 @@ impl Network {
         machine.interface = self.interface.clone().or_else(|| {
             let address: IpAddr = machine.address.as_deref()?.parse().ok()?;
             let all = interfaces().ok()?;
-            all.into_iter().find(|(_, of)| *of == address).map(|(name, _)| name)
+            all.into_iter().find(|(_, ip)| *ip == address).map(|(name, _)| name)
         });
         machine.interface_mbits = machine.interface.as_deref().and_then(speed_mbits);
         machine.network_id = network_id();

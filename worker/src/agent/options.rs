@@ -23,12 +23,12 @@ pub struct Options {
     pub dir: PathBuf,
     /// The number of CPU slots, even if there are GPUs. If absent, one slot per GPU, or one per core without GPUs.
     pub cpu_slots: Option<u32>,
-    /// The GPUs to use, among the visible ones: numbers or UUIDs, separated by commas.
+    /// The GPUs to use, among the visible GPUs: indices or UUIDs, separated by commas.
     pub gpus: Option<String>,
     /// Serve only this job, and end with it.
     pub only_job: Option<JobId>,
-    /// End when `only_job` has finished, rather than after an attempt of this job. An earlier signal is reported as
-    /// [`AgentError::Signalled`].
+    /// End when `only_job` has finished, rather than after an attempt of this job. A signal before the job's end is
+    /// reported as [`AgentError::Signalled`].
     pub until_final: bool,
     /// The address at which ranks of other machines reach the ranks of this machine. If absent, the address of
     /// `interface`, or the local address of the connection to the server.
@@ -57,7 +57,7 @@ pub struct Options {
 /// GPUs with at least this much memory can spare about 0.5 GB for the context of a waiting process.
 const MIN_WARM_BYTES: u64 = 40_000_000_000;
 
-/// The GPUs on which an agent keeps a spare process with an open GPU context while no rank runs there.
+/// The GPUs on which an agent keeps a spare process with an open GPU context while no rank runs on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Warm {
     /// GPUs with at least 40 GB of memory.
@@ -80,7 +80,7 @@ impl Warm {
 }
 
 impl Options {
-    /// Time for ranks that are asked to end to finish their step and checkpoint.
+    /// How long ranks that are asked to end may take for their step and checkpoint.
     pub(super) fn stop_within_secs(&self) -> u32 {
         self.killed_after_secs.saturating_sub(TO_LEAVE_SECS).max(1)
     }

@@ -13,8 +13,8 @@ use std::{
 const MAX_IN_FLIGHT: usize = 8;
 /// Maximum size of an attempt's unacknowledged records, which the server must keep in memory.
 const MAX_IN_FLIGHT_BYTES: u64 = 16 << 20;
-/// While no one watches the job, points are collected for this long, so that short steps result in few reports with
-/// many points. Longer steps are reported at once. If someone watches the job, everything is reported at once.
+/// While nobody watches the job, points are collected for this long, so that short steps result in few reports with
+/// many points. Longer steps are reported at once. While somebody watches the job, everything is reported at once.
 const COLLECT_TIME: Duration = Duration::from_millis(250);
 /// How long an unreadable file (on an unreliable disk) may delay the end of the file's attempt.
 const READ_RETRY_LIMIT: Duration = Duration::from_secs(60);
@@ -46,14 +46,14 @@ struct Stream {
 }
 
 impl Stream {
-    fn new(held: &StoredAttempt, source: Source, stored: &[Acknowledged]) -> Self {
-        let dir = held.attempt_dir();
+    fn new(stored_attempt: &StoredAttempt, source: Source, acknowledged: &[Acknowledged]) -> Self {
+        let dir = stored_attempt.attempt_dir();
         let path = match source {
             Source::Rank(rank) => events_path(&dir, rank),
-            Source::Agent => agent_events_path(held),
+            Source::Agent => agent_events_path(stored_attempt),
         };
-        let mine = |a: &&Acknowledged| a.attempt == held.start.attempt && a.source == source;
-        let acknowledged = stored.iter().find(mine).map_or(0, |a| a.records);
+        let is_own = |a: &&Acknowledged| a.attempt == stored_attempt.start.attempt && a.source == source;
+        let acknowledged = acknowledged.iter().find(is_own).map_or(0, |a| a.records);
         Self {
             source,
             tail: Tail::open(&path, acknowledged),
@@ -84,14 +84,14 @@ impl Stream {
             }
             Err(error) => error,
         };
-        let new = self.failing.is_none();
+        let is_new = self.failing.is_none();
         let since = *self.failing.get_or_insert(now);
         if matches!(error, TailError::Damaged { .. })
             || now.saturating_duration_since(since) > READ_RETRY_LIMIT
         {
             tracing::error!(%error, "the records of this source cannot be read; giving up");
             self.broken = true;
-        } else if new {
+        } else if is_new {
             tracing::warn!(%error, "the records of this source cannot be read; retrying");
         }
         None
@@ -114,12 +114,12 @@ impl Stream {
 }
 
 impl Outbox {
-    /// Starts after the records of this attempt that the server has stored.
-    pub(super) fn new(held: &StoredAttempt, stored: &[Acknowledged]) -> Self {
-        let rank = |(rank, _): &(u32, u32)| Stream::new(held, Source::Rank(*rank), stored);
+    /// Starts after the records of this attempt that the server has acknowledged.
+    pub(super) fn new(stored_attempt: &StoredAttempt, acknowledged: &[Acknowledged]) -> Self {
+        let rank = |(rank, _): &(u32, u32)| Stream::new(stored_attempt, Source::Rank(*rank), acknowledged);
         Self {
-            ranks: held.start.ranks.iter().map(rank).collect(),
-            agent: Stream::new(held, Source::Agent, stored),
+            ranks: stored_attempt.start.ranks.iter().map(rank).collect(),
+            agent: Stream::new(stored_attempt, Source::Agent, acknowledged),
             watched: false,
         }
     }
@@ -128,17 +128,17 @@ impl Outbox {
     /// ended and everything else is sent, because the last of them reports the end of the attempt.
     pub(super) fn fill(
         &mut self,
-        held: &StoredAttempt,
+        stored_attempt: &StoredAttempt,
         over: bool,
         now: Instant,
         reports: &mut Vec<FromAgent>,
     ) {
-        let attempt = &held.start.attempt;
+        let attempt = &stored_attempt.start.attempt;
         let mut report = |source, (first, events)| {
             reports.push(FromAgent::Report { attempt: attempt.clone(), source, first, events });
         };
         let at_once = over || self.watched;
-        let mut bytes: u64 = self.ranks.iter().map(Stream::bytes_in_flight).sum();
+        let mut total_bytes: u64 = self.ranks.iter().map(Stream::bytes_in_flight).sum();
         let mut all_sent = true;
         for stream in &mut self.ranks {
             if !at_once && stream.sent.is_some_and(|sent| now.saturating_duration_since(sent) < COLLECT_TIME)
@@ -146,15 +146,16 @@ impl Outbox {
                 all_sent = false;
                 continue;
             }
-            let before = stream.bytes_in_flight();
-            let room = |stream: &Stream| bytes - before + stream.bytes_in_flight() < MAX_IN_FLIGHT_BYTES;
-            while room(stream)
+            let bytes_before = stream.bytes_in_flight();
+            let has_room =
+                |stream: &Stream| total_bytes - bytes_before + stream.bytes_in_flight() < MAX_IN_FLIGHT_BYTES;
+            while has_room(stream)
                 && let Some(batch) = stream.next(now)
             {
                 report(stream.source, batch);
             }
-            all_sent &= stream.is_sent() && room(stream);
-            bytes = bytes - before + stream.bytes_in_flight();
+            all_sent &= stream.is_sent() && has_room(stream);
+            total_bytes = total_bytes - bytes_before + stream.bytes_in_flight();
         }
         if over && all_sent {
             while let Some(batch) = self.agent.next(now) {

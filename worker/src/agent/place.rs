@@ -20,17 +20,17 @@ pub struct Datasets {
 impl Datasets {
     /// The path on this machine of the dataset `name`, which the server has at `path`. `None` if no option matches.
     pub(super) fn local_path(&self, name: &str, path: &str) -> Option<PathBuf> {
-        if let Some((_, here)) = self.by_name.iter().find(|(known, _)| known == name) {
-            return Some(here.clone());
+        if let Some((_, local_path)) = self.by_name.iter().find(|(known, _)| known == name) {
+            return Some(local_path.clone());
         }
         let path = Path::new(path);
-        let matching = self.by_prefix.iter().filter_map(|(there, here)| {
-            let rest = path.strip_prefix(there).ok()?;
+        let matching = self.by_prefix.iter().filter_map(|(server_folder, local_folder)| {
+            let rest = path.strip_prefix(server_folder).ok()?;
             // A path that leaves the folder with `..` does not match.
             let is_below = rest.components().all(|part| matches!(part, Component::Normal(_)));
-            is_below.then(|| (there.components().count(), here.join(rest)))
+            is_below.then(|| (server_folder.components().count(), local_folder.join(rest)))
         });
-        matching.max_by_key(|(depth, _)| *depth).map(|(_, here)| here)
+        matching.max_by_key(|(depth, _)| *depth).map(|(_, local_path)| local_path)
     }
 }
 
@@ -59,10 +59,10 @@ pub(super) fn choose_job_dir(
         start.spec.model.pretrained = Some(pretrained_dir(&job_dir, id).to_string_lossy().into_owned());
     }
     let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
-    let here = OwnDiskNote { attempt: start.attempt.clone(), has_rank_0 };
+    let note = OwnDiskNote { attempt: start.attempt.clone(), has_rank_0 };
     let stored = StoredAttempt { start, job_dir };
-    let made = fs::create_dir_all(stored.attempt_dir()).and_then(|()| here.write(&stored.job_dir));
-    (stored, made)
+    let created = fs::create_dir_all(stored.attempt_dir()).and_then(|()| note.write(&stored.job_dir));
+    (stored, created)
 }
 
 /// The folder for a checkpoint of another job, from which this job starts.

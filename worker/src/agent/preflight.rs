@@ -1,5 +1,5 @@
-//! The check before the ranks of an attempt are started. A job with a reason is better than a job that hangs or fails
-//! an hour later.
+//! The check before the ranks of an attempt are started. A job that fails at once with a reason is better than a job
+//! that hangs or fails an hour later.
 
 pub(super) mod dataset;
 
@@ -40,8 +40,8 @@ pub(super) fn check(
     let start = &stored.start;
     dataset::check(stored, program, cancelled, machine).map_err(Refusal::DatasetUnusable)?;
     check_disk(stored, &start.spec).map_err(Refusal::DiskFull)?;
-    let given = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.to_vec() });
-    let backend = registry::device_of(given.as_ref(), start.spec.parallel.device).backend;
+    let gpu = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.to_vec() });
+    let backend = registry::device_of(gpu.as_ref(), start.spec.parallel.device).backend;
     let ranks = start.ranks.len();
     let SharedMemory { bytes, library } = backend.shared_memory(&start.spec, ranks);
     match disk_free(Path::new("/dev/shm")) {
@@ -62,11 +62,11 @@ fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
     // Weights, the slots of the optimizer, and possibly an average, in float32.
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
-    let each = values as u64 * 4 * tensors as u64;
+    let checkpoint_bytes = values as u64 * 4 * tensors as u64;
     let kept = crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
     // The checkpoints to keep, the best checkpoint, and the checkpoint that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);
-    let needed = each * missing + OTHER_BYTES;
+    let needed = checkpoint_bytes * missing + OTHER_BYTES;
     match disk_free(&stored.job_dir) {
         Ok(free) if free < needed => Err(format!(
             "the disk of {} has {} free, and the job needs {} ({missing} checkpoints of {}); free some space or lower \
@@ -74,7 +74,7 @@ fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
             stored.job_dir.display(),
             megabytes(free),
             megabytes(needed),
-            megabytes(each)
+            megabytes(checkpoint_bytes)
         )),
         _ => Ok(()),
     }

@@ -43,7 +43,7 @@ pub(super) struct Remote {
 pub(super) struct AttemptClient<'a> {
     remote: &'a Remote,
     client: Client,
-    /// The URL up to the attempt.
+    /// The URL of the attempt.
     base: String,
     fencing_token: String,
 }

@@ -12,7 +12,7 @@ use std::{collections::BTreeSet, path::Path};
 pub(super) struct Reported {
     /// The step after which the attempt began. `None` until rank 0 has reported that it runs.
     start_step: Option<u64>,
-    /// The steps of checkpoints reported as written, including removed ones.
+    /// The steps of checkpoints reported as written, including removed checkpoints.
     steps: BTreeSet<u64>,
     /// The steps of checkpoints that were removed, because they were too old or damaged.
     removed: BTreeSet<u64>,
@@ -34,14 +34,14 @@ impl Reported {
         }
     }
 
-    /// The checkpoints in `directory` that this attempt wrote up to step `recorded` and did not report. All ranks
+    /// The checkpoints in `directory` that this attempt wrote up to `recorded_step` and did not report. All ranks
     /// have recorded their results up to that step, so continuing from such a checkpoint skips no step.
-    pub(super) fn unreported(&self, directory: &Path, recorded: u64) -> Vec<CheckpointInfo> {
+    pub(super) fn unreported(&self, directory: &Path, recorded_step: u64) -> Vec<CheckpointInfo> {
         let Some(start) = self.start_step else { return Vec::new() };
         let Ok(on_disk) = checkpoint::list(directory) else { return Vec::new() };
         on_disk
             .into_iter()
-            .filter(|(_, step)| *step > start && *step <= recorded && !self.steps.contains(step))
+            .filter(|(_, step)| *step > start && *step <= recorded_step && !self.steps.contains(step))
             // A damaged checkpoint does not count.
             .filter_map(|(epoch, step)| {
                 checkpoint::verified_info(&directory.join(checkpoint::folder_name(epoch, step))).ok()
@@ -54,14 +54,14 @@ impl Reported {
     pub(super) fn describe_lost_steps(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
         let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
         let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;
-        let none = if newest == 0 {
+        let newest_checkpoint = if newest == 0 {
             "there is no checkpoint yet".into()
         } else {
             format!("the newest checkpoint is of step {newest}")
         };
         (step > newest).then(|| {
             format!(
-                "stopped without a checkpoint of step {step}: {none}, steps {} to {step} are lost",
+                "stopped without a checkpoint of step {step}: {newest_checkpoint}, steps {} to {step} are lost",
                 newest + 1
             )
         })
@@ -76,12 +76,12 @@ mod tests {
     #[test]
     fn unreported_checkpoints_are_found_if_complete_and_recorded() {
         let dir = tempfile::tempdir().unwrap();
-        let at = dir.path().join("checkpoints");
+        let checkpoints = dir.path().join("checkpoints");
         for step in [20, 40, 60, 80, 100] {
-            write(&at, &snapshot(1, step, Some(0.5)), None).unwrap();
+            write(&checkpoints, &snapshot(1, step, Some(0.5)), None).unwrap();
         }
         let mut reported = Reported::default();
-        assert_eq!(reported.unreported(&at, 1000), [], "the attempt never ran");
+        assert_eq!(reported.unreported(&checkpoints, 1000), [], "the attempt never ran");
         let running = AttemptEvent::Running {
             total_steps: 200,
             steps_per_epoch: 200,
@@ -90,13 +90,13 @@ mod tests {
         };
         reported.note(&running);
         reported.note(&AttemptEvent::Checkpoint(
-            checkpoint::verified_info(&at.join(folder_name(1, 40))).unwrap(),
+            checkpoint::verified_info(&checkpoints.join(folder_name(1, 40))).unwrap(),
         ));
-        let model = at.join(folder_name(1, 60)).join(MODEL);
+        let model = checkpoints.join(folder_name(1, 60)).join(MODEL);
         let mut bytes = std::fs::read(&model).unwrap();
         bytes.pop();
         std::fs::write(&model, bytes).unwrap();
-        let found = reported.unreported(&at, 99);
+        let found = reported.unreported(&checkpoints, 99);
         assert_eq!(found.iter().map(|info| info.step).collect::<Vec<_>>(), [80]);
         assert_eq!((found[0].val_accuracy, found[0].best), (Some(0.5), false));
         assert!(found[0].size_bytes > 0);

@@ -19,24 +19,24 @@ const NVML_RETRY_SAMPLES: u32 = 12;
 /// The newest measurement, made by a thread that ends when the receiver is dropped. A file system or a GPU that does
 /// not respond blocks only this thread.
 pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Receiver<Option<MachineSample>>> {
-    let (to, samples) = watch::channel(None);
+    let (sender, samples) = watch::channel(None);
     let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();
     let mut shares = cpu_slots::Shares::new(&dir, slots);
     let measure = move || {
         let mut usage = UsageSampler::new(&dir);
         let mut nvml = None;
-        for number in 0u32.. {
-            if !gpus.is_empty() && nvml.is_none() && number % NVML_RETRY_SAMPLES == 0 {
+        for index in 0u32.. {
+            if !gpus.is_empty() && nvml.is_none() && index % NVML_RETRY_SAMPLES == 0 {
                 // Without NVML there are no metrics of GPUs from the agent; ranks report some as well.
                 nvml = Reader::open().ok();
             }
-            let of_gpus = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();
+            let gpu_samples = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();
             let used = usage.sample();
-            let of_slots = [of_gpus, shares.measure(used.cpus)].concat();
-            if to.send(Some(sample(used, of_slots))).is_err() {
+            let slot_samples = [gpu_samples, shares.measure(used.cpus)].concat();
+            if sender.send(Some(sample(used, slot_samples))).is_err() {
                 return;
             }
-            std::thread::sleep(if number == 0 { SECOND_AFTER } else { SAMPLE_EVERY });
+            std::thread::sleep(if index == 0 { SECOND_AFTER } else { SAMPLE_EVERY });
         }
     };
     std::thread::Builder::new().name("machine metrics".into()).spawn(measure)?;
@@ -55,20 +55,20 @@ pub(super) async fn newest(samples: &mut watch::Receiver<Option<MachineSample>>)
 
 fn measure_gpus(nvml: &Reader, gpus: &[(u32, String)]) -> Vec<GpuSample> {
     let of_gpu = |(slot, uuid): &(u32, String)| {
-        let seen = nvml.sample(uuid).ok()?;
+        let measured = nvml.sample(uuid).ok()?;
         Some(GpuSample {
             slot: *slot,
-            utilization: seen.utilization,
-            memory_used_bytes: seen.memory_bytes,
-            temperature_celsius: seen.temperature_celsius,
-            power_watts: seen.power_watts,
+            utilization: measured.utilization,
+            memory_used_bytes: measured.memory_bytes,
+            temperature_celsius: measured.temperature_celsius,
+            power_watts: measured.power_watts,
         })
     };
     gpus.iter().filter_map(of_gpu).collect()
 }
 
 fn sample(usage: Usage, gpus: Vec<GpuSample>) -> MachineSample {
-    let whole = |rate: Option<f64>| rate.map(|rate| rate as u64);
+    let to_integer = |rate: Option<f64>| rate.map(|rate| rate as u64);
     MachineSample {
         at: Timestamp::now(),
         cpus: usage.cpus as f32,
@@ -80,10 +80,10 @@ fn sample(usage: Usage, gpus: Vec<GpuSample>) -> MachineSample {
         host_memory_bytes: usage.memory.host_bytes,
         disk_used_bytes: usage.disk_used_bytes,
         disk_bytes: usage.disk_bytes,
-        disk_read_bytes_per_second: whole(usage.rates.disk_read),
-        disk_written_bytes_per_second: whole(usage.rates.disk_written),
-        network_received_bytes_per_second: whole(usage.rates.network_received),
-        network_sent_bytes_per_second: whole(usage.rates.network_sent),
+        disk_read_bytes_per_second: to_integer(usage.rates.disk_read),
+        disk_written_bytes_per_second: to_integer(usage.rates.disk_written),
+        network_received_bytes_per_second: to_integer(usage.rates.network_received),
+        network_sent_bytes_per_second: to_integer(usage.rates.network_sent),
         gpus,
     }
 }

@@ -122,7 +122,7 @@ impl Session {
                     answers: JoinSet::new(),
                     samples: agent.samples.clone(),
                     partial: PartialMessages::default(),
-                    in_parts: 0,
+                    split_messages: 0,
                     parts: VecDeque::new(),
                 };
                 connected.serve(agent, signals, revoked).await
@@ -160,13 +160,14 @@ struct Connected {
     heartbeat_sent: Option<Instant>,
     /// When the server last sent anything.
     heard: Instant,
+    /// Tasks that answer requests of the server.
     answers: JoinSet<FromAgent>,
     /// Measurements of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
     /// Messages that arrive in parts.
     partial: PartialMessages,
     /// The number of messages sent in parts.
-    in_parts: u64,
+    split_messages: u64,
     /// Parts of long replies that are still to be sent. Heartbeats and reports are sent in between.
     parts: VecDeque<Vec<u8>>,
 }
@@ -259,23 +260,23 @@ impl Connected {
         }
         let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());
         for attempt in agent.attempts.values() {
-            let name = attempt.attempt();
+            let attempt_ref = attempt.attempt();
             // Checked before the files are read, so that all records from before the end are read.
             let over = attempt.is_over();
-            if self.unwanted.contains(name) {
+            if self.unwanted.contains(attempt_ref) {
                 if over {
-                    done.push((name.clone(), true));
+                    done.push((attempt_ref.clone(), true));
                 }
                 continue;
             }
             let outbox = self
                 .outboxes
-                .entry(name.clone())
+                .entry(attempt_ref.clone())
                 .or_insert_with(|| Outbox::new(attempt.stored(), &self.stored));
             outbox.fill(attempt.stored(), over, Instant::now(), &mut reports);
-            let is_refused = self.stopped_late.get(name).is_some_and(|at| at.elapsed() > MAX_CROSSING);
+            let is_refused = self.stopped_late.get(attempt_ref).is_some_and(|at| at.elapsed() > MAX_CROSSING);
             if over && (outbox.is_delivered() || is_refused) {
-                done.push((name.clone(), !outbox.is_delivered()));
+                done.push((attempt_ref.clone(), !outbox.is_delivered()));
             }
         }
         for report in reports {
@@ -356,7 +357,7 @@ impl Connected {
     }
 
     fn frames(&mut self, message: &FromAgent) -> Result<Vec<Vec<u8>>, Outcome> {
-        wire::frames(message, &mut self.in_parts, FromAgent::Part).map_err(Outcome::lost)
+        wire::frames(message, &mut self.split_messages, FromAgent::Part).map_err(Outcome::lost)
     }
 
     /// Sends all frames of a message at once, because reports must arrive in order.

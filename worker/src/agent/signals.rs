@@ -4,7 +4,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AgentSignal {
-    /// SIGTERM or SIGINT: end in order, together with the ranks.
+    /// SIGTERM or SIGINT: end in an orderly way, together with the ranks.
     End,
     /// SIGUSR1: end at once, and leave the ranks to the next agent.
     Detach,

@@ -7,14 +7,14 @@ use lockstep_protocol::agent::Slot;
 
 pub(super) fn slots(options: &Options) -> Result<Vec<Slot>, String> {
     let list = options.gpus.as_deref();
-    let of_list = |why: String| match list {
+    let with_option = |why: String| match list {
         Some(list) => format!("--gpus {list}: {why}"),
         None => why,
     };
     let selection = Selection { list, cpu_slots: options.cpu_slots, ..Selection::default() };
-    let Devices { slots, hindrance } = registry::offer(selection).map_err(of_list)?;
+    let Devices { slots, hindrance } = registry::offer(selection).map_err(with_option)?;
     if slots.is_empty() {
-        return Err(of_list(
+        return Err(with_option(
             hindrance.unwrap_or_else(|| "ranks cannot run on any device of this machine".into()),
         ));
     }

@@ -14,7 +14,7 @@ use tokio_tungstenite::{
     tungstenite::{self, Message},
 };
 
-/// Time limit for each of the connection, the handshake and the `Welcome`.
+/// Time limit for each part of connecting: the TCP connection, the handshakes, and the `Welcome`.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
@@ -88,8 +88,10 @@ pub(super) async fn receive(
         None => Err("the connection was closed".into()),
         Some(Err(error)) => Err(error.to_string()),
         Some(Ok(Message::Close(frame))) => Err(match frame {
-            Some(frame) if !frame.reason.is_empty() => format!("the server closed it: {}", frame.reason),
-            _ => "the server closed it".into(),
+            Some(frame) if !frame.reason.is_empty() => {
+                format!("the server closed the connection: {}", frame.reason)
+            }
+            _ => "the server closed the connection".into(),
         }),
         Some(Ok(Message::Binary(bytes))) => match decode_message(&bytes) {
             Some(ToAgent::Part(part)) => Ok(partial.add(part)?.and_then(|whole| decode_message(&whole))),

@@ -1,4 +1,4 @@
-//! A spare process for each GPU without ranks, so that ranks start there sooner.
+//! A spare process for each GPU without ranks, so that the next rank on the GPU starts sooner.
 
 use super::Warm;
 use crate::supervisor::Spare;
@@ -31,16 +31,16 @@ struct SpareSlot {
 }
 
 impl Spares {
-    /// No process is started before [`Spares::fill`]. GPUs in exclusive mode get no spare: a rank could start there
-    /// before the driver has released the GPU of the ended spare.
+    /// No process is started before [`Spares::fill`]. GPUs in exclusive mode get no spare: a rank could start before the
+    /// driver has released the GPU of the ended spare.
     pub(super) fn new(program: &Path, slots: &[Slot], warm: Warm) -> Self {
         let gpus = || slots.iter().filter_map(|slot| Some((slot, slot.uuid.clone()?)));
         let visible: Vec<String> = gpus().map(|(_, uuid)| uuid).collect();
         let nvml = Reader::open().ok();
         let is_exclusive = |uuid: &str| nvml.as_ref().is_some_and(|nvml| nvml.is_exclusive(uuid));
         let is_kept = |(slot, uuid): &(&Slot, String)| warm.includes(slot) && !is_exclusive(uuid);
-        let warm = (0..).zip(gpus()).filter(|(_, gpu)| is_kept(gpu));
-        let slots_with_spares = warm.map(|(ordinal, (slot, _))| {
+        let kept = (0..).zip(gpus()).filter(|(_, gpu)| is_kept(gpu));
+        let slots_with_spares = kept.map(|(ordinal, (slot, _))| {
             let gpu = RankGpu { ordinal, visible: visible.clone() };
             (slot.index, SpareSlot { gpu, attempts: 0, spare: None })
         });

@@ -51,7 +51,7 @@ pub enum StateDirError {
     #[error("the agent's folder {}: {error}", path.display())]
     Io { path: PathBuf, error: io::Error },
     /// Another agent uses the folder.
-    #[error("the agent's folder {} is in use by another agent{}; stop that one, or choose another folder with --data-dir",
+    #[error("the agent's folder {} is in use by another agent{}; stop that agent, or choose another folder with --data-dir",
         path.display(), pid.map(|p| format!(" (process {p})")).unwrap_or_default())]
     Taken { path: PathBuf, pid: Option<i32> },
 }
@@ -103,7 +103,7 @@ impl StateDir {
         &self.dir
     }
 
-    /// The folder of a job for which the server did not name one.
+    /// The folder of a job for which the server did not name a folder.
     pub fn job_dir(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("jobs").join(attempt.job.as_str())
     }
@@ -162,8 +162,8 @@ impl StateDir {
     /// another machine, and the record is removed.
     pub fn note_server(&self, lock: Option<&Path>) {
         let note = self.dir.join("server");
-        let here = lock.filter(|lock| is_locked(lock) == Some(true));
-        let noted = match here {
+        let local_lock = lock.filter(|lock| is_locked(lock) == Some(true));
+        let noted = match local_lock {
             Some(lock) if fs::read(&note).is_ok_and(|old| old == lock.as_os_str().as_encoded_bytes()) => {
                 Ok(())
             }
@@ -205,7 +205,7 @@ fn attempt_files(
     let paths =
         entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
     paths.map(|path| {
-        let read = fs::read(&path).map(|text| serde_json::from_slice(&text));
+        let read = fs::read(&path).map(|json| serde_json::from_slice(&json));
         (path, read)
     })
 }

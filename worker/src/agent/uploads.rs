@@ -60,11 +60,12 @@ pub(super) fn is_empty(dir: &Path) -> bool {
 
 /// The state of uploads from a job's folder.
 #[derive(Default)]
-struct Known {
+struct JobUploads {
     /// For each checkpoint that the server has or refuses, the SHA-256 of its manifest.
     done: HashMap<String, String>,
-    /// After a failure: when to try again, and the pauses after that.
+    /// After a failure: when to try again, and the pauses after the next failures.
     wait: Option<(Instant, Backoff)>,
+    /// When the server was last asked whether the job's folder may be removed.
     asked: Option<Instant>,
     /// Whether the server's database lacked the attempt when this agent asked.
     is_unknown: bool,
@@ -73,7 +74,7 @@ struct Known {
 struct Uploads {
     dir: PathBuf,
     remote: Arc<Remote>,
-    jobs: HashMap<JobId, Known>,
+    jobs: HashMap<JobId, JobUploads>,
 }
 
 /// Uploads as long as the agent runs. `dir` is the agent's folder.
@@ -108,32 +109,32 @@ impl Uploads {
         self.jobs.retain(|job, _| found.iter().any(|path| path.ends_with(job.as_str())));
         for job_dir in found {
             let Some(here) = OwnDiskNote::read(&job_dir) else { continue };
-            let mut known = self.jobs.remove(&here.attempt.job).unwrap_or_default();
-            if known.wait.is_some_and(|(until, _)| Instant::now() < until) {
+            let mut job_uploads = self.jobs.remove(&here.attempt.job).unwrap_or_default();
+            if job_uploads.wait.is_some_and(|(until, _)| Instant::now() < until) {
                 all_done = false;
             } else {
-                match self.upload_job(&here, &job_dir, &mut known).await {
+                match self.upload_job(&here, &job_dir, &mut job_uploads).await {
                     Ok(done) => {
                         all_done &= done;
-                        known.wait = None;
+                        job_uploads.wait = None;
                     }
                     Err(failed) => {
                         all_done = false;
-                        let mut backoff = known.wait.map_or(RETRY, |(_, backoff)| backoff);
-                        if known.wait.is_none() {
+                        let mut backoff = job_uploads.wait.map_or(RETRY, |(_, backoff)| backoff);
+                        if job_uploads.wait.is_none() {
                             let job = here.attempt.job.as_str();
                             tracing::warn!(job, why = failed.words(), "checkpoints are not uploaded for now");
                         }
-                        known.wait = Some((Instant::now() + backoff.pause(), backoff));
+                        job_uploads.wait = Some((Instant::now() + backoff.pause(), backoff));
                     }
                 }
             }
-            self.jobs.insert(here.attempt.job.clone(), known);
+            self.jobs.insert(here.attempt.job.clone(), job_uploads);
         }
         all_done
     }
 
-    /// Whether ranks of the attempt run on this machine, or the server has not acknowledged all of its reports.
+    /// Whether ranks of the attempt run on this machine, or the server has not acknowledged all reports of the attempt.
     fn is_held(&self, here: &OwnDiskNote) -> bool {
         attempt_path(&self.dir, &here.attempt).exists()
     }
@@ -144,7 +145,7 @@ impl Uploads {
         &self,
         here: &OwnDiskNote,
         job_dir: &Path,
-        known: &mut Known,
+        job_uploads: &mut JobUploads,
     ) -> Result<bool, Failed> {
         // Read before the folder, because checkpoints are written before they are reported.
         let is_held = self.is_held(here);
@@ -152,22 +153,22 @@ impl Uploads {
         let folder = job_dir.join("checkpoints");
         let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
         let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
-        known.done.retain(|name, _| names.contains(name));
+        job_uploads.done.retain(|name, _| names.contains(name));
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
-            let Ok(text) = fs::read(&path) else { continue };
+            let Ok(manifest_json) = fs::read(&path) else { continue };
             // On a machine without rank 0, checkpoints from before this attempt belong to earlier attempts. They were
             // reported before this attempt began, so a refusal of the server is final.
             let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
             let may_be_reported = is_held && !is_earlier;
-            let sum = hex::encode(Sha256::digest(&text));
-            if known.done.get(name) == Some(&sum) {
+            let sum = hex::encode(Sha256::digest(&manifest_json));
+            if job_uploads.done.get(name) == Some(&sum) {
                 continue;
             }
             let client = self.remote.client(&here.attempt)?;
-            match upload(&client, &folder.join(name), name, &text, &sum, may_be_reported).await? {
+            match upload(&client, &folder.join(name), name, &manifest_json, &sum, may_be_reported).await? {
                 Sent::Done => {
-                    known.done.insert(name.clone(), sum);
+                    job_uploads.done.insert(name.clone(), sum);
                 }
                 Sent::Damaged => {
                     tracing::error!(
@@ -176,24 +177,24 @@ impl Uploads {
                     );
                     fs::write(folder.join(name).join(DAMAGED), "")
                         .map_err(|e| Failed::Later(e.to_string()))?;
-                    known.done.insert(name.clone(), sum);
+                    job_uploads.done.insert(name.clone(), sum);
                 }
                 Sent::NotYet => done = false,
             }
         }
-        // The intact files may exist only here.
+        // Intact files of a damaged checkpoint may exist only on this disk.
         if names.iter().any(|name| folder.join(name).join(DAMAGED).exists()) {
             return Ok(done);
         }
-        let pause = if known.is_unknown { ASK_UNKNOWN_EVERY } else { ASK_EVERY };
-        if is_held || !done || known.asked.is_some_and(|asked| asked.elapsed() < pause) {
+        let pause = if job_uploads.is_unknown { ASK_UNKNOWN_EVERY } else { ASK_EVERY };
+        if is_held || !done || job_uploads.asked.is_some_and(|asked| asked.elapsed() < pause) {
             return Ok(done);
         }
-        known.asked = Some(Instant::now());
+        job_uploads.asked = Some(Instant::now());
         // Files are removed only if the server itself has responded.
         let needed = self.remote.client(&here.attempt)?.needed().await?;
         let is_unknown = needed == WhatIsNeeded::Unknown;
-        if is_unknown && !known.is_unknown {
+        if is_unknown && !job_uploads.is_unknown {
             tracing::warn!(
                 job = %here.attempt.job,
                 folder = %job_dir.display(),
@@ -201,7 +202,7 @@ impl Uploads {
                  somebody removes it"
             );
         }
-        known.is_unknown = is_unknown;
+        job_uploads.is_unknown = is_unknown;
         // A new attempt may have begun meanwhile.
         let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *here);
         if needed == WhatIsNeeded::Nothing && is_same && !self.is_held(here) {
@@ -225,7 +226,7 @@ async fn upload(
     client: &AttemptClient<'_>,
     folder: &Path,
     name: &str,
-    text: &[u8],
+    manifest_json: &[u8],
     sum: &str,
     may_be_reported: bool,
 ) -> Result<Sent, Failed> {
@@ -236,11 +237,11 @@ async fn upload(
     if state.stored.as_deref() == Some(sum) {
         return Ok(Sent::Done);
     }
-    let Ok(manifest) = serde_json::from_slice::<Manifest>(text) else { return Ok(Sent::Damaged) };
+    let Ok(manifest) = serde_json::from_slice::<Manifest>(manifest_json) else { return Ok(Sent::Damaged) };
     let began = Instant::now();
     let mut received = state.received;
     if state.manifest.as_deref() != Some(sum) {
-        client.piece(name, MANIFEST, 0, text.to_vec()).await.map_err(later)?;
+        client.piece(name, MANIFEST, 0, manifest_json.to_vec()).await.map_err(later)?;
         received.clear();
     }
     for (file, wanted) in &manifest.files {
@@ -250,7 +251,7 @@ async fn upload(
             let Ok(piece) = read(&folder.join(file), offset, size).await else {
                 // The checkpoint may be damaged, or retention has removed it, or a newer checkpoint of the same step
                 // has replaced it. The next round checks again.
-                let is_same = fs::read(folder.join(MANIFEST)).is_ok_and(|now| now == text);
+                let is_same = fs::read(folder.join(MANIFEST)).is_ok_and(|now| now == manifest_json);
                 let is_damaged = is_same && is_damaged(folder.to_owned()).await;
                 return Ok(if is_damaged { Sent::Damaged } else { Sent::NotYet });
             };
@@ -395,7 +396,7 @@ mod tests {
             assert_eq!(handle_refusal(never(status), "1-17", false), Ok(Sent::Done), "{status}");
         }
         assert_eq!(handle_refusal(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true), Ok(Sent::Done));
-        // Another machine uploads the same checkpoint. If that machine is lost, this one takes its turn.
+        // Another machine uploads the same checkpoint. If that machine is lost, this machine uploads it.
         for is_held in [true, false] {
             let later = Failed::Later("503".into());
             assert_eq!(handle_refusal(later.clone(), "1-17", is_held), Err(later));

@@ -16,23 +16,23 @@ use std::{
 };
 
 /// The number of checkpoints that this process has begun to write.
-static WRITTEN: AtomicU64 = AtomicU64::new(0);
+static BEGUN: AtomicU64 = AtomicU64::new(0);
 
 /// Writes a checkpoint to `directory` (the job's `checkpoints`, created if needed). Returns the size of all its files
-/// in bytes. `best` is the best checkpoint so far, including this one. A complete checkpoint of the same name is of the
-/// same step of the same job and is kept, unless it lacks the evaluation that `snapshot` includes.
+/// in bytes. `best` is the best checkpoint so far, including this checkpoint. If the job already has a complete checkpoint of
+/// this step, that checkpoint is kept, unless it lacks the evaluation that `snapshot` includes.
 ///
 /// # Errors
 /// The disk is full or not writable, or a checkpoint of this name cannot be read. Nothing incomplete is left under
 /// the checkpoint's name.
 pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
-    if let Some(size_bytes) = size_if_complete(directory, &snapshot.state)? {
+    if let Some(size_bytes) = size_if_kept(directory, &snapshot.state)? {
         return Ok(size_bytes);
     }
     let name = folder_name(snapshot.state.epoch, snapshot.state.step);
-    // After a rank is lost, another rank may write the same step while rank 0 still does. Each writer uses a separate
-    // folder.
-    let writer = (std::process::id(), WRITTEN.fetch_add(1, Ordering::Relaxed));
+    // After a rank is lost, another rank may write the same step while rank 0 is still writing it. Each writer uses a
+    // separate folder.
+    let writer = (std::process::id(), BEGUN.fetch_add(1, Ordering::Relaxed));
     let temporary = directory.join(format!("{TEMPORARY}{name}.{}.{}", writer.0, writer.1));
     fs::create_dir_all(directory).map_err(at(directory))?;
     if temporary.exists() {
@@ -44,28 +44,28 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
         .map_err(at(&temporary))
         .and_then(|()| write_tensors(&temporary, snapshot, str::to_owned))
         .and_then(|files| complete(directory, &temporary, &snapshot.state, best, files));
-    // Remove an incomplete or replaced folder, because the disk may be full. If the removal fails, the next start
-    // repeats it.
+    // If the folder still exists, it has an incomplete or a replaced checkpoint, and is removed to free its disk space.
+    // If the removal fails, the next start of the job removes it.
     let _ = fs::remove_dir_all(&temporary);
     written
 }
 
-/// The size of the complete checkpoint of the same step that is kept instead of a new one with this state. `None` if
-/// there is no such checkpoint.
-pub(super) fn size_if_complete(directory: &Path, state: &State) -> Result<Option<u64>, CheckpointError> {
-    let place = directory.join(folder_name(state.epoch, state.step));
-    if !place.exists() {
+/// The size of the existing checkpoint of the step of `state`, if it is complete and is kept. `None` if a checkpoint
+/// with this state must be written. A damaged checkpoint is removed.
+pub(super) fn size_if_kept(directory: &Path, state: &State) -> Result<Option<u64>, CheckpointError> {
+    let final_path = directory.join(folder_name(state.epoch, state.step));
+    if !final_path.exists() {
         return Ok(None);
     }
-    match validate(&place) {
+    match validate(&final_path) {
         Ok(manifest) => {
             let has_evaluation =
-                || unverified_state(&place).is_some_and(|state| state.val_accuracy.is_some());
+                || unverified_state(&final_path).is_some_and(|state| state.val_accuracy.is_some());
             let is_kept = state.val_accuracy.is_none() || has_evaluation();
-            Ok(is_kept.then(|| size_of(&place, &manifest)))
+            Ok(is_kept.then(|| size_of(&final_path, &manifest)))
         }
         Err(CheckpointError::Damaged { .. }) => {
-            fs::remove_dir_all(&place).map_err(at(&place))?;
+            fs::remove_dir_all(&final_path).map_err(at(&final_path))?;
             Ok(None)
         }
         // The checkpoint cannot be read now, but may be intact. It is kept, and the caller may retry.
@@ -80,32 +80,32 @@ fn exchange(one: &Path, other: &Path) -> rustix::io::Result<()> {
 }
 
 /// Renames a complete folder to its final name. If a folder with that name exists, the two are exchanged atomically. On
-/// a file system without atomic exchange (NFS), a crash between two renames loses this checkpoint, but not the previous
-/// one. Returns false if another writer has written the same step meanwhile. The other writer's folder is kept; it
-/// lacks at most the evaluation of its step.
-pub(super) fn put(
+/// a file system without atomic exchange (NFS), a crash between two renames loses the checkpoint of this step, but no
+/// earlier checkpoint. Returns false if another writer has written the same step meanwhile. The other writer's folder is
+/// kept; it lacks at most the evaluation of the step.
+pub(super) fn rename_to_final(
     temporary: &Path,
-    place: &Path,
+    final_path: &Path,
     exchange: impl FnOnce(&Path, &Path) -> rustix::io::Result<()>,
 ) -> io::Result<bool> {
-    if !place.exists() {
-        return match fs::rename(temporary, place) {
-            Err(error) if place.exists() => {
+    if !final_path.exists() {
+        return match fs::rename(temporary, final_path) {
+            Err(error) if final_path.exists() => {
                 tracing::debug!(%error, "another writer has already written this checkpoint");
                 Ok(false)
             }
             renamed => renamed.map(|()| true),
         };
     }
-    match exchange(temporary, place) {
+    match exchange(temporary, final_path) {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS | rustix::io::Errno::OPNOTSUPP) => {
             let mut replaced = temporary.as_os_str().to_owned();
             replaced.push(".replaced");
             let replaced = Path::new(&replaced);
-            fs::rename(place, replaced)?;
-            if let Err(error) = fs::rename(temporary, place) {
-                fs::rename(replaced, place)?;
+            fs::rename(final_path, replaced)?;
+            if let Err(error) = fs::rename(temporary, final_path) {
+                fs::rename(replaced, final_path)?;
                 return Err(error);
             }
             // If this cannot be removed now, the next start removes it.
@@ -146,8 +146,8 @@ fn with_fault_point(
     written.and_then(|file| fault::point(&point).map(|()| file)).map_err(at(path))
 }
 
-/// Adds the state and the manifest to the folder `temporary` with `files`, and renames it to the checkpoint's name.
-/// Returns the size of all files.
+/// Adds the state and the manifest to the folder `temporary`, which contains `files`, and renames the folder to the
+/// checkpoint's name. Returns the size of all files in bytes.
 pub(super) fn complete(
     directory: &Path,
     temporary: &Path,
@@ -156,29 +156,33 @@ pub(super) fn complete(
     mut files: Files,
 ) -> Result<u64, CheckpointError> {
     let (epoch, step) = (state.epoch, state.step);
-    let place = directory.join(folder_name(epoch, step));
-    let reached = |point: &str, path: &Path| fault::point(point).map_err(at(path));
+    let final_path = directory.join(folder_name(epoch, step));
+    let fault_point = |point: &str, path: &Path| fault::point(point).map_err(at(path));
     let state = State { best: best.cloned(), ..state.clone() };
     let path = temporary.join(STATE);
     files.insert(STATE.into(), with_fault_point(STATE, &path, write_json(&path, &state))?);
     let manifest = Manifest { version: 1, epoch, step, files };
     let path = temporary.join(MANIFEST);
     write_json(&path, &manifest).map_err(at(&path))?;
-    reached("checkpoint.manifest", &path)?;
+    fault_point("checkpoint.manifest", &path)?;
     sync_directory(temporary)?;
     let size_bytes = size_of(temporary, &manifest);
-    reached("checkpoint.synced", temporary)?;
-    let is_placed = put(temporary, &place, exchange).map_err(at(&place))?;
-    reached("checkpoint.renamed", &place)?;
+    fault_point("checkpoint.synced", temporary)?;
+    let is_placed = rename_to_final(temporary, &final_path, exchange).map_err(at(&final_path))?;
+    fault_point("checkpoint.renamed", &final_path)?;
     sync_directory(directory)?;
-    reached("checkpoint.written", &place)?;
-    if is_placed { Ok(size_bytes) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
+    fault_point("checkpoint.written", &final_path)?;
+    if is_placed {
+        Ok(size_bytes)
+    } else {
+        validate(&final_path).map(|manifest| size_of(&final_path, &manifest))
+    }
 }
 
 pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<ManifestFile> {
-    let mut text = serde_json::to_vec_pretty(value)?;
-    text.push(b'\n');
-    tensors::write_bytes(path, &text)
+    let mut json = serde_json::to_vec_pretty(value)?;
+    json.push(b'\n');
+    tensors::write_bytes(path, &json)
 }
 
 fn sync_directory(path: &Path) -> Result<(), CheckpointError> {

@@ -85,11 +85,11 @@ pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
 /// The folder cannot be removed.
 pub fn remove(directory: &Path, epoch: u32, step: u64) -> Result<(), CheckpointError> {
     let name = folder_name(epoch, step);
-    let place = directory.join(&name);
+    let path = directory.join(&name);
     let hidden = directory.join(format!("{TEMPORARY}gone-{name}"));
-    match fs::rename(&place, &hidden) {
+    match fs::rename(&path, &hidden) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        other => other.map_err(at(&place))?,
+        other => other.map_err(at(&path))?,
     }
     fault::point("checkpoint.remove").map_err(at(&hidden))?;
     fs::remove_dir_all(&hidden).map_err(at(&hidden))

@@ -79,34 +79,34 @@ pub(super) fn read(mut file: impl Read, file_bytes: u64) -> Result<Header, NoHea
 
 /// `first` has the first bytes of the file, [`LENGTH_BYTES`] if it is long enough.
 fn read_after(first: &[u8], file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
-    let other = |detail: String| NoHeader::Other(detail);
-    let after = file_bytes.saturating_sub(LENGTH_BYTES);
+    let invalid = |detail: String| NoHeader::Other(detail);
+    let bytes_after_length = file_bytes.saturating_sub(LENGTH_BYTES);
     let length = <[u8; LENGTH_BYTES as usize]>::try_from(first).map(u64::from_le_bytes);
     let length = match length {
-        Err(_) => return Err(other("it has no header".into())),
-        Ok(length) if length > after => {
+        Err(_) => return Err(invalid("it has no header".into())),
+        Ok(length) if length > bytes_after_length => {
             let detail = "it has no header, or is cut off within its header";
-            return Err(other(detail.into()));
+            return Err(invalid(detail.into()));
         }
         Ok(length) if length > HEADER_BYTES => {
-            return Err(other(format!(
+            return Err(invalid(format!(
                 "its header has {length} bytes; at most {HEADER_BYTES} are allowed: remove unneeded metadata"
             )));
         }
         Ok(length) => length,
     };
     let mut bytes = Vec::new();
-    file.take(length).read_to_end(&mut bytes).map_err(|e| other(e.to_string()))?;
+    file.take(length).read_to_end(&mut bytes).map_err(|e| invalid(e.to_string()))?;
     let mut all: BTreeMap<String, Value> =
-        serde_json::from_slice(&bytes).map_err(|e| other(e.to_string()))?;
+        serde_json::from_slice(&bytes).map_err(|e| invalid(e.to_string()))?;
     let metadata = all.remove("__metadata__").map(serde_json::from_value).transpose();
-    let metadata = metadata.map_err(|e| other(format!("__metadata__: {e}")))?.unwrap_or_default();
+    let metadata = metadata.map_err(|e| invalid(format!("__metadata__: {e}")))?.unwrap_or_default();
     let mut tensors = BTreeMap::new();
     for (name, entry) in all {
-        let entry = serde_json::from_value(entry).map_err(|e| other(format!("{name}: {e}")))?;
+        let entry = serde_json::from_value(entry).map_err(|e| invalid(format!("{name}: {e}")))?;
         tensors.insert(name, entry);
     }
-    Ok(Header { tensors, metadata, data_bytes: after.saturating_sub(length) })
+    Ok(Header { tensors, metadata, data_bytes: bytes_after_length.saturating_sub(length) })
 }
 
 impl Header {
@@ -137,20 +137,23 @@ impl Header {
                 ));
             }
         }
-        let (mut before, mut until) = (None::<&String>, 0);
+        let (mut previous, mut previous_end) = ("the header", 0);
         for ([begin, end], name) in places {
-            let after = before.map_or_else(|| "the header".to_owned(), Clone::clone);
-            if begin < until {
-                return Err(format!("{name} begins at byte {begin}, before {after} ends (byte {until})"));
+            if begin < previous_end {
+                return Err(format!(
+                    "{name} begins at byte {begin}, before {previous} ends (byte {previous_end})"
+                ));
             }
-            if begin > until {
-                return Err(format!("{name} begins at byte {begin}, and {after} ends at byte {until}"));
+            if begin > previous_end {
+                return Err(format!(
+                    "{name} begins at byte {begin}, and {previous} ends at byte {previous_end}"
+                ));
             }
-            (before, until) = (Some(name), end);
+            (previous, previous_end) = (name.as_str(), end);
         }
-        if until < self.data_bytes {
-            let last = before.map_or("the header", String::as_str);
-            return Err(format!("{} bytes after {last} belong to no tensor", self.data_bytes - until));
+        if previous_end < self.data_bytes {
+            let rest = self.data_bytes - previous_end;
+            return Err(format!("{rest} bytes after {previous} belong to no tensor"));
         }
         Ok(())
     }
@@ -212,17 +215,17 @@ mod tests {
 
     #[test]
     fn a_header_above_the_size_limit_is_refused() {
-        let with = |bytes: u64| {
-            let mut text = b"{}".to_vec();
-            text.resize(usize::try_from(bytes).unwrap(), b' ');
+        let file_of = |bytes: u64| {
+            let mut header = b"{}".to_vec();
+            header.resize(usize::try_from(bytes).unwrap(), b' ');
             let mut file = bytes.to_le_bytes().to_vec();
-            file.extend(text);
+            file.extend(header);
             file
         };
-        let at = with(HEADER_BYTES);
-        assert!(read(&at[..], at.len() as u64).unwrap().tensors.is_empty());
-        let past = with(HEADER_BYTES + 1);
-        let Err(NoHeader::Other(message)) = read(&past[..], past.len() as u64) else {
+        let allowed = file_of(HEADER_BYTES);
+        assert!(read(&allowed[..], allowed.len() as u64).unwrap().tensors.is_empty());
+        let too_long = file_of(HEADER_BYTES + 1);
+        let Err(NoHeader::Other(message)) = read(&too_long[..], too_long.len() as u64) else {
             panic!("the header is too long")
         };
         assert!(message.contains("has 16777217 bytes; at most 16777216 are allowed"), "{message}");

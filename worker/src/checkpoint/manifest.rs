@@ -10,6 +10,7 @@ use std::{
     path::Path,
 };
 
+/// The size of all files of a checkpoint in bytes, including the manifest.
 pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
     let manifest_size = fs::metadata(folder.join(MANIFEST)).map_or(0, |m| m.len());
     manifest.files.values().map(|f| f.size_bytes).sum::<u64>() + manifest_size
@@ -36,9 +37,9 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
 pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
-    let text = fs::read(folder.join(MANIFEST)).map_err(|e| unreadable(folder, &name, MANIFEST, e))?;
+    let json = fs::read(folder.join(MANIFEST)).map_err(|e| unreadable(folder, &name, MANIFEST, e))?;
     let manifest: Manifest =
-        serde_json::from_slice(&text).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
+        serde_json::from_slice(&json).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
     if manifest.version != 1 {
         return Err(damaged(format!(
             "{MANIFEST} has version {}, and this program reads version 1",
@@ -49,9 +50,10 @@ pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointEr
         return Err(damaged(format!("{MANIFEST} does not name {missing}")));
     }
     // The state file is read into memory, and may come from another machine.
-    let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
-    if state > STATE_FILE_BYTES {
-        return Err(damaged(format!("{STATE} has {state} bytes; at most {STATE_FILE_BYTES} are allowed")));
+    let state_bytes = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
+    if state_bytes > STATE_FILE_BYTES {
+        let detail = format!("{STATE} has {state_bytes} bytes; at most {STATE_FILE_BYTES} are allowed");
+        return Err(damaged(detail));
     }
     Ok((name, manifest))
 }

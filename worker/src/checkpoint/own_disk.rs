@@ -14,7 +14,7 @@ pub(crate) const OWN_DISK_NOTE: &str = "here.json";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct OwnDiskNote {
     pub(crate) attempt: AttemptRef,
-    /// Whether rank 0 ran on this machine, so that the checkpoints are here.
+    /// Whether rank 0 ran on this machine, so that this machine has the checkpoints.
     pub(crate) has_rank_0: bool,
 }
 

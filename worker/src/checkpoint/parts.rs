@@ -4,7 +4,7 @@
 
 use super::{
     AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, OPTIMIZER, Snapshot, State, TEMPORARY, at,
-    files::{complete, size_if_complete, write_json, write_tensors},
+    files::{complete, size_if_kept, write_json, write_tensors},
     folders::folder_name,
     header::HEADER_BYTES,
     manifest::{check, manifest},
@@ -75,7 +75,7 @@ pub fn complete_parts(
     best: Option<&Best>,
     mut files: Files,
 ) -> Result<u64, CheckpointError> {
-    if let Some(size_bytes) = size_if_complete(directory, state)? {
+    if let Some(size_bytes) = size_if_kept(directory, state)? {
         return Ok(size_bytes);
     }
     for kind in [MODEL, OPTIMIZER, AVERAGE] {
@@ -103,13 +103,13 @@ pub fn complete_parts(
 /// # Errors
 /// The index cannot be read, or names something other than a file of the folder.
 pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
-    let (whole, index) = (folder.join(kind), folder.join(checkpoint_files::index(kind)));
-    if whole.exists() || !index.exists() {
-        return Ok(vec![whole]);
+    let (single, index) = (folder.join(kind), folder.join(checkpoint_files::index(kind)));
+    if single.exists() || !index.exists() {
+        return Ok(vec![single]);
     }
     let invalid_index = |detail: String| format!("{}: {detail}", index.display());
-    let text = files::read(&index, HEADER_BYTES).map_err(|detail| format!("{} {detail}", index.display()))?;
-    let places: Places = serde_json::from_slice(&text).map_err(|e| invalid_index(e.to_string()))?;
+    let json = files::read(&index, HEADER_BYTES).map_err(|detail| format!("{} {detail}", index.display()))?;
+    let places: Places = serde_json::from_slice(&json).map_err(|e| invalid_index(e.to_string()))?;
     let names = BTreeSet::from_iter(places.weight_map.into_values());
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
         Some(name) => Err(invalid_index(format!("it names {name:?}, which is not a plain file name"))),
@@ -118,8 +118,9 @@ pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
     }
 }
 
-/// The files with the weights of a checkpoint's folder, or with its average if `path` is `ema.safetensors` in it. If
-/// the folder has a manifest, these files are checked against it. For another file, the file itself.
+/// The files with the weights, if `path` is a checkpoint's folder, or with the average, if `path` is `ema.safetensors` in
+/// such a folder. If the folder has a manifest, the files are checked against the manifest. Any other `path` is returned
+/// itself.
 ///
 /// # Errors
 /// As [`validate`](super::validate).
@@ -131,8 +132,8 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     };
     let mut name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     if folder.join(MANIFEST).exists() {
-        let (its_name, manifest) = manifest(folder)?;
-        name = its_name;
+        let (checkpoint_name, manifest) = manifest(folder)?;
+        name = checkpoint_name;
         for (file, wanted) in
             manifest.files.iter().filter(|(file, _)| checkpoint_files::kind(file) == Some(kind))
         {

@@ -88,7 +88,7 @@ pub fn infos(directory: &Path) -> Result<Vec<CheckpointInfo>, CheckpointError> {
 /// Reads the state of the checkpoint `name` in `folder`, after [`manifest`] has compared its size with the limit.
 fn read_state(folder: &Path, name: &str) -> Result<State, CheckpointError> {
     let path = folder.join(STATE);
-    let text = fs::read(&path).map_err(at(&path))?;
-    serde_json::from_slice(&text)
+    let json = fs::read(&path).map_err(at(&path))?;
+    serde_json::from_slice(&json)
         .map_err(|e| CheckpointError::Damaged { name: name.into(), detail: format!("{STATE}: {e}") })
 }

@@ -35,7 +35,7 @@ pub struct State {
     pub validation: Option<ValidationSet>,
     /// How this run, and the runs from which it continues, divided pictures into training and validation.
     pub divisions: Vec<ValidationDivision>,
-    /// The best checkpoint so far, including this one.
+    /// The best checkpoint so far, including this checkpoint.
     pub best: Option<Best>,
     /// The state of early stopping after the first validation.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -28,7 +28,7 @@ use std::{
 /// The counter of batches in PyTorch's batch norm, which `load_state_dict(strict=True)` requires.
 const BATCHES_TRACKED: &str = "num_batches_tracked";
 
-/// Maximum size of the tensors to read.
+/// Maximum size of all tensors to read from a file.
 const MAX_TENSOR_BYTES: u64 = 256 << 30;
 
 /// The supported types, for messages.
@@ -82,12 +82,12 @@ fn write_all(
         header.insert((*name).clone(), entry);
         offset += bytes.len();
     }
-    let mut text = serde_json::to_vec(&Value::Object(header))?;
-    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut json = serde_json::to_vec(&Value::Object(header))?;
+    json.resize(json.len().next_multiple_of(8), b' ');
 
-    let mut out = Hashing::create(path)?;
-    out.write_all(&(text.len() as u64).to_le_bytes())?;
-    out.write_all(&text)?;
+    let mut out = HashingWriter::create(path)?;
+    out.write_all(&(json.len() as u64).to_le_bytes())?;
+    out.write_all(&json)?;
     for (_, data) in ordered {
         out.write_all(&data.bytes)?;
     }
@@ -116,18 +116,19 @@ pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
 
 /// Writes a small file, and returns its manifest entry.
 pub(super) fn write_bytes(path: &Path, bytes: &[u8]) -> io::Result<ManifestFile> {
-    let mut out = Hashing::create(path)?;
+    let mut out = HashingWriter::create(path)?;
     out.write_all(bytes)?;
     out.finish()
 }
 
-struct Hashing {
+/// A new file whose size and checksum are computed while it is written.
+struct HashingWriter {
     file: BufWriter<File>,
     hash: Sha256,
     size: u64,
 }
 
-impl Hashing {
+impl HashingWriter {
     fn create(path: &Path) -> io::Result<Self> {
         let file = BufWriter::with_capacity(1 << 20, File::create_new(path)?);
         Ok(Self { file, hash: Sha256::new(), size: 0 })
@@ -177,11 +178,11 @@ pub(super) fn read_wanted(
             "has {bytes} bytes of tensors; at most {MAX_TENSOR_BYTES} are allowed"
         )));
     }
-    let first = file_bytes - header.data_bytes;
+    let data_start = file_bytes - header.data_bytes;
     let mut tensors = NamedTensors::new();
     for (name, Entry { dtype, shape, data_offsets: [begin, end] }) in header.tensors {
         let read = |data: &mut [u8]| {
-            file.read_exact_at(data, first + begin).map_err(|e| with_path(format!("{name}: {e}")))
+            file.read_exact_at(data, data_start + begin).map_err(|e| with_path(format!("{name}: {e}")))
         };
         if dtype == "F32" {
             // Without a second copy, because tensors may be large.

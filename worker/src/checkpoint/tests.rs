@@ -85,7 +85,7 @@ fn the_state_file_is_limited_to_a_mebibyte() {
     write(dir.path(), &saved, None).unwrap();
     let folder = dir.path().join("1-7");
     let mut state = fs::read(folder.join(STATE)).unwrap();
-    let mut padded = |bytes: usize| {
+    let mut load_padded = |bytes: usize| {
         fs::remove_file(folder.join(STATE)).unwrap();
         state.resize(bytes, b' ');
         fs::write(folder.join(STATE), &state).unwrap();
@@ -96,10 +96,10 @@ fn the_state_file_is_limited_to_a_mebibyte() {
         write_json(&folder.join(MANIFEST), &manifest).unwrap();
         (load(&folder).map(|loaded| loaded.state), unverified_state(&folder).map(|state| state.precision))
     };
-    let (loaded, computed_in) = padded(1 << 20);
-    assert_eq!((loaded.unwrap(), computed_in), (saved.state, Some(Precision::Fp16)));
-    let (loaded, computed_in) = padded((1 << 20) + 1);
-    assert_eq!(computed_in, None);
+    let (loaded, precision) = load_padded(1 << 20);
+    assert_eq!((loaded.unwrap(), precision), (saved.state, Some(Precision::Fp16)));
+    let (loaded, precision) = load_padded((1 << 20) + 1);
+    assert_eq!(precision, None);
     assert_eq!(
         loaded.unwrap_err().to_string(),
         "checkpoint 1-7 is damaged: state.json has 1048577 bytes; at most 1048576 are allowed"
@@ -175,13 +175,13 @@ fn concurrent_writers_of_the_same_step_do_not_interfere() {
     for step in 1..=20 {
         let begin = std::sync::Barrier::new(2);
         std::thread::scope(|scope| {
-            let both = [(); 2].map(|()| {
+            let writers = [(); 2].map(|()| {
                 scope.spawn(|| {
                     begin.wait();
                     write(dir.path(), &snapshot(1, step, None), None).map(|_| ())
                 })
             });
-            both.into_iter().for_each(|writer| writer.join().unwrap().unwrap());
+            writers.into_iter().for_each(|writer| writer.join().unwrap().unwrap());
         });
         assert_eq!(validate(&dir.path().join(format!("1-{step}"))).unwrap().step, step);
     }
@@ -260,9 +260,11 @@ fn evaluated_checkpoints_replace_only_unevaluated_ones() {
     let model = || fs::read(folder.join(MODEL)).unwrap();
     write(dir.path(), &snapshot(1, 40, None), None).unwrap();
     let before = model();
-    for (now, is) in [(None, None), (Some(0.5), Some(0.5)), (None, Some(0.5)), (Some(0.7), Some(0.5))] {
-        let size = write(dir.path(), &snapshot(1, 40, now), None).unwrap();
-        assert_eq!(accuracy(), is, "{now:?}");
+    for (written, expected) in
+        [(None, None), (Some(0.5), Some(0.5)), (None, Some(0.5)), (Some(0.7), Some(0.5))]
+    {
+        let size = write(dir.path(), &snapshot(1, 40, written), None).unwrap();
+        assert_eq!(accuracy(), expected, "{written:?}");
         assert_eq!(size, size_of(&folder, &validate(&folder).unwrap()));
         assert_eq!(model(), before);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
@@ -282,9 +284,9 @@ fn evaluated_checkpoints_are_stored_without_atomic_exchange() {
         write(dir.path(), &snapshot(1, 40, Some(0.5)), None).unwrap();
         fs::rename(&folder, &aside).unwrap();
         write(dir.path(), &snapshot(1, 40, None), None).unwrap();
-        let put = files::put(&aside, &folder, |_, _| Err(errno));
+        let renamed = files::rename_to_final(&aside, &folder, |_, _| Err(errno));
         assert_eq!(
-            (put.ok(), accuracy()),
+            (renamed.ok(), accuracy()),
             if succeeds { (Some(true), Some(0.5)) } else { (None, None) },
             "{errno}"
         );

@@ -32,7 +32,7 @@ pub enum CheckpointEvent {
         step: u64,
         reason: String,
         /// Whether this was a retry. The last checkpoint is retried until it succeeds.
-        again: bool,
+        is_retry: bool,
     },
 }
 
@@ -104,7 +104,7 @@ impl CheckpointWriter {
         let incoming = queue.clone();
         let (outgoing, events) = channel();
         let give_up = Arc::new(AtomicBool::new(false));
-        let given_up = give_up.clone();
+        let must_give_up = give_up.clone();
         let mut retention = Retention::new(directory, spec, best);
         let took_ms = retention.took_ms.clone();
         let write_all = move || {
@@ -115,7 +115,7 @@ impl CheckpointWriter {
             // No newer snapshot will come, so this snapshot is retried until `give_up` is set.
             while let Some(snapshot) = unwritten {
                 std::thread::sleep(RETRY);
-                if given_up.load(Ordering::Relaxed) {
+                if must_give_up.load(Ordering::Relaxed) {
                     return;
                 }
                 unwritten = retention.try_to_write(snapshot, true, &outgoing);
@@ -168,7 +168,7 @@ impl CheckpointWriter {
     }
 
     /// How long writing the newest checkpoint took.
-    pub fn took(&self) -> Duration {
+    pub fn write_duration(&self) -> Duration {
         Duration::from_millis(self.took_ms.load(Ordering::Relaxed))
     }
 
@@ -195,7 +195,7 @@ impl Drop for CheckpointWriter {
     }
 }
 
-/// Keeps the newest checkpoints and the best checkpoint, and removes others.
+/// Keeps the newest checkpoints and the best checkpoint, and removes the other checkpoints.
 #[derive(Debug)]
 pub struct Retention {
     directory: PathBuf,
@@ -217,39 +217,40 @@ impl Retention {
     fn try_to_write(
         &mut self,
         snapshot: Snapshot,
-        again: bool,
-        events: &Sender<CheckpointEvent>,
+        is_retry: bool,
+        sender: &Sender<CheckpointEvent>,
     ) -> Option<Snapshot> {
         let directory = self.directory.clone();
-        let (is_written, news) = self.add(&snapshot.state, again, |best| write(&directory, &snapshot, best));
+        let (is_written, events) =
+            self.add(&snapshot.state, is_retry, |best| write(&directory, &snapshot, best));
         // Sending fails if no one receives events any more. Only the files matter then.
-        let _ = news.into_iter().try_for_each(|item| events.send(item));
+        let _ = events.into_iter().try_for_each(|event| sender.send(event));
         (!is_written).then_some(snapshot)
     }
 
     /// Writes the checkpoint of `state` by calling `write` with the best checkpoint so far; `write` returns the size in
     /// bytes. Then removes older checkpoints. Returns whether the checkpoint was written, and the events of this
-    /// checkpoint and of removed ones. `again`: this is a retry.
+    /// checkpoint and of removed checkpoints.
     pub fn add(
         &mut self,
         state: &State,
-        again: bool,
+        is_retry: bool,
         write: impl FnOnce(Option<&Best>) -> Result<u64, CheckpointError>,
     ) -> (bool, Vec<CheckpointEvent>) {
-        let mut news = Vec::new();
-        let before = self.best.clone();
-        match self.write(state, write, &mut news) {
-            Ok(()) => (true, news),
+        let mut events = Vec::new();
+        let previous_best = self.best.clone();
+        match self.write(state, write, &mut events) {
+            Ok(()) => (true, events),
             // The checkpoint was written, but an older checkpoint could not be removed. The next call retries the
             // removal.
-            Err(error) if !news.is_empty() => {
+            Err(error) if !events.is_empty() => {
                 tracing::warn!(%error, "an old checkpoint cannot be removed now; the removal is retried after the next checkpoint");
-                (true, news)
+                (true, events)
             }
             Err(error) => {
-                self.best = before;
+                self.best = previous_best;
                 let (epoch, step, reason) = (state.epoch, state.step, error.to_string());
-                (false, vec![CheckpointEvent::Failed { epoch, step, reason, again }])
+                (false, vec![CheckpointEvent::Failed { epoch, step, reason, is_retry }])
             }
         }
     }
@@ -269,7 +270,7 @@ impl Retention {
         let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.took_ms.store(took_ms, Ordering::Relaxed);
         events.push(CheckpointEvent::Written(state.info(self.best.as_ref(), size_bytes)));
-        // Keep the newest by step. An earlier attempt may have written later steps than this attempt.
+        // Keep the checkpoints of the last steps. An earlier attempt may have written later steps than this attempt.
         let mut others = list(&self.directory)?;
         others.truncate(others.len().saturating_sub(self.keep));
         others.retain(|other| *other != (epoch, step));
@@ -391,21 +392,21 @@ mod tests {
     #[test]
     fn a_failing_disk_is_reported_and_retried() {
         let dir = tempfile::tempdir().unwrap();
-        let place = dir.path().join("checkpoints");
-        std::fs::write(&place, "").unwrap();
-        let mut writer = CheckpointWriter::start(&place, &CheckpointSpec::default(), None).unwrap();
+        let path = dir.path().join("checkpoints");
+        std::fs::write(&path, "").unwrap();
+        let mut writer = CheckpointWriter::start(&path, &CheckpointSpec::default(), None).unwrap();
         writer.save(snapshot(1, 1, None), LONG).unwrap();
         let mut failures = 0;
         let mut written = Vec::new();
         while let Some(events) = writer.finish() {
             for item in events {
                 match item {
-                    CheckpointEvent::Failed { step: 1, reason, again, .. } => {
+                    CheckpointEvent::Failed { step: 1, reason, is_retry, .. } => {
                         assert!(reason.contains("checkpoints"), "{reason}");
-                        assert_eq!(again, failures > 0);
+                        assert_eq!(is_retry, failures > 0);
                         failures += 1;
                         if failures == 2 {
-                            std::fs::remove_file(&place).unwrap();
+                            std::fs::remove_file(&path).unwrap();
                         }
                     }
                     CheckpointEvent::Written(info) => written.push(info.step),
@@ -414,7 +415,7 @@ mod tests {
             }
         }
         assert_eq!((failures, written), (2, vec![1]));
-        assert!(super::super::load(&place.join("1-1")).is_ok());
+        assert!(super::super::load(&path.join("1-1")).is_ok());
     }
 
     /// A pipe without a reader behaves like a disk that does not respond.

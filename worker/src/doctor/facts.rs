@@ -62,7 +62,7 @@ impl Facts {
             hostname: hostname(),
             network_id: network_id().unwrap_or_else(boot_id),
             address,
-            interface: all.into_iter().find(|(_, of)| *of == address).map(|(name, _)| name),
+            interface: all.into_iter().find(|(_, ip)| *ip == address).map(|(name, _)| name),
             cores: cores(),
             gpu_ids: gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
             gpus: gpus.into_iter().map(|gpu| gpu.name).collect(),
@@ -72,20 +72,20 @@ impl Facts {
     }
 }
 
-/// The address of the named interface. Otherwise the address to which SSH connected, or the address of the default
-/// route.
+/// The address of the interface named by `nccl_interface`. Otherwise the address to which SSH connected, or the address
+/// of the default route.
 fn find_address(
     all: &[(String, IpAddr)],
-    interface: Option<&str>,
-    connection: Option<&str>,
+    nccl_interface: Option<&str>,
+    ssh_connection: Option<&str>,
     by_route: impl Fn() -> io::Result<IpAddr>,
 ) -> Result<IpAddr, String> {
-    if let Some((_, ip)) = interface.map_or(Ok(None), |value| interface_of_variable(all, value))? {
+    if let Some((_, ip)) = nccl_interface.map_or(Ok(None), |value| interface_of_variable(all, value))? {
         return Ok(ip);
     }
-    let by_ssh = connection.and_then(|text| text.split_whitespace().nth(2)?.parse::<IpAddr>().ok());
+    let by_ssh = ssh_connection.and_then(|text| text.split_whitespace().nth(2)?.parse::<IpAddr>().ok());
     let usable = |ip: &IpAddr| !ip.is_loopback() && !is_link_local(ip);
-    if let Some(ip) = by_ssh.filter(|ip| usable(ip) && all.iter().any(|(_, of)| of == ip)) {
+    if let Some(ip) = by_ssh.filter(|ip| usable(ip) && all.iter().any(|(_, own)| own == ip)) {
         return Ok(ip);
     }
     if let Some(ip) = by_route().ok().filter(usable) {
@@ -94,7 +94,7 @@ fn find_address(
     let first = all.iter().map(|(_, ip)| *ip).filter(usable).min_by_key(IpAddr::is_ipv6);
     first.or(by_ssh).ok_or_else(|| {
         format!(
-            "this machine has no address that others could reach; name an interface with {NCCL_INTERFACE}"
+            "this machine has no address that other machines can reach; name an interface with {NCCL_INTERFACE}"
         )
     })
 }

@@ -44,10 +44,10 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
     findings
 }
 
-/// Whether GPUs decode JPEG files. `found` describes the decoder of one GPU.
-fn jpeg_decoder_finding(found: Result<String, String>) -> Finding {
-    match found {
-        Ok(found) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {found}"), ""),
+/// Whether GPUs decode JPEG files. `decoder` describes the decoder of one GPU.
+fn jpeg_decoder_finding(decoder: Result<String, String>) -> Finding {
+    match decoder {
+        Ok(decoder) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {decoder}"), ""),
         Err(why) => {
             let advice = "JPEG files are decoded on CPU cores. A100, A30 and GPUs of the Ada, Hopper and Blackwell families have a decoder; it needs the \
                           driver's libnvcuvid.so.1, which a container gets with \
@@ -57,8 +57,10 @@ fn jpeg_decoder_finding(found: Result<String, String>) -> Finding {
     }
 }
 
-fn driver_finding(version: Option<&str>) -> Finding {
-    let line = version.and_then(|text| text.lines().next()).unwrap_or("").trim_start_matches("NVRM version:");
+/// `description` is the driver's description of itself, with the version in its first line.
+fn driver_finding(description: Option<&str>) -> Finding {
+    let line =
+        description.and_then(|text| text.lines().next()).unwrap_or("").trim_start_matches("NVRM version:");
     let found = if line.trim().is_empty() { "version unknown".into() } else { line.trim().to_owned() };
     finding("GPU driver", Grade::Ok, found, "")
 }
@@ -80,7 +82,7 @@ fn gpu_finding(gpu: &Gpu) -> Finding {
     finding(&what, Grade::Ok, found, "")
 }
 
-fn visible_finding(libraries: &Libraries, all: usize) -> Option<Finding> {
+fn visible_finding(libraries: &Libraries, gpu_count: usize) -> Option<Finding> {
     let value = std::env::var_os(devices::VISIBLE)?;
     let shown = format!("{}={}", devices::VISIBLE, value.to_string_lossy());
     Some(match devices::visible(libraries) {
@@ -89,8 +91,8 @@ fn visible_finding(libraries: &Libraries, all: usize) -> Option<Finding> {
             finding("visible", Grade::Note, format!("{shown} hides all GPUs"), advice)
         }
         Ok(gpus) => {
-            let numbers: Vec<_> = gpus.iter().map(|gpu| gpu.index.to_string()).collect();
-            let found = format!("{} of {all}: {} ({shown})", gpus.len(), numbers.join(", "));
+            let indices: Vec<_> = gpus.iter().map(|gpu| gpu.index.to_string()).collect();
+            let found = format!("{} of {gpu_count}: {} ({shown})", gpus.len(), indices.join(", "));
             finding("visible", Grade::Ok, found, "")
         }
         Err(error) => finding("visible", Grade::Problem, error, "Correct it, or unset it to use all GPUs."),
@@ -101,29 +103,29 @@ fn link_findings(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
     let links = match devices::links(libraries, gpus) {
         Ok(links) => links,
         Err(error) => {
-            let advice = "`nvidia-smi topo -m` may say more; training works, at a speed to be measured.";
+            let advice = "`nvidia-smi topo -m` may show the reason. Training works, but may be slow.";
             return vec![finding("links", Grade::Note, error, advice)];
         }
     };
-    // Connections of the same kind are combined in one finding.
+    // Connections of the same kind are combined in one finding: kind, peer access, and pairs of GPUs.
     let mut kinds: Vec<(&str, bool, Vec<String>)> = Vec::new();
     for Link { between: (one, other), by, peer_access } in &links {
         let pair = format!("{one}-{other}");
-        match kinds.iter_mut().find(|(b, p, _)| b == by && p == peer_access) {
+        match kinds.iter_mut().find(|(kind, access, _)| kind == by && access == peer_access) {
             Some((.., pairs)) => pairs.push(pair),
             None => kinds.push((by, *peer_access, vec![pair])),
         }
     }
-    let all = kinds.len() == 1;
+    let are_all_equal = kinds.len() == 1;
     kinds
         .into_iter()
         .map(|(by, peer_access, pairs)| {
-            let pairs = if all { "every pair".to_owned() } else { format!("pairs {}", pairs.join(", ")) };
+            let pairs = if are_all_equal { "every pair".to_owned() } else { format!("pairs {}", pairs.join(", ")) };
             if peer_access {
                 return finding("links", Grade::Ok, format!("{pairs}: {by}, with peer access"), "");
             }
-            let advice = "Data between them goes through the host's memory: slower. In a virtual machine the host \
-                          may block it (ACS); consumer GPUs do not offer it.";
+            let advice = "Data between these GPUs goes through the host's memory, which is slower. Consumer GPUs offer \
+                          no peer access; in a virtual machine, the host may block it (ACS).";
             finding("links", Grade::Note, format!("{pairs}: {by}, no peer access"), advice)
         })
         .collect()
@@ -137,18 +139,19 @@ fn library_finding(libraries: &Libraries, which: Library, gpus: usize, cuda: Opt
         let grade = if needed { Grade::Problem } else { Grade::Note };
         return finding(which.name(), grade, "not found".into(), which.advice());
     };
-    let place = library.path.display();
+    let path = library.path.display();
     let version = match library.version() {
         Ok(version) => version,
         Err(error) => return finding(which.name(), Grade::Problem, error, which.advice()),
     };
     let found = match which {
-        Library::Driver => format!("supports CUDA {version}: {place}"),
-        _ => format!("{version}: {place}"),
+        Library::Driver => format!("supports CUDA {version}: {path}"),
+        _ => format!("{version}: {path}"),
     };
     let major = |version: &str| version.split('.').next().and_then(|n| n.parse::<u32>().ok());
     if which == Library::Nvrtc && cuda.is_some_and(|cuda| major(&version) > major(cuda)) {
-        let advice = "It is newer than the driver: update the driver, or pip install nvidia-cuda-nvrtc-cu12.";
+        let advice =
+            "NVRTC is newer than the driver: update the driver, or pip install nvidia-cuda-nvrtc-cu12.";
         return finding(which.name(), Grade::Problem, found, advice);
     }
     finding(which.name(), Grade::Ok, found, "")
@@ -160,10 +163,10 @@ mod tests {
 
     #[test]
     fn a_machine_without_gpus_gets_one_note() {
-        let about: Vec<_> = findings(false);
-        if about.len() == 1 {
-            assert_eq!((about[0].what.as_str(), about[0].grade), ("GPUs", Grade::Note));
-            assert!(about[0].advice.as_ref().is_some_and(|a| a.contains("CPU")), "{about:?}");
+        let found: Vec<_> = findings(false);
+        if found.len() == 1 {
+            assert_eq!((found[0].what.as_str(), found[0].grade), ("GPUs", Grade::Note));
+            assert!(found[0].advice.as_ref().is_some_and(|a| a.contains("CPU")), "{found:?}");
         }
     }
 

@@ -104,10 +104,10 @@ fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
     stream.set_read_timeout(Some(MAX_SERVE_TIME))?;
     stream.set_write_timeout(Some(MAX_SERVE_TIME))?;
     let began = Instant::now();
-    let mut wanted = [0];
+    let mut request = [0];
     loop {
-        stream.read_exact(&mut wanted)?;
-        match wanted[0] {
+        stream.read_exact(&mut request)?;
+        match request[0] {
             CLOCK => stream.write_all(&now_ns().to_le_bytes())?,
             DATA => {
                 let block = vec![0x5a; BLOCK];
@@ -161,20 +161,20 @@ fn describe_read_error(error: &io::Error) -> String {
 fn measure_clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
     let began = Instant::now();
     let mut trips = Vec::new();
-    let (mut ahead, mut within) = (0.0, f64::MAX);
+    let (mut clock_ahead_ms, mut clock_within_ms) = (0.0, f64::MAX);
     while trips.len() < MAX_ROUND_TRIPS && (began.elapsed() < MAX_ROUND_TRIPS_TIME || trips.len() < 2) {
-        let sent_at = now_ns();
-        let sent = Instant::now();
+        let own_clock = now_ns();
+        let sent_at = Instant::now();
         stream.write_all(&[CLOCK])?;
-        let mut theirs = [0; 8];
-        stream.read_exact(&mut theirs)?;
-        let trip = millis(sent.elapsed());
-        trips.push(trip);
+        let mut other_clock = [0; 8];
+        stream.read_exact(&mut other_clock)?;
+        let trip_ms = millis(sent_at.elapsed());
+        trips.push(trip_ms);
         // The shortest round trip determines the other end's clock most precisely.
-        if trip / 2.0 < within {
-            within = trip / 2.0;
-            let theirs = u64::from_le_bytes(theirs);
-            ahead = (i128::from(theirs) - i128::from(sent_at)) as f64 / 1e6 - within;
+        if trip_ms / 2.0 < clock_within_ms {
+            clock_within_ms = trip_ms / 2.0;
+            let other_clock = u64::from_le_bytes(other_clock);
+            clock_ahead_ms = (i128::from(other_clock) - i128::from(own_clock)) as f64 / 1e6 - clock_within_ms;
         }
     }
     trips.sort_by(f64::total_cmp);
@@ -183,8 +183,8 @@ fn measure_clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
         connect_ms: 0.0,
         round_trip_ms,
         bytes_per_second: 0.0,
-        clock_ahead_ms: ahead,
-        clock_within_ms: within,
+        clock_ahead_ms,
+        clock_within_ms,
     })
 }
 
@@ -197,21 +197,21 @@ fn measure_throughput(stream: &mut TcpStream) -> io::Result<f64> {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     let began = Instant::now();
-    let mut counted = None;
+    let mut warm_since = None;
     let mut bytes = 0;
     loop {
-        let got = stream.read(&mut block)?;
-        if got == 0 {
+        let received = stream.read(&mut block)?;
+        if received == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let at = began.elapsed();
-        match counted {
-            None if at >= WARM_UP => counted = Some(at),
+        let elapsed = began.elapsed();
+        match warm_since {
+            None if elapsed >= WARM_UP => warm_since = Some(elapsed),
             None => {}
             Some(since) => {
-                bytes += got;
-                if at >= since + MEASURE_TIME {
-                    return Ok(bytes as f64 / (at - since).as_secs_f64());
+                bytes += received;
+                if elapsed >= since + MEASURE_TIME {
+                    return Ok(bytes as f64 / (elapsed - since).as_secs_f64());
                 }
             }
         }

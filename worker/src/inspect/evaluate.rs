@@ -51,16 +51,16 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
             let truth = *label as usize;
             confusion[truth][predicted] += 1;
             loss += cross_entropy(&logits, truth);
-            let one = Mistake {
+            let prediction = Mistake {
                 index: *index,
                 label: *label,
                 predicted: predicted as u32,
                 confidence: probabilities[predicted],
             };
             if predicted != truth {
-                mistakes.push(one);
+                mistakes.push(prediction);
             } else if right[truth].len() < MAX_CORRECT_PER_CLASS {
-                right[truth].push(one);
+                right[truth].push(prediction);
             }
         }
     }
@@ -93,7 +93,7 @@ pub(super) fn open_dataset(
 ) -> Result<(DataSource, Option<ValidationSet>), String> {
     let spec = &request.spec;
     // Pictures are prepared as in the model's training, even if the job or its dataset has changed since.
-    let seen = DataSpec {
+    let data_spec = DataSpec {
         image_size: Some(ImageSize::Fixed(model.image_size as u32)),
         validation_size: None,
         mean: Some(model.mean.clone()),
@@ -105,7 +105,7 @@ pub(super) fn open_dataset(
     };
     let dataset = lockstep_data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
     let listed = lockstep_data::held_out::validation_set(&dataset, &spec.data).map_err(|e| e.to_string())?;
-    let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
+    let data = DataSource::open(&dataset, &data_spec, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(
             "the model was trained on pictures of {}, but the pictures of {} have {}",
@@ -127,11 +127,11 @@ pub(super) fn compare(
     data: &DataSource,
     spec: &DataSpec,
 ) -> (Option<ValidationSet>, Option<u64>, Option<String>) {
-    let now = data.shape.validation.clone();
+    let current = data.shape.validation.clone();
     let folder = if model.is_dir() { Some(model) } else { model.parent() };
-    let Some(state) = folder.and_then(checkpoint::unverified_state) else { return (now, None, None) };
+    let Some(state) = folder.and_then(checkpoint::unverified_state) else { return (current, None, None) };
     let mut notes = Vec::new();
-    if state.validation != now {
+    if state.validation != current {
         notes.push(state.validation.map_or_else(
             || "the checkpoint's run was not validated".to_owned(),
             |before| {
@@ -141,11 +141,12 @@ pub(super) fn compare(
         ));
     }
     // Folds depend on all pictures of the dataset.
-    let has_moved = spec.folds.is_some() && !notes.is_empty();
-    let is_known = !has_moved && state.divisions.iter().any(|division| division.dataset == spec.dataset);
+    let have_folds_changed = spec.folds.is_some() && !notes.is_empty();
+    let is_known =
+        !have_folds_changed && state.divisions.iter().any(|division| division.dataset == spec.dataset);
     let trained_on = is_known.then(|| data.count_trained_on(&foreign_divisions(&state.divisions, spec)));
     match trained_on {
-        None if has_moved => notes.push(
+        None if have_folds_changed => notes.push(
             "it is not known whether some of these pictures were trained on: the dataset's pictures, and therefore its folds, have changed"
                 .into(),
         ),
@@ -154,10 +155,10 @@ pub(super) fn compare(
                 .into(),
         ),
         Some(0) => {}
-        Some(some) => notes
-            .push(format!("{some} of these were trained on: their accuracy does not show how well the model handles new pictures")),
+        Some(count) => notes
+            .push(format!("{count} of these were trained on: their accuracy does not show how well the model handles new pictures")),
     }
-    (now, trained_on, (!notes.is_empty()).then(|| notes.join("; ")))
+    (current, trained_on, (!notes.is_empty()).then(|| notes.join("; ")))
 }
 
 fn scores(names: &[String], confusion: &[Vec<u64>]) -> Vec<ClassScore> {
@@ -169,8 +170,8 @@ fn scores(names: &[String], confusion: &[Vec<u64>]) -> Vec<ClassScore> {
             let samples = confusion[c].iter().sum();
             let precision = share(confusion[c][c], confusion.iter().map(|row| row[c]).sum());
             let recall = share(confusion[c][c], samples);
-            let both = precision + recall;
-            let f1 = if both == 0.0 { 0.0 } else { 2.0 * precision * recall / both };
+            let sum = precision + recall;
+            let f1 = if sum == 0.0 { 0.0 } else { 2.0 * precision * recall / sum };
             ClassScore { name: name.clone(), samples, precision, recall, f1 }
         })
         .collect()

@@ -34,7 +34,7 @@ use tokio::{
 static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static PREDICTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-/// Has its own limit, because inspecting a dataset of a million pictures uses all cores for minutes.
+/// A separate limit for datasets, because inspecting a million pictures uses all cores for minutes.
 static DATASETS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 /// Checks of paths. On a file system that hangs, each check blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
@@ -76,7 +76,7 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
 /// or the files.
 ///
 /// # Errors
-/// A failure of the process; a sentence.
+/// A sentence that describes a failure of the process.
 async fn send_to_process(
     program: &Path,
     request: &AgentRequest,
@@ -95,15 +95,15 @@ async fn send_to_process(
         .kill_on_drop(true)
         .spawn()
         .map_err(|e| failed("cannot be started", e))?;
-    if let Some(mut to) = child.stdin.take() {
+    if let Some(mut stdin) = child.stdin.take() {
         // If the process ends before it has read everything, its reply or exit status tells why.
-        let _ = to.write_all(&json).await;
+        let _ = stdin.write_all(&json).await;
     }
-    let done = child.wait_with_output().await.map_err(|e| failed("cannot be awaited", e))?;
-    serde_json::from_slice(&done.stdout).map_err(|_| {
-        let stderr = String::from_utf8_lossy(&done.stderr);
+    let output = child.wait_with_output().await.map_err(|e| failed("cannot be awaited", e))?;
+    serde_json::from_slice(&output.stdout).map_err(|_| {
+        let stderr = String::from_utf8_lossy(&output.stderr);
         let last = stderr.lines().next_back().map(|last| format!(": {last}")).unwrap_or_default();
-        format!("{PROCESS_ENDED}{}{last}", done.status)
+        format!("{PROCESS_ENDED}{}{last}", output.status)
     })
 }
 
@@ -123,7 +123,7 @@ async fn in_this_process(
 /// concerns the request or the files.
 ///
 /// # Errors
-/// A failure of the process; a sentence.
+/// A sentence that describes a failure of the process.
 pub(crate) fn request_blocking(
     program: &Path,
     request: &AgentRequest,
@@ -147,7 +147,7 @@ pub(crate) fn request_blocking(
 /// JSON.
 ///
 /// # Errors
-/// Errors of these streams.
+/// Standard input or output fails.
 pub fn run() -> std::io::Result<()> {
     let mut json = Vec::new();
     std::io::stdin().read_to_end(&mut json)?;
@@ -178,12 +178,12 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             Ok(AgentReply::Progress { inspected })
         }
         AgentRequest::Fingerprint { path, has_begun } => {
-            let look = if has_begun {
+            let detection = if has_begun {
                 lockstep_data::ChangeDetection::Folders
             } else {
                 lockstep_data::ChangeDetection::Files
             };
-            let found = lockstep_data::fingerprint(Path::new(&path), look).map_err(|e| e.to_string())?;
+            let found = lockstep_data::fingerprint(Path::new(&path), detection).map_err(|e| e.to_string())?;
             Ok(AgentReply::Fingerprint { found })
         }
         AgentRequest::InspectDataset { path, allowed } => {
@@ -229,12 +229,12 @@ mod tests {
     async fn short_requests_do_not_wait_for_long_ones_or_predictions() {
         let _evaluations = LONG.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let predictions = PREDICTIONS.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
-        let here = env!("CARGO_MANIFEST_DIR");
-        let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
+        let folder = env!("CARGO_MANIFEST_DIR");
+        let paths = vec![folder.to_owned(), format!("{folder}/nothing"), format!("{folder}/Cargo.toml")];
         let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
         assert_eq!(reply, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
-        let message = AgentRequest::Samples { path: here.into(), pick, allowed: None };
+        let message = AgentRequest::Samples { path: folder.into(), pick, allowed: None };
         let responding = request(Path::new("/bin/false"), &message);
         let response = tokio::time::timeout(Duration::from_secs(30), responding)
             .await
@@ -243,7 +243,7 @@ mod tests {
         // Predictions do not wait for other requests either.
         drop(predictions);
         let _short = SHORT.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
-        let message = AgentRequest::Predict { model: here.into(), pictures: Vec::new(), embed: false };
+        let message = AgentRequest::Predict { model: folder.into(), pictures: Vec::new(), embed: false };
         let predicting = request(Path::new("/bin/false"), &message);
         let response = tokio::time::timeout(Duration::from_secs(30), predicting)
             .await

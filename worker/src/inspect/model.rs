@@ -72,9 +72,9 @@ impl ModelFile {
     fn read(path: &Path, output: Output) -> Result<Self, String> {
         let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
-        let about = checkpoint::metadata(path)?;
+        let metadata = checkpoint::metadata(path)?;
         let text = |key: &str| {
-            about.get(key).ok_or_else(|| {
+            metadata.get(key).ok_or_else(|| {
                 format!(
                     "{}: its metadata has no {key}; only files that Lockstep has written can be used",
                     path.display()
@@ -84,28 +84,28 @@ impl ModelFile {
         let number = |key: &str| {
             text(key)?.parse::<usize>().map_err(|_| format!("{}: its {key} is not a number", path.display()))
         };
-        let naming = |e: String| format!("{}: {e}", path.display());
+        let with_path = |e: String| format!("{}: {e}", path.display());
         let (image_size, channels) = (number("image_size")?, number("channels")?);
         let classes: Vec<String> = match output {
-            Output::Logits => value(text("classes")?).map_err(naming)?,
+            Output::Logits => parse(text("classes")?).map_err(with_path)?,
             Output::Embedding => Vec::new(),
         };
         let (mean, std): (Vec<f32>, Vec<f32>) =
-            (value(text("mean")?).map_err(naming)?, value(text("std")?).map_err(naming)?);
+            (parse(text("mean")?).map_err(with_path)?, parse(text("std")?).map_err(with_path)?);
         let class_count = if output == Output::Logits { classes.len() } else { 1 };
-        check_sizes(image_size, channels, class_count, &mean, &std).map_err(naming)?;
-        let spec: serde_json::Value = value(text("spec")?).map_err(naming)?;
+        check_sizes(image_size, channels, class_count, &mean, &std).map_err(with_path)?;
+        let spec: serde_json::Value = parse(text("spec")?).map_err(with_path)?;
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
-            .map_err(|e| naming(e.to_string()))?;
+            .map_err(|e| with_path(e.to_string()))?;
         let loss: Option<LossSpec> = spec
             .get("loss")
             .cloned()
             .map(serde_json::from_value)
             .transpose()
-            .map_err(|e| naming(e.to_string()))?;
+            .map_err(|e| with_path(e.to_string()))?;
         // An embedding does not depend on the last layer, so it has no margin.
         let margin = loss.filter(|_| output == Output::Logits).and_then(|loss| Margin::of(&loss));
-        let mut network = net::build(&model, image_size, channels, class_count).map_err(naming)?;
+        let mut network = net::build(&model, image_size, channels, class_count).map_err(with_path)?;
         let weights = match output {
             Output::Logits => checkpoint::read_files(&files)?,
             Output::Embedding => {
@@ -115,14 +115,14 @@ impl ModelFile {
             }
         };
         if let Some(found) = lockstep_engine::first_not_finite(&weights) {
-            return Err(naming(format!(
+            return Err(with_path(format!(
                 "{found}; its training has diverged, so it cannot predict: choose another checkpoint"
             )));
         }
-        let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
-        let resize = about.get("resize").map(|_| number("resize")).transpose()?;
-        let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(naming)?;
-        Ok(Self { network, weights, margin, classes, mean, std, whole_pictures, resize, metadata: about })
+        let whole_pictures = metadata.get("whole_pictures").is_some_and(|text| text == "true");
+        let resize = metadata.get("resize").map(|_| number("resize")).transpose()?;
+        let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(with_path)?;
+        Ok(Self { network, weights, margin, classes, mean, std, whole_pictures, resize, metadata })
     }
 }
 
@@ -171,20 +171,20 @@ impl Model {
     /// not finite, the result is an error with the reason.
     pub(super) fn outputs(&mut self, batch: &Batch) -> Result<Vec<Result<Vec<f32>, String>>, String> {
         let outputs = self.engine.predict(batch).map_err(|e| e.to_string())?;
-        let one = |values: &[f32]| match values.iter().position(|v| !v.is_finite()) {
+        let check = |values: &[f32]| match values.iter().position(|v| !v.is_finite()) {
             None => Ok(values.to_vec()),
-            Some(place) => {
-                let of = self.classes.get(place).map_or_else(
-                    || format!("value {place} of the embedding"),
+            Some(index) => {
+                let output = self.classes.get(index).map_or_else(
+                    || format!("value {index} of the embedding"),
                     |class| format!("class {class:?}"),
                 );
                 Err(format!(
-                    "has no result: the model computes {} for {of}; its training has diverged, choose another checkpoint",
-                    values[place]
+                    "has no result: the model computes {} for {output}; its training has diverged, choose another checkpoint",
+                    values[index]
                 ))
             }
         };
-        Ok(outputs.chunks_exact(self.width).map(one).collect())
+        Ok(outputs.chunks_exact(self.width).map(check).collect())
     }
 }
 
@@ -227,7 +227,7 @@ fn check_resize(resize: usize, image_size: usize) -> Result<u32, String> {
     }
 }
 
-fn value<T: DeserializeOwned>(text: &str) -> Result<T, String> {
+fn parse<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_str(text).map_err(|e| format!("its metadata: {e}"))
 }
 

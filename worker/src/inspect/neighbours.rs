@@ -56,8 +56,8 @@ fn embed(
     split: &str,
 ) -> Result<(Vec<f32>, Vec<u32>), String> {
     let mut batch = batch.map_err(|e| e.to_string())?;
-    let none = vec![0; batch.labels.len()];
-    let labels = std::mem::replace(&mut batch.labels, none);
+    let zeros = vec![0; batch.labels.len()];
+    let labels = std::mem::replace(&mut batch.labels, zeros);
     let mut all = Vec::with_capacity(labels.len() * model.width);
     for (embedding, index) in model.outputs(&batch)?.into_iter().zip(&batch.indices) {
         let embedding = embedding.map_err(|e| format!("{split} picture {index} {e}"))?;

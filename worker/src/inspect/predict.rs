@@ -58,8 +58,8 @@ pub fn write_embeddings(path: &Path, predictions: &[Prediction]) -> Result<[usiz
 fn outputs(path: &Path, pictures: Vec<(String, Vec<u8>)>, output: Output) -> Result<Vec<Prediction>, String> {
     let mut model = Model::open(path, output)?;
     let mut predictions = Vec::with_capacity(pictures.len());
-    for part in pictures.chunks(BATCH) {
-        let inputs: Vec<_> = part.iter().map(|(_, bytes)| input(&model, bytes)).collect();
+    for chunk in pictures.chunks(BATCH) {
+        let inputs: Vec<_> = chunk.iter().map(|(_, bytes)| input(&model, bytes)).collect();
         let readable: Vec<&Vec<f32>> = inputs.iter().flatten().collect();
         let batch = Batch {
             images: readable.iter().flat_map(|i| i.iter().copied()).collect(),
@@ -69,7 +69,7 @@ fn outputs(path: &Path, pictures: Vec<(String, Vec<u8>)>, output: Output) -> Res
         };
         let found = if readable.is_empty() { Vec::new() } else { model.outputs(&batch)? };
         let mut found = found.into_iter();
-        for ((name, _), input) in part.iter().zip(inputs) {
+        for ((name, _), input) in chunk.iter().zip(inputs) {
             let values = input.and_then(|_| found.next().unwrap_or_else(|| Err("has no result".into())));
             let (classes, embedding, error) = match values {
                 Ok(logits) if output == Output::Logits => {
@@ -109,7 +109,7 @@ fn check_pixels<'a>(pictures: impl Iterator<Item = &'a [u8]>) -> Result<(), Stri
     }
     Err(format!(
         "the pictures have {pixels} pixels together; one request may have at most {MAX_PIXELS} ({} megapixels): send fewer pictures at a time, or \
-         smaller ones",
+         smaller pictures",
         MAX_PIXELS >> 20
     ))
 }
@@ -140,11 +140,11 @@ fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
         None if model.whole_pictures => picture.stretched(side),
         None => picture.centre_square(side),
     };
-    let normalised = |(i, v): (usize, &u8)| {
+    let normalise = |(i, v): (usize, &u8)| {
         let channel = i % model.channels;
         (f32::from(*v) / 255.0 - model.mean[channel]) / model.std[channel]
     };
-    Ok(picture.pixels.iter().enumerate().map(normalised).collect())
+    Ok(picture.pixels.iter().enumerate().map(normalise).collect())
 }
 
 /// ITU-R BT.709 luminance. Grey pictures are unchanged.

@@ -22,7 +22,7 @@ pub(super) fn find_mistake(request: &FitWeights) -> Option<String> {
     let wanted: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
     let problems = compare(&given, &wanted, Some(network.head())).err()?;
     Some(format!(
-        "{} does not hold a {} as this job builds it: it has {} tensors of {}; {problems}",
+        "{} does not fit a {} as this job builds it: it has {} tensors of {}; {problems}",
         file.display(),
         model.arch.name(),
         given.len(),
@@ -93,7 +93,7 @@ mod tests {
         assert_eq!(find_mistake(&fit_request(&file, ours.clone(), 10)), None);
         assert_eq!(find_mistake(&fit_request(&file, ours.clone(), 131)), None, "the head may differ");
         let message = find_mistake(&fit_request(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
-        for part in ["does not hold a resnet32", "tensors of", "layer1.3.bn1.bias, ", "more are missing"] {
+        for part in ["does not fit a resnet32", "tensors of", "layer1.3.bn1.bias, ", "more are missing"] {
             assert!(message.contains(part), "{part:?} in {message}");
         }
         let message = find_mistake(&fit_request(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();

@@ -25,13 +25,13 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
         Pick::Seen { data, seed, validation, mut places, epochs } => {
             let source = DataSource::open(path, &data, seed)?;
             let shape = &source.shape;
-            let all = if validation { shape.validation_samples } else { shape.train_samples };
-            // Positions after the last picture are dropped from a page of augmented pictures, unless the first is
-            // invalid too.
-            if !epochs.is_empty() && places.first().is_some_and(|first| *first < all) {
-                places.retain(|place| *place < all);
+            let split_size = if validation { shape.validation_samples } else { shape.train_samples };
+            // Positions after the last picture are dropped from a page of augmented pictures, unless the first position
+            // is invalid too.
+            if !epochs.is_empty() && places.first().is_some_and(|first| *first < split_size) {
+                places.retain(|place| *place < split_size);
             }
-            let total = if epochs.is_empty() { places.len() as u64 } else { all };
+            let total = if epochs.is_empty() { places.len() as u64 } else { split_size };
             let epochs: Vec<Option<u32>> =
                 if epochs.is_empty() { vec![None] } else { epochs.into_iter().map(Some).collect() };
             let mut samples = Vec::new();

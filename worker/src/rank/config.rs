@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// The configuration of a rank process: the file `rank.<r>.json` in its attempt's folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankConfig {
-    /// The order to start, with a `master_port`.
+    /// The server's order to start the attempt, with a `master_port`.
     pub start: StartAttempt,
     pub rank: u32,
     pub slot: u32,
@@ -35,7 +35,7 @@ pub fn stop_within_secs() -> u32 {
 
 /// Time from SIGTERM to SIGKILL: the default of Slurm's KillWait and of Kubernetes' terminationGracePeriodSeconds.
 pub const KILLED_AFTER_SECS: u32 = 30;
-/// The part of this time that is reserved for ranks to exit, and for their agent to report it.
+/// The part of [`KILLED_AFTER_SECS`] that is reserved for ranks to exit, and for their agent to report their end.
 pub const TO_LEAVE_SECS: u32 = 10;
 
 impl RankConfig {

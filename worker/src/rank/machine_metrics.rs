@@ -29,7 +29,8 @@ pub(super) fn start(
     Sampler::start("machine metrics", MACHINE_EVERY, observer, progress, measure).map(Some)
 }
 
-/// Reports the metrics of the rank's device once a second until the result is dropped. `None` if the device has none.
+/// Reports the metrics of the rank's device once a second until the result is dropped. `None` if the device has no
+/// metrics.
 ///
 /// # Errors
 /// Why the device cannot be monitored. Training continues without its metrics.

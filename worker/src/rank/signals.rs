@@ -9,16 +9,16 @@ use std::{
     time::Duration,
 };
 
-/// How often the agent's lease is checked. Ranks end if the lease has expired in two successive checks, so that ranks
-/// of a machine that was suspended can continue.
+/// Interval between two checks of the agent's lease. A rank ends when two successive checks find that the lease has
+/// expired: after a suspension of the machine, the agent may still extend the lease between the two checks.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
 /// Handles signals and the lease:
-/// - SIGTERM and SIGINT: stops in order. If the step, the other ranks and the checkpoint take longer than the configuration allows, it
-///   exits by force, and the error says what is lost.
-/// - SIGUSR1: stops in order, however long the step takes.
-/// - SIGHUP is ignored.
-/// - An expired lease of the agent: ends at once, because others may have the job.
+/// - SIGTERM and SIGINT: the rank finishes its step, writes a checkpoint with the other ranks, and exits. After
+///   [`RankConfig::stop_within_secs`], it exits by force, and its error says which steps are lost.
+/// - SIGUSR1: the same without a time limit.
+/// - SIGHUP: ignored.
+/// - An expired lease of the agent: the rank exits at once, because the job may have been started elsewhere.
 pub(super) fn listen_to_signals(
     config: &RankConfig,
     state: &Arc<RankState>,
@@ -27,7 +27,7 @@ pub(super) fn listen_to_signals(
     use tokio::signal::unix::{SignalKind, signal};
     let (state, reporter) = (state.clone(), reporter.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut term, mut int, mut hangup, mut patient) = {
+    let (mut term, mut int, mut hangup, mut user1) = {
         let _inside = runtime.enter();
         (
             signal(SignalKind::terminate())?,
@@ -37,26 +37,27 @@ pub(super) fn listen_to_signals(
         )
     };
     let config = config.clone();
-    let within = Duration::from_secs(config.stop_within_secs.into());
+    let stop_within = Duration::from_secs(config.stop_within_secs.into());
     let wait = async move {
-        let mut overdue = 0;
-        let mut until = None;
+        let mut expired_checks = 0;
+        let mut stop_deadline = None;
         loop {
-            let late = async {
-                match until {
-                    Some(until) => tokio::time::sleep_until(until).await,
+            let stop_deadline_passes = async {
+                match stop_deadline {
+                    Some(deadline) => tokio::time::sleep_until(deadline).await,
                     None => std::future::pending().await,
                 }
             };
             tokio::select! {
-                () = late => break,
-                _ = term.recv() => until = until.or_else(|| Some(begin_stop(&state, within))),
-                _ = int.recv() => until = until.or_else(|| Some(begin_stop(&state, within))),
-                _ = patient.recv() => state.stop.store(true, Ordering::Relaxed),
+                () = stop_deadline_passes => break,
+                _ = term.recv() => stop_deadline = stop_deadline.or_else(|| Some(begin_stop(&state, stop_within))),
+                _ = int.recv() => stop_deadline = stop_deadline.or_else(|| Some(begin_stop(&state, stop_within))),
+                _ = user1.recv() => state.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
                 () = tokio::time::sleep(LEASE_EVERY) => {
-                    overdue = if config.lease.as_deref().and_then(fence::overdue).is_some() { overdue + 1 } else { 0 };
-                    if overdue > 1 {
+                    let has_expired = config.lease.as_deref().and_then(fence::overdue).is_some();
+                    expired_checks = if has_expired { expired_checks + 1 } else { 0 };
+                    if expired_checks > 1 {
                         let why = "the agent did not extend its lease in time";
                         state.abort(why);
                         report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
@@ -66,15 +67,15 @@ pub(super) fn listen_to_signals(
                 }
             }
         }
-        let why = format!("the step or its checkpoint was not done within {} s", within.as_secs());
+        let why = format!("the step or its checkpoint was not done within {} s", stop_within.as_secs());
         state.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
-        // The rank still waits for something that cannot be interrupted otherwise. (A rank that has ended in order is
-        // already exiting.)
-        let lost = state.describe_lost_steps(config.rank).filter(|_| !state.ended.load(Ordering::Relaxed));
-        if lost.is_none() && state.ended.load(Ordering::Relaxed) {
+        let lost = state.describe_lost_steps(config.rank);
+        if state.ended.load(Ordering::Relaxed) {
+            // The process is already exiting.
             return;
         }
+        // The training thread is still waiting for something that `abort` does not interrupt.
         let status = lost.as_ref().map_or(EXIT_STOPPED, |_| EXIT_FAILED);
         if let Some(lost) = lost {
             let interrupted = RankError::Interrupted { why, lost, secondary: false, unreachable: Vec::new() };
@@ -88,7 +89,7 @@ pub(super) fn listen_to_signals(
 }
 
 /// Asks the rank to stop. Returns the time by which it must have ended.
-fn begin_stop(state: &RankState, within: Duration) -> tokio::time::Instant {
+fn begin_stop(state: &RankState, stop_within: Duration) -> tokio::time::Instant {
     state.stop.store(true, Ordering::Relaxed);
-    tokio::time::Instant::now() + within
+    tokio::time::Instant::now() + stop_within
 }

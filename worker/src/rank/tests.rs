@@ -78,15 +78,15 @@ fn train_with(gpu: Option<RankGpu>) -> NamedTensors {
 #[test]
 fn links_out_of_the_allowed_folders_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
+    let path = |name: &str| dir.path().canonicalize().unwrap().join(name);
     for folder in ["private", "first", "second", "third", "root"] {
-        fs::create_dir(at(folder)).unwrap();
+        fs::create_dir(path(folder)).unwrap();
     }
-    run(&at("private"), None, |_| {}).unwrap();
-    let allowed = AllowedFolders { below: vec![at("root").display().to_string()], except: Vec::new() };
-    let (weights, data) = (at("root/w.safetensors"), at("root/dataset"));
+    run(&path("private"), None, |_| {}).unwrap();
+    let allowed = AllowedFolders { below: vec![path("root").display().to_string()], except: Vec::new() };
+    let (weights, data) = (path("root/w.safetensors"), path("root/dataset"));
     let start_job = |job: &str| {
-        run(&at(job), None, |start| {
+        run(&path(job), None, |start| {
             start.spec.model.pretrained = Some(weights.display().to_string());
             start.dataset_path = data.display().to_string();
             start.files.weights_in = Some(allowed.clone());
@@ -94,20 +94,20 @@ fn links_out_of_the_allowed_folders_are_refused() {
         })
     };
     write_dataset(&data);
-    symlink(last_weights(&at("private")), &weights).unwrap();
+    symlink(last_weights(&path("private")), &weights).unwrap();
     let why = start_job("first").unwrap_err().to_string();
     assert!(why.contains("model.pretrained: ") && why.contains("--dataset-root"), "{why}");
-    assert!(!last_weights(&at("first")).exists());
+    assert!(!last_weights(&path("first")).exists());
 
     fs::remove_file(&weights).unwrap();
-    fs::copy(last_weights(&at("private")), &weights).unwrap();
+    fs::copy(last_weights(&path("private")), &weights).unwrap();
     fs::remove_dir_all(&data).unwrap();
-    symlink(at("private/dataset"), &data).unwrap();
+    symlink(path("private/dataset"), &data).unwrap();
     let why = start_job("second").unwrap_err().to_string();
     assert!(why.contains("root/dataset, or where its links lead,"), "{why}");
 
     fs::remove_file(&data).unwrap();
-    write_dataset(&at("root/elsewhere"));
+    write_dataset(&path("root/elsewhere"));
     symlink("elsewhere", &data).unwrap();
     assert_eq!(
         start_job("third").unwrap(),
@@ -120,7 +120,7 @@ fn links_out_of_the_allowed_folders_are_refused() {
 fn a_third_backend_trains_a_rank_on_its_own_device() {
     let gpu = RankGpu { ordinal: 1, visible: vec!["GPU-a".into(), toy::device("b")] };
     let weights = train_with(Some(gpu));
-    // Another test may end the calls in progress at any time.
+    // Another test may record a call of `about_to_exit` at any time.
     let calls = || {
         let all = toy::ASKED.lock().unwrap().clone();
         all.into_iter().filter(|call| !call.starts_with("abort")).collect::<Vec<_>>()
@@ -131,7 +131,7 @@ fn a_third_backend_trains_a_rank_on_its_own_device() {
     assert_eq!(calls().len(), 3, "a rank on the CPU calls no other backend");
 }
 
-/// As when the watchdog, the agent's lease or a signal ends a rank.
+/// The watchdog, an expired lease and a signal end a rank in this way.
 #[test]
 fn ending_a_rank_ends_work_on_a_third_backend() {
     let why = "steps have stopped for 60 s";

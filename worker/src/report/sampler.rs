@@ -11,10 +11,10 @@ use std::{
     time::Duration,
 };
 
-/// A thread that measures and reports until it is dropped.
+/// A thread that measures and reports until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Sampler {
-    /// The thread ends when this is dropped.
+    /// The thread ends when this sender is dropped.
     running: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -30,22 +30,22 @@ impl Sampler {
         progress: Arc<AtomicU64>,
         mut measure: impl FnMut() -> Vec<(&'static str, f32)> + Send + 'static,
     ) -> std::io::Result<Self> {
-        let (running, ended) = channel();
-        let mut last = progress.load(Ordering::Relaxed);
+        let (sender, receiver) = channel();
+        let mut last_step = progress.load(Ordering::Relaxed);
         let watch = move || {
-            while ended.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+            while receiver.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
                 let step = progress.load(Ordering::Relaxed);
-                if step == last {
+                if step == last_step {
                     continue;
                 }
-                last = step;
+                last_step = step;
                 for (name, value) in measure() {
                     observer.metric(name, step, value);
                 }
             }
         };
         let thread = std::thread::Builder::new().name(name.into()).spawn(watch)?;
-        Ok(Self { running: Some(running), thread: Some(thread) })
+        Ok(Self { running: Some(sender), thread: Some(thread) })
     }
 }
 
@@ -53,7 +53,7 @@ impl Drop for Sampler {
     fn drop(&mut self) {
         self.running = None;
         if let Some(thread) = self.thread.take() {
-            // The thread only reads and reports.
+            // A panic of the thread is ignored, because the thread only measures and reports.
             let _ = thread.join();
         }
     }

@@ -23,9 +23,9 @@ pub struct Tail {
     file: Option<File>,
     /// The offset of the next record in the file.
     offset: u64,
-    /// The number of that record.
+    /// The index of the record at `offset`.
     next: u64,
-    /// Records with a lower number are skipped.
+    /// Records with a lower index are skipped.
     from: u64,
 }
 
@@ -39,7 +39,7 @@ pub enum TailError {
     #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
     Damaged {
         path: PathBuf,
-        /// The number of the record, from 0.
+        /// The index of the record.
         record: u64,
         offset: u64,
         detail: String,
@@ -47,7 +47,7 @@ pub enum TailError {
 }
 
 impl Tail {
-    /// Reads `path`, starting with record number `from_record` (from 0). The file need not exist yet.
+    /// Reads `path`, starting with the record of index `from_record`. The file need not exist yet.
     pub fn open(path: &Path, from_record: u64) -> Self {
         Self { path: path.into(), file: None, offset: 0, next: 0, from: from_record }
     }
@@ -57,7 +57,7 @@ impl Tail {
         self.offset
     }
 
-    /// The number of the first record that the next [`Tail::poll`] returns.
+    /// The index of the first record that the next [`Tail::poll`] returns.
     pub fn next_record(&self) -> u64 {
         self.next.max(self.from)
     }
@@ -96,7 +96,7 @@ impl Tail {
         while read < POLL_BYTES {
             let mut found = record_at(file, self.offset).map_err(io)?;
             if let RecordAt::Damage(_) = found {
-                // The writer may have been truncating an incomplete record. Damage persists.
+                // If the bytes change, they are not damaged: the writer was truncating an incomplete record.
                 std::thread::sleep(DAMAGE_CONFIRMATION_DELAY);
                 let again = record_at(file, self.offset).map_err(io)?;
                 if again != found {

@@ -21,21 +21,22 @@ fn a_reader_waits_for_a_record_that_a_full_disk_has_truncated() {
     let path = events_path(dir.path(), 0);
     let mut records = Records::append_to(&path).unwrap();
     records.append(&removed(1)).unwrap();
-    let whole = records.length;
-    let mut half = rmp_serde::to_vec_named(&removed(2)).unwrap();
-    let (length, crc) = (u32::try_from(half.len()).unwrap(), crc32fast::hash(&half));
-    half.splice(0..0, [length.to_le_bytes(), crc.to_le_bytes()].concat());
+    let length_before = records.length;
+    // The payload, then the header in front of it.
+    let mut record = rmp_serde::to_vec_named(&removed(2)).unwrap();
+    let (length, crc) = (u32::try_from(record.len()).unwrap(), crc32fast::hash(&record));
+    record.splice(0..0, [length.to_le_bytes(), crc.to_le_bytes()].concat());
     let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    // A writer on a full disk: writes half a record and truncates it, again and again.
+    // A writer on a full disk: writes an incomplete record and truncates it, again and again.
     let writer = std::thread::spawn({
         let (path, stop) = (path.clone(), stop.clone());
         move || {
             let mut file = OpenOptions::new().append(true).open(path).unwrap();
             while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                file.write_all(&half[..half.len() - 1]).unwrap();
-                file.set_len(whole).unwrap();
+                file.write_all(&record[..record.len() - 1]).unwrap();
+                file.set_len(length_before).unwrap();
             }
-            file.write_all(&half).unwrap();
+            file.write_all(&record).unwrap();
         }
     });
     let mut tail = Tail::open(&path, 0);
@@ -109,8 +110,8 @@ fn an_incomplete_record_is_truncated_by_the_next_writer() {
     records.append(&removed(2)).unwrap();
     drop(records);
     let whole = std::fs::read(&path).unwrap();
-    let one = whole.len() / 2;
-    for cut in one..whole.len() {
+    let one_record = whole.len() / 2;
+    for cut in one_record..whole.len() {
         std::fs::write(&path, &whole[..cut]).unwrap();
         let mut tail = Tail::open(&path, 0);
         assert_eq!(drain(&mut tail), [removed(1)], "cut at {cut}");

@@ -46,11 +46,11 @@ impl RankEnd {
         }
     }
 
-    /// Whether the rank has reported no failure, and is running or has finished, stopped or paused in order.
+    /// Whether the rank has reported no failure, and is running or has finished, stopped or paused.
     pub fn is_stopping(&self) -> bool {
-        let in_order =
+        let is_orderly =
             matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED)));
-        in_order && self.failure.is_none()
+        is_orderly && self.failure.is_none()
     }
 
     /// Whether the rank was killed or its end was not observed, and no report explains it.
@@ -69,8 +69,8 @@ impl RankEnd {
         self.exit == Some(Exit::Signal(6)) && self.no_memory
     }
 
-    /// How well this rank's end explains the end of the attempt: the lowest number is the best explanation. `None` if
-    /// the end explains nothing.
+    /// How well this rank's end explains the end of the attempt: the lowest number is the best explanation. From 4 on,
+    /// another rank's end probably explains it better. `None` if the end explains nothing.
     fn precedence(&self) -> Option<u32> {
         if self.is_success() {
             return None;
@@ -105,7 +105,7 @@ impl RankEnd {
     }
 }
 
-/// The rank whose end explains the ends of the others.
+/// The rank whose end explains the ends of the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FailureCause<'a> {
     pub rank: &'a RankEnd,
@@ -113,7 +113,7 @@ pub struct FailureCause<'a> {
     pub provisional: bool,
 }
 
-/// The failure that explains the others, among ranks that have ended or reported why they cannot continue.
+/// The cause among `ranks`: a rank that has ended, or that has reported why it cannot continue.
 pub fn failure_cause<'a>(ranks: impl IntoIterator<Item = &'a RankEnd>) -> Option<FailureCause<'a>> {
     let (precedence, rank) = ranks
         .into_iter()

@@ -19,8 +19,8 @@ const UNKILLABLE_AFTER: Duration = Duration::from_secs(30);
 /// How ranks are asked to end, from the least to the most urgent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// SIGUSR1: finish the step and write a checkpoint. Becomes [`Stop::Terminate`] after this time, or when a rank
-    /// ends otherwise.
+    /// SIGUSR1: finish the step and write a checkpoint. Becomes [`Stop::Terminate`] after the time `within`, or when a
+    /// rank fails.
     Save { within: Duration },
     /// SIGTERM. Becomes [`Stop::Kill`] after the caller's grace period.
     Terminate,
@@ -65,8 +65,8 @@ pub struct EndDelays {
     pub certain: Duration,
     /// The delay if the end of another rank may be a better explanation.
     pub provisional: Duration,
-    /// The delay if all ranks are stopping in order without an order from this supervisor: rank 0 may still be writing
-    /// their checkpoint.
+    /// The delay if the ranks are stopping without a failure, although this supervisor has not asked them: rank 0 may
+    /// still be writing their checkpoint.
     pub stopping: Duration,
 }
 
@@ -75,7 +75,7 @@ pub struct EndDelays {
 struct Stopping {
     how: Stop,
     since: Instant,
-    /// How often SIGKILL has been sent.
+    /// How many times SIGKILL has been sent.
     kills: u32,
 }
 
@@ -123,7 +123,7 @@ impl<N: RecordSink> RankGroup<N> {
         failure_cause(self.ends())
     }
 
-    /// Whether a rank failed so long ago that the others must be asked to end.
+    /// Whether a rank failed so long ago that the other ranks must be asked to end.
     pub fn is_to_end(&mut self, delays: EndDelays) -> bool {
         let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
         let limit = match cause.provisional {
@@ -160,9 +160,9 @@ impl<N: RecordSink> RankGroup<N> {
         let Some(Stopping { how, since, kills }) = self.stopping else { return };
         match how {
             Stop::Save { within } => {
-                let in_order =
+                let is_orderly =
                     |exit| matches!(exit, Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED));
-                let has_failed = self.ends().any(|end| end.exit.is_some_and(|exit| !in_order(exit)));
+                let has_failed = self.ends().any(|end| end.exit.is_some_and(|exit| !is_orderly(exit)));
                 if has_failed || since.elapsed() >= within {
                     self.stop(Stop::Terminate);
                 }
@@ -187,9 +187,9 @@ impl<N: RecordSink> RankGroup<N> {
     pub async fn sweep(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE_AFTER;
         loop {
-            // Sweeps the process group of every rank, even after an error with one of them.
-            let left = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(())).count();
-            if left == 0 {
+            // `count` sweeps every rank, even if processes of another rank remain.
+            let unswept = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(()));
+            if unswept.count() == 0 {
                 return None;
             }
             if self.is_unkillable() || Instant::now() > until {
@@ -197,15 +197,15 @@ impl<N: RecordSink> RankGroup<N> {
             }
             tokio::time::sleep(SWEEP_EVERY).await;
         }
-        let named = self.ranks.iter().flat_map(|rank| {
-            let of = rank.end.rank;
+        let remaining = self.ranks.iter().flat_map(|rank| {
+            let rank_id = rank.end.rank;
             rank.process.remaining().into_iter().map(move |(pid, state)| {
                 let why = if state == 'D' { ", blocked in the kernel" } else { "" };
-                format!("rank {of} (process {pid}, state {state}{why})")
+                format!("rank {rank_id} (process {pid}, state {state}{why})")
             })
         });
-        let named: Vec<_> = named.collect();
-        (!named.is_empty()).then(|| named.join(", "))
+        let remaining: Vec<_> = remaining.collect();
+        (!remaining.is_empty()).then(|| remaining.join(", "))
     }
 
     fn signal(&mut self, signal: Signal) {

@@ -37,7 +37,7 @@ fn environment(config: &RankConfig) -> io::Result<Vec<(OsString, OsString)>> {
     Ok(variables)
 }
 
-/// Writes `rank.<r>.json` and creates `rank.<r>.stderr`. Returns the path of the former and the file of the latter.
+/// Writes `rank.<r>.json` and creates `rank.<r>.stderr`. Returns the path of the configuration and the file of the output.
 fn write_files(config: &RankConfig) -> io::Result<(PathBuf, File)> {
     let dir = config.attempt_dir();
     let config_path = rank_file(&dir, config.rank, "json");
@@ -78,9 +78,9 @@ pub fn configs(
 }
 
 impl RankProcess {
-    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`. A `spare`
-    /// of the rank's slot becomes the rank, unless a new process would differ from the spare. Such a spare is killed
-    /// first.
+    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`. The `spare`
+    /// of the rank's slot becomes the rank. If a new process would differ from the spare, the spare is killed and a new
+    /// process is started.
     ///
     /// # Errors
     /// The error names the file or program that could not be used.
@@ -153,7 +153,7 @@ impl RankProcess {
     pub fn adopt(attempt_dir: &Path, rank: u32) -> Self {
         let recorded = fs::read(rank_file(attempt_dir, rank, "pid"))
             .ok()
-            .and_then(|text| serde_json::from_slice::<Identity>(&text).ok())
+            .and_then(|json| serde_json::from_slice::<Identity>(&json).ok())
             .filter(|identity| identity.boot_id == boot_id());
         // The agent may have died after it started the rank and before it wrote the file.
         let by_argument = || {

@@ -35,6 +35,7 @@ pub(super) fn stat(pid: i32) -> Option<Stat> {
     let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
     let group = fields.nth(1)?.parse().ok()?;
+    // Fields 14, 15, 22 and 24 of proc_pid_stat(5).
     let mut number = |skipped: usize| fields.nth(skipped)?.parse::<u64>().ok();
     let (user, system) = (number(8)?, number(0)?);
     let start_time = number(6)?;

@@ -106,13 +106,13 @@ impl RankProcess {
         self.child.as_mut().map_or((None, None), |child| (child.stdout.take(), child.stderr.take()))
     }
 
-    /// Writes to the standard input of the process, if its command pipes it, and closes it.
+    /// Writes `bytes` to the standard input of the process, and closes the standard input.
     ///
     /// # Errors
-    /// The process does not read.
-    pub(super) fn write_to_stdin(&mut self, text: &[u8]) -> io::Result<()> {
-        let input = self.child.as_mut().and_then(|child| child.stdin.take());
-        input.ok_or(io::ErrorKind::BrokenPipe)?.write_all(text)
+    /// The process has closed its standard input, or its command does not pipe it.
+    pub(super) fn write_to_stdin(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let stdin = self.child.as_mut().and_then(|child| child.stdin.take());
+        stdin.ok_or(io::ErrorKind::BrokenPipe)?.write_all(bytes)
     }
 
     /// How the process ended, if it has ended. The result does not change afterwards.
@@ -131,8 +131,8 @@ impl RankProcess {
         self.exit
     }
 
-    /// Sends a signal to the process, and to its process group if that is its own. Does nothing if the process id has
-    /// been reused.
+    /// Sends a signal to the process, or to its whole process group if the group is separate. Does nothing if the
+    /// process id has been reused.
     pub fn signal(&mut self, signal: Signal) {
         if self.poll().is_none() {
             self.send(signal);
@@ -148,8 +148,8 @@ impl RankProcess {
         }
     }
 
-    /// The remaining processes of the rank: the process itself, and processes of its own group that it started. Each
-    /// has a state as in proc_pid_stat(5); `D` means blocked in the kernel.
+    /// The ids and states of the rank's remaining processes: the process itself, and all of its group if the group is
+    /// separate. States are those of proc_pid_stat(5); `D` means blocked in the kernel.
     pub fn remaining(&self) -> Vec<(i32, char)> {
         let Identity { pid: own, start_time, .. } = self.identity;
         // The id of a process group is not reused while the group has members. So if the process id has been reused, no

@@ -13,12 +13,12 @@ use std::{
     time::Instant,
 };
 
-/// Limits of the output outside the log that is shown of a dead rank.
+/// Limits of the output of an ended rank that is shown in addition to its log.
 const MAX_STDERR_LINES: usize = 20;
 const MAX_STDERR_BYTES: u64 = 64 << 10;
 const MAX_STDERR_LINE_BYTES: usize = 4096;
 
-/// The records of a rank that a supervisor's caller stores, in addition to [`RankEnd`].
+/// Stores records of a rank for a supervisor's caller. The supervisor itself stores only a [`RankEnd`].
 pub trait RecordSink {
     /// Receives each record of the rank, in order.
     fn note(&mut self, event: AttemptEvent);
@@ -44,7 +44,7 @@ pub struct Rank<N> {
     /// When the rank last recorded anything.
     pub last_report: Instant,
     pub notes: N,
-    /// Why the records cannot be read any further.
+    /// The description of the damage, if the records are damaged and cannot be read any further.
     pub damaged: Option<String>,
 }
 
@@ -132,8 +132,8 @@ impl RankEnd {
                 *step = (*step).max(report.step);
                 self.finished |= report.status == "finished";
             }
-            AttemptEvent::RankFailed { step: at, reason, code, retriable, secondary, .. } => {
-                *step = (*step).max(*at);
+            AttemptEvent::RankFailed { step: last_step, reason, code, retriable, secondary, .. } => {
+                *step = (*step).max(*last_step);
                 let (reason, code) = (reason.clone(), *code);
                 let (retriable, secondary) = (*retriable, *secondary);
                 self.failure.get_or_insert(Failure { reason, code, retriable, secondary });

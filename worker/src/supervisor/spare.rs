@@ -1,4 +1,4 @@
-//! A spare process: a rank's program that has opened a GPU, and waits to become a rank there.
+//! A spare process: it executes a rank's program, has opened a GPU, and waits to become a rank on this GPU.
 
 use super::process::{RankProcess, UnixProcessGroup};
 use lockstep_engine::registry;
@@ -27,7 +27,7 @@ pub struct Spare {
     process: Option<RankProcess>,
     gpu: RankGpu,
     environment: Vec<(OsString, OsString)>,
-    version: (u64, u64, i64, i64),
+    program_version: (u64, u64, i64, i64),
 }
 
 impl Spare {
@@ -37,7 +37,7 @@ impl Spare {
     /// The program cannot be started.
     pub fn start(program: &Path, gpu: &RankGpu) -> io::Result<Self> {
         let environment = registry::device_of(Some(gpu), Device::Auto).backend.environment(Some(gpu))?;
-        let version = version(program)?;
+        let program_version = program_version(program)?;
         let mut command = Command::new(program);
         command
             .envs(environment.iter().map(|(name, value)| (name, value)))
@@ -46,10 +46,10 @@ impl Spare {
             .stdout(Stdio::null())
             .stderr(Stdio::null());
         let process = RankProcess::spawn(0, &mut command, UnixProcessGroup::Own)?;
-        Ok(Self { process: Some(process), gpu: gpu.clone(), environment, version })
+        Ok(Self { process: Some(process), gpu: gpu.clone(), environment, program_version })
     }
 
-    /// The GPU, as its process sees it.
+    /// The GPU and all GPUs that the process sees.
     pub(super) fn gpu(&self) -> &RankGpu {
         &self.gpu
     }
@@ -59,11 +59,11 @@ impl Spare {
         self.process.as_mut().is_some_and(|process| process.poll().is_none())
     }
 
-    /// Whether the spare is alive, and has the same program and additional variables as a new process would have.
+    /// Whether the spare is alive, and has the same program and additional environment variables as a new process.
     pub(super) fn is_usable_as(&mut self, program: &Path, environment: &[(OsString, OsString)]) -> bool {
         self.is_alive()
             && self.environment == environment
-            && version(program).is_ok_and(|version| version == self.version)
+            && program_version(program).is_ok_and(|version| version == self.program_version)
     }
 
     /// Kills the process, and waits for its end.
@@ -98,13 +98,13 @@ impl Drop for Spare {
 /// is disconnected when the process has ended.
 fn kill(mut process: RankProcess) -> Receiver<()> {
     process.signal(Signal::KILL);
-    let (ended, end) = channel();
+    let (sender, receiver) = channel();
     // If no thread can be started, the process stays a zombie until this process ends.
     let _ = thread::Builder::new().name("spare".into()).spawn(move || {
         process.kill_and_wait();
-        drop(ended);
+        drop(sender);
     });
-    end
+    receiver
 }
 
 /// Kills a process, and waits until it no longer uses its GPU, but at most for [`END_TIMEOUT`].
@@ -113,6 +113,6 @@ pub(super) fn kill_and_wait(process: RankProcess) {
 }
 
 /// Identifies the version of an executable: device, inode and modification time.
-fn version(program: &Path) -> io::Result<(u64, u64, i64, i64)> {
+fn program_version(program: &Path) -> io::Result<(u64, u64, i64, i64)> {
     fs::metadata(program).map(|file| (file.dev(), file.ino(), file.mtime(), file.mtime_nsec()))
 }

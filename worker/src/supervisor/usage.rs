@@ -6,7 +6,7 @@ use std::{fs, path::Path};
 /// Clock ticks per second of CPU times in `/proc`, on every supported architecture.
 const TICKS_PER_SEC: f64 = 100.0;
 
-/// The CPU time so far, and the memory now. Two values belong to the same process if `process` is equal.
+/// The CPU time so far, and the memory now. Two measurements with equal `process` are of the same process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankUsage {
     /// Process id and start time.

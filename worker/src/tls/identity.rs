@@ -125,18 +125,18 @@ pub fn pack(name: &str, chain: &str, key: &str, password: &str) -> Result<Vec<u8
 fn unpack(bytes: &[u8], password: &str) -> Result<Identity, String> {
     let archive = Pkcs12Archive::from_pkcs12(bytes, password).map_err(|error| {
         format!(
-            "this cannot be read as PKCS#12 with that password ({error}); is --pkcs12-password-file right?"
+            "the file cannot be read as PKCS#12 with the given password ({error}); check --pkcs12-password-file"
         )
     })?;
     let [key] = archive.keys.as_slice() else {
-        return Err(format!("there are {} private keys in it; it must have one", archive.keys.len()));
+        return Err(format!("the file has {} private keys, and must have one", archive.keys.len()));
     };
     // The key's own certificate has the key's id. The others are intermediate certificates.
     let id = key.local_key_id.as_ref().map(AsRef::<[u8]>::as_ref);
     let own = archive.certs.iter().position(|bag| id.is_some() && bag.local_key_id.as_deref() == id);
     let own = own.unwrap_or(0);
-    let Some(leaf) = archive.certs.get(own) else { return Err("there is no certificate in it".into()) };
-    let others = archive.certs.iter().enumerate().filter(|(at, _)| *at != own).map(|(_, bag)| bag);
+    let Some(leaf) = archive.certs.get(own) else { return Err("the file has no certificate".into()) };
+    let others = archive.certs.iter().enumerate().filter(|(index, _)| *index != own).map(|(_, bag)| bag);
     let chain = std::iter::once(leaf)
         .chain(others)
         .map(|bag| CertificateDer::from(bag.cert.as_der().to_vec()))
@@ -150,18 +150,18 @@ fn read(path: &Path, private: Option<&str>) -> Result<Vec<u8>, String> {
     let shown = path.display();
     let failed = |error: std::io::Error| format!("{shown}: {error}");
     let file = File::open(path).map_err(failed)?;
-    let about = file.metadata().map_err(failed)?;
-    if !about.is_file() || about.len() > MAX_FILE_BYTES {
-        return Err(format!("{shown} is not a file of at most {} KiB", MAX_FILE_BYTES >> 10));
+    let metadata = file.metadata().map_err(failed)?;
+    if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
+        return Err(format!("{shown} must be a file of at most {} KiB", MAX_FILE_BYTES >> 10));
     }
     // The mode must be 0600, or 0640 if root owns the file, as in Debian's group `ssl-cert`.
-    let readable_by_others = about.mode() & if about.uid() == 0 { 0o037 } else { 0o077 };
+    let readable_by_others = metadata.mode() & if metadata.uid() == 0 { 0o037 } else { 0o077 };
     if let Some(what) = private
         && readable_by_others != 0
     {
         return Err(format!(
             "the {what} {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
-            about.mode() & 0o7777
+            metadata.mode() & 0o7777
         ));
     }
     let mut content = Vec::new();

@@ -12,14 +12,14 @@ pub(super) struct Choice {
     pub(super) planned: Option<Planned>,
 }
 
-/// Collective. `network` is for the largest training pictures. With `auto`, unknown figures of this machine are
-/// measured.
+/// Collective: chooses the plan. `network` is for the largest training pictures. With `auto`, unknown figures of this
+/// machine are measured.
 pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choice, TrainError> {
     let &Training { spec, device, local_ranks, threads, .. } = training;
     let (group, is_first) = (training.group.as_ref(), training.is_first());
     let sample = planning::sample(spec, network, device, threads);
-    let plans = is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid());
-    let stored = if plans { planning::stored_figures(&sample, device, group.size()) } else { None };
+    let needs_figures = is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid());
+    let stored = if needs_figures { planning::stored_figures(&sample, device, group.size()) } else { None };
     if !spec.parallel.is_auto() {
         let planned = stored.and_then(|machine| Planned::of(spec, network, &machine).ok());
         return Ok(Choice { spec: spec.clone(), planned });
@@ -28,11 +28,11 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
         true => stored,
         false => {
             training.log(["measuring operators and links, to choose a plan"]);
-            let found = planning::measure(&sample, device, local_ranks, group, training.store.as_deref())?;
+            let measured = planning::measure(&sample, device, local_ranks, group, training.store.as_deref())?;
             if is_first {
-                planning::store_figures(&found, &sample, device, group.size());
+                planning::store_figures(&measured, &sample, device, group.size());
             }
-            is_first.then_some(found)
+            is_first.then_some(measured)
         }
     };
     let planned = machine.map(|machine| -> Result<_, String> {
@@ -40,7 +40,9 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
         let resolved = planned.resolve(spec, &machine);
         planned.lacks_memory(&machine).map_or(Ok((planned, resolved)), Err)
     });
-    let said = planned.as_ref().map(|of| of.as_ref().map(|(_, spec)| spec.clone()).map_err(Clone::clone));
-    let spec = broadcast_json::<Result<JobSpec, String>>(group, said)?.map_err(TrainError::Impossible)?;
+    let resolved = planned
+        .as_ref()
+        .map(|planned| planned.as_ref().map(|(_, resolved)| resolved.clone()).map_err(Clone::clone));
+    let spec = broadcast_json::<Result<JobSpec, String>>(group, resolved)?.map_err(TrainError::Impossible)?;
     Ok(Choice { spec, planned: planned.and_then(Result::ok).map(|(planned, _)| planned) })
 }

@@ -36,7 +36,7 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
         training.log([describe_class_weights(&data.shape.classes, &weights, &counts)]);
         data.set_class_weights(weights);
     }
-    training.log(description(&data.shape));
+    training.log(describe(&data.shape));
     check_same_dataset(training, &data)?;
     share_normalisation(training, &mut data)?;
     Ok(data)
@@ -45,22 +45,22 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
 /// A log line about the weights of classes: the smallest and the largest.
 fn describe_class_weights(classes: &[String], weights: &[f32], counts: &[u64]) -> String {
     let by_weight = |a: &usize, b: &usize| weights[*a].total_cmp(&weights[*b]);
-    let one = |class: Option<usize>| {
+    let describe_class = |class: Option<usize>| {
         let class = class.unwrap_or(0);
         let pictures = plural(counts[class], "training picture");
         format!("{:.4} ({}, {pictures})", weights[class], one_line(&classes[class]))
     };
     let [smallest, largest] = [(0..classes.len()).min_by(by_weight), (0..classes.len()).max_by(by_weight)];
-    format!("the loss weights classes by {} to {}", one(smallest), one(largest))
+    format!("the loss weights classes by {} to {}", describe_class(smallest), describe_class(largest))
 }
 
 /// Log lines about an opened dataset.
-fn description(shape: &Shape) -> Vec<String> {
+fn describe(shape: &Shape) -> Vec<String> {
     let skipped = &shape.skipped;
     let mut lines = Vec::new();
     if !skipped.is_empty() {
-        let are = if skipped.len() == 1 { "is" } else { "are" };
-        lines.push(format!("{} {are} left out:", plural(skipped.len() as u64, "broken file")));
+        let verb = if skipped.len() == 1 { "is" } else { "are" };
+        lines.push(format!("{} {verb} left out:", plural(skipped.len() as u64, "broken file")));
         lines.extend(skipped.iter().take(MAX_NAMED_FILES).map(|file| format!("  {}", one_line(file))));
     }
     lines.extend(shape.notes.iter().cloned());
@@ -70,16 +70,16 @@ fn description(shape: &Shape) -> Vec<String> {
 /// Makes all ranks normalise with the mean and standard deviation of rank 0, or of the checkpoint from which the run
 /// continues. A rank's own values depend on which pictures it could read, and on how this version reads them.
 fn share_normalisation(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
-    let (asked, channels) = (&training.spec.data, data.shape.channels);
+    let (spec, channels) = (&training.spec.data, data.shape.channels);
     let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
-        let about = checkpoint::about(training.resume?).ok()?;
-        let values: Vec<f32> = serde_json::from_str(about.get(key)?).ok()?;
+        let metadata = checkpoint::about(training.resume?).ok()?;
+        let values: Vec<f32> = serde_json::from_str(metadata.get(key)?).ok()?;
         (values.len() == channels && values.iter().all(|v| v.is_finite())).then_some(values)
     };
-    let [mut mean, mut std] = [("mean", &asked.mean, &data.shape.mean), ("std", &asked.std, &data.shape.std)]
-        .map(|(key, asked, found)| {
-            let kept = if training.is_first() && asked.is_none() { of_checkpoint(key) } else { None };
-            kept.unwrap_or_else(|| found.clone())
+    let [mut mean, mut std] = [("mean", &spec.mean, &data.shape.mean), ("std", &spec.std, &data.shape.std)]
+        .map(|(key, configured, own)| {
+            let kept = if training.is_first() && configured.is_none() { of_checkpoint(key) } else { None };
+            kept.unwrap_or_else(|| own.clone())
         });
     training.group.broadcast((&mut mean).into())?;
     training.group.broadcast((&mut std).into())?;
@@ -100,8 +100,8 @@ fn check_same_dataset(training: &Training<'_>, data: &DataSource) -> Result<(), 
     let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
     let mut all = vec![0.0f32; own.len() * group.size() as usize];
     group.all_gather((&own).into(), (&mut all).into())?;
-    let other = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
-    other.map_or(Ok(()), |rank| {
+    let differing = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
+    differing.map_or(Ok(()), |rank| {
         let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
         Err(TrainError::Impossible(format!(
             "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other classes, names, contents or order). Copy the \
@@ -119,9 +119,9 @@ fn one_line(file: &impl std::fmt::Display) -> String {
 
 /// Logs which pictures could not be read since the last call.
 pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
-    let (news, count) = data.newly_broken();
-    let before = count - news.len();
-    for file in news.iter().take(MAX_NAMED_FILES.saturating_sub(before)) {
+    let (newly_broken, count) = data.newly_broken();
+    let before = count - newly_broken.len();
+    for file in newly_broken.iter().take(MAX_NAMED_FILES.saturating_sub(before)) {
         let file = one_line(file);
         training.observer.log(&format!("{file}; it is left out. Restore it before the job is paused or restarted: a job can only continue with the pictures with which it began"));
     }

@@ -11,7 +11,7 @@ const DECODER: &str = "LOCKSTEP_DECODER";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU decodes the files that it supports, and CPU cores decode the others.
+    /// The GPU decodes the files that it supports, and CPU cores decode the other files.
     Auto,
     Cores,
     /// As `Auto`, but the job fails if the GPU cannot decode.
@@ -69,7 +69,7 @@ pub(super) fn choose_decoder(
         Err(Some(why)) if choice == DecoderChoice::Gpu => {
             return Err(TrainError::Impossible(format!("{DECODER} is gpu: {why}")));
         }
-        Err(why) => why.map(|why| format!("JPEG files are decoded on cores: {why}")),
+        Err(why) => why.map(|why| format!("JPEG files are decoded on CPU cores: {why}")),
     })
 }
 

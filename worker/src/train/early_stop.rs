@@ -14,10 +14,10 @@ impl Run<'_> {
     /// Updates the progress of early stopping after a validation.
     pub(super) fn follow_validation(&mut self, evaluation: &Evaluation, averaged: Option<&Evaluation>) {
         let stop = &self.training.spec.stop;
-        let of = if stop.metric.starts_with("val_ema_") { averaged } else { Some(evaluation) };
-        let Some(of) = of.filter(|_| stop.patience.is_some()) else { return };
-        let value = if stop.metric.ends_with("loss") { of.loss } else { of.accuracy };
-        self.stop_progress = Some(progress_after(self.stop_progress.take(), stop, value, of.epoch));
+        let followed = if stop.metric.starts_with("val_ema_") { averaged } else { Some(evaluation) };
+        let Some(followed) = followed.filter(|_| stop.patience.is_some()) else { return };
+        let value = if stop.metric.ends_with("loss") { followed.loss } else { followed.accuracy };
+        self.stop_progress = Some(progress_after(self.stop_progress.take(), stop, value, followed.epoch));
     }
 
     /// Why the run ends before its last step, if it does.
@@ -69,14 +69,14 @@ mod tests {
     /// The number of validations after which a run ends, and why.
     fn end(stop: &StopSpec, values: &[f64]) -> Option<(usize, String)> {
         let mut progress = None;
-        values.iter().enumerate().find_map(|(number, value)| {
-            let now = progress_after(progress.take(), stop, *value, number as u32 + 1);
+        values.iter().zip(1..).find_map(|(value, epoch)| {
+            let current = progress_after(progress.take(), stop, *value, epoch);
             // A checkpoint in between changes nothing.
-            let text = serde_json::to_string(&now).unwrap();
-            let now: StopProgress = serde_json::from_str(&text).unwrap();
-            let why = reason(&now, stop);
-            progress = Some(now);
-            why.map(|why| (number + 1, why))
+            let json = serde_json::to_string(&current).unwrap();
+            let current: StopProgress = serde_json::from_str(&json).unwrap();
+            let why = reason(&current, stop);
+            progress = Some(current);
+            why.map(|why| (epoch as usize, why))
         })
     }
 

@@ -28,10 +28,10 @@ pub enum TrainError {
          train.warmup_epochs"
     )]
     Diverged { what: String, step: u64, epoch: u32, lr: f32 },
-    /// Ranks that should have the same weights have different ones.
+    /// Ranks that should have the same weights have different weights.
     #[error(
         "{what} after step {step}, although all ranks should have the same weights: a device or memory may be faulty, or the machines differ. \
-         No checkpoint of these weights is written; the job can continue from its newest one. If it happens again, leave that rank's device out"
+         No checkpoint of these weights is written; the job can continue from its newest checkpoint. If it happens again, leave that rank's device out"
     )]
     ReplicasDiffer { what: String, step: u64 },
     /// The job requires float16, whose range does not suffice.
@@ -61,8 +61,8 @@ impl TrainError {
         )
     }
 
-    /// Whether other ranks are lost, and this rank was not asked to end. (A program that ends this rank may start
-    /// another attempt in the same folder.)
+    /// Whether other ranks are lost. False if this rank itself was asked to end, because the program that ends it may
+    /// start another attempt in the same folder.
     pub fn has_lost_ranks(&self) -> bool {
         matches!(self.comm(), Some(CommError::Disconnected { .. } | CommError::Unreachable { .. }))
     }

@@ -69,15 +69,15 @@ impl Run<'_> {
     /// Reports metrics, log lines and the event of an evaluation, and of the evaluation of the average.
     fn report_evaluation(&self, evaluation: &Evaluation, averaged: Option<&Evaluation>) {
         let observer = self.training.observer;
-        let log = |whose: &str, of: &Evaluation| {
+        let log = |whose: &str, measured: &Evaluation| {
             observer.log(&format!(
                 "epoch: {} validation accuracy {whose}is {:.2} %{}, loss is {:.4} ({} in {:.1} s)",
-                of.epoch,
-                of.accuracy * 100.0,
-                standard_error(of.accuracy, of.samples),
-                of.loss,
-                plural(of.samples, "picture"),
-                of.secs
+                measured.epoch,
+                measured.accuracy * 100.0,
+                standard_error(measured.accuracy, measured.samples),
+                measured.loss,
+                plural(measured.samples, "picture"),
+                measured.secs
             ));
         };
         observer.metric("val_loss", self.step, evaluation.loss as f32);
@@ -96,9 +96,9 @@ impl Run<'_> {
         if self.training.spec.train.ema_decay <= 0.0 {
             return Ok(false);
         }
-        let mut has = [f64::from(u8::from(self.engine.has_average()))];
-        self.training.group.all_reduce((&mut has).into())?;
-        Ok(has != [0.0])
+        let mut ranks_with_average = [f64::from(u8::from(self.engine.has_average()))];
+        self.training.group.all_reduce((&mut ranks_with_average).into())?;
+        Ok(ranks_with_average != [0.0])
     }
 
     /// As [`Run::validation_pass`], for the averaged weights. Afterwards the engine has its own weights again.
@@ -130,7 +130,7 @@ impl Run<'_> {
         let began = Instant::now();
         let Training { group, .. } = self.training;
         self.engine.set_image_size(self.data.shape.image_size)?;
-        // Of the loss, the correct predictions and the pictures.
+        // The loss, the number of correct predictions and the number of pictures.
         let mut sums = [0.0; 3];
         let parallel = &self.training.spec.parallel;
         let RunPlan { replica, replicas, .. } = self.plan;
@@ -141,11 +141,11 @@ impl Run<'_> {
         let mut votes = Votes::timed(0);
         // Loops over the batch count of the rank with the most pictures, because every rank must take part in every
         // vote.
-        let most = self.data.shape.validation_samples.div_ceil(replicas.into());
-        for number in 1..=most.div_ceil(batch_size as u64) {
-            // Ranks among which the network is split compute each batch together, even if one has no pictures left.
-            let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
-            if let Some(batch) = batches.next().or(none) {
+        let most_pictures = self.data.shape.validation_samples.div_ceil(replicas.into());
+        for number in 1..=most_pictures.div_ceil(batch_size as u64) {
+            // Ranks among which the network is split compute each batch together, even if a rank has no pictures left.
+            let empty_batch = parallel.is_hybrid().then(|| Ok(Batch::default()));
+            if let Some(batch) = batches.next().or(empty_batch) {
                 let result = evaluate_batch(&mut *self.engine, &self.data.shape, &batch?, &views)?;
                 // Ranks that share the rows of pictures have the same results, which are counted once.
                 if parallel.counts_pictures(group.rank()) {
@@ -199,8 +199,8 @@ fn evaluate_batch(
     let (samples, classes) = (batch.labels.len(), shape.classes.len());
     let mut logits = vec![0.0; samples * classes];
     for view in views {
-        let of_view = engine.predict(&view.apply(batch, shape.image_size, shape.channels))?;
-        logits.iter_mut().zip(of_view).for_each(|(sum, logit)| *sum += view.weight * logit);
+        let view_logits = engine.predict(&view.apply(batch, shape.image_size, shape.channels))?;
+        logits.iter_mut().zip(view_logits).for_each(|(sum, logit)| *sum += view.weight * logit);
     }
     let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, 0.0, None, None);
     Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: samples as u64 })

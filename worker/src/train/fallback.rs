@@ -51,7 +51,7 @@ impl Run<'_> {
         }
         let state = self.engine.own_state()?;
         if let Some(store) = &training.store {
-            // A rank that stopped while the others connect would end without a checkpoint and keep them waiting.
+            // A rank that stopped while the other ranks connect would end without a checkpoint and keep them waiting.
             store.leave_stops_to_votes();
         }
         // No rank may unmap its memory before all ranks have reached this point.

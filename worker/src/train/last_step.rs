@@ -12,7 +12,7 @@
 //! - The GPU does not respond, or does not finish an update in time.
 //! - Only rank 0 has the whole state (`train.ema_decay`, separate running statistics of each rank), and rank 0 is
 //!   lost.
-//! - The ranks evaluate the averaged weights, which temporarily replace the trained ones.
+//! - The ranks evaluate the averaged weights, which temporarily replace the trained weights.
 
 use super::{Run, TrainError, saving::announce};
 use crate::checkpoint::{self, CheckpointEvent, OwnDiskNote};
@@ -119,7 +119,7 @@ impl Run<'_> {
 
 /// Whether the folder is on a disk that rank 0 does not share, so that no other rank removes old checkpoints in it.
 fn is_own_folder(directory: &Path) -> bool {
-    directory.parent().and_then(OwnDiskNote::read).is_some_and(|here| !here.has_rank_0)
+    directory.parent().and_then(OwnDiskNote::read).is_some_and(|note| !note.has_rank_0)
 }
 
 /// Acquires the lock when no other rank holds it. `None` if another rank held it for too long.

@@ -15,7 +15,7 @@ use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 
 /// The step of an attempt (from 1) whose layers are timed. The first steps load kernels and allocate memory.
 const TIMED_STEP: u64 = 3;
-/// Number of steps after it whose median time is compared with the prediction.
+/// Number of steps after [`TIMED_STEP`] whose median time is compared with the prediction.
 const COMPARED_STEPS: usize = 10;
 /// Added to the log if the measured time differs from the prediction by more than half.
 const OUTDATED_FIGURES: &str =
@@ -34,8 +34,8 @@ pub(super) struct Layers {
     description: NetworkDescription,
     /// The output of each layer.
     outputs: Vec<TensorId>,
-    /// The number of the timed step, as in [`Run::step`].
-    timed: u64,
+    /// The step whose layers are timed, as in [`Run::step`].
+    timed_step: u64,
     /// The durations of later steps in seconds, without steps that waited for pictures.
     step_secs: Vec<f64>,
 }
@@ -50,7 +50,7 @@ impl Layers {
     ) -> Self {
         // All ranks time the same step: a timed step is not replayed as a graph, so its collectives match only those of
         // other timed steps.
-        let mut layers = Self { timed: step + TIMED_STEP, ..Self::default() };
+        let mut layers = Self { timed_step: step + TIMED_STEP, ..Self::default() };
         if training.is_first() {
             (layers.description, layers.outputs) = network.describe();
             let parallel = &training.spec.parallel;
@@ -69,7 +69,7 @@ impl Layers {
     /// Records that a step took `secs`. After enough steps, returns the measured time in milliseconds.
     fn compare(&mut self, step: u64, secs: f64) -> Option<f32> {
         let plan = self.description.plan.as_mut()?;
-        if step <= self.timed || plan.measured_step_ms.is_some() {
+        if step <= self.timed_step || plan.measured_step_ms.is_some() {
             return None;
         }
         self.step_secs.push(secs);
@@ -83,11 +83,11 @@ impl Layers {
     }
 
     /// The position of a parameter in the network: the position of its layer, and weights before biases.
-    fn place(&self, parameter: &str) -> (usize, bool) {
-        let (layer, tensor) = parameter.rsplit_once('.').unwrap_or((parameter, ""));
+    fn position(&self, parameter: &str) -> (usize, bool) {
+        let (layer_name, tensor) = parameter.rsplit_once('.').unwrap_or((parameter, ""));
         let layers = &self.description.layers;
-        let place = layers.iter().position(|of| of.name == layer);
-        (place.unwrap_or(layers.len()), tensor == "bias")
+        let position = layers.iter().position(|layer| layer.name == layer_name);
+        (position.unwrap_or(layers.len()), tensor == "bias")
     }
 }
 
@@ -99,7 +99,7 @@ impl Run<'_> {
         if histograms {
             self.engine.keep_gradients()?;
         }
-        let times = next == self.layers.timed;
+        let times = next == self.layers.timed_step;
         if times {
             self.engine.time_layers();
         }
@@ -135,10 +135,10 @@ impl Run<'_> {
         let on_device = Some(self.engine.memory_bytes()).filter(|bytes| *bytes > 0);
         if let Some(plan) = &mut self.layers.description.plan {
             plan.measured_memory_bytes = on_device.or_else(largest_memory);
-            let predicted = plan.predicted.as_ref().map(|of| {
-                let advice =
-                    if (measured - of.step_ms).abs() > of.step_ms / 2.0 { OUTDATED_FIGURES } else { "" };
-                format!("; {:.1} ms were predicted{advice}", of.step_ms)
+            let predicted = plan.predicted.as_ref().map(|predicted| {
+                let step_ms = predicted.step_ms;
+                let advice = if (measured - step_ms).abs() > step_ms / 2.0 { OUTDATED_FIGURES } else { "" };
+                format!("; {step_ms:.1} ms were predicted{advice}")
             });
             self.training.log([format!("a step takes {measured:.1} ms{}", predicted.unwrap_or_default())]);
         }
@@ -153,9 +153,9 @@ impl Run<'_> {
         self.drain()?;
         if self.training.is_first() {
             let (weights, gradients) = (self.engine.parameters()?, self.engine.gradients()?);
-            let mut found = histograms(self.step, &weights, &gradients, self.training.threads);
-            found.layers.sort_by_cached_key(|of| self.layers.place(&of.name));
-            self.training.observer.event(&AttemptEvent::Histograms(found));
+            let mut report = histograms(self.step, &weights, &gradients, self.training.threads);
+            report.layers.sort_by_cached_key(|histogram| self.layers.position(&histogram.name));
+            self.training.observer.event(&AttemptEvent::Histograms(report));
         }
         Ok(())
     }

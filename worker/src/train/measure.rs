@@ -84,15 +84,16 @@ impl<'a> ThroughputMeter<'a> {
     pub(super) fn report(&mut self, status: &str) {
         let report = &mut self.last_report;
         if self.steps > 0 {
-            let steps = f64::from(self.steps) / 1e3;
+            // Seconds divided by thousands of steps are milliseconds per step.
+            let thousands = f64::from(self.steps) / 1e3;
             let times = std::mem::take(&mut self.times);
-            report.step_ms = times.secs / steps;
-            report.all_reduce_ms = times.all_reduce_secs / steps;
-            report.data_ms = times.data_secs / steps;
+            report.step_ms = times.secs / thousands;
+            report.all_reduce_ms = times.all_reduce_secs / thousands;
+            report.data_ms = times.data_secs / thousands;
             report.images_per_second = self.samples as f64 / times.secs.max(1e-9);
-            report.axis_ms = times.axis_secs.map(|of_steps| {
+            report.axis_ms = times.axis_secs.map(|sums| {
                 let mut average = AxisTimes::default();
-                average.add(of_steps, 1.0 / steps);
+                average.add(sums, 1.0 / thousands);
                 average
             });
             (self.steps, self.samples) = (0, 0);

@@ -9,15 +9,15 @@ use lockstep_protocol::spec::JobSpec;
 const VALUE_BYTES: u64 = 4;
 
 /// A lower bound of the memory that the ranks of a machine need. It excludes memory that a run may never need (a
-/// larger size of later epochs or of evaluation, batches that a split cannot fill), so that no run is refused by
+/// larger size of later epochs or of evaluation, batches that the dataset cannot fill), so that no run is refused by
 /// mistake.
 pub(super) struct RequiredMemory {
     /// The maximum number of pictures of a rank in a micro-batch.
     pictures: u64,
     /// Bytes of each rank.
-    each: u64,
+    rank_bytes: u64,
     /// Bytes that all ranks share.
-    shared: u64,
+    shared_bytes: u64,
     ranks: u32,
 }
 
@@ -31,11 +31,11 @@ impl RequiredMemory {
         ranks: u32,
         (samples, world_size): (u64, u32),
     ) -> Self {
-        let of_rank =
+        let rank_samples =
             samples.div_ceil(u64::from(world_size.max(1)).saturating_mul(config.accumulate.max(1) as u64));
-        let pictures = (config.batch_size as u64).min(of_rank);
+        let pictures = (config.batch_size as u64).min(rank_samples);
         let parameters = (network.parameter_count() as u64).saturating_mul(VALUE_BYTES);
-        let each = match needs.host_memory {
+        let rank_bytes = match needs.host_memory {
             // Activations and their gradients. Weights and optimizer state may be shared by all ranks.
             true => pictures
                 .saturating_mul(network.kept_values())
@@ -44,8 +44,8 @@ impl RequiredMemory {
             // The batch in transit to the GPU, with one byte per value. The engine checks the GPU's memory.
             false => pictures.saturating_mul(network.tensors[network.input()].len() as u64),
         };
-        let shared = if needs.host_memory { parameters } else { 0 };
-        Self { pictures, each, shared, ranks: ranks.max(1) }
+        let shared_bytes = if needs.host_memory { parameters } else { 0 };
+        Self { pictures, rank_bytes, shared_bytes, ranks: ranks.max(1) }
     }
 
     /// Compares the requirement with the machine's memory, in bytes.
@@ -54,7 +54,7 @@ impl RequiredMemory {
     /// The machine has less memory. The message tells the required and the available memory, and which settings to
     /// lower.
     pub(super) fn check(&self, spec: &JobSpec, network: &Network, available: u64) -> Result<(), TrainError> {
-        let all = self.each.saturating_mul(self.ranks.into()).saturating_add(self.shared);
+        let all = self.rank_bytes.saturating_mul(self.ranks.into()).saturating_add(self.shared_bytes);
         if all <= available {
             return Ok(());
         }
@@ -68,7 +68,7 @@ impl RequiredMemory {
             "a rank's {} pictures of {side} x {side} pixels take at least {} in {}{of_ranks}, and this machine has {}: lower \
              data.image_size or train.{batch_key}, or split the batch (train.accumulate)",
             self.pictures,
-            gigabytes(self.each),
+            gigabytes(self.rank_bytes),
             network.arch,
             gigabytes(available),
             side = network.image_size
@@ -106,11 +106,11 @@ mod tests {
         let many = (1_000_000, 2);
         let needed = RequiredMemory::of(&network, &config(64), cpu, 2, many);
         let parameters = 4 * network.parameter_count() as u64;
-        assert_eq!(needed.each, 64 * 4 * network.kept_values() + parameters);
+        assert_eq!(needed.rank_bytes, 64 * 4 * network.kept_values() + parameters);
         let spec = JobSpec::default();
         let check = |needed: &RequiredMemory, available: u64| needed.check(&spec, &network, available);
         // Weights are counted once.
-        let all = 2 * needed.each + parameters;
+        let all = 2 * needed.rank_bytes + parameters;
         assert!(check(&needed, all).is_ok());
         let message = check(&needed, all - 1).unwrap_err().to_string();
         for part in [
@@ -123,12 +123,12 @@ mod tests {
         }
         // The batch is limited by the number of pictures.
         let few = RequiredMemory::of(&network, &config(64), cpu, 2, (10, 2));
-        assert_eq!(few.each, 5 * 4 * network.kept_values() + parameters);
+        assert_eq!(few.rank_bytes, 5 * 4 * network.kept_values() + parameters);
         // Nothing overflows.
         let huge = resnet::build(&ModelSpec::default(), 4096, 3, 100_000).unwrap();
         let needed = RequiredMemory::of(&huge, &config(usize::MAX), cpu, u32::MAX, (u64::MAX, 1));
         assert!(needed.check(&spec, &huge, u64::MAX - 1).is_err());
         let gpu = RequiredMemory::of(&network, &config(64), Needs::default(), 1, many);
-        assert_eq!((gpu.each, gpu.shared), (64 * 3 * 32 * 32, 0));
+        assert_eq!((gpu.rank_bytes, gpu.shared_bytes), (64 * 3 * 32 * 32, 0));
     }
 }

@@ -23,7 +23,7 @@ const RETRY: Duration = Duration::from_secs(1);
 /// How the ranks of a run write checkpoints together.
 pub(super) struct Parts {
     pub(super) writers: Writers,
-    /// Unique to this run, and the same on every rank.
+    /// A name that is unique to this run, and the same on every rank.
     run: String,
     /// Number of checkpoints that were begun.
     begun: u64,
@@ -139,7 +139,7 @@ impl Parts {
         folder: PathBuf,
         state: &State,
         parts: Vec<Part>,
-        again: bool,
+        is_retry: bool,
     ) -> (Vec<CheckpointEvent>, Duration) {
         let began = Instant::now();
         let longest = parts.iter().map(|part| part.secs).fold(0.0, f64::max);
@@ -150,10 +150,13 @@ impl Parts {
             Some(error) => Err(CheckpointError::Io { path: folder.clone(), error: io::Error::other(error) }),
             None => complete_parts(training.checkpoints, &folder, state, best, files),
         };
-        let news = self.retention.as_mut().map(|retention| retention.add(state, again, complete).1);
+        let events = self.retention.as_mut().map(|retention| retention.add(state, is_retry, complete).1);
         // Removes an incomplete or replaced checkpoint.
         let _ = fs::remove_dir_all(&folder);
-        (news.unwrap_or_default(), began.elapsed() + Duration::try_from_secs_f64(longest).unwrap_or_default())
+        (
+            events.unwrap_or_default(),
+            began.elapsed() + Duration::try_from_secs_f64(longest).unwrap_or_default(),
+        )
     }
 }
 
@@ -170,9 +173,9 @@ impl Run<'_> {
     }
 
     /// Collective: waits until all parts of the current checkpoint are on disk, and completes the checkpoint. The inner
-    /// error tells why it could not be written: training continues, and the previous checkpoint is kept. `again` is the
-    /// number of the retry; only the first retry is logged.
-    pub(super) fn complete_parts(&mut self, again: Option<u64>) -> Result<Result<(), String>, TrainError> {
+    /// error tells why it could not be written: training continues, and the previous checkpoint is kept. `retry` is the
+    /// number of the retry, from 1. Only the first retry is logged.
+    pub(super) fn complete_parts(&mut self, retry: Option<u64>) -> Result<Result<(), String>, TrainError> {
         let pending = self.parts.as_mut().and_then(|parts| parts.pending.take());
         let Some(Pending { folder, state, thread }) = pending else { return Ok(Ok(())) };
         let panicked = |_| Part { error: Some("its thread panicked".into()), ..Part::default() };
@@ -180,18 +183,17 @@ impl Run<'_> {
         let group = self.training.group.as_ref();
         let parts = group.all_gather_bytes(&serde_json::to_vec(&own).map_err(io::Error::from)?)?;
         let mut failed = None;
-        if let (Some(of_run), Some(state)) = (&mut self.parts, state) {
+        if let (Some(run_parts), Some(state)) = (&mut self.parts, state) {
             let parts = parts.iter().map(|part| serde_json::from_slice(part)).collect::<Result<_, _>>();
             let parts = parts.map_err(io::Error::from)?;
-            let (mut events, took) = of_run.complete(self.training, folder, &state, parts, again.is_some());
+            let (mut events, took) =
+                run_parts.complete(self.training, folder, &state, parts, retry.is_some());
             failed = events.iter().find_map(|event| match event {
                 CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
                 _ => None,
             });
-            // Only the first retry gets a line.
-            events.retain(|event| {
-                again.is_none_or(|tries| tries == 1) || !matches!(event, CheckpointEvent::Failed { .. })
-            });
+            let is_logged = retry.is_none_or(|retry| retry == 1);
+            events.retain(|event| is_logged || !matches!(event, CheckpointEvent::Failed { .. }));
             announce(self.training, events);
             self.warn_of_slow_checkpoints(took);
         }

@@ -19,12 +19,12 @@ use std::sync::Arc;
 
 /// The parameters of a run.
 pub(super) struct RunPlan {
-    /// The network for the smallest training pictures. It is [resized](Network::resized) for others.
+    /// The network for the smallest training pictures. It is [resized](Network::resized) for other sizes.
     pub(super) network: Network,
     /// Sides of training pictures in ascending order, and the side of validation pictures.
     training_sizes: Vec<usize>,
     evaluation_size: usize,
-    /// The number of ranks that see different pictures of a step, and this rank's number among them.
+    /// The number of ranks that see different pictures of a step, and this rank's index among them.
     pub(super) replicas: u32,
     pub(super) replica: u32,
     /// This rank's batch size and number of micro-batches, its threads, and the settings of training.
@@ -36,7 +36,7 @@ pub(super) struct RunPlan {
     pub(super) total_steps: u64,
     /// The floating-point format, if the device supports several.
     pub(super) precision: Precision,
-    /// Number of threads that prepare pictures, if each step prepares new ones.
+    /// Number of threads that prepare pictures, if each step prepares new pictures.
     data_threads: usize,
     evaluate_every_epochs: u64,
     checkpoint_every_epochs: u64,
@@ -55,8 +55,10 @@ impl RunPlan {
         let Training { spec, group, .. } = training;
         let impossible = |text: String| Err(TrainError::Impossible(text));
         if group.size() != spec.parallel.ranks {
-            let (is, wanted) = (group.size(), spec.parallel.ranks);
-            return impossible(format!("{is} ranks were started, but the job has parallel.ranks = {wanted}"));
+            let (started, wanted) = (group.size(), spec.parallel.ranks);
+            return impossible(format!(
+                "{started} ranks were started, but the job has parallel.ranks = {wanted}"
+            ));
         }
         let (replica, replicas) = (spec.parallel.data_rank(group.rank()), spec.parallel.data_ranks());
         let global_batch_size = spec.global_batch_size();
@@ -82,10 +84,10 @@ impl RunPlan {
         };
         let needs = training.device.backend.needs();
         // Hybrid ranks are excluded, because their requirement depends on how the network is split.
-        if let Some(is) = memory_and_swap().filter(|_| !spec.parallel.is_hybrid()) {
-            let of_split = (shape.train_samples, replicas);
-            let needed = RequiredMemory::of(&network, &config, needs, training.local_ranks, of_split);
-            needed.check(spec, &network, is)?;
+        if let Some(available) = memory_and_swap().filter(|_| !spec.parallel.is_hybrid()) {
+            let split = (shape.train_samples, replicas);
+            let needed = RequiredMemory::of(&network, &config, needs, training.local_ranks, split);
+            needed.check(spec, &network, available)?;
         }
         let every_steps = spec.checkpoint.every_steps.unwrap_or(0);
         let every_epochs = spec.checkpoint.every_epochs.unwrap_or(u32::from(every_steps == 0));
@@ -146,7 +148,11 @@ impl RunPlan {
                 .iter()
                 .map(|(epoch, side)| format!("{side}x{side} from epoch {}", epoch + 1))
                 .collect();
-            lines.push(format!("pictures are {}; measured at {1}x{1}", sizes.join(", "), shape.image_size));
+            lines.push(format!(
+                "pictures are {}; validation uses {1}x{1}",
+                sizes.join(", "),
+                shape.image_size
+            ));
         }
         // `train.steps` may end the run before a configured epoch.
         let epochs = self.total_steps.div_ceil(self.steps_per_epoch);
@@ -170,14 +176,14 @@ impl RunPlan {
         let (ema_steps, warmup) = (spec.train.ema_steps, f64::from(spec.train.warmup_epochs));
         if spec.train.ema_decay > 0.0 && self.total_steps < ema_steps {
             lines.push(format!(
-                "there will be no moving average of the weights: one is made every train.ema_steps = {ema_steps} steps, and the \
+                "there will be no moving average of the weights: it is updated every train.ema_steps = {ema_steps} steps, and the \
                  run has {}",
                 self.total_steps
             ));
         }
         if warmup > 0.0 && warmup * self.steps_per_epoch as f64 >= self.total_steps as f64 {
             lines.push(format!(
-                "the learning rate warms up for {warmup} epochs: the run of {} steps ends before it is reached",
+                "the learning rate warms up for {warmup} epochs: the run of {} steps ends before the warmup",
                 self.total_steps
             ));
         }
@@ -261,7 +267,7 @@ fn data_threads(needs: Needs, threads: usize) -> usize {
     if needs.leaves_threads { threads } else { threads.div_ceil(THREADS_PER_DATA_THREAD) }
 }
 
-/// Builds the engine of a plan with initial weights. `generation` is the number of engines before it in this process.
+/// Builds the engine of a plan with initial weights. `generation` is the number of the run's earlier engines.
 pub(super) fn build_engine(
     training: &Training<'_>,
     plan: &RunPlan,

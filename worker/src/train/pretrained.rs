@@ -36,7 +36,7 @@ pub(super) fn load(
     let path = if let [file] = &files[..] { file } else { &path };
     let (weights, mapping) = replace_weights(given, initial, head).map_err(|problems| {
         let arch = training.spec.model.arch.name();
-        wrong(format!("{} does not hold a {arch} as this job builds it: {problems}", path.display()))
+        wrong(format!("{} does not fit a {arch} as this job builds it: {problems}", path.display()))
     })?;
     if let Some(found) = first_not_finite(&weights) {
         return Err(wrong(format!(
@@ -58,7 +58,7 @@ fn replace_weights(
     head: &str,
 ) -> Result<(NamedTensors, Mapping), String> {
     let mapping = compare(&shapes(&given), &shapes(&initial), Some(head))?;
-    let taken = initial.into_iter().map(|(name, own)| {
+    let replaced = initial.into_iter().map(|(name, own)| {
         let keeps = mapping.new_head.is_some() && is_in(head, &name);
         let tensor = match given.remove(&format!("{}{name}", mapping.prefix)).filter(|_| !keeps) {
             Some(tensor) if tensor.shape == own.shape => tensor,
@@ -67,14 +67,15 @@ fn replace_weights(
         };
         (name, tensor)
     });
-    Ok((taken.collect(), mapping))
+    Ok((replaced.collect(), mapping))
 }
 
 /// Sums the weights of a convolution (OIHW) over its input channels.
 fn sum_channels(weights: &HostTensor, shape: Vec<usize>) -> HostTensor {
     let area: usize = weights.shape[2..].iter().product();
     let filters = weights.values.chunks_exact(area * weights.shape[1]);
-    let values = filters.flat_map(|filter| (0..area).map(move |at| filter[at..].iter().step_by(area).sum()));
+    let values =
+        filters.flat_map(|filter| (0..area).map(move |offset| filter[offset..].iter().step_by(area).sum()));
     HostTensor { shape, values: values.collect() }
 }
 
@@ -99,7 +100,7 @@ mod tests {
         HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] }
     }
 
-    fn under(prefix: &str, tensors: NamedTensors) -> NamedTensors {
+    fn with_prefix(prefix: &str, tensors: NamedTensors) -> NamedTensors {
         tensors.into_iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor)).collect()
     }
 
@@ -110,47 +111,52 @@ mod tests {
             all.retain(|name, _| !head(name));
             all
         };
-        let with = |mut all: NamedTensors, name: &str, shape: &[usize]| {
+        let insert = |mut all: NamedTensors, name: &str, shape: &[usize]| {
             all.insert(name.into(), tensor(shape));
             all
         };
         let no_head = "it has no fc.weight: the last layer (fc) keeps its initial values";
         let other_head =
             |difference: &str| format!("its {difference}: the last layer (fc) keeps its initial values");
-        let begin = |prefix: &str| format!("its names begin with {prefix}, which this network's do not");
+        let prefix_note =
+            |prefix: &str| format!("its names begin with {prefix}, which this network's do not");
         let left_out =
             |names: &str| format!("left out because they belong to no layer of this network: {names}");
-        let lightning = with(under("model.", small(10, 1)), "criterion.weight", &[10]);
+        let lightning = insert(with_prefix("model.", small(10, 1)), "criterion.weight", &[10]);
         let bare = without_head(small(10, 1));
         for (given, takes_head, notes) in [
             (small(10, 1), true, vec![]),
-            (under("module.", small(10, 1)), true, vec![begin("module.")]),
-            (under("module._orig_mod.", small(10, 1)), true, vec![begin("module._orig_mod.")]),
-            (under("backbone.", small(10, 1)), true, vec![begin("backbone.")]),
-            (with(under("net.", small(10, 1)), "queue", &[4]), true, vec![begin("net."), left_out("queue")]),
+            (with_prefix("module.", small(10, 1)), true, vec![prefix_note("module.")]),
+            (with_prefix("module._orig_mod.", small(10, 1)), true, vec![prefix_note("module._orig_mod.")]),
+            (with_prefix("backbone.", small(10, 1)), true, vec![prefix_note("backbone.")]),
+            (
+                insert(with_prefix("net.", small(10, 1)), "queue", &[4]),
+                true,
+                vec![prefix_note("net."), left_out("queue")],
+            ),
             (bare.clone(), false, vec![no_head.into()]),
             (
-                with(with(bare.clone(), "head.fc.weight", &[10, 64]), "head.fc.bias", &[10]),
+                insert(insert(bare.clone(), "head.fc.weight", &[10, 64]), "head.fc.bias", &[10]),
                 false,
                 vec![left_out("head.fc.bias, head.fc.weight"), no_head.into()],
             ),
             (small(12, 1), false, vec![other_head("fc.weight is [12, 64], this job's is [10, 64]")]),
             (
-                with(small(10, 1), "fc.weight", &[10, 32]),
+                insert(small(10, 1), "fc.weight", &[10, 32]),
                 false,
                 vec![other_head("fc.weight is [10, 32], this job's is [10, 64]")],
             ),
             (
-                with(small(10, 1), "fc.bias", &[12]),
+                insert(small(10, 1), "fc.bias", &[12]),
                 false,
                 vec![other_head("fc.bias is [12], this job's is [10]")],
             ),
             (
-                with(under("backbone.", bare), "fc.weight", &[10, 64]),
+                insert(with_prefix("backbone.", bare), "fc.weight", &[10, 64]),
                 false,
-                vec![begin("backbone."), left_out("fc.weight"), no_head.into()],
+                vec![prefix_note("backbone."), left_out("fc.weight"), no_head.into()],
             ),
-            (lightning, true, vec![begin("model."), left_out("criterion.weight")]),
+            (lightning, true, vec![prefix_note("model."), left_out("criterion.weight")]),
         ] {
             let (weights, mapping) = replace_weights(given, small(10, 2), "fc").unwrap();
             assert_eq!(mapping.notes("fc"), notes);
@@ -193,13 +199,13 @@ mod tests {
                  stage1.0.bn1.bias, stage1.0.bn1.running_mean, stage1.0.bn1.running_var and 97 more are not in this network",
             ),
             (
-                problems(&|given| given.extend(under("ema.", small(10, 1)))),
+                problems(&|given| given.extend(with_prefix("ema.", small(10, 1)))),
                 "it contains several networks, under \"\" and \"ema.\": keep the tensors of one",
             ),
         ] {
             assert!(problem.ends_with(wanted), "{problem}");
         }
-        let deeper = under("module.", network(Arch::ResNet32, Stem::Cifar, 3, 10, 1));
+        let deeper = with_prefix("module.", network(Arch::ResNet32, Stem::Cifar, 3, 10, 1));
         let problem = replace_weights(deeper, small(10, 2), "fc").unwrap_err();
         assert!(
             problem.starts_with("module.layer1.3.bn1.bias, ") && problem.contains(" and 57 more are not in "),
@@ -215,9 +221,9 @@ mod tests {
         assert!(mapping.notes("fc")[0].contains("conv1.weight takes RGB and the pictures are grey"));
         let (theirs, ours) = (&weights_of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
         assert_eq!(ours.shape, [64, 1, 7, 7]);
-        for (at, sum) in ours.values.iter().enumerate() {
-            let (filter, place) = (at / 49, at % 49);
-            let channels = [0, 1, 2].map(|channel| theirs.values[(filter * 3 + channel) * 49 + place]);
+        for (index, sum) in ours.values.iter().enumerate() {
+            let (filter, position) = (index / 49, index % 49);
+            let channels = [0, 1, 2].map(|channel| theirs.values[(filter * 3 + channel) * 49 + position]);
             assert_eq!(*sum, channels.iter().sum::<f32>());
         }
         for (given, wanted, problem) in [

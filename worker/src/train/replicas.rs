@@ -4,7 +4,8 @@ use super::{TrainError, Training};
 use lockstep_engine::Engine;
 use std::collections::BTreeSet;
 
-/// Collective: compares the weights of ranks with the same part of the network by checksums. A sentence without a full stop if they differ.
+/// Collective: compares the weights of ranks with the same part of the network by checksums. Returns a sentence without a
+/// full stop if they differ.
 pub(super) fn compare_replicas(
     training: &Training<'_>,
     engine: &dyn Engine,
@@ -16,12 +17,14 @@ pub(super) fn compare_replicas(
     let own = engine.checksum()?.map(u64::to_le_bytes);
     let mut all = vec![0u8; 16 * group.size() as usize];
     group.all_gather(own.as_flattened().into(), (&mut all).into())?;
-    let (of_all, of_parts): (Vec<_>, Vec<_>) =
-        all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[all, part]| (*all, *part)).unzip();
+    // Of the weights that all ranks of a stage have, and of each rank's part of the split weights.
+    let (common, split): (Vec<_>, Vec<_>) =
+        all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[common, split]| (*common, *split)).unzip();
     let parallel = &training.spec.parallel;
-    let (of_stage, model) = (parallel.ranks_of_stage() as usize, parallel.model as usize);
-    let differing_parts = || describe_differing_ranks(&of_parts, |rank| (rank / of_stage, rank % model));
-    Ok(describe_differing_ranks(&of_all, |rank| (rank / of_stage, 0)).or_else(differing_parts))
+    let (stage_ranks, model_ranks) = (parallel.ranks_of_stage() as usize, parallel.model as usize);
+    let differing_parts =
+        || describe_differing_ranks(&split, |rank| (rank / stage_ranks, rank % model_ranks));
+    Ok(describe_differing_ranks(&common, |rank| (rank / stage_ranks, 0)).or_else(differing_parts))
 }
 
 /// Compares the checksums of all ranks. Names the ranks whose weights differ from the majority's, in a sentence
@@ -35,11 +38,12 @@ fn describe_differing_ranks(
     let parts: BTreeSet<_> = (0..checksums.len()).map(&part_of).collect();
     for part in parts {
         let of_part = || checksums.iter().enumerate().filter(|(rank, _)| part_of(*rank) == part);
-        let count = |of: &[u8; 8]| of_part().filter(|(_, other)| *other == of).count();
-        let most = of_part().map(|(_, of)| of).max_by_key(|of| count(of))?;
-        let is_majority = 2 * count(most) > of_part().count();
+        let count = |checksum: &[u8; 8]| of_part().filter(|(_, other)| *other == checksum).count();
+        let most_frequent = of_part().map(|(_, checksum)| checksum).max_by_key(|checksum| count(checksum))?;
+        let is_majority = 2 * count(most_frequent) > of_part().count();
         has_majority &= is_majority;
-        ranks.extend(of_part().filter(|(_, of)| !is_majority || *of != most).map(|(rank, _)| rank));
+        let differs = |checksum: &[u8; 8]| !is_majority || checksum != most_frequent;
+        ranks.extend(of_part().filter(|(_, checksum)| differs(checksum)).map(|(rank, _)| rank));
     }
     ranks.sort_unstable();
     let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();

@@ -149,9 +149,9 @@ impl Run<'_> {
             }
             // The first failure and the first retry get a line; the number of attempts follows at the end.
             events.retain(|event| {
-                let is_retry = matches!(event, CheckpointEvent::Failed { again: true, .. });
-                retries += u64::from(is_retry);
-                !is_retry || retries == 1
+                let is_failed_retry = matches!(event, CheckpointEvent::Failed { is_retry: true, .. });
+                retries += u64::from(is_failed_retry);
+                !is_failed_retry || retries == 1
             });
             announce(self.training, events);
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
@@ -176,7 +176,7 @@ impl Run<'_> {
     pub(super) fn announce_checkpoints(&mut self) {
         let Some(writer) = &self.writer else { return };
         announce(self.training, writer.events());
-        let took = writer.took();
+        let took = writer.write_duration();
         self.warn_of_slow_checkpoints(took);
     }
 
@@ -230,7 +230,7 @@ pub(super) fn model_metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, 
         object.remove("priority");
         object.remove("private");
     }
-    let mut about = BTreeMap::from([
+    let mut metadata = BTreeMap::from([
         ("format".into(), "pt".into()),
         ("arch".into(), spec.model.arch.name().into()),
         ("classes".into(), json(serde_json::to_string(&shape.classes))),
@@ -241,12 +241,12 @@ pub(super) fn model_metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, 
         ("spec".into(), shared.to_string()),
     ]);
     if shape.whole_pictures {
-        about.insert("whole_pictures".into(), "true".into());
+        metadata.insert("whole_pictures".into(), "true".into());
     }
     if let Some(resize) = shape.resize {
-        about.insert("resize".into(), resize.to_string());
+        metadata.insert("resize".into(), resize.to_string());
     }
-    about
+    metadata
 }
 
 pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
@@ -268,10 +268,10 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
                  checkpoint is kept",
                 training.checkpoints.display()
             )),
-            CheckpointEvent::Failed { epoch, step, reason, again: false } => observer.log(&format!(
+            CheckpointEvent::Failed { epoch, step, reason, is_retry: false } => observer.log(&format!(
                 "checkpoint {epoch}-{step} could not be written: {reason}; training continues, and the previous checkpoint is kept"
             )),
-            CheckpointEvent::Failed { epoch, step, reason, again: true } => observer
+            CheckpointEvent::Failed { epoch, step, reason, is_retry: true } => observer
                 .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; retrying")),
             CheckpointEvent::Removed { epoch, step } => observer.event(&AttemptEvent::CheckpointRemoved { epoch, step }),
         }

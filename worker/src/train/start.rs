@@ -52,10 +52,10 @@ pub(super) struct InitialState {
 /// The floating-point format of the run. With `precision = "auto"`, a run that has changed from float16 to bfloat16
 /// continues in bfloat16. The result is the same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError> {
-    let asked = training.spec.train.precision;
-    let Some(folder) = training.resume else { return Ok(asked) };
-    if asked != Precision::Auto || !training.device.backend.needs().half_precision {
-        return Ok(asked);
+    let requested = training.spec.train.precision;
+    let Some(folder) = training.resume else { return Ok(requested) };
+    if requested != Precision::Auto || !training.device.backend.needs().half_precision {
+        return Ok(requested);
     }
     // The newest readable state. A damaged checkpoint is set aside later, and the previous checkpoint is used.
     let newest = || {
@@ -67,7 +67,7 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError
             .find_map(|folder| Some(checkpoint::unverified_state(&folder)?.precision))
     };
     let left_float16 = training.is_first().then(|| newest() == Some(Precision::Bf16));
-    Ok(if broadcast_json(training.group.as_ref(), left_float16)? { Precision::Bf16 } else { asked })
+    Ok(if broadcast_json(training.group.as_ref(), left_float16)? { Precision::Bf16 } else { requested })
 }
 
 /// Sets the engine's initial state: new weights, pretrained weights, or a checkpoint. If the network is split
@@ -153,17 +153,17 @@ fn whitening_filters(data: &DataSource, skips: bool) -> Result<HostTensor, Train
     let Shape { channels, train_samples, mean, std, .. } = &data.shape;
     let count = (*train_samples).min(MAX_WHITENING_PICTURES);
     let mut patches = None;
-    for number in 0..count {
-        let place = data.training_place(number * train_samples / count);
-        let picture = match data.picture(false, place, None) {
+    for index in 0..count {
+        let position = data.training_place(index * train_samples / count);
+        let picture = match data.picture(false, position, None) {
             Err(DataError::File { .. }) if skips => continue,
-            made => made?.1,
+            read => read?.1,
         };
         let values: Vec<f32> = picture
             .pixels
             .iter()
             .enumerate()
-            .map(|(at, byte)| (f32::from(*byte) / 255.0 - mean[at % channels]) / std[at % channels])
+            .map(|(i, byte)| (f32::from(*byte) / 255.0 - mean[i % channels]) / std[i % channels])
             .collect();
         patches.get_or_insert_with(|| Patches::new(picture.width as usize, *channels)).add(&values);
     }
@@ -191,23 +191,23 @@ fn resume(
     let distribution = distribution(training, plan)?;
     let (mut state, mut parameters, mut optimizer, mut average) = (None, None, None, None);
     if training.is_first() {
-        let (place, loaded) = load_newest_valid(training, folder)?;
-        check_compatible(training, &place, &shape.classes, &loaded.parameters, &distribution.parameters())?;
+        let (path, loaded) = load_newest_valid(training, folder)?;
+        check_compatible(training, &path, &shape.classes, &loaded.parameters, &distribution.parameters())?;
         if training.spec.train.ema_decay > 0.0 {
-            average = checkpoint::load_average(&place)?;
+            average = checkpoint::load_average(&path)?;
         }
         (state, parameters, optimizer) =
             (Some(loaded.state), Some(loaded.parameters), Some(loaded.optimizer));
     }
     let state: State = broadcast_json(group, state)?;
     let parameters = scatter(&distribution, "weights", parameters, distribution.parameters())?;
-    let note = state.optimizer;
+    let saved_optimizer = state.optimizer;
     let kind = training.spec.train.optimizer;
-    let keeps_optimizer = slots(note.kind) == slots(kind);
+    let keeps_optimizer = slots(saved_optimizer.kind) == slots(kind);
     let optimizer = if keeps_optimizer {
         let slots =
             scatter(&distribution, "optimizer state", optimizer, distribution.slots(&plan.config.optimizer))?;
-        Some(OptimizerState { slots, updates: note.updates })
+        Some(OptimizerState { slots, updates: saved_optimizer.updates })
     } else {
         None
     };
@@ -257,13 +257,15 @@ fn resume(
     ));
     notes.extend(compare_validation(training, data, &state));
     if state.random_state.seed != training.spec.train.seed {
-        notes.push("train.seed is not the checkpoint's: the order of the pictures changes here".into());
+        notes.push(
+            "train.seed differs from the checkpoint's: the order of the pictures changes at this step".into(),
+        );
     }
     if !keeps_optimizer {
         notes.push(format!(
             "train.optimizer is {} and was {}, whose state is different: the optimizer's state starts again at zero",
             kind.name(),
-            note.kind.name()
+            saved_optimizer.kind.name()
         ));
     }
     if step != state.step {
@@ -275,10 +277,10 @@ fn resume(
     // If this machine has its own disk, the best checkpoint may be only on the server.
     let is_own_disk = training.checkpoints.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
     let best = state.best.filter(|best| {
-        let place = checkpoint::folder_name(best.epoch, best.step);
-        let is_there = is_own_disk || training.checkpoints.join(place).exists();
+        let name = checkpoint::folder_name(best.epoch, best.step);
+        let exists = is_own_disk || training.checkpoints.join(name).exists();
         // A best value for other pictures is not comparable.
-        best.metric == training.spec.checkpoint.keep_best && is_there && state.validation == shape.validation
+        best.metric == training.spec.checkpoint.keep_best && exists && state.validation == shape.validation
     });
     let stop_progress = state.stop.filter(|progress| {
         progress.metric == training.spec.stop.metric && state.validation == shape.validation
@@ -286,7 +288,7 @@ fn resume(
     let divisions = add_own(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
-        // The recorded steps are numbered for the other batch size.
+        // The recorded step numbers are those of another batch size.
         skipped.recent.clear();
     }
     let is_evaluation_missing = step == state.step && state.val_accuracy.is_none();
@@ -322,8 +324,8 @@ fn schedule_change(
     plan: &RunPlan,
     step: u64,
 ) -> Option<String> {
-    let about = checkpoint::about(folder).ok()?;
-    let (old, _) = read_leniently(&serde_json::from_str(about.get("spec")?).ok()?);
+    let metadata = checkpoint::about(folder).ok()?;
+    let (old, _) = read_leniently(&serde_json::from_str(metadata.get("spec")?).ok()?);
     let epochs = u64::from(old.train.epochs());
     let total = old.train.steps.unwrap_or(state.steps_per_epoch * epochs);
     let old = Schedule::new(&old.train, state.steps_per_epoch, total);
@@ -336,10 +338,10 @@ fn schedule_change(
 fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State) -> Vec<String> {
     let (now, before) = (data.shape.validation.as_ref(), state.validation.as_ref());
     let Some(now) = now.filter(|now| before != Some(*now)) else { return Vec::new() };
-    let were = before
+    let previous = before
         .map_or("none".into(), |before| format!("{} (fingerprint {})", before.pictures, before.fingerprint));
     let differ = format!(
-        "this run is validated with other pictures than the checkpoint: {} (fingerprint {}), previously {were}. Do not compare accuracies \
+        "this run is validated with other pictures than the checkpoint: {} (fingerprint {}), previously {previous}. Do not compare accuracies \
          before and after this step",
         now.pictures, now.fingerprint
     );
@@ -378,16 +380,16 @@ fn load_newest_valid(
     candidates.extend(older.into_iter().rev().filter(|(e, s)| (*s, *e) < (step, epoch)));
     let mut damage = Vec::new();
     for (epoch, step) in candidates {
-        let place = training.checkpoints.join(checkpoint::folder_name(epoch, step));
-        match checkpoint::load(&place) {
-            Ok(loaded) => return Ok((place, loaded)),
+        let path = training.checkpoints.join(checkpoint::folder_name(epoch, step));
+        match checkpoint::load(&path) {
+            Ok(loaded) => return Ok((path, loaded)),
             // The checkpoint may be intact. Another attempt reads it again.
             Err(error @ CheckpointError::Io { .. }) => return Err(error.into()),
             Err(error) => {
                 let observer = training.observer;
                 observer.log(&format!("{error}; it is set aside and the previous checkpoint is used"));
-                if place.exists() {
-                    checkpoint::set_aside(&place)?;
+                if path.exists() {
+                    checkpoint::set_aside(&path)?;
                 }
                 observer.event(&AttemptEvent::CheckpointRemoved { epoch, step });
                 damage.push(error.to_string());
@@ -419,8 +421,8 @@ fn check_compatible(
     };
     // Comparing tensors is not enough, because another dataset may have the same number of classes. Not every file
     // contains class names.
-    if let Ok(about) = checkpoint::about(folder)
-        && let Some(text) = about.get("classes")
+    if let Ok(metadata) = checkpoint::about(folder)
+        && let Some(text) = metadata.get("classes")
         && let Ok(trained) = serde_json::from_str::<Vec<String>>(text)
         && let Some(difference) = classes_differ(&trained, classes)
     {
@@ -455,13 +457,13 @@ pub(super) fn broadcast_json<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     value: Option<T>,
 ) -> Result<T, TrainError> {
-    let mut text = match &value {
+    let mut json = match &value {
         Some(value) => serde_json::to_vec(value).map_err(std::io::Error::from)?,
         None => Vec::new(),
     };
-    let mut length = [text.len() as f64];
+    let mut length = [json.len() as f64];
     group.broadcast((&mut length).into())?;
-    text.resize(length[0] as usize, 0);
-    group.broadcast((&mut text).into())?;
-    Ok(serde_json::from_slice(&text).map_err(std::io::Error::from)?)
+    json.resize(length[0] as usize, 0);
+    group.broadcast((&mut json).into())?;
+    Ok(serde_json::from_slice(&json).map_err(std::io::Error::from)?)
 }

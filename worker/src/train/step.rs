@@ -47,11 +47,11 @@ impl Run<'_> {
             }
             return Err(error);
         }
-        let waited = Instant::now();
+        let wait_began = Instant::now();
         self.note_not_finite(result.as_ref());
         let vote = self.vote_if_due();
         if let Some(result) = result {
-            self.report_step(&result, waited.elapsed().as_secs_f64());
+            self.report_step(&result, wait_began.elapsed().as_secs_f64());
         }
         self.announce_checkpoints();
         self.report_layer_times(reports);

@@ -66,7 +66,7 @@ struct RunResult {
     evaluated_in_bfloat16: u32,
     /// The log of rank 0.
     log: String,
-    /// By rank: how often the weights were copied from its engines.
+    /// By rank: how many times weights were copied from the rank's engines.
     copied: Vec<u32>,
 }
 

@@ -29,7 +29,7 @@ pub(super) struct Votes {
 }
 
 impl Votes {
-    /// The votes of the steps after number `done`.
+    /// The votes of the steps after step `done`.
     pub(super) fn of_steps(world_size: u32, done: u64) -> Self {
         Self { after_every_step: world_size <= MAX_RANKS_EVERY_STEP, ..Self::timed(done) }
     }
@@ -46,8 +46,8 @@ impl Votes {
 
     /// This rank's part of a vote after step `step`: the mean duration of a step since the last vote, in seconds.
     pub(super) fn step_secs(&self, step: u64) -> f64 {
-        let (at, before) = self.last;
-        at.elapsed().as_secs_f64() / step.saturating_sub(before).max(1) as f64
+        let (last_at, last_step) = self.last;
+        last_at.elapsed().as_secs_f64() / step.saturating_sub(last_step).max(1) as f64
     }
 
     /// Records that all ranks have voted after step `step`, and that their steps take `mean_secs`.
@@ -58,7 +58,7 @@ impl Votes {
     }
 }
 
-/// Whether a vote measures the duration of a step. Only votes that were due do.
+/// Whether a vote measures the duration of a step. Votes that were not due measure nothing.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Timing {
     Measured,
@@ -77,11 +77,12 @@ pub(super) struct NotFinite {
 impl Run<'_> {
     /// Records the oldest step in flight if its values are not finite and it was not skipped.
     pub(super) fn note_not_finite(&mut self, result: Option<&StepResult>) {
-        if let (Some(result), Some(of), None) = (result, self.in_flight.front(), self.not_finite)
+        if let (Some(result), Some(oldest), None) = (result, self.in_flight.front(), self.not_finite)
             && !result.is_finite()
             && !result.is_skipped()
         {
-            self.not_finite = Some(NotFinite { step: of.step, lr: of.lr, loss: !result.loss.is_finite() });
+            let loss = !result.loss.is_finite();
+            self.not_finite = Some(NotFinite { step: oldest.step, lr: oldest.lr, loss });
         }
     }
 
@@ -109,12 +110,14 @@ impl Run<'_> {
     fn vote(&mut self, timing: Timing) -> Result<bool, TrainError> {
         let group = &self.training.group;
         let stop = self.training.stop.load(Ordering::Relaxed);
-        let not_finite = [self.not_finite.is_some(), self.not_finite.is_some_and(|n| n.loss)];
+        let is_not_finite = self.not_finite.is_some();
+        let is_loss_not_finite = self.not_finite.is_some_and(|n| n.loss);
         let is_written = self.parts.as_ref().is_some_and(Parts::is_done);
-        let own = [stop, not_finite[0], not_finite[1], is_written].map(|vote| f64::from(u8::from(vote)));
+        let own = [stop, is_not_finite, is_loss_not_finite, is_written].map(|vote| f64::from(u8::from(vote)));
         let mut votes = [own[0], own[1], own[2], own[3], self.votes.step_secs(self.step)];
         group.all_reduce((&mut votes).into())?;
-        let [stop, not_finite, losses, written, step_secs] = votes;
+        // The first four values are numbers of ranks, and the last value is a sum over all ranks.
+        let [stopping, not_finite, loss_not_finite, written, step_secs] = votes;
         if timing == Timing::Measured {
             self.votes.record(self.step, step_secs / f64::from(group.size()));
         }
@@ -125,18 +128,18 @@ impl Run<'_> {
         if not_finite > 0.0 {
             let oldest = self.in_flight.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
             let (step, lr) = self.not_finite.map_or(oldest, |n| (n.step, n.lr));
-            let what = match (losses as u32, group.size()) {
+            let what = match (loss_not_finite as u32, group.size()) {
                 (0, _) => "the gradient is not finite".into(),
                 (_, 1) => "the loss is not finite".into(),
                 (ranks, world_size) => format!("the loss is not finite on {ranks} of {world_size} ranks"),
             };
             return Err(TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr });
         }
-        Ok(stop == 0.0)
+        Ok(stopping == 0.0)
     }
 
     /// Fails on all ranks if any rank has weights, running statistics or optimizer state that are not finite, or has
-    /// weights that differ from the others'.
+    /// weights that differ from those of the other ranks.
     pub(super) fn check_state(&self) -> Result<(), TrainError> {
         let own = self.engine.first_not_finite()?;
         let mut votes = [f64::from(u8::from(own.is_some()))];
@@ -174,13 +177,13 @@ mod tests {
         assert!(few.is_due(2));
 
         let mut many = Votes::of_steps(17, 40);
-        assert!(many.is_due(41), "the first step, whose time nobody knows");
+        assert!(many.is_due(41), "no duration is known before the first vote");
         for (step_secs, next) in
             [(0.01, 25), (0.1, 2), (0.2, 1), (60.0, 1), (1e-6, MAX_STEPS), (f64::NAN, MAX_STEPS)]
         {
             many.record(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");
-            assert!(many.is_due(100 + next + 1), "a vote that was passed by is due later");
+            assert!(many.is_due(100 + next + 1), "a vote that was missed is due later");
         }
     }
 

@@ -33,10 +33,10 @@ impl Watch {
             }
             texts.extend(watched.damaged.clone());
             if rank == 0 {
-                let found = |c: &CheckpointInfo| {
+                let describe = |c: &CheckpointInfo| {
                     format!("checkpoint {}-{} was written while the rank ended", c.epoch, c.step)
                 };
-                texts.extend(unreported.iter().map(found));
+                texts.extend(unreported.iter().map(describe));
             }
             if rank == 0 && matches!(self.decided, Some(Ending::Stopped)) {
                 texts.extend(watched.notes.reported.describe_lost_steps(watched.end.step, &unreported));
@@ -50,8 +50,8 @@ impl Watch {
         }
         events.extend(unreported.into_iter().map(AttemptEvent::Checkpoint));
         let ends: Vec<_> = ranks.ends().cloned().collect();
-        let paused = |end: &RankEnd| end.exit == Some(Exit::Status(EXIT_PAUSED)) && end.failure.is_none();
-        let ending = if self.decided.is_none() && !ends.is_empty() && ends.iter().all(paused) {
+        let has_paused = |end: &RankEnd| end.exit == Some(Exit::Status(EXIT_PAUSED)) && end.failure.is_none();
+        let ending = if self.decided.is_none() && !ends.is_empty() && ends.iter().all(has_paused) {
             Ending::Stopped
         } else if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
@@ -79,31 +79,31 @@ impl Watch {
     async fn unreported_checkpoints(&self, ranks: &RankGroup<RecordSummary>) -> Vec<CheckpointInfo> {
         let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
         let reported = first.notes.reported.clone();
-        let recorded = ranks.ends().map(|end| end.step).min().unwrap_or(0);
+        let recorded_step = ranks.ends().map(|end| end.step).min().unwrap_or(0);
         let directory = self.stored.job_dir.join("checkpoints");
         // Checking large checkpoints takes time.
-        tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded))
+        tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded_step))
             .await
             .unwrap_or_default()
     }
 
     /// Adds to the reason what only this machine knows, such as an out-of-memory kill.
     fn add_machine_facts(&self, ending: Ending, ends: &[RankEnd], survivors: Option<String>) -> Ending {
-        // A rank that has reported its failure kills itself by a signal.
-        let killed =
+        // A rank that has reported its failure may have killed itself.
+        let was_killed =
             |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.asked_to_end && end.failure.is_none();
-        let by_kernel =
+        let has_kernel_killed =
             self.oom_kills.zip(lockstep_host::oom_kills()).is_some_and(|(before, now)| now > before);
-        let by_kernel = by_kernel && ends.iter().any(killed);
+        let by_kernel = has_kernel_killed && ends.iter().any(was_killed);
         let refused = ends.iter().any(RankEnd::was_refused_memory);
         match (ending, survivors) {
             (ending, Some(survivors)) => {
-                let before = match ending {
+                let prefix = match ending {
                     Ending::Failed { reason, .. } => format!("{reason}; "),
                     _ => String::new(),
                 };
                 let (agent, detail) =
-                    (lockstep_host::hostname().into(), format!("{before}{survivors}").into());
+                    (lockstep_host::hostname().into(), format!("{prefix}{survivors}").into());
                 Ending::Failed { reason: ReasonKind::Unkillable { agent, detail }.into(), retriable: false }
             }
             (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
@@ -134,7 +134,7 @@ impl Watch {
         let mut records = None;
         let mut failures = 0_u64;
         loop {
-            let mut attempt = || -> io::Result<()> {
+            let mut try_write = || -> io::Result<()> {
                 let records = match &mut records {
                     Some(records) => records,
                     None => {
@@ -149,7 +149,7 @@ impl Watch {
                 }
                 records.sync()
             };
-            match attempt() {
+            match try_write() {
                 Ok(()) if failures > 0 => {
                     return tracing::info!(failures, path = %path.display(), "the end of an attempt is written");
                 }

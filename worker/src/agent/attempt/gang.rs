@@ -17,7 +17,7 @@ const CHECKS_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 /// State shared by the agent's session and the task of an attempt before the start.
 #[derive(Debug, Clone)]
 pub(in crate::agent) struct Gang {
-    /// Set when the check has passed: the port of rank 0 on the machine of rank 0, `None` on others.
+    /// Set when the check has passed: the port of rank 0 on the machine of rank 0, `None` on the other machines.
     ready: Arc<OnceLock<Option<u16>>>,
     /// The port of rank 0, once all machines are ready.
     launch: watch::Sender<Option<u16>>,
@@ -28,7 +28,7 @@ impl Gang {
         Self { ready: Arc::default(), launch: watch::Sender::new(None) }
     }
 
-    /// The report for the server, once the check has passed.
+    /// The port in this machine's report to the server (`None` if rank 0 is elsewhere), once the check has passed.
     pub(in crate::agent) fn ready(&self) -> Option<Option<u16>> {
         self.ready.get().copied()
     }
@@ -45,8 +45,8 @@ impl Gang {
     /// # Errors
     /// Why the ranks cannot be started.
     pub(super) async fn meet(&self, start: &StartAttempt) -> Result<u16, Refusal> {
-        let has_first = start.ranks.iter().any(|(rank, _)| *rank == 0);
-        let port = has_first.then(|| free_port(&start.master_addr)).transpose().map_err(|error| {
+        let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
+        let port = has_rank_0.then(|| free_port(&start.master_addr)).transpose().map_err(|error| {
             Refusal::NotStarted(format!("{} has no free port for the ranks: {error}", start.master_addr))
         })?;
         let _ = self.ready.set(port);

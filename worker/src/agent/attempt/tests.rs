@@ -229,7 +229,7 @@ async fn only_paused_ranks_end_the_attempt_as_stopped() {
 
 #[tokio::test]
 async fn a_stop_without_a_checkpoint_reports_the_loss() {
-    let kept = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
+    let checkpoint = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
         epoch: 1,
         step: 40,
         size_bytes: 1,
@@ -237,9 +237,9 @@ async fn a_stop_without_a_checkpoint_reports_the_loss() {
     });
     let running =
         AttemptEvent::Running { total_steps: 100, steps_per_epoch: 100, start_step: 0, train_samples: 0 };
-    for (at, lost) in [(57, true), (40, false)] {
+    for (last_step, is_lost) in [(57, true), (40, false)] {
         let fixture = fixture(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
-        fixture.record(0, &[running.clone(), step(at), kept.clone()]);
+        fixture.record(0, &[running.clone(), step(last_step), checkpoint.clone()]);
         let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
         let stderr = rank_file(&fixture.stored.attempt_dir(), 0, "stderr");
         while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
@@ -250,10 +250,10 @@ async fn a_stop_without_a_checkpoint_reports_the_loss() {
         let lines: Vec<_> = fixture.added_lines().into_iter().map(|line| line.text).collect();
         assert_eq!(
             lines.iter().any(|line| line.contains("of step 40, steps 41 to 57 are lost")),
-            lost,
+            is_lost,
             "{lines:?}"
         );
-        assert_eq!(lines.is_empty(), !lost, "{lines:?}");
+        assert_eq!(lines.is_empty(), !is_lost, "{lines:?}");
     }
 }
 
@@ -368,6 +368,7 @@ async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() 
     fixture.context.check = super::super::preflight::check;
     let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
     assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 0 });
-    let said = |rank| fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), rank, "stderr")).unwrap();
-    assert_eq!([said(0), said(1)], [format!("0 of {list}\n"), format!("1 of {list}\n")]);
+    let printed =
+        |rank| fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), rank, "stderr")).unwrap();
+    assert_eq!([printed(0), printed(1)], [format!("0 of {list}\n"), format!("1 of {list}\n")]);
 }

@@ -34,7 +34,7 @@ pub(super) const GRACE: Duration = Duration::from_secs(5);
 const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
 /// Time before SIGTERM for ranks that were asked to write a checkpoint and end.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
-/// Time for the other ranks after the first rank that was asked to end has ended.
+/// When ranks stop without an order of this agent: time for the other ranks after the first rank has ended.
 const OTHERS_END_LIMIT: Duration = Duration::from_secs(20);
 /// After a rank has lost the connection to another rank: how long to wait for the other rank's own reason.
 const PROVISIONAL_DELAY: Duration = Duration::from_secs(1);
@@ -81,7 +81,7 @@ impl Watch {
         stored: StoredAttempt,
         context: &AttemptContext,
         orders: mpsc::UnboundedReceiver<Order>,
-        beginning: StartMode,
+        mode: StartMode,
     ) -> (Self, RankGroup<RecordSummary>) {
         let mut this = Self {
             dir: stored.attempt_dir(),
@@ -96,7 +96,7 @@ impl Watch {
             oom_kills: lockstep_host::oom_kills(),
         };
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
-        let decided = match beginning {
+        let decided = match mode {
             StartMode::Launch { refusal: None } => {
                 let launched = this.launch(context, &mut ranks).await;
                 launched.err().map(|error| refusal_ending(Refusal::NotStarted(error.to_string())))
@@ -150,7 +150,7 @@ impl Watch {
             && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
     }
 
-    /// The rank that delays the others, if a rank has reported nothing for too long.
+    /// The reason that names the slowest rank, if a rank has reported nothing for too long.
     fn stall_reason(&self, ranks: &RankGroup<RecordSummary>) -> Option<Reason> {
         let secs = self.stored.start.spec.recovery.stall_timeout_secs;
         let limit = Duration::from_secs(secs.into());
@@ -211,7 +211,8 @@ impl Policy for Watch {
         if let Some(silent) = self.lease.overdue() {
             self.decided = failed(ReasonKind::ServerSilent { secs: silent.as_secs() as f64 }.into());
         } else if ranks.failure_cause().is_some() {
-            // Ranks that were asked to stop, by whomever, have time for their checkpoint.
+            // Ranks that stop without an order of this agent, such as after a user's signal, have time for their
+            // checkpoint.
             let stopping =
                 if self.is_leaving { self.leave_within } else { OTHERS_END_LIMIT.max(self.leave_within) };
             let delays = EndDelays { certain: Duration::ZERO, provisional: PROVISIONAL_DELAY, stopping };

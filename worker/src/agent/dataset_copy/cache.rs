@@ -51,7 +51,7 @@ pub(in crate::agent) struct Copies {
     /// Held while a copy is added or removed.
     changes: Mutex<()>,
     /// By folder of the copy: the lock of the job that pulls the copy.
-    turns: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
+    copy_locks: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
     /// Locked while this agent runs.
     _lock: File,
 }
@@ -82,10 +82,10 @@ impl CopyLock {
         &self,
         work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
     ) -> Result<T, CopyError> {
-        let turn = self.clone();
+        let copy_lock = self.clone();
         blocking(move || {
             let done = work();
-            drop(turn);
+            drop(copy_lock);
             done
         })
         .await
@@ -117,7 +117,7 @@ impl Entry {
         self.dir.join("list")
     }
 
-    fn use_of(&self, attempt: &AttemptRef) -> PathBuf {
+    fn use_path(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("uses").join(use_name(attempt))
     }
 
@@ -136,7 +136,7 @@ impl Entry {
 
     /// Records that the attempt has found the copy complete and may read it.
     pub(super) fn note_read(&self, attempt: &AttemptRef) -> io::Result<()> {
-        fs::write(self.use_of(attempt), READS)
+        fs::write(self.use_path(attempt), READS)
     }
 
     fn about(&self) -> Option<About> {
@@ -172,15 +172,15 @@ fn create_private_dir(dir: &Path) -> io::Result<()> {
 }
 
 impl Copies {
-    /// Opens or creates the folder. Drops the uses of its copies by attempts that are not in `live`.
+    /// Opens or creates the folder. Removes the records of uses by attempts that are not in `live`.
     pub(in crate::agent) fn open(
         dir: &Path,
         limit_bytes: u64,
         live: &[&AttemptRef],
     ) -> Result<Self, CacheError> {
         let failed = |error: io::Error| CacheError::Io(dir.into(), error);
-        let above = dir.parent().unwrap_or(dir);
-        fs::create_dir_all(above).map_err(|error| CacheError::Io(above.into(), error))?;
+        let parent = dir.parent().unwrap_or(dir);
+        fs::create_dir_all(parent).map_err(|error| CacheError::Io(parent.into(), error))?;
         create_private_dir(dir).map_err(failed)?;
         let dir = dir.canonicalize().map_err(failed)?;
         let lock = open_lock(&dir.join(LOCK)).map_err(failed)?;
@@ -190,23 +190,23 @@ impl Copies {
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
         let copies =
-            Self { dir, limit_bytes, changes: Mutex::default(), turns: Mutex::default(), _lock: lock };
+            Self { dir, limit_bytes, changes: Mutex::default(), copy_locks: Mutex::default(), _lock: lock };
         let live: Vec<_> = live.iter().map(|attempt| use_name(attempt)).collect();
         if copies.is_own().map_err(failed)? {
             fs::set_permissions(&copies.dir, Permissions::from_mode(MODE)).map_err(failed)?;
         }
         for (entry, _) in copies.entries().map_err(failed)? {
-            for left in entry.uses().iter().filter(|name| !live.contains(name)) {
-                fs::remove_file(entry.dir.join("uses").join(left)).map_err(failed)?;
+            for ended in entry.uses().iter().filter(|name| !live.contains(name)) {
+                fs::remove_file(entry.dir.join("uses").join(ended)).map_err(failed)?;
             }
         }
         // The limit may have been lowered. Hidden entries are incomplete, or were about to be removed.
-        let mut gone = copies.evict(0, None).map_err(failed)?.0;
+        let mut removed = copies.evict(0, None).map_err(failed)?.0;
         let found = fs::read_dir(&copies.dir).map_err(failed)?.flatten();
-        gone.extend(found.filter(|found| is_leftover(&found.file_name())).map(|found| found.path()));
+        removed.extend(found.filter(|found| is_leftover(&found.file_name())).map(|found| found.path()));
         // Removing large folders takes time, and nothing needs to wait for the removal.
         std::thread::spawn(move || {
-            if let Err(error) = remove(&gone) {
+            if let Err(error) = remove(&removed) {
                 tracing::warn!(?error, "an old copy of a dataset cannot be removed");
             }
         });
@@ -226,8 +226,8 @@ impl Copies {
         for found in fs::read_dir(&self.dir)? {
             let found = found?;
             let name = found.file_name();
-            let of_copies = name == LOCK || is_leftover(&name);
-            if !of_copies && (Entry { dir: found.path() }).about().is_none() {
+            let belongs_to_copies = name == LOCK || is_leftover(&name);
+            if !belongs_to_copies && (Entry { dir: found.path() }).about().is_none() {
                 return Ok(false);
             }
         }
@@ -235,13 +235,13 @@ impl Copies {
     }
 
     /// Waits until no other job pulls this copy, and locks it.
-    pub(super) async fn turn(&self, entry: &Entry) -> CopyLock {
-        let turn = {
-            let mut turns = lock(&self.turns);
-            turns.retain(|_, turn| Arc::strong_count(turn) > 1);
-            turns.entry(entry.dir.clone()).or_default().clone()
+    pub(super) async fn lock_copy(&self, entry: &Entry) -> CopyLock {
+        let copy_lock = {
+            let mut copy_locks = lock(&self.copy_locks);
+            copy_locks.retain(|_, copy_lock| Arc::strong_count(copy_lock) > 1);
+            copy_locks.entry(entry.dir.clone()).or_default().clone()
         };
-        CopyLock { _held: Arc::new(turn.lock_owned().await) }
+        CopyLock { _held: Arc::new(copy_lock.lock_owned().await) }
     }
 
     fn entries(&self) -> io::Result<Vec<(Entry, About)>> {
@@ -273,11 +273,12 @@ impl Copies {
         let failed = on_disk(&self.dir);
         self.forget(attempt).map_err(&failed)?;
         let entry = Entry { dir: self.dir.join(&list.key) };
-        let mut gone = Vec::new();
+        let mut evicted = Vec::new();
         // Evict an older state of the same dataset that no attempt uses.
-        for (old, of) in self.entries().map_err(&failed)? {
-            if old != entry && of.path == about.path && of.dataset == about.dataset && old.uses().is_empty() {
-                gone.push(self.hide(&old).map_err(&failed)?);
+        for (old, old_about) in self.entries().map_err(&failed)? {
+            let is_same_dataset = old_about.path == about.path && old_about.dataset == about.dataset;
+            if old != entry && is_same_dataset && old.uses().is_empty() {
+                evicted.push(self.hide(&old).map_err(&failed)?);
             }
         }
         if !entry.data().exists() {
@@ -289,7 +290,7 @@ impl Copies {
                 ));
             }
             let (removed, kept) = self.evict(about.bytes, Some(&entry)).map_err(&failed)?;
-            gone.extend(removed);
+            evicted.extend(removed);
             if kept.saturating_add(about.bytes) > self.limit_bytes {
                 return refused(format!(
                     "it has {bytes}, and running jobs use {} of the limit of all copies, {limit}: raise the agent's \
@@ -298,7 +299,7 @@ impl Copies {
                 ));
             }
         }
-        let made = || -> io::Result<()> {
+        let create = || -> io::Result<()> {
             if entry.about().is_none() {
                 let new = self.dir.join(format!("{NEW}{}", uuid::Uuid::new_v4().simple()));
                 create_private_dir(&new)?;
@@ -306,15 +307,15 @@ impl Copies {
                 list.file.persist(new.join("list"))?;
                 lockstep_host::write_whole(&new.join("about.json"), &serde_json::to_vec(about)?)?;
                 if entry.dir.exists() {
-                    gone.push(self.hide(&entry)?);
+                    evicted.push(self.hide(&entry)?);
                 }
                 fs::rename(&new, &entry.dir)?;
             }
-            fs::write(entry.use_of(attempt), "")?;
+            fs::write(entry.use_path(attempt), "")?;
             entry.note_used()
         };
-        made().map_err(&failed)?;
-        Ok((entry, gone))
+        create().map_err(&failed)?;
+        Ok((entry, evicted))
     }
 
     /// Hides unused copies, least recently used first, until `bytes` more fit within the limit. Never hides `except`.
@@ -324,17 +325,17 @@ impl Copies {
         all.retain(|(entry, _)| Some(entry) != except);
         all.sort_by_key(|(entry, _)| entry.used());
         let mut kept = all.iter().fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes));
-        let mut gone = Vec::new();
+        let mut evicted = Vec::new();
         for (entry, about) in all {
             if kept.saturating_add(bytes) <= self.limit_bytes {
                 break;
             }
             if entry.uses().is_empty() {
-                gone.push(self.hide(&entry)?);
+                evicted.push(self.hide(&entry)?);
                 kept -= about.bytes;
             }
         }
-        Ok((gone, kept))
+        Ok((evicted, kept))
     }
 
     /// The size of the copies that no attempt uses, according to their lists.
@@ -369,7 +370,7 @@ impl Copies {
 
     fn forget(&self, attempt: &AttemptRef) -> io::Result<()> {
         for (entry, _) in self.entries()? {
-            match fs::remove_file(entry.use_of(attempt)) {
+            match fs::remove_file(entry.use_path(attempt)) {
                 Ok(()) => entry.note_used()?,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
@@ -380,8 +381,8 @@ impl Copies {
 }
 
 /// Removes hidden folders and files.
-pub(super) fn remove(gone: &[PathBuf]) -> Result<(), CopyError> {
-    for path in gone {
+pub(super) fn remove(paths: &[PathBuf]) -> Result<(), CopyError> {
+    for path in paths {
         let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(on_disk(path)(error)),

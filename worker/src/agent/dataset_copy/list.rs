@@ -56,7 +56,7 @@ pub(super) async fn fetch(
 struct ListReader {
     /// The number of bytes that may still arrive.
     left: u64,
-    sum: Sha256,
+    hash: Sha256,
     /// The beginning of an incomplete line.
     line: Vec<u8>,
     within: Option<String>,
@@ -67,10 +67,10 @@ struct ListReader {
 
 impl ListReader {
     fn new(path: &str, max_bytes: u64) -> Self {
-        let mut sum = Sha256::new();
-        sum.update(path.as_bytes());
-        sum.update([0]);
-        Self { left: max_bytes, sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
+        let mut hash = Sha256::new();
+        hash.update(path.as_bytes());
+        hash.update([0]);
+        Self { left: max_bytes, hash, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
     }
 
     fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
@@ -79,7 +79,7 @@ impl ListReader {
             CopyError::Unusable(why.into())
         })?;
         self.left = left;
-        self.sum.update(chunk);
+        self.hash.update(chunk);
         for piece in chunk.split_inclusive(|byte| *byte == b'\n') {
             self.line.extend_from_slice(piece);
             if self.line.len() > LINE_BYTES {
@@ -97,14 +97,14 @@ impl ListReader {
     }
 
     fn note(&mut self, entry: DatasetEntry) -> Result<(), CopyError> {
-        let odd = |what: String| Err(CopyError::Damaged(format!("the list of its files {what}")));
+        let invalid = |what: String| Err(CopyError::Damaged(format!("the list of its files {what}")));
         if self.ended {
-            return odd("goes on after its end".into());
+            return invalid("goes on after its end".into());
         }
         match entry {
             DatasetEntry::Begin(within) if self.within.is_none() => {
                 if !within.is_empty() && !is_below(&within) {
-                    return odd(format!("begins with {within:?}"));
+                    return invalid(format!("begins with {within:?}"));
                 }
                 self.within = Some(within);
             }
@@ -117,7 +117,7 @@ impl ListReader {
                 self.ended = true;
             }
             DatasetEntry::Failed(why) => return Err(CopyError::Unusable(why)),
-            entry => return odd(format!("has {entry:?}")),
+            entry => return invalid(format!("has {entry:?}")),
         }
         Ok(())
     }
@@ -126,7 +126,7 @@ impl ListReader {
         let (Some(within), true) = (self.within, self.ended) else {
             return Err(CopyError::Server(super::Failed::Later("the list of its files is cut off".into())));
         };
-        let key = hex::encode(&self.sum.finalize()[..16]);
+        let key = hex::encode(&self.hash.finalize()[..16]);
         Ok(List { file, key, within, files: self.files, bytes: self.bytes })
     }
 }

@@ -33,17 +33,17 @@ const BLOCK_BYTES: u64 = 4096;
 const SPARE_BYTES: u64 = 64 << 20;
 
 /// Pulls the missing parts of a copy, and renames the copy to its final name. Returns whether anything was missing. The
-/// first request contains the reason why the copy starts again (`anew`).
+/// first request contains `restart_reason`, if the copy starts again.
 pub(super) async fn complete(
     client: &AttemptClient<'_>,
-    (entry, turn): (&Entry, &CopyLock),
+    (entry, copy_lock): (&Entry, &CopyLock),
     about: &About,
     copies: &Copies,
-    (progress, anew): (&mut PullProgress, &mut Option<String>),
+    (progress, restart_reason): (&mut PullProgress, &mut Option<String>),
 ) -> Result<bool, CopyError> {
     let missing = {
         let entry = entry.clone();
-        turn.blocking(move || begin(&entry)).await?
+        copy_lock.blocking(move || begin(&entry)).await?
     };
     let Some(missing) = missing else { return Ok(false) };
     check_disk(entry, about, &missing, copies).await?;
@@ -58,7 +58,7 @@ pub(super) async fn complete(
     let mut unsynced = 0;
     loop {
         let parts;
-        (work, parts) = turn
+        (work, parts) = copy_lock
             .blocking(move || {
                 let parts = work.next()?;
                 Ok((work, parts))
@@ -68,21 +68,24 @@ pub(super) async fn complete(
             break;
         }
         let bytes: u64 = parts.iter().map(|part| part.length).sum();
-        let wanted = DatasetParts { parts, copied_bytes, total_bytes: about.bytes, anew: anew.clone() };
-        let download = client.dataset_parts(&wanted).await?;
+        let request =
+            DatasetParts { parts, copied_bytes, total_bytes: about.bytes, anew: restart_reason.clone() };
+        let download = client.dataset_parts(&request).await?;
         progress.answered = true;
-        *anew = None;
-        receive(download, wanted.parts, (&entry.part(), turn), progress).await?;
+        *restart_reason = None;
+        receive(download, request.parts, (&entry.part(), copy_lock), progress).await?;
         copied_bytes += bytes;
         unsynced += bytes;
         if unsynced >= SYNC_BYTES {
             let (entry, lines) = (entry.clone(), work.done());
-            turn.blocking(move || sync(&entry).and_then(|()| Synced::here(lines).note(&entry))).await?;
+            copy_lock
+                .blocking(move || sync(&entry).and_then(|()| Synced::in_this_boot(lines).note(&entry)))
+                .await?;
             unsynced = 0;
         }
     }
     let entry = entry.clone();
-    turn.blocking(move || finish(&entry)).await?;
+    copy_lock.blocking(move || finish(&entry)).await?;
     tracing::info!(dataset = about.dataset, "copied");
     Ok(true)
 }
@@ -106,7 +109,7 @@ struct Synced {
 }
 
 impl Synced {
-    fn here(lines: u64) -> Self {
+    fn in_this_boot(lines: u64) -> Self {
         Self { boot_id: lockstep_host::boot_id(), lines }
     }
 
@@ -116,12 +119,12 @@ impl Synced {
 
     fn of(entry: &Entry) -> Self {
         let read = fs::read(Self::path(entry)).ok();
-        read.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
+        read.and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
     }
 
     fn note(&self, entry: &Entry) -> Result<(), CopyError> {
-        let text = serde_json::to_vec(self).unwrap_or_default();
-        lockstep_host::write_whole(&Self::path(entry), &text).map_err(on_disk(entry.dir()))
+        let json = serde_json::to_vec(self).unwrap_or_default();
+        lockstep_host::write_whole(&Self::path(entry), &json).map_err(on_disk(entry.dir()))
     }
 }
 
@@ -153,7 +156,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
                 cache::remove(&[part.join(path)])?;
             }
         }
-        Synced::here(synced.lines).note(entry)?;
+        Synced::in_this_boot(synced.lines).note(entry)?;
     }
     missing_of(entry, &part).map(Some)
 }
@@ -202,15 +205,15 @@ async fn check_disk(
             return Ok(());
         }
         // Copies are evicted only if this frees enough space.
-        let gone = match free.saturating_add(unused) >= needed {
+        let evicted = match free.saturating_add(unused) >= needed {
             true => copies.evict_oldest().map_err(on_disk(entry.dir()))?,
             false => None,
         };
-        let Some(gone) = gone else {
+        let Some(evicted) = evicted else {
             let why = too_small(copies.dir(), &about.dataset, missing, free);
             return Err(CopyError::NoSpace(why));
         };
-        blocking(move || cache::remove(&[gone])).await?;
+        blocking(move || cache::remove(&[evicted])).await?;
     }
 }
 
@@ -280,7 +283,7 @@ impl Work {
         Ok(parts)
     }
 
-    /// Creates the folder of an entry, and returns the number of bytes that have arrived.
+    /// Creates an entry's folder or empty file, and returns the number of the file's bytes that have arrived.
     fn prepare(&self, entry: &DatasetEntry) -> Result<u64, CopyError> {
         match entry {
             DatasetEntry::Folder(path) => {

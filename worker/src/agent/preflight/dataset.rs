@@ -34,31 +34,31 @@ pub(super) fn check(
     )?;
     let path = path.as_path();
     let note = stored.job_dir.join(DATASET_NOTE);
-    let before = read_note(&note);
-    let fingerprint = take_fingerprint(path, before.is_some(), program, cancelled)?;
+    let first_note = read_note(&note);
+    let fingerprint = take_fingerprint(path, first_note.is_some(), program, cancelled)?;
     let own = DatasetNote { fingerprint, machine: machine.map(str::to_owned) };
     // Before the first start the server has no fingerprint to send. If there is a note, another machine of this
     // attempt wrote it meanwhile.
     let is_first_start = stored.start.files.dataset.is_none();
-    match (before, &stored.start.files.registered) {
-        (Some(before), _) if before.fingerprint != own.fingerprint => {
-            if is_first_start && before.machine.is_some() && before.machine != own.machine {
-                return Err(describe_difference(stored, &own, &before.in_words()));
+    match (first_note, &stored.start.files.registered) {
+        (Some(first_note), _) if first_note.fingerprint != own.fingerprint => {
+            if is_first_start && first_note.machine.is_some() && first_note.machine != own.machine {
+                return Err(describe_difference(stored, &own, &first_note.in_words()));
             }
-            let on = before.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
+            let on = first_note.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
             Err(format!(
-                "the dataset {} is not what the job began with{on}: {} now, {} then, or other content; restore the old dataset and \
-                 retry the job, or submit a new one",
+                "the dataset {} differs from the dataset with which the job began{on}: {} now, {} then, or other content; restore \
+                 the old dataset and retry the job, or submit a new job",
                 path.display(),
                 own.fingerprint.in_words(),
-                before.fingerprint.in_words(),
+                first_note.fingerprint.in_words(),
             ))
         }
         (Some(_), _) => Ok(()),
         (None, Some(registered)) if *registered != own.fingerprint => Err(format!(
-            "the dataset {} is not the one that was registered as {:?}: {} here, {} there, or other content; copy the registered \
-             one to this machine and retry the job or, if the dataset was changed on purpose, inspect it again on the page Datasets and \
-             retry the job",
+            "the dataset {} differs from the dataset that was registered as {:?}: {} on this machine, {} when it was registered, or \
+             other content; copy the registered dataset to this machine and retry the job or, if the dataset was changed on purpose, \
+             inspect it again on the page Datasets and retry the job",
             path.display(),
             stored.start.spec.data.dataset,
             own.fingerprint.in_words(),
@@ -91,22 +91,22 @@ fn take_fingerprint(
 }
 
 /// Stores the note of a job's first start. Agents of one attempt may share the job's folder and arrive at the same
-/// time: the first note counts, and the other agent compares its dataset with it.
+/// time: the first note counts, and the other agent compares its dataset with the note.
 fn store_note(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
     let note = stored.job_dir.join(DATASET_NOTE);
     // The first rank of this machine is unique among agents.
-    let first = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
-    let temporary = stored.job_dir.join(format!("dataset.{first}.json"));
-    let text = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
-    write_whole(&temporary, &text).map_err(|e| format!("{}: {e}", temporary.display()))?;
+    let first_rank = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
+    let temporary = stored.job_dir.join(format!("dataset.{first_rank}.json"));
+    let json = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
+    write_whole(&temporary, &json).map_err(|e| format!("{}: {e}", temporary.display()))?;
     let kept = match fs::hard_link(&temporary, &note) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match read_note(&note) {
-            Some(first) if first.fingerprint != own.fingerprint => {
+            Some(first_note) if first_note.fingerprint != own.fingerprint => {
                 let _ = fs::remove_file(&temporary);
-                return Err(describe_difference(stored, &own, &first.in_words()));
+                return Err(describe_difference(stored, &own, &first_note.in_words()));
             }
             Some(_) => fs::remove_file(&temporary),
-            // A note that was written only partly.
+            // The note was written only partly.
             None => fs::rename(&temporary, &note),
         },
         Ok(()) => fs::remove_file(&temporary),
@@ -116,7 +116,7 @@ fn store_note(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
     kept.map_err(|e| format!("{}: {e}", note.display()))
 }
 
-/// The error if two machines of a job have different datasets. `other` describes the other machine's.
+/// The error if two machines of a job have different datasets. `other` describes the dataset of the other machine.
 pub(in super::super) fn describe_difference(
     stored: &StoredAttempt,
     own: &DatasetNote,

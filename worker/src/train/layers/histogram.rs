@@ -56,9 +56,9 @@ fn histogram(name: String, kind: HistogramKind, values: &[f32]) -> LayerHistogra
     }
     // In float64, because the difference of float32's extreme values is not a float32.
     let (from, width) = (f64::from(min), f64::from(max) - f64::from(min));
-    let per_value = if width > 0.0 { HISTOGRAM_BINS as f64 / width } else { 0.0 };
+    let bins_per_unit = if width > 0.0 { HISTOGRAM_BINS as f64 / width } else { 0.0 };
     for value in finite() {
-        let bin = ((f64::from(value) - from) * per_value) as usize;
+        let bin = ((f64::from(value) - from) * bins_per_unit) as usize;
         counts[bin.min(HISTOGRAM_BINS - 1)] += 1;
     }
     LayerHistogram { name, kind, min, max, counts }

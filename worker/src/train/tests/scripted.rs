@@ -26,7 +26,7 @@ pub(super) struct Scripted {
     pub(super) updates: u64,
     /// The rank in the group.
     pub(super) replica: u32,
-    /// How often the weights were copied from the engine.
+    /// How many times the weights were copied from the engine.
     pub(super) copied: Arc<AtomicU32>,
     /// Called for each batch of a validation pass.
     pub(super) evaluated: Box<dyn FnMut() + Send>,
@@ -58,10 +58,10 @@ impl Engine for Scripted {
             self.weights.values_mut().for_each(|tensor| tensor.values[0] += 1.0);
             self.updates += 1;
         }
-        let number = if skipped { f32::INFINITY } else { 1.0 };
+        let value = if skipped { f32::INFINITY } else { 1.0 };
         Ok(Some(StepResult {
-            loss: number,
-            grad_norm: number,
+            loss: value,
+            grad_norm: value,
             samples: batches.iter().map(|batch| batch.labels.len() as u32).sum(),
             loss_scale: (self.precision == Precision::Fp16).then_some(1.0),
             ..StepResult::default()

@@ -48,7 +48,7 @@ fn files_are_checked_before_the_first_start_and_folders_before_later_ones() {
     let mut fixture = fixture(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{}'", fingerprint_reply()));
     fs::create_dir_all(fixture.dir.path().join("data/train/cat")).unwrap();
     fixture.stored.start.dataset_path = fixture.dir.path().join("data").display().to_string();
-    let knows_fingerprint = || {
+    let has_begun = || {
         let cancelled = std::sync::atomic::AtomicBool::new(false);
         let result = check(&fixture.stored, &fixture.context.program, &[], &cancelled, None);
         assert_eq!(result, Ok(()));
@@ -56,7 +56,7 @@ fn files_are_checked_before_the_first_start_and_folders_before_later_ones() {
         fs::remove_file(fixture.dir.path().join("asked")).unwrap();
         request.contains("\"has_begun\":true")
     };
-    assert_eq!([knows_fingerprint(), knows_fingerprint(), knows_fingerprint()], [false, true, true]);
+    assert_eq!([has_begun(), has_begun(), has_begun()], [false, true, true]);
 }
 
 #[tokio::test]

@@ -135,8 +135,7 @@ fn mode(path: &Path) -> u32 {
 #[test]
 fn copies_are_hidden_from_other_accounts() {
     let dir = tempfile::tempdir().unwrap();
-    // A folder that is created together with its parents, an existing empty folder, and a folder with files
-    // of others.
+    // A folder that is created together with its parents, an existing empty folder, and a folder with other files.
     let (created, own, shared) =
         (dir.path().join("above/created"), dir.path().join("own"), dir.path().join("shared"));
     for (folder, file) in [(&own, None), (&shared, Some("of others"))] {

@@ -68,37 +68,37 @@ pub(super) async fn receive(
     progress: &mut PullProgress,
 ) -> Result<(), CopyError> {
     let mut incoming = Incoming { download, bytes: BytesMut::new() };
-    let (mut held, mut held_bytes) = (Vec::new(), 0);
+    let (mut buffered, mut buffered_bytes) = (Vec::new(), 0);
     for part in parts {
         match incoming.part(part.length).await {
             Ok((bytes, sum)) => {
-                held_bytes += bytes.len();
-                held.push((part, bytes, sum));
+                buffered_bytes += bytes.len();
+                buffered.push((part, bytes, sum));
             }
             Err(error) => {
-                store(std::mem::take(&mut held), to, progress).await?;
+                store(std::mem::take(&mut buffered), to, progress).await?;
                 return Err(error);
             }
         }
-        if held_bytes >= HELD_BYTES {
-            store(std::mem::take(&mut held), to, progress).await?;
-            held_bytes = 0;
+        if buffered_bytes >= HELD_BYTES {
+            store(std::mem::take(&mut buffered), to, progress).await?;
+            buffered_bytes = 0;
         }
     }
-    store(held, to, progress).await?;
+    store(buffered, to, progress).await?;
     // Read the response to its end, so that the connection can be reused.
     let _ = incoming.download.next().await;
     Ok(())
 }
 
 async fn store(
-    held: Vec<Part>,
-    (folder, turn): (&Path, &CopyLock),
+    buffered: Vec<Part>,
+    (folder, copy_lock): (&Path, &CopyLock),
     progress: &mut PullProgress,
 ) -> Result<(), CopyError> {
-    let (folder, any) = (folder.to_owned(), !held.is_empty());
-    turn.blocking(move || held.iter().try_for_each(|part| write(part, &folder))).await?;
-    progress.advanced |= any;
+    let (folder, has_parts) = (folder.to_owned(), !buffered.is_empty());
+    copy_lock.blocking(move || buffered.iter().try_for_each(|part| write(part, &folder))).await?;
+    progress.advanced |= has_parts;
     Ok(())
 }
 

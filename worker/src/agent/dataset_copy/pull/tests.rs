@@ -56,8 +56,8 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     assert_eq!(first[..2], [("a/1".into(), 0, 3), ("b".into(), 0, DATASET_PART_BYTES)]);
     assert_eq!(first.iter().map(|(_, _, length)| length).sum::<u64>(), DATASET_PARTS_BYTES);
     assert_eq!(work.done(), 4, "b is not done");
-    let at = DATASET_PARTS_BYTES - 3;
-    assert_eq!(next_parts(&mut work), [("b".into(), at, 8), ("c".into(), 0, 2)]);
+    let offset = DATASET_PARTS_BYTES - 3;
+    assert_eq!(next_parts(&mut work), [("b".into(), offset, 8), ("c".into(), 0, 2)]);
     assert!(next_parts(&mut work).is_empty());
     assert!(entry.part().join("a/2").is_file(), "an empty file is created");
 
@@ -135,25 +135,26 @@ fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
 }
 
 #[tokio::test]
-async fn a_copy_abandoned_by_its_job_keeps_its_turn_until_it_ends() {
+async fn a_copy_abandoned_by_its_job_stays_locked_until_it_ends() {
     let dir = tempfile::tempdir().unwrap();
     let (copies, entry) = entry(dir.path(), &[("a", 1)]);
-    let turn = copies.turn(&entry).await;
+    let copy_lock = copies.lock_copy(&entry).await;
     let (release, released) = std::sync::mpsc::channel::<()>();
     let mut work = Box::pin(async move {
-        turn.blocking(move || {
-            let _ = released.recv();
-            Ok(())
-        })
-        .await
+        copy_lock
+            .blocking(move || {
+                let _ = released.recv();
+                Ok(())
+            })
+            .await
     });
     // The work has begun, and no one waits for it any more.
     assert!(futures_util::poll!(work.as_mut()).is_pending());
     drop(work);
-    let mut next = Box::pin(copies.turn(&entry));
+    let mut next = Box::pin(copies.lock_copy(&entry));
     assert!(tokio::time::timeout(std::time::Duration::from_millis(100), next.as_mut()).await.is_err());
     drop(release);
-    let _turn = next.await;
+    let _copy_lock = next.await;
     // Everything that the earlier job finished is complete.
     complete(&entry);
     finish(&entry).unwrap();
@@ -172,7 +173,7 @@ fn unsynced_files_are_fetched_again_after_a_power_failure() {
     Synced { boot_id: "an earlier one".into(), lines: 2 }.note(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
     assert!(entry.part().join("a").exists() && !entry.part().join("b").exists());
-    assert_eq!(Synced::of(&entry), Synced::here(2));
+    assert_eq!(Synced::of(&entry), Synced::in_this_boot(2));
     Synced { boot_id: "none was synced".into(), lines: 0 }.note(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 2);
 }

@@ -31,7 +31,7 @@ pub(super) enum Region {
     /// Resampling tables along one axis of a picture.
     ScaleRows,
     ScaleColumns,
-    /// Control blocks of coming micro-batches, in host memory; the number of the next micro-batch; the same number in host memory.
+    /// Control blocks of coming micro-batches, in host memory; how many of them the GPU has read; the same count in host memory.
     InputRing,
     InputCounter,
     InputsTaken,
@@ -47,7 +47,7 @@ pub(super) enum Region {
     Weights,
     /// Copy of the matrices in the format in which convolutions are computed.
     LowPrecision,
-    /// An optimizer slot, by number.
+    /// The optimizer slot with this index.
     OptimizerSlot(usize),
     MatrixGradients,
     /// Gradient of a stage's input, until it is sent to the preceding stage.
@@ -58,7 +58,8 @@ pub(super) enum Region {
     Accumulated,
     /// Running statistics of batch norms.
     RunningStatistics,
-    /// During a step: the running statistics after the newest finished step; for each block of the copying kernel, the number of this step.
+    /// During a step: the running statistics after the newest finished step; for each block of the kernel that copies them, the number of
+    /// finished steps.
     KeptStatistics,
     KeptOf,
     /// Moving averages of the weights and of the running statistics.
@@ -70,10 +71,10 @@ pub(super) enum Region {
     ChannelSums,
     /// Sums that NCCL reduces over ranks.
     StatisticsSums,
-    /// If ranks divide the optimizer's state: float64 sums of squares, of the gradients of each bucket and for each parameter's norms.
+    /// If ranks divide the optimizer's state: float64 sums of squares of each bucket's gradients, and of each parameter for its norms.
     BucketSquares,
     SegmentSquares,
-    /// Addresses of all ranks' exchange buffers; number of exchanges so far, by value.
+    /// Addresses of all ranks' exchange buffers; for each exchanged value, the number of exchanges so far.
     PeerTable,
     PeerSequences,
     /// Loss scale, and the state of the latest gradients and update ([`super::state::Scaler`]).
@@ -87,7 +88,7 @@ pub(super) enum Region {
     /// Range of each parameter; learning rate of each parameter.
     Segments,
     Rates,
-    /// For Muon: the matrix of each convolution; each parameter's learning rate and weight decay.
+    /// For Muon: the matrix of each convolution, then the learning rate and weight decay of each parameter.
     Policies,
     /// The result of a check: whether a value is not finite, or a checksum of weights.
     CheckResult,
@@ -244,7 +245,7 @@ pub(super) enum EventId {
     SideBegin,
     /// All work of the side stream is done.
     SideEnd,
-    /// The weight gradient with this number, from 0, is computed.
+    /// The weight gradient with this index is computed.
     WeightGradient(usize),
     /// A bucket's gradients are complete.
     BucketReady(usize),
@@ -257,11 +258,11 @@ pub(super) enum EventId {
 pub(super) enum Content {
     Activation(TensorId),
     Gradient(TensorId),
-    /// By batch norm: one bit per value.
+    /// Of the batch norm with this index: one bit per value.
     ReluMask(usize),
-    /// By batch norm or by tensor: one byte per value.
+    /// Of the batch norm or tensor with this index: one byte per value.
     Argmax(usize),
-    /// Memory of a split head or of cosines. Logits and their gradient are an activation and a gradient.
+    /// Memory of a split head or of cosines, except logits and their gradient: an [`Content::Activation`] and a [`Content::Gradient`].
     Head,
     /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
     Rows,
@@ -277,7 +278,7 @@ pub(super) enum Content {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Begin,
-    /// Forward of the fused operation with this number.
+    /// Forward pass of the fused operation with this index.
     Forward(usize),
     Loss,
     Backward(usize),
@@ -318,7 +319,8 @@ pub(super) enum Command {
         stream: StreamId,
         event: EventId,
     },
-    /// A collective by NCCL. `count`: number of values of an all-reduce, where `from` is `to`; else of one rank's part.
+    /// A collective by NCCL. In an all-reduce, `from` is `to`, and `count` is the number of all values. Otherwise `count` is the number of
+    /// values in one rank's part.
     Collective {
         stream: StreamId,
         kind: Collective,
@@ -328,8 +330,8 @@ pub(super) enum Command {
         count: usize,
         dtype: DataType,
     },
-    /// By NCCL: sends `sends` to other ranks of a group and receives `receives` from them, concurrently. Ranks are numbers
-    /// in the group.
+    /// By NCCL: sends `sends` to other ranks of a group and receives `receives` from them, concurrently. Ranks are counted
+    /// within the group.
     Exchange {
         stream: StreamId,
         group: Group,
@@ -379,8 +381,8 @@ impl Command {
                 }
                 Arg::U32(_) | Arg::U64(_) | Arg::F32(_) | Arg::F64(_) => {}
             }),
-            Command::Convolution { tensors: Tensors { x, w, y, sums }, workspace, .. } => {
-                [x, w, y, sums, workspace].into_iter().for_each(shift);
+            Command::Convolution { tensors: Tensors { x, w, y, channel_sums }, workspace, .. } => {
+                [x, w, y, channel_sums, workspace].into_iter().for_each(shift);
             }
             Command::Collective { from, to, .. } => [from, to].into_iter().for_each(shift),
             Command::Exchange { sends, receives, .. } => {
@@ -424,7 +426,7 @@ impl Command {
                 };
                 let mut all = vec![(tensors.x, x), (tensors.w, w), (tensors.y, y)];
                 if convolution.sums {
-                    all.push((tensors.sums, Access::Write));
+                    all.push((tensors.channel_sums, Access::Write));
                 }
                 all.push((*workspace, Access::Write));
                 all

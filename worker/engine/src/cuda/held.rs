@@ -59,13 +59,13 @@ impl RecoveryStream {
     }
 }
 
-/// Waits until `is_so`.
+/// Waits until `is_done`; fails after the time `until`.
 fn wait(
     until: Instant,
     what: &'static str,
-    mut is_so: impl FnMut() -> Result<bool, CudaError>,
+    mut is_done: impl FnMut() -> Result<bool, CudaError>,
 ) -> Result<(), CudaError> {
-    while !is_so()? {
+    while !is_done()? {
         if Instant::now() > until {
             return Err(CudaError::Hung { secs: RECOVERY_LIMIT.as_secs_f64(), what });
         }

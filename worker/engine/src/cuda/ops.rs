@@ -12,8 +12,8 @@
 //!
 //! # Operands
 //! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
-//! memory; the check of a step's commands relies on that. "Traffic" in a method's documentation lists the
-//! memory traffic of its kernels.
+//! memory; the check of a step's commands relies on that. "Traffic" in a method's documentation is the
+//! memory traffic of the method's kernels.
 
 mod adam;
 mod block_end;
@@ -82,13 +82,13 @@ pub(super) const WGMMA_CAPABILITY: u32 = 90;
 pub(super) struct Ops {
     dtype: DType,
     multiprocessors: u32,
-    clusters: bool,
+    has_clusters: bool,
 }
 
 impl Ops {
     /// `capability`: 90 for 9.0; devices from 9.0 on have thread block clusters.
     pub(super) fn new(dtype: DType, multiprocessors: u32, capability: u32) -> Self {
-        Self { dtype, multiprocessors, clusters: capability >= 90 }
+        Self { dtype, multiprocessors, has_clusters: capability >= 90 }
     }
 
     /// Bytes of scratch memory for `pictures` per micro-batch, `padded` classes and `segments` parameters. The memory must be zero at

@@ -250,11 +250,11 @@ impl State {
         decay: f64,
         steps: u32,
     ) -> Result<Vec<Kernel>, CudaError> {
-        let first = self.average.is_none();
-        if first {
+        let is_first = self.average.is_none();
+        if is_first {
             self.allocate_average(device)?;
         }
-        let decay = if first { 0.0 } else { decay };
+        let decay = if is_first { 0.0 } else { decay };
         let planar_bytes = 4 * self.planar_len;
         let all = [
             (Region::AverageWeights, Region::Weights, planar_bytes..self.weights.bytes),

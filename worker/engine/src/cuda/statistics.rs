@@ -17,7 +17,7 @@ pub(super) enum NormPass {
 pub(super) struct ExchangeSlot {
     /// Offset of the sums in each rank's exchange buffer.
     offset: u64,
-    /// Number of exchanges so far, by value.
+    /// For each exchanged value, the number of exchanges so far.
     sequence: Operand,
 }
 
@@ -73,8 +73,8 @@ impl Statistics {
         matches!(self, Statistics::PeerMemory(_))
     }
 
-    /// Whether gradients are sent from the main stream, because ranks also use NCCL between its kernels: neither one group of ranks nor
-    /// two groups that wait for each other's ranks may be used from two streams at once.
+    /// Whether gradients are sent from the main stream, because ranks also use NCCL between its kernels. Two streams must not use one group
+    /// of ranks at the same time, nor two groups that wait for each other's ranks.
     pub(super) fn uses_main_stream(&self) -> bool {
         matches!(self, Statistics::Nccl | Statistics::LocalInOrder)
     }

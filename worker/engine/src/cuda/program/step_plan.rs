@@ -394,7 +394,7 @@ fn check_rows(network: &Network) -> Result<(), CudaError> {
             }
             None if matches!(op, Op::BatchNorm { .. }) => {
                 return Err(CudaError::Unsupported(format!(
-                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm behind the global pooling. Leave the key out, \
+                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm after the global pooling. Leave the key out, \
                      or set parallel.device = \"cpu\""
                 )));
             }

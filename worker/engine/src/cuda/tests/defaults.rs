@@ -8,7 +8,7 @@ fn default_in(precision: Precision) -> DeviceConfig {
     DeviceConfig { precision, deterministic: false, ..deterministic() }
 }
 
-/// A whole micro-batch, a ragged one, several whole ones, and several of which the last is ragged.
+/// A full micro-batch, a ragged micro-batch, several full micro-batches, and several micro-batches of which the last is ragged.
 const STEPS: [&[usize]; 4] = [&[32], &[19], &[32, 32, 32], &[32, 32, 5]];
 
 #[test]

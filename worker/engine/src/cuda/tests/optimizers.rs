@@ -125,15 +125,15 @@ fn check_update(
     name: &str,
     optimizer: &Optimizer,
     lr: f32,
-    [was, is]: [&NamedTensors; 2],
+    [old_weights, new_weights]: [&NamedTensors; 2],
     [before, after]: [&OptimizerState; 2],
 ) {
-    for (parameter, now) in is.iter().filter(|(name, _)| !name.contains("running")) {
+    for (parameter, now) in new_weights.iter().filter(|(name, _)| !name.contains("running")) {
         let slot =
             |state: &OptimizerState, slot: &str| state.slots[&slot_name(parameter, slot)].values.clone();
         let (m, v) = (slot(after, "exp_avg"), slot(after, "exp_avg_sq"));
         let (old_m, old_v) = (slot(before, "exp_avg"), slot(before, "exp_avg_sq"));
-        let wanted = expected_update(optimizer, lr, &was[parameter], &m, &v, after.updates);
+        let wanted = expected_update(optimizer, lr, &old_weights[parameter], &m, &v, after.updates);
         let largest = wanted.iter().fold(1e-3f64, |largest, w| largest.max(w.abs()));
         for (w, wanted) in now.values.iter().zip(&wanted) {
             let apart = (f64::from(*w) - wanted).abs();
@@ -164,14 +164,15 @@ fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
             let loss_scale = LossScale::Named("dynamic".into());
             let gpu = DeviceConfig { precision, loss_scale, ..deterministic() };
             let mut engine = cuda_as(&initial, &network, &config, gpu.clone());
-            let (mut was, mut before) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
+            let (mut old_weights, mut before) =
+                (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
             assert_eq!(before.updates, 0);
             let mut skipped = 0;
             for step in 0..10 {
                 if step == 4 {
                     // As after a restart.
                     let mut next = cuda_as(&initial, &network, &config, gpu.clone());
-                    next.set_parameters(&was).unwrap();
+                    next.set_parameters(&old_weights).unwrap();
                     next.set_optimizer_state(&before).unwrap();
                     if let Some(scaling) = engine.loss_scaling().unwrap() {
                         next.set_loss_scaling(scaling).unwrap();
@@ -191,15 +192,17 @@ fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
                     assert!(result.is_finite() || result.is_skipped(), "{name}");
                     skipped += u64::from(result.is_skipped());
                 }
-                let (is, after) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
+                let (weights, after) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
                 assert_eq!(after.updates, step as u64 + 1 - skipped, "{name}");
                 if after.updates == before.updates {
                     assert!(after == before, "{name}: a skipped step changes nothing");
-                    assert!(is.iter().all(|(n, t)| n.contains("running") || *t == was[n]), "{name}");
+                    let is_kept = weights.iter().all(|(n, t)| n.contains("running") || *t == old_weights[n]);
+                    assert!(is_kept, "{name}");
                 } else {
-                    check_update(&name, &config.optimizer, lr, [&was, &is], [&before, &after]);
+                    let (weights, state) = ([&old_weights, &weights], [&before, &after]);
+                    check_update(&name, &config.optimizer, lr, weights, state);
                 }
-                (was, before) = (is, after);
+                (old_weights, before) = (weights, after);
             }
             assert_eq!(skipped > 0, precision == Precision::Fp16, "{name}: {skipped} skipped");
             assert_eq!(engine.first_not_finite().unwrap(), None);

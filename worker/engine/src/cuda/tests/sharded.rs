@@ -60,7 +60,10 @@ fn trained(
     part.optimizer.as_mut().unwrap().slots.extend(their_slots);
     let missing = state.parameters.iter().filter(|of| part.parameters.get(of.0) != Some(of.1));
     let missing: Vec<_> = missing.map(|(name, _)| name).collect();
-    assert!(part == state, "the ranks' parts together are the whole state; apart from {missing:?}");
+    assert!(
+        part == state,
+        "the ranks' parts together are not the whole state; missing or different: {missing:?}"
+    );
     (losses.iter().zip(others).map(|(a, b)| (a + b) / 2.0).collect(), *state)
 }
 

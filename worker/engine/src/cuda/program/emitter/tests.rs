@@ -23,6 +23,7 @@ mod signatures;
 mod split_head;
 mod stages;
 
+/// The only micro-batch of a step, with a full batch.
 const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true, pass: None };
 const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
@@ -82,10 +83,10 @@ struct Setting {
 
 impl Setting {
     fn new(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32, ranks: Ranks) -> Self {
-        Self::of_share(network, batch, dtype, capability, (ranks, None))
+        Self::with_share(network, batch, dtype, capability, (ranks, None))
     }
 
-    fn of_share(
+    fn with_share(
         network: &Arc<Network>,
         batch: usize,
         dtype: DType,
@@ -108,8 +109,8 @@ impl Setting {
         Self { plan, layout, norms, statistics, share, capability, optimizer, accumulates, data_ranks, sums }
     }
 
-    fn with_facts<T>(&self, use_them: impl FnOnce(&Facts<'_>) -> T) -> T {
-        use_them(&Facts {
+    fn with_facts<T>(&self, use_facts: impl FnOnce(&Facts<'_>) -> T) -> T {
+        use_facts(&Facts {
             plan: &self.plan,
             layout: &self.layout,
             norms: &self.norms,
@@ -141,8 +142,8 @@ impl Setting {
         assert_eq!(checked, Ok(()), "{name}, {:?}, {phase:?}\n{}", self.plan.dtype, self.text(&emitted));
         let logits = Content::Activation(self.plan.network.logits());
         let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
-        let left: &[Content] = if has_logits { &[logits] } else { &[] };
-        assert_eq!(live(&emitted.commands), left, "{name}, {phase:?}");
+        let wanted: &[Content] = if has_logits { &[logits] } else { &[] };
+        assert_eq!(live(&emitted.commands), wanted, "{name}, {phase:?}");
         for command in &emitted.commands {
             if let Command::Kernel { kernel, .. } = command {
                 signatures::check(kernel);
@@ -382,11 +383,10 @@ fn check_plan(dtype: DType) {
     let text = format!(
         "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, {format}, compute capability 9.0, 132 multiprocessors.\n\
          \n\
-         What is fused, and the commands of each fused operation in their order: what it allocates (how much, at which\n\
-         offset) and frees, and what it starts. A command is \"stream: kernel grid of block: reads -> writes; changes\",\n\
-         a convolution by cuDNN has its shape instead of a grid. tN is tensor N of the network. A batch norm's backward\n\
-         pass leaves the gradient of its input where that was. What weight gradients read is freed when the main stream has\n\
-         waited for them.\n\
+         The fused operations and, for each of them, its commands in order: allocations (size and offset), frees, and launches.\n\
+         A launch is \"stream: kernel grid of block: reads -> writes; changes\"; a convolution by cuDNN has its shape instead of a\n\
+         grid. tN is the tensor with index N. A batch norm's backward pass writes the gradient of its input over the input.\n\
+         The memory that weight gradients read is freed when the main stream has waited for them.\n\
          \n\
          Memory: {trains} MiB to train, {one_stream} MiB without a side stream, {evaluates} MiB to evaluate.\n\
          \n\

@@ -127,7 +127,7 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                 assert_eq!(setting.plan.sampled().unwrap().chunks, chunks);
                 for side_stream in [false, true] {
                     let commands = setting.emit_valid(Phase::Train(ONLY), side_stream).commands;
-                    // Of the matrix: weights, what is computed with, and what the optimizer keeps.
+                    // Of the matrix: the trained weights, their low-precision copy, and the optimizer's slots.
                     let copies = if dtype == DType::F32 { 1 } else { 2 };
                     for (name, wanted) in [
                         ("sample_classes", 1),
@@ -202,7 +202,7 @@ fn parameters_of_all_ranks_are_the_network_s() {
         assert!(back.keys().eq(initial.keys().filter(|name| !name.contains("running"))));
         assert!(back["conv1.weight"] == initial["conv1.weight"]);
         head.extend_from_slice(&back["fc.weight"].values);
-        // Of three, three, three and two classes, padded to eight.
+        // The ranks have 3, 3, 3 and 2 classes, each padded to 8.
         let [split, whole] = layout.split_and_whole();
         assert_eq!((split[0].clone(), split[1].len()), (0..1024, 1024));
         assert_eq!(whole[0].start, 1024);

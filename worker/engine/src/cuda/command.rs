@@ -28,17 +28,21 @@ pub(super) enum Region {
     Normalisation,
     /// Float32 weights of the classes in the loss.
     ClassWeights,
-    /// Resampling tables along one axis of a picture.
+    /// Resampling table for the rows of a picture.
     ScaleRows,
+    /// Resampling table for the columns of a picture.
     ScaleColumns,
-    /// Control blocks of coming micro-batches, in host memory; how many of them the GPU has read; the same count in host memory.
+    /// Control blocks of coming micro-batches, in host memory.
     InputRing,
+    /// Number of control blocks that the GPU has read.
     InputCounter,
+    /// The same number as [`Region::InputCounter`], in host memory.
     InputsTaken,
     /// Control block of the current micro-batch.
     Control,
-    /// Results of steps, in host memory; number of results so far.
+    /// Results of steps, in host memory.
     ResultRing,
+    /// Number of results so far.
     ResultCounter,
     /// The current micro-batch's control blocks of all ranks of the model group. If operators are split, a control block for all pictures of
     /// the group follows.
@@ -58,12 +62,13 @@ pub(super) enum Region {
     Accumulated,
     /// Running statistics of batch norms.
     RunningStatistics,
-    /// During a step: the running statistics after the newest finished step; for each block of the kernel that copies them, the number of
-    /// finished steps.
+    /// During a step: the running statistics after the newest finished step.
     KeptStatistics,
+    /// For each block of the kernel that copies [`Region::KeptStatistics`]: the number of finished steps at the time of the copy.
     KeptOf,
-    /// Moving averages of the weights and of the running statistics.
+    /// Moving average of the weights.
     AverageWeights,
+    /// Moving average of the running statistics.
     AverageStatistics,
     /// Values that one pass of a batch norm computes for a later pass.
     NormValues,
@@ -71,11 +76,13 @@ pub(super) enum Region {
     ChannelSums,
     /// Sums that NCCL reduces over ranks.
     StatisticsSums,
-    /// If ranks divide the optimizer's state: float64 sums of squares of each bucket's gradients, and of each parameter for its norms.
+    /// If ranks divide the optimizer's state: the sum of squares of each bucket's gradients, float64.
     BucketSquares,
+    /// If ranks divide the optimizer's state: the sums of squares for the norms of each parameter, float64.
     SegmentSquares,
-    /// Addresses of all ranks' exchange buffers; for each exchanged value, the number of exchanges so far.
+    /// Addresses of all ranks' exchange buffers.
     PeerTable,
+    /// For each value that ranks exchange: the number of exchanges so far.
     PeerSequences,
     /// Loss scale, and the state of the latest gradients and update ([`super::state::Scaler`]).
     Scaler,
@@ -85,8 +92,9 @@ pub(super) enum Region {
     Stamps,
     /// Logits of an evaluation, for the host.
     EvaluatedLogits,
-    /// Range of each parameter; learning rate of each parameter.
+    /// Range of each parameter.
     Segments,
+    /// Learning rate of each parameter.
     Rates,
     /// For Muon: the matrix of each convolution, then the learning rate and weight decay of each parameter.
     Policies,
@@ -94,8 +102,9 @@ pub(super) enum Region {
     CheckResult,
     /// The kernels' counters and partial sums.
     Scratch,
-    /// cuDNN's workspace on the main stream, and on the side stream.
+    /// cuDNN's workspace on the main stream.
     Workspace,
+    /// cuDNN's workspace on the side stream.
     SideWorkspace,
 }
 

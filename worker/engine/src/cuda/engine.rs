@@ -31,7 +31,7 @@ impl Engine for CudaEngine {
         self.device.bind()?;
         self.program.set_normalisation(&data.shape.mean, &data.shape.std)?;
         if self.program.network().stage().0 > 0 {
-            // Only the first stage needs pictures; the others need only labels.
+            // Only the first stage needs pictures; later stages need only labels.
             return Ok(BatchFormat::AugmentParams);
         }
         if let Some(resident) = data.resident() {

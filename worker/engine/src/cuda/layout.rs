@@ -57,7 +57,7 @@ pub(super) struct ParameterPlace {
     /// Start of the next parameter's range.
     end: usize,
     pub(super) kind: ParameterKind,
-    /// Whether the parameter is not trained. The gradient of such a matrix is zeros; such a vector has no gradient.
+    /// Whether the parameter is not trained. Then a matrix has a gradient of zeros, and a vector has no gradient.
     pub(super) is_fixed: bool,
     /// Whether a model group splits the parameter.
     pub(super) is_split: bool,

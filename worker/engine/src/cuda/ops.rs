@@ -130,8 +130,8 @@ impl Ops {
         let groups = channels / 8;
         let x = groups.next_power_of_two().clamp(1, 32);
         let (y, columns) = (threads / x, groups.div_ceil(x).max(1));
-        let most = (self.multiprocessors * per_multiprocessor / columns).max(1);
-        plain([rows.div_ceil(y).clamp(1, most), columns, 1], [x, y, 1])
+        let max_blocks = (self.multiprocessors * per_multiprocessor / columns).max(1);
+        plain([rows.div_ceil(y).clamp(1, max_blocks), columns, 1], [x, y, 1])
     }
 
     /// [`Ops::grid_stride`] for kernels that sum over rows: one block per multiprocessor, at least two rows per thread.
@@ -141,8 +141,8 @@ impl Ops {
 
     /// Blocks of 256 threads for `items` independent items.
     fn items(&self, items: u64, per_multiprocessor: u32) -> Geometry {
-        let most = u64::from(self.multiprocessors * per_multiprocessor);
-        plain([items.div_ceil(256).clamp(1, most) as u32, 1, 1], [256, 1, 1])
+        let max_blocks = u64::from(self.multiprocessors * per_multiprocessor);
+        plain([items.div_ceil(256).clamp(1, max_blocks) as u32, 1, 1], [256, 1, 1])
     }
 }
 

@@ -233,7 +233,7 @@ impl Reducer {
         let stages = if stages.is_empty() { String::new() } else { format!("{stages}; ") };
         let split = if self.has_group(Group::Model) { "the network is split over ranks; " } else { "" };
         let rows = if self.has_group(Group::Height) { "ranks share the rows of pictures; " } else { "" };
-        let rest = match &self.memory {
+        let reductions = match &self.memory {
             Memory::None => {
                 String::from("gradients go through NCCL; each rank has its own batch norm statistics")
             }
@@ -246,7 +246,7 @@ impl Reducer {
                 )
             }
         };
-        format!("{stages}{rows}{split}{rest}")
+        format!("{stages}{rows}{split}{reductions}")
     }
 
     /// Checks for asynchronous NCCL errors.

@@ -36,8 +36,8 @@ pub(super) struct Control {
     pub(super) lr: f32,
     /// A mixed picture's own share.
     pub(super) lambda: f32,
-    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. All
-    /// others are mixed with their predecessor.
+    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. Each
+    /// other picture is mixed with its predecessor.
     pub(super) before: [u32; 2],
     /// cutmix: start and end, in rows and columns, of the other picture's rectangle. Zeros for mixup.
     pub(super) cut_rows: [u32; 2],

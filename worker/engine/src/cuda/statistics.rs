@@ -56,7 +56,7 @@ impl Statistics {
         (2 * world * 2 * channels * 8).next_multiple_of(256)
     }
 
-    /// How the sums of batch norm number `norm`, which has `channels`, are reduced.
+    /// How the sums of the batch norm with index `norm` and `channels` channels are reduced.
     pub(super) fn reduction(&self, norm: usize, channels: usize, pass: NormPass) -> Reduce {
         match self {
             Statistics::Local | Statistics::LocalInOrder => Reduce::Local,

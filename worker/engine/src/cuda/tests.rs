@@ -178,13 +178,13 @@ fn worst_difference(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String)
 }
 
 /// Distance between trained parameters, relative to their distance from the start.
-fn apart_of_way(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors) -> f64 {
-    let (mut apart, mut way) = (0.0, 0.0);
+fn relative_distance(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors) -> f64 {
+    let (mut distance, mut change) = (0.0, 0.0);
     for (name, tensor) in wanted.iter().filter(|(name, _)| !name.contains("running")) {
-        apart += difference(&ours[name].values, &tensor.values);
-        way += difference(&tensor.values, &start[name].values);
+        distance += difference(&ours[name].values, &tensor.values);
+        change += difference(&tensor.values, &start[name].values);
     }
-    (apart / way).sqrt()
+    (distance / change).sqrt()
 }
 
 /// Differences between one step and the CPU engine's.
@@ -372,8 +372,8 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
         assert!((ours.grad_norm - wanted.grad_norm).abs() < 1e-2 * wanted.grad_norm, "{ours:?} / {wanted:?}");
     }
     let start = initial(&network);
-    let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
-    assert!(way < 1e-2, "weights are {way} of their way apart");
+    let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
+    assert!(distance < 1e-2, "weights are {distance} of their change apart");
     let many = pictures(&network, 40, 9);
     let (wanted, ours) = (a.eval_step(&many).unwrap(), b.eval_step(&many).unwrap());
     eprintln!("evaluation {ours:?} / {wanted:?}");
@@ -411,8 +411,9 @@ fn gpu_a_margin_matches_the_cpu_engine() {
             );
             assert!(!is_exact || ours.correct == wanted.correct, "{kind:?} {step}: {ours:?} / {wanted:?}");
         }
-        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial(&network));
-        assert!(way < bound, "{kind:?} {precision:?}: weights are {way} of their way apart");
+        let distance =
+            relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial(&network));
+        assert!(distance < bound, "{kind:?} {precision:?}: weights are {distance} of their change apart");
         let (wanted, ours) = (a.predict(&batches[0]).unwrap(), b.predict(&batches[0]).unwrap());
         let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
         assert!(

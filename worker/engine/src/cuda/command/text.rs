@@ -143,7 +143,7 @@ impl Display for StreamId {
     }
 }
 
-/// `grid of block`, both without trailing ones, then cluster and dynamic shared memory, if any.
+/// `grid of block`, both without trailing 1s, then cluster and dynamic shared memory, if any.
 impl Display for Geometry {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         let sides = |[x, y, z]: [u32; 3]| match (y, z) {

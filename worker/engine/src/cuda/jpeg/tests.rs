@@ -176,7 +176,7 @@ fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
     data
 }
 
-/// The batches of an epoch of training and of one of validation.
+/// The batches of one epoch of training, then the batches of one validation.
 fn batches(data: &DataSource) -> Vec<Batch> {
     let (rank, world_size, batch_size, threads) = (0, 1, 4, 2);
     let validation = data.validation(rank, world_size, batch_size, threads);

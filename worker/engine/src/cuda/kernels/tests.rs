@@ -66,7 +66,7 @@ mod full {
     }
 }
 
-/// If kernels defined such a value themselves, it could silently differ from the host's.
+/// If kernels defined a constant themselves, it could silently differ from the host's constant.
 #[test]
 fn kernels_use_the_host_s_constants_and_do_not_redefine_them() {
     for (name, value) in constants::for_dtype(DType::F16) {

@@ -117,7 +117,7 @@ impl Program {
             buffers.insert(Region::BucketSquares, device.zeros(8 * layout.reduced_ranges().count())?);
             buffers.insert(Region::SegmentSquares, device.zeros(count * SEGMENT_SQUARES)?);
         }
-        // The schedule has at most this many micro-batches between forward and backward pass: one for each stage from this one to the last.
+        // The schedule has at most one micro-batch between forward and backward pass for each stage from this stage to the last.
         let micro_batches_in_flight = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, micro_batches_in_flight)?;
         // A split head has separate kernels and does not copy its logits.

@@ -122,8 +122,8 @@ fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
             let is_unchanged = tensor.values.iter().all(|v| *v == 0.25);
             assert_eq!(is_unchanged, is_of_norm(&network, name), "{kind:?}: {slot}");
         }
-        let way = apart_of_way(&ours.0, &wanted.0, &initial);
+        let distance = relative_distance(&ours.0, &wanted.0, &initial);
         let bound = if kind == OptimizerKind::Muon { 5e-2 } else { 1e-2 };
-        assert!(way < bound, "{kind:?}: weights are {way} of their way apart");
+        assert!(distance < bound, "{kind:?}: weights are {distance} of their change apart");
     }
 }

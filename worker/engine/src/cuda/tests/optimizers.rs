@@ -42,11 +42,11 @@ fn gpu_optimizers_match_the_cpu_engine() {
         let wanted = losses(a.as_mut(), &network, 32, 5, lr);
         let ours = losses(b.as_mut(), &network, 32, 5, lr);
         let start = initial(&network);
-        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
-        eprintln!("{name}: losses {ours:?} / {wanted:?}; weights {way:.1e} of their way apart");
+        let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
+        eprintln!("{name}: losses {ours:?} / {wanted:?}; weights {distance:.1e} of their change apart");
         // Muon's matrices are bfloat16.
         let bound = if optimizer.is_muon() { 5e-2 } else { 1e-2 };
-        assert!(way < bound, "{name}: {way}");
+        assert!(distance < bound, "{name}: {distance}");
         assert_eq!(b.optimizer_state().unwrap().updates, 5);
     }
 }
@@ -85,9 +85,9 @@ fn gpu_optimizers_in_float16_are_close_to_the_cpu_engine_with_a_skipped_step() {
         }
         assert_eq!(skipped, 1, "{name}");
         assert_eq!(b.optimizer_state().unwrap().updates, 7, "{name}");
-        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial);
-        eprintln!("{name}: weights {way:.1e} of their way apart");
-        assert!(way < 0.1, "{name}: {way}");
+        let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial);
+        eprintln!("{name}: weights {distance:.1e} of their change apart");
+        assert!(distance < 0.1, "{name}: {distance}");
     }
 }
 
@@ -136,8 +136,8 @@ fn check_update(
         let wanted = expected_update(optimizer, lr, &old_weights[parameter], &m, &v, after.updates);
         let largest = wanted.iter().fold(1e-3f64, |largest, w| largest.max(w.abs()));
         for (w, wanted) in now.values.iter().zip(&wanted) {
-            let apart = (f64::from(*w) - wanted).abs();
-            assert!(apart < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
+            let difference = (f64::from(*w) - wanted).abs();
+            assert!(difference < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
         }
         // The gradient follows from the first moment, and the second moment from the gradient.
         let (beta1, beta2) = (optimizer.beta1, optimizer.beta2);
@@ -145,8 +145,12 @@ fn check_update(
         for i in 0..m.len() {
             let g = (f64::from(m[i]) - beta1 * f64::from(old_m[i])) / (1.0 - beta1);
             let wanted = beta2 * f64::from(old_v[i]) + (1.0 - beta2) * g * g;
-            let apart = (f64::from(v[i]) - wanted).abs();
-            assert!(apart < 1e-4 * largest, "{name}: {parameter}'s square is {} instead of {wanted}", v[i]);
+            let difference = (f64::from(v[i]) - wanted).abs();
+            assert!(
+                difference < 1e-4 * largest,
+                "{name}: {parameter}'s square is {} instead of {wanted}",
+                v[i]
+            );
         }
     }
 }

@@ -1,5 +1,5 @@
 //! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages in the
-//! same way.
+//! same bound.
 
 use super::{split_head::on_gpus, *};
 use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};
@@ -141,8 +141,9 @@ fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usiz
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
 }
 
-/// Trains a case on GPUs and on one CPU rank, and compares. Losses may differ by `loss`, and weights by `way` relative to their change in training.
-pub(super) fn compare(case: Case, loss: f32, way: f64) {
+/// Trains a case on GPUs and on one CPU rank, and compares. Losses may differ by `loss`, and weights by `bound` relative to their change
+/// in training.
+pub(super) fn compare(case: Case, loss: f32, bound: f64) {
     let network = Arc::new((case.network)());
     let config_of = |batch_size: usize| EngineConfig { accumulate: case.accumulate, ..config(batch_size) };
     let start = initial(&network);
@@ -183,17 +184,17 @@ pub(super) fn compare(case: Case, loss: f32, way: f64) {
     }
     let logits: Vec<f32> = sets.iter().flat_map(|run| run.logits.iter().copied()).collect();
     assert_eq!(logits.len(), wanted.logits.len(), "{case:?}");
-    let apart = (difference(&logits, &wanted.logits) / square(&wanted.logits)).sqrt();
+    let logits_distance = (difference(&logits, &wanted.logits) / square(&wanted.logits)).sqrt();
     let evaluated = [0, 1].map(|of| sets.iter().map(|run| run.evaluated[of]).sum::<f64>());
     let state = runs[0].state.as_ref().unwrap();
-    let weights = apart_of_way(&state.parameters, &wanted.state.unwrap().parameters, &start);
+    let weights = relative_distance(&state.parameters, &wanted.state.unwrap().parameters, &start);
     eprintln!(
-        "{case:?}: logits {apart:.1e}, weights {weights:.1e} of their way apart; evaluated {evaluated:?} / {:?}",
+        "{case:?}: logits {logits_distance:.1e}, weights {weights:.1e} of their change apart; evaluated {evaluated:?} / {:?}",
         wanted.evaluated
     );
-    assert!(weights < way && apart < way, "{case:?}");
+    assert!(weights < bound && logits_distance < bound, "{case:?}");
     for (ours, theirs) in evaluated.iter().zip(wanted.evaluated) {
-        assert!((ours - theirs).abs() < way * theirs, "{case:?}");
+        assert!((ours - theirs).abs() < bound * theirs, "{case:?}");
     }
     // A single rank can continue from the checkpoint.
     single.load_state_dict(state).unwrap();

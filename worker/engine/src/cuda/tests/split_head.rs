@@ -203,8 +203,9 @@ fn step_totals(runs: &[Run], step: usize) -> (f32, u32) {
     (sum(&|s| s.loss * s.samples as f32) / samples, runs.iter().map(|run| run.steps[step].correct).sum())
 }
 
-/// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss`, and weights by `way` relative to their change in training.
-fn compare(case: Case, loss: f32, way: f64) {
+/// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss`, and weights by `bound` relative to their change
+/// in training.
+fn compare(case: Case, loss: f32, bound: f64) {
     let network = case.network();
     let config = case.config(case.ranks() * OWN);
     let wanted = case.run_on_cpu();
@@ -239,23 +240,24 @@ fn compare(case: Case, loss: f32, way: f64) {
     let logits: Vec<f32> = runs.iter().flat_map(|run| run.logits.iter().copied()).collect();
     let wanted_logits: Vec<f32> = wanted.iter().flat_map(|run| run.logits.iter().copied()).collect();
     assert_eq!(logits.len(), wanted_logits.len(), "{case:?}");
-    let apart = (difference(&logits, &wanted_logits) / square(&wanted_logits)).sqrt();
+    let logits_distance = (difference(&logits, &wanted_logits) / square(&wanted_logits)).sqrt();
     let [evaluated, wanted_evaluated] = [&runs, &wanted]
         .map(|runs| [0, 1].map(|value| runs.iter().map(|run| run.evaluated[value]).sum::<f64>()));
     let state = runs.into_iter().next().and_then(|run| run.state).unwrap();
     let wanted_state = wanted.into_iter().next().and_then(|run| run.state).unwrap();
-    let weights = apart_of_way(&state.parameters, &wanted_state.parameters, &initial(&network));
+    let weights = relative_distance(&state.parameters, &wanted_state.parameters, &initial(&network));
     eprintln!(
-        "{case:?}: logits {apart:.1e}, weights {weights:.1e} of their way apart; evaluated {evaluated:?} / {wanted_evaluated:?}"
+        "{case:?}: logits {logits_distance:.1e}, weights {weights:.1e} of their change apart; \
+         evaluated {evaluated:?} / {wanted_evaluated:?}"
     );
-    assert!(weights < way && apart < way, "{case:?}");
+    assert!(weights < bound && logits_distance < bound, "{case:?}");
     let running = |state: &StateDict| -> NamedTensors {
         let all = state.parameters.clone().into_iter();
         all.filter(|(name, _)| name.contains("running")).collect()
     };
     let (statistics, name) = super::worst_difference(&running(&state), &running(&wanted_state));
-    assert!(statistics < way, "{case:?}: {name} is {statistics} apart");
-    assert!((evaluated[0] - wanted_evaluated[0]).abs() < way * wanted_evaluated[0], "{case:?}");
+    assert!(statistics < bound, "{case:?}: {name} is {statistics} apart");
+    assert!((evaluated[0] - wanted_evaluated[0]).abs() < bound * wanted_evaluated[0], "{case:?}");
     let shapes = |state: &StateDict| {
         let slots = &state.optimizer.as_ref().unwrap().slots;
         slots.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect::<Vec<_>>()

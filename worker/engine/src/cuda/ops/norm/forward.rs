@@ -26,11 +26,11 @@ impl Ops {
     pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
         let leaves = p.reduce.leaves();
         let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
-            let mut both = vec![self.norm_statistics(p)];
+            let mut kernels = vec![self.norm_statistics(p)];
             if !leaves {
-                both.push(self.norm_apply(p));
+                kernels.push(self.norm_apply(p));
             }
-            return both;
+            return kernels;
         };
         let name = match p.shortcut {
             Shortcut::None => "norm_forward_small",

@@ -54,7 +54,7 @@ pub(super) struct MicroBatch {
     /// Whether this is the last micro-batch, after which the update follows.
     pub(super) last: bool,
     /// Whether no picture is padding, which statistics would have to ignore.
-    pub(super) whole: bool,
+    pub(super) is_full: bool,
     /// `None`: both passes, one after the other.
     pub(super) pass: Option<StagePass>,
 }

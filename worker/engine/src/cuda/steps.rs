@@ -22,8 +22,8 @@ impl CudaEngine {
             lambda: batch.lambda,
             ..Control::default()
         };
-        let whole = batch.labels.len() == self.config.batch_size;
-        let micro_batch = MicroBatch { first, last, whole, pass: None };
+        let is_full = batch.labels.len() == self.config.batch_size;
+        let micro_batch = MicroBatch { first, last, is_full, pass: None };
         (Phase::Train(micro_batch), control.with_mix(batch.mix_params.as_ref()))
     }
 

@@ -318,7 +318,7 @@ impl<'a> GraphEmitter<'a> {
 /// # Errors
 /// An operation reads a tensor that no earlier operation has computed.
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
-    let only = MicroBatch { first: true, last: true, whole: true, pass: None };
+    let only = MicroBatch { first: true, last: true, is_full: true, pass: None };
     let peak = |phase: Phase, side_stream: bool| -> Result<usize, EngineError> {
         let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
         Ok(emit(facts, phase, input, side_stream)?.arena_bytes)

@@ -134,9 +134,9 @@ impl<'a> GraphEmitter<'a> {
         let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let with_sums = Convolution { sums: true, ..convolution };
-        let has_no_padding = matches!(phase, Phase::Train(MicroBatch { whole: true, .. }));
+        let is_full = matches!(phase, Phase::Train(MicroBatch { is_full: true, .. }));
         let feeds_norm = matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. }));
-        let takes_sums = has_no_padding && feeds_norm && (self.facts.takes_sums)(&with_sums);
+        let takes_sums = is_full && feeds_norm && (self.facts.takes_sums)(&with_sums);
         let convolution = if takes_sums { with_sums } else { convolution };
         if takes_sums {
             self.summed = Some(output);

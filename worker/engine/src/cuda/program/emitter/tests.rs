@@ -24,7 +24,7 @@ mod split_head;
 mod stages;
 
 /// The only micro-batch of a step, with a full batch.
-const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true, pass: None };
+const ONLY: MicroBatch = MicroBatch { first: true, last: true, is_full: true, pass: None };
 const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
@@ -278,8 +278,10 @@ fn frozen_batch_norms_are_only_applied() {
                     setting.emit_valid(Phase::Train(ONLY), false);
                     setting.emit_valid(Phase::Evaluate, true);
                     if accumulates {
-                        setting
-                            .emit_valid(Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }), true);
+                        setting.emit_valid(
+                            Phase::Train(MicroBatch { last: false, is_full: false, ..ONLY }),
+                            true,
+                        );
                     }
                     check_frozen(&setting, &commands);
                 }
@@ -324,8 +326,8 @@ fn ranks_with_fewer_pictures_call_the_same_collectives() {
     {
         for ranks in [Ranks::Local, Ranks::PeerMemory, Ranks::Nccl] {
             let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
-            let collectives = |whole: bool| {
-                let emitted = setting.emit_valid(Phase::Train(MicroBatch { whole, ..ONLY }), true);
+            let collectives = |is_full: bool| {
+                let emitted = setting.emit_valid(Phase::Train(MicroBatch { is_full, ..ONLY }), true);
                 collective_calls(&emitted.commands)
             };
             let all = collectives(true);

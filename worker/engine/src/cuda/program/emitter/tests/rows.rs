@@ -39,7 +39,7 @@ fn commands_of_ranks_that_share_rows_are_valid_and_match() {
             for has_own_statistics in [false, true] {
                 let phases = [
                     Phase::Train(ONLY),
-                    Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }),
+                    Phase::Train(MicroBatch { last: false, is_full: false, ..ONLY }),
                     Phase::Evaluate,
                 ];
                 for phase in phases {

@@ -117,8 +117,8 @@ impl Tuner {
                 let found = found.ok();
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
                 let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
-                let millis_without = plain + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
-                found.filter(|(_, millis)| *millis < millis_without)
+                let separate_millis = plain + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
+                found.filter(|(_, millis)| *millis < separate_millis)
             } else {
                 Some(found?)
             };

@@ -19,7 +19,8 @@ struct Adam {
     __device__ __forceinline__ float divisor(float v) const { return sqrtf(v) / root2 + epsilon; }
 };
 
-// Constants of the update that gradient_norm has counted. All threads of a block must call it; thread 0 computes the powers.
+// Constants of the current update, which gradient_norm has already counted. All threads of a block must call this function; thread 0
+// computes the powers.
 __device__ __forceinline__ Adam adam_of(const Scaler* scaler, double beta1, double beta2, float epsilon, double* shared) {
     if (threadIdx.x == 0) {
         double t = scaler->updates;

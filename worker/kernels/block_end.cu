@@ -17,7 +17,7 @@ struct BlockEnd {
 
 template <int ADD>
 __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* control, u32 pixels, u32 rows,
-                                          float* partials, u32* counters, const Norm& behind, const Site& site,
+                                          float* partials, u32* counters, const Norm& after, const Site& site,
                                           u8* smem) {
     T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024); // 64 rows of 256
     T* input = weights_smem + 4 * TILE;                       // the convolution's input: 64 rows of 256
@@ -79,7 +79,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
                 store(swizzled(input, TILE_ROWS, i * 16 + warp, lane), 0, out[i]);
             }
         }
-        // The fence waits for all copies and stores in flight: start the next ones after it.
+        // The fence waits for all copies and stores in flight: start the next copies after it.
         fence_proxy_async();
         copy_expanded(tile + 2 * gridDim.x, stage);
         __syncthreads();
@@ -117,7 +117,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     double total;
     if (!column_sums(block_sums(s, (float*)input), value, (float*)input, partials, counters, total)) return;
     if (!reduce_over_ranks(total, site, REDUCED, value.active, value.index, number, true)) return;
-    finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)input, nullptr);
+    finish_forward_in_block(after, total, value, stat_rows(control, pixels, rows), true, (double*)input, nullptr);
 }
 
 // 8 x 64 threads. Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of end_block().

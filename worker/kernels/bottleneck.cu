@@ -1,5 +1,5 @@
 // Backward of a 1x1 convolution from 64 to 256 channels, fused with the batch norms on both sides. One pass applies the
-// batch norm behind the convolution (dy = scale g + slope x + offset), computes the gradients of the convolution's input
+// batch norm after the convolution (dy = scale g + slope x + offset), computes the gradients of the convolution's input
 // and weights, and takes the sums of the batch norm before the convolution. dy is never stored, and the tensors with 256
 // channels, the largest of a bottleneck network, are read once.
 

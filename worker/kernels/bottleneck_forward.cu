@@ -1,5 +1,5 @@
 // Forward of a bottleneck's expanding 1x1 convolution, from 64 to 256 channels, fused with the batch norm and ReLU before
-// it and the statistics of the batch norm behind it. The convolution's input is never stored, and its output is not read
+// it and the statistics of the batch norm after it. The convolution's input is never stored, and its output is not read
 // again for the statistics.
 
 #if DTYPE != 0 && defined(HAS_WGMMA)
@@ -8,7 +8,7 @@
 template <bool NORMED>
 __device__ __forceinline__ void expand(const T* from, const float* scale_, const float* bias_, const T* weights, T* y,
                                       const Control* control, u32 pixels, u32 rows, float* partials, u32* counters,
-                                      const Norm& behind, const Site& site, u8* smem) {
+                                      const Norm& after, const Site& site, u8* smem) {
     T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024); // 256 rows of 64
     T* input = weights_smem + 4 * TILE;                       // two stages of 64 rows of 64
     T* product = input + 2 * TILE;                            // 64 padded rows of 256
@@ -73,7 +73,7 @@ __device__ __forceinline__ void expand(const T* from, const float* scale_, const
     double total;
     if (!column_sums(block_sums(s, (float*)product), value, (float*)product, partials, counters, total)) return;
     if (!reduce_over_ranks(total, site, EXPANDED, value.active, value.index, number, true)) return;
-    finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
+    finish_forward_in_block(after, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
 }
 
 // 32 x 16 threads. Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of expand().

@@ -42,7 +42,8 @@ __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
     return sum;
 }
 
-// The total that a thread finishes, of the block's 16 * bx: all channels of the first sum, then of the second.
+// The total that a thread finishes, one of the block's 16 * bx totals: first those of the first sum for all channels, then
+// those of the second sum.
 struct Value {
     u32 which;    // 0: first sum, 1: second sum, above: none
     u32 channel;

@@ -1,8 +1,8 @@
-// Activations of operators that the ranks of a model group split: ranges of channels, and the pictures of the whole group, `batch` a rank
-// in the order of ranks.
+// Activations of operators that the ranks of a model group split: ranges of channels, and the pictures of the whole model group, `batch`
+// per rank in the order of ranks.
 
-// Copies `groups` groups of eight channels of each row: of from [rows, from_groups], beginning with group number `first`, to
-// to [rows, to_groups], beginning with group number `at`.
+// Copies `groups` groups of eight channels of each row from `from` [rows, from_groups], where the copy begins with group `first`, to
+// `to` [rows, to_groups], where it begins with group `at`.
 extern "C" __global__ void __launch_bounds__(256)
     copy_channels(const T* from, T* to, u64 rows, u32 groups, u32 from_groups, u32 to_groups, u64 first, u64 at) {
     pdl_wait();
@@ -13,8 +13,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Zeros the pictures that are padding. `controls` are the control blocks of all ranks of the group, `words` u32 apart. A block has one
-// picture, of `groups` groups of eight values.
+// Zeros the pictures that are padding. `controls` are the control blocks of all ranks of the model group, `words` u32 apart. A thread
+// block zeros one picture, which has `groups` groups of eight values.
 extern "C" __global__ void __launch_bounds__(256)
     clear_padded_pictures(T* y, const u32* controls, u32 words, u32 batch, u32 groups) {
     pdl_wait();
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (u32 i = threadIdx.x; i < groups; i += blockDim.x) store(y, (u64)blockIdx.x * groups + i, zeros());
 }
 
-// The control block of the `pictures` pictures of the group, none of which counts as padding. One thread.
+// The control block of the `pictures` pictures of the model group, none of which counts as padding. One thread.
 extern "C" __global__ void group_control(const Control* own, Control* to, u32 pictures) {
     pdl_wait();
     *to = *own;

@@ -22,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(256)
     DYNAMIC_SHARED(smem);
     Cropping p = croppings[blockIdx.y];
     Taps rows = {tables + p.row_table, p.row_taps, p.row_shift}, columns = {tables + p.column_table, p.column_taps, p.column_shift};
-    u32 first = blockIdx.x * rows_per_block, end = min(first + rows_per_block, height), wide = p.column_count * 3, row = width * 3;
+    u32 first = blockIdx.x * rows_per_block, end = min(first + rows_per_block, height);
+    u32 scaled_row_bytes = p.column_count * 3, row_bytes = width * 3;
     for (u32 i = threadIdx.x; i < (end - first) * p.column_count; i += blockDim.x) {
         u32 y = i / p.column_count;
         const int* w = rows.at(first + y);
@@ -39,14 +40,14 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 c = 0; c < 3; c++) smem[i * 3 + c] = (u8)(bytes >> 8 * c);
     }
     __syncthreads();
-    u8* to = outputs + ((u64)p.output * height + first) * row;
-    for (u32 i = threadIdx.x; i < (end - first) * row; i += blockDim.x) {
-        u32 y = i / row, value = i - y * row, x = value / 3;
+    u8* to = outputs + ((u64)p.output * height + first) * row_bytes;
+    for (u32 i = threadIdx.x; i < (end - first) * row_bytes; i += blockDim.x) {
+        u32 y = i / row_bytes, value = i - y * row_bytes, x = value / 3;
         const int* w = columns.at(x);
-        const u8* from = smem + y * wide + (w[0] - p.first_column) * 3 + value % 3;
+        const u8* from = smem + y * scaled_row_bytes + (w[0] - p.first_column) * 3 + value % 3;
         int sum = 1 << (columns.shift - 1);
         for (int k = 0; k < w[1]; k++) sum += from[k * 3] * w[2 + k];
         u32 at = p.flip ? width - 1 - x : x;
-        to[y * row + at * 3 + value % 3] = (u8)min(sum >> columns.shift, 255);
+        to[y * row_bytes + at * 3 + value % 3] = (u8)min(sum >> columns.shift, 255);
     }
 }

@@ -1,5 +1,5 @@
-// Operations that are not fused: ReLU, GELU, addition, a linear layer's bias, max pooling with any window, and the gradient of
-// global average pooling. Activations are [rows, channels] in T; `length` is a number of values, a multiple of 8.
+// Operations that are not fused: ReLU, GELU, addition, a linear layer's bias, max pooling with square windows of any size, and the
+// gradient of global average pooling. Activations are [rows, channels] in T; `length` is a number of values, a multiple of 8.
 
 // y = max(x, 0); NaN stays NaN.
 extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y, u64 length) {
@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(256) zero_gradient(T* gradient, u64
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) store(gradient, i, zeros());
 }
 
-// As bias_gradient, for many rows of at most 512 channels: each block writes its sums to `partials` [blocks][channels], and the last
-// block to finish (by `counter`) adds them in order.
+// Computes the same as bias_gradient, but is fast for many rows, of at most 512 channels: each block writes its sums to `partials`
+// [blocks][channels], and the last block to finish, which `counter` shows, adds the sums of all blocks in order.
 extern "C" __global__ void __launch_bounds__(256)
     row_sums(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate, float* partials, u32* counter) {
     pdl_wait();
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// A square max pooling of any window of up to 15 x 15 pixels. Rows may have another padding than columns.
+// A max pooling with square windows of at most 15 x 15 pixels. Rows may have another padding than columns.
 struct PlainPool {
     u32 pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding;
 };
@@ -196,7 +196,8 @@ struct PlainPool {
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding }
 
-// y and, unless null, argmax: the window position a * kernel + b of each maximum, the first of equal ones. A NaN wins.
+// Computes y and, unless it is null, argmax: the position a * kernel + b of each maximum in its window, the first one if several values
+// are equal. A NaN counts as larger than any number.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
     pdl_wait();
@@ -248,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(256)
         u64 picture = pixel / p.width / p.height;
         float g[8] = {};
         for (u32 a = 0; a < p.kernel; a++) {
-            // The window in which this pixel is in row a, if there is one.
+            // With padding, the window that has this pixel in its row a begins in row r, if there is such a window.
             if (row + p.row_padding < a) break;
             u32 r = row + p.row_padding - a;
             if (r % p.stride || r / p.stride >= p.out_height) continue;

@@ -11,8 +11,8 @@ struct Source {
     u32 height, width, channels;
     u32 side;
     u32 crop_padding;
-    // 0: the control block's indices and augmentation; 1: its indices, and a view if it names one; 2: pictures in order, no augmentation.
-    // With REFLECTS, a picture is mirrored at its border instead of continued in black.
+    // 0: the control block's indices and augmentation; 1: its indices, no augmentation except views (bit 31 of the parameters);
+    // 2: pictures in order, no augmentation. With REFLECTS, a picture is mirrored at its border instead of continued in black.
     u32 mode;
 };
 #define REFLECTS 4u
@@ -22,21 +22,21 @@ struct Source {
     Source { pictures, height, width, channels, side, crop_padding, mode }
 
 // The pixels and the crop window of picture `n` of the batch.
-struct Cut {
+struct CropWindow {
     const u8* pixels;
     int top, left; // of the window, from the picture's corner
     bool flip, reflects;
-    __device__ __forceinline__ Cut(const Source& s, const Control* control, u32 batch, u32 n)
-        : Cut(s, s.mode == 2 ? n : indices(control)[n], s.mode == 2 ? 0 : indices(control)[batch + n]) {}
-    __device__ __forceinline__ Cut(const Source& s, u32 index, u32 params) {
+    __device__ __forceinline__ CropWindow(const Source& s, const Control* control, u32 batch, u32 n)
+        : CropWindow(s, s.mode == 2 ? n : indices(control)[n], s.mode == 2 ? 0 : indices(control)[batch + n]) {}
+    __device__ __forceinline__ CropWindow(const Source& s, u32 index, u32 params) {
         pixels = s.pictures + (u64)index * s.height * s.width * s.channels;
         // Bit 31: a view of an evaluation, in a border of one pixel that mirrors the picture.
-        bool view = params >> 31, crops = view || (s.mode & 3) == 0;
-        int border = view ? 1 : (int)s.crop_padding;
+        bool is_view = params >> 31, crops = is_view || (s.mode & 3) == 0;
+        int border = is_view ? 1 : (int)s.crop_padding;
         top = crops ? (int)(params & 0x7fff) - border : 0;
         left = crops ? (int)(params >> 15 & 0x7fff) - border : 0;
         flip = crops && (params >> 30 & 1);
-        reflects = view || (s.mode & REFLECTS);
+        reflects = is_view || (s.mode & REFLECTS);
     }
     // Borders are narrower than the picture.
     __device__ __forceinline__ static int reflected(int at, int side) {
@@ -120,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(256)
             put_zeros(to, at, padded);
             continue;
         }
-        Cut cut(s, control, batch, n);
-        put_pixel(to, at, padded, channels, cut.pixel(s, i / side, i % side), table_smem);
+        CropWindow window(s, control, batch, n);
+        put_pixel(to, at, padded, channels, window.pixel(s, i / side, i % side), table_smem);
     }
 }
 
@@ -145,11 +145,11 @@ __device__ __forceinline__ u32 to_bytes(const int (&sum)[3], u32 shift) {
 
 // Scales output rows first..end of one picture vertically: loads source rows into `source`, stores the result in `scaled`;
 // rows of both have the picture's width. All threads of the block must call it, and may read `scaled` afterwards.
-__device__ __forceinline__ void scale_vertically(const Source& s, const Cut& cut, const Taps& rows, u32 first, u32 end,
+__device__ __forceinline__ void scale_vertically(const Source& s, const CropWindow& window, const Taps& rows, u32 first, u32 end,
                                                  u32* source, u32* scaled) {
     u32 t = threadIdx.x, threads = blockDim.x, width = s.width;
     u32 from = rows.at(first)[0], until = rows.at(end - 1)[0] + rows.at(end - 1)[1];
-    for (u32 i = t; i < (until - from) * width; i += threads) source[i] = cut.pixel(s, from + i / width, i % width);
+    for (u32 i = t; i < (until - from) * width; i += threads) source[i] = window.pixel(s, from + i / width, i % width);
     __syncthreads();
     for (u32 i = t; i < (end - first) * width; i += threads) {
         u32 y = i / width, x = i - y * width;
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     load_table(table, channels, table_smem);
-    scale_vertically(s, Cut(s, control, batch, n), rows, first, end, source, scaled);
+    scale_vertically(s, CropWindow(s, control, batch, n), rows, first, end, source, scaled);
     // A thread keeps its column, and so the column's weights, for all rows of the band.
     u32 x = t % side, lane = t / side, lanes = threads / side;
     if (lanes == 0) lanes = 1;

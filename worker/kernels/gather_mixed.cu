@@ -1,5 +1,5 @@
-// mixup and cutmix: each picture of a batch is mixed with its predecessor, the first with the picture named by the control
-// block. Both pictures are cropped, flipped, scaled and normalised separately, as in gather.cu, then mixed with the host's
+// mixup and cutmix: each picture of a batch is mixed with its predecessor, the first with a picture that the control block
+// names. Both pictures are cropped, flipped, scaled and normalised separately, as in gather.cu, then mixed with the host's
 // arithmetic (data/loader/mixing.rs), so that the inputs of GPUs and CPUs are equal.
 
 // A picture's own share of pixel (y, x): 0 or 1 with cutmix, lambda with mixup.
@@ -18,9 +18,9 @@ __device__ __forceinline__ Color mix(const Color& own, const Color& other, float
 }
 
 // The picture that is mixed into picture `n` of the batch.
-__device__ __forceinline__ Cut other_of(const Source& s, const Control* control, u32 batch, u32 n) {
-    if (n == 0) return Cut(s, control->before_index, control->before_params);
-    return Cut(s, control, batch, n - 1);
+__device__ __forceinline__ CropWindow other_of(const Source& s, const Control* control, u32 batch, u32 n) {
+    if (n == 0) return CropWindow(s, control->before_index, control->before_params);
+    return CropWindow(s, control, batch, n - 1);
 }
 
 // gather() for mixed pictures.
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256)
             put_zeros(to, at, padded);
             continue;
         }
-        Color own = color_of(Cut(s, control, batch, n).pixel(s, y, x), channels, table_smem);
+        Color own = color_of(CropWindow(s, control, batch, n).pixel(s, y, x), channels, table_smem);
         Color other = color_of(other_of(s, control, batch, n).pixel(s, y, x), channels, table_smem);
         put_color(to, at, padded, mix(own, other, share_of(control, y, x)));
     }
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     load_table(table, channels, table_smem);
-    scale_vertically(s, Cut(s, control, batch, n), rows, first, end, source, bands);
+    scale_vertically(s, CropWindow(s, control, batch, n), rows, first, end, source, bands);
     scale_vertically(s, other_of(s, control, batch, n), rows, first, end, source, bands + band * width);
     for (u32 i = t; i < (end - first) * side; i += threads) {
         u32 y = i / side, x = i % side;

@@ -15,8 +15,8 @@ struct Totals {
 // The logit of a row's label, if the loss has a margin (margin.cu).
 struct LabelLogit {
     u64 at;        // index among all logits; ~0 if this rank does not have the label
-    float without; // the logit without margin; 0 if this rank does not have the label
-    float slope;   // derivative of the logit with the margin by the logit without it
+    float original; // the logit without margin; 0 if this rank does not have the label
+    float slope;    // derivative of the logit with the margin by the original logit
 };
 
 __device__ __forceinline__ void load_logits(const T* logits, const float* bias, u64 at, u32 class_, u32 classes,
@@ -48,8 +48,8 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 
 // A row has `padded` classes, a multiple of 8. `bias` may be null; its gradient is 0 then. If `dlogits` is null, no gradients are computed.
 // `label_logits`: the labels' logits, if the loss has a margin; the accuracy is computed without the margin. A row with a non-finite
-// loss has NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, totals and the bias's
-// gradient are added to. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
+// loss has NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, results are added to the
+// totals and to the bias's gradient. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
 // (double) and a count (double) per block, then `padded` floats per block. `class_weights`: factors of the terms of each class,
 // as PyTorch's `weight`; if null, all are 1. The caller has divided grad_scale by the sum of the labels' weights.
 extern "C" __global__ void __launch_bounds__(256)
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(256)
                     where = c + k;
                 }
         }
-        for (u32 o = 16; o > 0; o /= 2) { // the first of equal ones
+        for (u32 o = 16; o > 0; o /= 2) { // of equal logits, the first
             float other = shfl_xor(best, o);
             u32 place = shfl_xor(where, o);
             if (other > best || other == best && place < where) {
@@ -137,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(256)
             // If a logit is NaN, best may not be the maximum, but exp_sum is NaN.
             bool right = where == label;
             if (label_logits) {
-                float without = label_logits[row].without;
-                right = right || without > best || without == best && label < where;
+                float original = label_logits[row].original;
+                right = right || original > best || original == best && label < where;
             }
             right_of_row[warp] = right && exp_sum == exp_sum;
         }

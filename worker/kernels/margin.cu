@@ -1,7 +1,7 @@
 // Losses with a margin (ArcFace, CosFace): logits are scaled cosines between features and the weights of each class, and in training the
 // label's logit has a margin. Convolutions multiply features and weights without normalisation; each product is then multiplied by a
-// factor of its row and a factor of its class. A logit does not depend on the lengths of the features and of the weights, so their
-// gradients are orthogonal to them.
+// factor of its row and a factor of its class. A logit does not depend on the norms of the features and of the weights, so the
+// gradients of features and weights are orthogonal to them.
 
 #define MIN_LENGTH 1e-12f // minimum divisor of a row, as in the CPU engine
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
-// factors [count]: `scale` divided by the length of each row of `width` values, a multiple of 8. One warp per row.
+// factors [count]: `scale` divided by the L2 norm of each row of `width` values, a multiple of 8. One warp per row.
 extern "C" __global__ void __launch_bounds__(256) row_factors(const T* rows, float* factors, u32 count, u32 width, float scale) {
     pdl_wait();
     u32 lane = threadIdx.x % 32, groups = width / 8, step = gridDim.x * blockDim.x / 32;
@@ -33,9 +33,9 @@ extern "C" __global__ void __launch_bounds__(256)
     scale_cosines(T* values, const float* of_rows, const float* of_classes, u32 rows, u32 chunk, u64 groups, const LabelLogit* labels) {
     pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x;
-    u32 of_line = chunk / 8;
+    u32 groups_per_line = chunk / 8; // a line: the classes of one row in one chunk
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
-        u32 line = (u32)i / of_line, row = line % rows, class_ = line / rows * chunk + (u32)i % of_line * 8;
+        u32 line = (u32)i / groups_per_line, row = line % rows, class_ = line / rows * chunk + (u32)i % groups_per_line * 8;
         float v[8], factors[8], factor = of_rows[row], slope = 1;
         u64 label = 8; // position among these 8 values; 8 or more if the label is elsewhere
         if (labels) {
@@ -65,18 +65,18 @@ extern "C" __global__ void __launch_bounds__(256)
     LabelLogit to = {~0ull, 0.0f, 1.0f};
     if (own < classes) {
         to.at = ((u64)(own / chunk) * rows + row) * chunk + own % chunk;
-        to.without = to_float(logits[to.at]);
-        double cosine = (double)to.without / scale;
+        to.original = to_float(logits[to.at]);
+        double cosine = (double)to.original / scale;
         if (cosine > 1) cosine = 1; // NaN stays
         if (cosine < -1) cosine = -1;
-        double with = cosine - shift;
+        double with_margin = cosine - shift;
         if (cosine > limit) {
             // The slope is unbounded near a cosine of 1.
             double square = 1 - cosine * cosine, sine = sqrt(square > 1.1920928955078125e-7 ? square : 1.1920928955078125e-7);
-            with = cosine * cos_margin - sine * sin_margin;
+            with_margin = cosine * cos_margin - sine * sin_margin;
             to.slope = (float)(cos_margin + sin_margin * cosine / sine);
         }
-        logits[to.at] = from_float((float)(scale * with));
+        logits[to.at] = from_float((float)(scale * with_margin));
     }
     labels[row] = to;
 }

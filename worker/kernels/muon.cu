@@ -11,7 +11,8 @@ struct Filter {
     __device__ __forceinline__ u32 side() const { return min(rows, columns); }
     __device__ __forceinline__ bool is_wide() const { return rows <= columns; }
 };
-// How a parameter is updated: learning rate as a multiple of the step's, weight decay, and the number of its filter or NO_FILTER.
+// How a parameter is updated: learning rate as a multiple of the step's learning rate, weight decay, and the index of the parameter's
+// filter, or NO_FILTER.
 struct Policy {
     float rate, decay;
     u32 filter, pad;
@@ -106,7 +107,7 @@ struct Factor {
 // Starts to copy values (first_row + 0..63, first_depth + 0..31) to `tile`; zeros outside the factor.
 __device__ __forceinline__ void load_factor(const Factor& f, u32 rows, u32 depth, u32 first_row, u32 first_depth, bf16* tile) {
     bool by_depth = f.depth_step == 1;
-    // Whole groups of 8 values, in memory and at the factor's end.
+    // Whether memory and the factor's end are divided into whole groups of 8 values.
     bool grouped = ((by_depth ? f.row_step | depth : f.depth_step | rows) & 7) == 0;
     for (u32 i = threadIdx.x; i < MUON_TILE * MUON_DEPTH / 8; i += blockDim.x) {
         // Neighbouring threads copy neighbouring groups.
@@ -124,7 +125,7 @@ __device__ __forceinline__ void load_factor(const Factor& f, u32 rows, u32 depth
     }
 }
 
-// Four 8 x 8 matrices, one from each eight lanes' rows of 8 values at `at`.
+// Loads four 8 x 8 matrices. Eight lanes give, in `at`, the addresses of the eight rows of one matrix.
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(u32 (&to)[4], const bf16* at) {
     u32 address = (u32)__cvta_generic_to_shared(at);
     if (TRANSPOSED)
@@ -149,8 +150,8 @@ __device__ __forceinline__ void fragments(u32 (&to)[4], const bf16* tile, bool b
         load_matrices<true>(to, tile + (depth + lane % 8) * MUON_COLUMN + row);
 }
 
-// Calls finish(row, column, sum over depth of p(row, depth) q(column, depth)) for this block's tile, number blockIdx.x, of rows x
-// columns. A block has four warps, each of which computes 32 x 32 values. `symmetric`: p is q, and only values on and above the
+// Calls finish(row, column, sum over depth of p(row, depth) q(column, depth)) for the values of tile blockIdx.x of a matrix of rows x
+// columns values. A block has four warps, each of which computes 32 x 32 values. `symmetric`: p is q, and only values on and above the
 // diagonal are passed.
 template <class Finish>
 __device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 rows, u32 columns, u32 depth, bool symmetric, Finish finish) {
@@ -174,7 +175,7 @@ __device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 ro
     for (u32 number = 0; number < count; number++) {
         cp_async_wait_group<MUON_STAGES - 2>();
         __syncthreads();
-        // Into the tiles of the iteration before, which every warp has left.
+        // Overwrites the tiles of the preceding iteration, which no warp reads any more.
         load(number + MUON_STAGES - 1);
         const bf16 *p_tile = tiles + number % MUON_STAGES * 2 * MUON_SIZE, *q_tile = p_tile + MUON_SIZE;
 #pragma unroll
@@ -202,7 +203,7 @@ __device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 ro
             }
 }
 
-// The smaller Gram matrix of each filter, number blockIdx.y. `first`: of the matrix divided by its norm.
+// The smaller Gram matrix of filter blockIdx.y; with `first`, of this filter divided by its norm.
 extern "C" __global__ void __launch_bounds__(128)
     muon_gram(const Scaler* scaler, const bf16* matrices, const Filter* filters, const FilterNorms* norms, u32 first, bf16* grams) {
     pdl_wait();
@@ -255,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(128)
         product(by_row, factor, f.rows, columns, side, false, finish);
 }
 
-// Filters: w = scale w - lr u, with the orthogonalised u in `matrices`. Others: v = m v + (g + d w), w -= lr rate (g + d w + m v).
+// Filters: w = scale w - lr u, with the orthogonalised u in `matrices`. Other parameters: v = m v + (g + d w),
+// w -= lr rate (g + d w + m v).
 extern "C" __global__ void __launch_bounds__(256)
     muon_update(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
                 float momentum, const Segment* segments, u32 count, const Policy* policies, const FilterNorms* norms,

@@ -12,7 +12,7 @@ struct Pool {
 #define POOL \
     Pool { pictures, height, width, out_height, out_width, strip }
 
-// Strip number `item`. Columns vary fastest, then a picture's strips, then pictures.
+// The strip with index `item`. Columns vary fastest, then a picture's strips, then pictures.
 struct Strip {
     u32 picture, column, first, end;
     __device__ __forceinline__ Strip(const Pool& p, u32 item) {

@@ -27,13 +27,13 @@ extern "C" __global__ void __launch_bounds__(256)
     take_rows(const T* from, T* to, u32 pictures, u32 quads, u32 from_rows, u32 to_rows, u32 offset, float fill) {
     pdl_wait();
     u32 lines = pictures * to_rows;
-    Quad nothing = quad_of(fill);
+    Quad filling = quad_of(fill);
     for (u32 line = blockIdx.x; line < lines; line += gridDim.x) {
         u32 row = line % to_rows + offset; // a negative row wraps to a large number
-        bool there = row < from_rows;
-        const Quad* source = (const Quad*)from + ((u64)(line / to_rows) * from_rows + (there ? row : 0)) * quads;
+        bool exists = row < from_rows;
+        const Quad* source = (const Quad*)from + ((u64)(line / to_rows) * from_rows + (exists ? row : 0)) * quads;
         Quad* target = (Quad*)to + (u64)line * quads;
-        for (u32 i = threadIdx.x; i < quads; i += blockDim.x) target[i] = there ? source[i] : nothing;
+        for (u32 i = threadIdx.x; i < quads; i += blockDim.x) target[i] = exists ? source[i] : filling;
     }
 }
 

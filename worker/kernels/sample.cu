@@ -35,7 +35,7 @@ struct Order {
         h = (h ^ h >> 15) * 0x846ca68bu;
         return (h ^ h >> 16) & mask;
     }
-    // class_at() returns the class at a position, place_of() the position of a class.
+    // class_at() takes a position and returns the class at this position; place_of() takes a class and returns its position.
     __device__ u32 class_at(u32 number) const {
         do {
             u32 left = number >> half, right = number & mask;
@@ -64,8 +64,8 @@ struct Order {
     }
 };
 
-// Samples `drawn` random classes of this rank's `classes`, which begin at number `first`, and the classes of the labels of all pictures of
-// the group, `batch` per rank. `places` has two words per picture: the positions in the sample of its label and of the label of the
+// Samples `drawn` random classes of this rank's `classes` classes, the first of which is `first`, and the classes of the labels of all
+// pictures of the group, `batch` per rank. `places` has two words per picture: the positions in the sample of its label and of the label of the
 // picture that is mixed in, or NO_CLASS. `found`, four words per picture, is scratch memory. The first block processes the labels, the
 // other blocks draw the random classes.
 extern "C" __global__ void __launch_bounds__(1024)
@@ -85,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
         u32 row = i % count, picture = row % batch;
         const Control* control = control_of(controls, words, row / batch);
-        bool other = i >= count, is = picture < control->valid && (!other || control->mixed);
-        u32 own = is ? indices(control)[(other ? 3 : 2) * (u64)batch + picture] - first : NO_CLASS;
+        bool is_other = i >= count, has_label = picture < control->valid && (!is_other || control->mixed);
+        u32 own = has_label ? indices(control)[(is_other ? 3 : 2) * (u64)batch + picture] - first : NO_CLASS;
         u32 place = own < classes ? order.place_of(own) : NO_CLASS;
         places[i] = place < drawn ? place : NO_CLASS;
         found[i] = own < classes && place >= drawn ? own : NO_CLASS;

@@ -12,7 +12,7 @@
 // Partial result of the softmax over a range of one row's classes.
 struct ClassPart {
     float best; // the largest logit
-    u32 where;  // its class, the first of equal ones; 0xffffffff if no logit is larger than minus infinity
+    u32 where;  // its class, the first one if several are equal; 0xffffffff if no logit is larger than minus infinity
     float exps; // sum of exp(v - best)
     u32 pad;
     double sum; // of all logits
@@ -57,18 +57,18 @@ __device__ __forceinline__ ClassPart joined_lanes(ClassPart p) {
     return p;
 }
 
-// parts [rows, gridDim.x]: the classes of each chunk of a row (blockIdx.y) are divided into `pieces` pieces, one per block.
+// parts [rows, gridDim.x]: the classes of each chunk of a row (blockIdx.y) are divided among `blocks_per_chunk` blocks.
 extern "C" __global__ void __launch_bounds__(256)
-    class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 pieces, u32 classes, const Sample* sample) {
+    class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 blocks_per_chunk, u32 classes, const Sample* sample) {
     pdl_wait();
     if (sample) classes = sample->count;
     SHARED(ClassPart, of_warp, 8);
-    u32 row = blockIdx.y, rows = gridDim.y, number = blockIdx.x / pieces, piece = blockIdx.x % pieces;
-    const T* from = logits + ((u64)number * rows + row) * chunk;
-    u32 groups = chunk / 8, each = (groups + pieces - 1) / pieces, end = min((piece + 1) * each, groups);
+    u32 row = blockIdx.y, rows = gridDim.y, chunk_index = blockIdx.x / blocks_per_chunk, block = blockIdx.x % blocks_per_chunk;
+    const T* from = logits + ((u64)chunk_index * rows + row) * chunk;
+    u32 groups = chunk / 8, per_block = (groups + blocks_per_chunk - 1) / blocks_per_chunk, end = min((block + 1) * per_block, groups);
     ClassPart p = no_classes();
-    for (u32 i = piece * each + threadIdx.x; i < end; i += blockDim.x) {
-        u32 c = number * chunk + i * 8;
+    for (u32 i = block * per_block + threadIdx.x; i < end; i += blockDim.x) {
+        u32 c = chunk_index * chunk + i * 8;
         if (c >= classes) break;
         float v[8], b[8] = {};
         unpack(load(from, i), v);
@@ -126,20 +126,20 @@ extern "C" __global__ void __launch_bounds__(32)
             return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + (bias ? bias[own] : 0.0f));
         };
         r.own = logit(0);
-        r.other = control->mixed ? logit(1) : label_logits ? (double)label_logits[row].without : r.own;
+        r.other = control->mixed ? logit(1) : label_logits ? (double)label_logits[row].original : r.own;
     }
     records[row] = r;
 }
 
-// The loss of this rank's own rows from the records [ranks, rows] of all ranks. Unless `rows` is null, also writes the ClassRow of
-// every row. `classes` counts the classes of all ranks. With `accumulate`, totals are added to. One block.
+// The loss of this rank's own rows from the records [ranks, rows] of all ranks. Unless `class_rows` is null, also writes the ClassRow
+// of every row. `classes` counts the classes of all ranks. With `accumulate`, results are added to the totals. One block.
 extern "C" __global__ void __launch_bounds__(256)
     class_loss(const ClassRecord* records, const u32* controls, u32 words, u32 batch, u32 ranks, u32 rank, u32 classes,
-               float smoothing, const float* loss_scale, ClassRow* rows, Totals* totals, u32 accumulate) {
+               float smoothing, const float* loss_scale, ClassRow* class_rows, Totals* totals, u32 accumulate) {
     pdl_wait();
     SHARED(double, warps, 8);
     u32 count = batch * ranks;
-    double even = (double)smoothing / classes, loss = 0, right = 0;
+    double smoothing_share = (double)smoothing / classes, loss = 0, right = 0;
     for (u32 row = threadIdx.x; row < count; row += blockDim.x) {
         const Control* control = control_of(controls, words, row / batch);
         const u32* labels = indices(control) + 2 * (u64)batch;
@@ -147,19 +147,19 @@ extern "C" __global__ void __launch_bounds__(256)
         ClassRow to = {0.0f, 0.0f, 0.0f, 0xffffffffu, 0xffffffffu, 0.0f, 0.0f, 0};
         if (picture < control->valid) {
             double best = records[row].best, where = records[row].where, exps = 0, sum = 0, own = 0, other = 0;
-            for (u32 r = 1; r < ranks; r++) { // the first of equal ones
-                const ClassRecord& of = records[(u64)r * count + row];
-                if (of.best > best) {
-                    best = of.best;
-                    where = of.where;
+            for (u32 r = 1; r < ranks; r++) { // of equal logits, the first
+                const ClassRecord& record = records[(u64)r * count + row];
+                if (record.best > best) {
+                    best = record.best;
+                    where = record.where;
                 }
             }
             for (u32 r = 0; r < ranks; r++) {
-                const ClassRecord& of = records[(u64)r * count + row];
-                exps += of.exps == 0 ? 0.0 : of.exps * exp(of.best - best);
-                sum += of.sum;
-                own += of.own;
-                other += of.other;
+                const ClassRecord& record = records[(u64)r * count + row];
+                exps += record.exps == 0 ? 0.0 : record.exps * exp(record.best - best);
+                sum += record.sum;
+                own += record.own;
+                other += record.other;
             }
             bool mixed = control->mixed;
             float lambda = mixed ? control->lambda : 1.0f;
@@ -173,17 +173,17 @@ extern "C" __global__ void __launch_bounds__(256)
                 wanted = (double)lambda * own + (1.0 - lambda) * other;
                 if (lambda < 0.5f) label = to.other;
             }
-            double of_row = (1.0 - smoothing) * (log_sum + best - wanted) + even * ((log_sum + best) * classes - sum);
+            double row_loss = (1.0 - smoothing) * (log_sum + best - wanted) + smoothing_share * ((log_sum + best) * classes - sum);
             to.best = (float)best;
             to.log_sum = (float)log_sum;
-            to.scale = of_row - of_row == 0 ? control->grad_scale * *loss_scale : __uint_as_float(0x7fc00000u);
+            to.scale = row_loss - row_loss == 0 ? control->grad_scale * *loss_scale : __uint_as_float(0x7fc00000u);
             if (row / batch == rank) {
-                loss += of_row;
+                loss += row_loss;
                 bool is_best = other > best || other == best && label < where; // without the margin
                 right += exps == exps && (where == (double)label || !mixed && is_best);
             }
         }
-        if (rows) rows[row] = to;
+        if (class_rows) class_rows[row] = to;
     }
     loss = block_sum(loss, warps);
     right = block_sum(right, warps);
@@ -194,11 +194,11 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Replaces the logits by their gradient, and computes the gradient of the bias, float32 [classes]. Block (x, y) computes 256 classes
-// of chunk y: a lane owns 8 of them, and a warp every eighth row. With `accumulate`, the gradient of the bias is added to.
-// `dbias` may be null.
+// of chunk y: a lane owns 8 of them, and a warp every eighth row. With `accumulate`, the gradient of the bias is added to
+// `dbias`. `dbias` may be null.
 extern "C" __global__ void __launch_bounds__(256)
-    class_gradient(T* logits, const float* bias, const ClassRow* rows, u32 count, u32 chunk, u32 classes, u32 first, float even,
-                   const Sample* sample, const u32* places, float* dbias, u32 accumulate) {
+    class_gradient(T* logits, const float* bias, const ClassRow* class_rows, u32 count, u32 chunk, u32 classes, u32 first,
+                   float smoothing_share, const Sample* sample, const u32* places, float* dbias, u32 accumulate) {
     pdl_wait();
     if (sample) classes = sample->count;
     SHARED(float, sums, 8 * 256);
@@ -208,16 +208,16 @@ extern "C" __global__ void __launch_bounds__(256)
         float b[8] = {};
         if (bias) load_channels(bias, c / 8, b);
         for (u32 row = warp; row < count; row += 8) {
-            ClassRow of = rows[row];
+            ClassRow r = class_rows[row];
             T* at = logits + ((u64)blockIdx.y * count + row) * chunk;
-            u32 label = sample ? places[row] : of.label - first, other = sample ? places[count + row] : of.other - first;
+            u32 label = sample ? places[row] : r.label - first, other = sample ? places[count + row] : r.other - first;
             float v[8], d[8];
             unpack(load(at, group), v);
 #pragma unroll
             for (int k = 0; k < 8; k++) {
-                float p = expf(v[k] + b[k] - of.best - of.log_sum), target = c + k == label ? of.own_share : 0.0f;
-                if (c + k == other) target += of.other_share;
-                d[k] = c + k < classes && of.scale != 0 ? (p - even - target) * of.scale : 0.0f;
+                float p = expf(v[k] + b[k] - r.best - r.log_sum), target = c + k == label ? r.own_share : 0.0f;
+                if (c + k == other) target += r.other_share;
+                d[k] = c + k < classes && r.scale != 0 ? (p - smoothing_share - target) * r.scale : 0.0f;
                 s[k] += d[k];
             }
             store(at, group, pack(d));
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (own >= chunk || !dbias) return;
     float sum = 0;
     for (u32 w = 0; w < 8 && bias; w++) sum += sums[w * 256 + threadIdx.x];
-    dbias[class_] = accumulate ? dbias[class_] + sum : sum; // 0 behind the last class
+    dbias[class_] = accumulate ? dbias[class_] + sum : sum; // 0 after the last class
 }
 
 // to = the sum of `count` parts of `length` values each; `length` is a multiple of 8.

@@ -1,4 +1,4 @@
-// Start and end of a step. Inputs are read from a ring in page-locked host memory, and results are written to another one, so
+// Start and end of a step. Inputs are read from a ring in page-locked host memory, and results are written to another ring, so
 // the host only has to launch the replayed graph.
 
 // Copies the running statistics of the newest finished step, because the forward pass will change them. After a refused step

@@ -57,7 +57,7 @@ impl Backend for Cuda {
             return Ok(Devices::default());
         }
         let Usable { gpus, hindrance } = devices::usable(selection.list)?;
-        let expected = match (selection.list, selection.device) {
+        let no_gpu = match (selection.list, selection.device) {
             (Some(_), _) => Some("there is no GPU that a rank can use".into()),
             (None, Device::Cuda) => Some(
                 "there is no GPU on this machine; lockstep doctor says more, and \"auto\" or \"cpu\" trains on the CPU"
@@ -65,7 +65,7 @@ impl Backend for Cuda {
             ),
             (None, _) => None,
         };
-        let hindrance = if gpus.is_empty() { hindrance.or(expected) } else { None };
+        let hindrance = if gpus.is_empty() { hindrance.or(no_gpu) } else { None };
         let slots = gpus.into_iter().map(|gpu| Slot {
             index: gpu.index,
             device: self.name().into(),
@@ -115,8 +115,8 @@ impl Backend for Cuda {
         if spec.loss.sample_share < 1.0 {
             check_sample(ranks, model, spec.train.accumulate)?;
         }
-        let adapts = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
-        if model > 1 && adapts {
+        let is_layerwise = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
+        if model > 1 && is_layerwise {
             return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of them, \
                 or set parallel.device = \"cpu\""
                 .into());
@@ -151,7 +151,7 @@ impl Backend for Cuda {
         (0..plan.mesh.stage).try_for_each(|stage| {
             let part = plan::lower(network, plan, stage * plan.mesh.ranks_of_stage())?;
             program::check(&part).map_err(|error| error.to_string())?;
-            // Their fused kernels and exchanges are not in a prediction.
+            // Predicted costs do not include the fused kernels and exchanges of split operators.
             match program::split_operator(&part) {
                 Some(name) => Err(format!("{name} is split, which GPUs compute in mode = \"hybrid\" only")),
                 None => Ok(()),

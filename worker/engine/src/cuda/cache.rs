@@ -120,7 +120,7 @@ mod tests {
             ("a flipped bit in its first byte", flipped(32)),
             ("a flipped bit in its last byte", flipped(whole.len() - 1)),
             ("zeros, as after a power failure", vec![0; whole.len()]),
-            ("without a sum", content.to_vec()),
+            ("without a checksum", content.to_vec()),
         ] {
             fs::write(&path, damaged).unwrap();
             assert_eq!(read_file(&path), None, "{case}");

@@ -28,17 +28,21 @@ pub(super) enum Region {
     Normalisation,
     /// Float32 weights of the classes in the loss.
     ClassWeights,
-    /// Resampling tables along one axis of a picture.
+    /// Resampling table for the rows of a picture.
     ScaleRows,
+    /// Resampling table for the columns of a picture.
     ScaleColumns,
-    /// Control blocks of coming micro-batches, in host memory; the number of the next micro-batch; the same number in host memory.
+    /// Control blocks of coming micro-batches, in host memory.
     InputRing,
+    /// Number of control blocks that the GPU has read.
     InputCounter,
+    /// The same number as [`Region::InputCounter`], in host memory.
     InputsTaken,
     /// Control block of the current micro-batch.
     Control,
-    /// Results of steps, in host memory; number of results so far.
+    /// Results of steps, in host memory.
     ResultRing,
+    /// Number of results so far.
     ResultCounter,
     /// The current micro-batch's control blocks of all ranks of the model group. If operators are split, a control block for all pictures of
     /// the group follows.
@@ -47,7 +51,7 @@ pub(super) enum Region {
     Weights,
     /// Copy of the matrices in the format in which convolutions are computed.
     LowPrecision,
-    /// An optimizer slot, by number.
+    /// The optimizer slot with this index.
     OptimizerSlot(usize),
     MatrixGradients,
     /// Gradient of a stage's input, until it is sent to the preceding stage.
@@ -58,11 +62,13 @@ pub(super) enum Region {
     Accumulated,
     /// Running statistics of batch norms.
     RunningStatistics,
-    /// During a step: the running statistics after the newest finished step; for each block of the copying kernel, the number of this step.
+    /// During a step: the running statistics after the newest finished step.
     KeptStatistics,
+    /// For each block of the kernel that copies [`Region::KeptStatistics`]: the number of finished steps at the time of the copy.
     KeptOf,
-    /// Moving averages of the weights and of the running statistics.
+    /// Moving average of the weights.
     AverageWeights,
+    /// Moving average of the running statistics.
     AverageStatistics,
     /// Values that one pass of a batch norm computes for a later pass.
     NormValues,
@@ -70,11 +76,13 @@ pub(super) enum Region {
     ChannelSums,
     /// Sums that NCCL reduces over ranks.
     StatisticsSums,
-    /// If ranks divide the optimizer's state: float64 sums of squares, of the gradients of each bucket and for each parameter's norms.
+    /// If ranks divide the optimizer's state: the sum of squares of each bucket's gradients, float64.
     BucketSquares,
+    /// If ranks divide the optimizer's state: the sums of squares for the norms of each parameter, float64.
     SegmentSquares,
-    /// Addresses of all ranks' exchange buffers; number of exchanges so far, by value.
+    /// Addresses of all ranks' exchange buffers.
     PeerTable,
+    /// For each value that ranks exchange: the number of exchanges so far.
     PeerSequences,
     /// Loss scale, and the state of the latest gradients and update ([`super::state::Scaler`]).
     Scaler,
@@ -84,17 +92,19 @@ pub(super) enum Region {
     Stamps,
     /// Logits of an evaluation, for the host.
     EvaluatedLogits,
-    /// Range of each parameter; learning rate of each parameter.
+    /// Range of each parameter.
     Segments,
+    /// Learning rate of each parameter.
     Rates,
-    /// For Muon: the matrix of each convolution; each parameter's learning rate and weight decay.
+    /// For Muon: the matrix of each convolution, then the learning rate and weight decay of each parameter.
     Policies,
     /// The result of a check: whether a value is not finite, or a checksum of weights.
     CheckResult,
     /// The kernels' counters and partial sums.
     Scratch,
-    /// cuDNN's workspace on the main stream, and on the side stream.
+    /// cuDNN's workspace on the main stream.
     Workspace,
+    /// cuDNN's workspace on the side stream.
     SideWorkspace,
 }
 
@@ -244,7 +254,7 @@ pub(super) enum EventId {
     SideBegin,
     /// All work of the side stream is done.
     SideEnd,
-    /// The weight gradient with this number, from 0, is computed.
+    /// The weight gradient with this index is computed.
     WeightGradient(usize),
     /// A bucket's gradients are complete.
     BucketReady(usize),
@@ -257,11 +267,11 @@ pub(super) enum EventId {
 pub(super) enum Content {
     Activation(TensorId),
     Gradient(TensorId),
-    /// By batch norm: one bit per value.
+    /// Of the batch norm with this index: one bit per value.
     ReluMask(usize),
-    /// By batch norm or by tensor: one byte per value.
+    /// Of the batch norm or tensor with this index: one byte per value.
     Argmax(usize),
-    /// Memory of a split head or of cosines. Logits and their gradient are an activation and a gradient.
+    /// Memory of a split head or of cosines, except logits and their gradient: an [`Content::Activation`] and a [`Content::Gradient`].
     Head,
     /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
     Rows,
@@ -277,7 +287,7 @@ pub(super) enum Content {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Begin,
-    /// Forward of the fused operation with this number.
+    /// Forward pass of the fused operation with this index.
     Forward(usize),
     Loss,
     Backward(usize),
@@ -318,7 +328,8 @@ pub(super) enum Command {
         stream: StreamId,
         event: EventId,
     },
-    /// A collective by NCCL. `count`: number of values of an all-reduce, where `from` is `to`; else of one rank's part.
+    /// A collective by NCCL. In an all-reduce, `from` is `to`, and `count` is the number of all values. Otherwise `count` is the number of
+    /// values in one rank's part.
     Collective {
         stream: StreamId,
         kind: Collective,
@@ -328,8 +339,8 @@ pub(super) enum Command {
         count: usize,
         dtype: DataType,
     },
-    /// By NCCL: sends `sends` to other ranks of a group and receives `receives` from them, concurrently. Ranks are numbers
-    /// in the group.
+    /// By NCCL: sends `sends` to other ranks of a group and receives `receives` from them, concurrently. Ranks are counted
+    /// within the group.
     Exchange {
         stream: StreamId,
         group: Group,
@@ -379,8 +390,8 @@ impl Command {
                 }
                 Arg::U32(_) | Arg::U64(_) | Arg::F32(_) | Arg::F64(_) => {}
             }),
-            Command::Convolution { tensors: Tensors { x, w, y, sums }, workspace, .. } => {
-                [x, w, y, sums, workspace].into_iter().for_each(shift);
+            Command::Convolution { tensors: Tensors { x, w, y, channel_sums }, workspace, .. } => {
+                [x, w, y, channel_sums, workspace].into_iter().for_each(shift);
             }
             Command::Collective { from, to, .. } => [from, to].into_iter().for_each(shift),
             Command::Exchange { sends, receives, .. } => {
@@ -424,7 +435,7 @@ impl Command {
                 };
                 let mut all = vec![(tensors.x, x), (tensors.w, w), (tensors.y, y)];
                 if convolution.sums {
-                    all.push((tensors.sums, Access::Write));
+                    all.push((tensors.channel_sums, Access::Write));
                 }
                 all.push((*workspace, Access::Write));
                 all

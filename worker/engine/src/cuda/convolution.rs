@@ -18,7 +18,7 @@ pub(super) enum Direction {
 pub(super) struct Convolution {
     pub(super) direction: Direction,
     pub(super) dtype: DType,
-    /// Pictures.
+    /// Number of pictures.
     pub(super) batch: usize,
     pub(super) in_h: usize,
     pub(super) in_w: usize,
@@ -41,7 +41,7 @@ pub(super) struct Convolution {
 }
 
 impl Convolution {
-    /// Bytes of (x, w, y).
+    /// Sizes of x, w and y in bytes.
     pub(super) fn bytes(&self) -> [usize; 3] {
         let size = self.dtype.size();
         [
@@ -77,8 +77,8 @@ pub(super) struct Tensors<P> {
     pub(super) x: P,
     pub(super) w: P,
     pub(super) y: P,
-    /// Output of [`Convolution::sums`], float32 `[2, out_c]`.
-    pub(super) sums: P,
+    /// Output if [`Convolution::sums`] is set, float32 `[2, out_c]`.
+    pub(super) channel_sums: P,
 }
 
 #[cfg(test)]

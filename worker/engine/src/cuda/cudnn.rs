@@ -73,8 +73,8 @@ impl Cudnn {
     ) -> Result<(), CudaError> {
         let pack = Descriptor::new(Kind::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?;
         let count = if plan.convolution.sums { 5 } else { 3 };
-        let squares = at.sums + 4 * plan.convolution.out_c as u64;
-        let pointers = [at.x, at.w, at.y, at.sums, squares].map(|p| p as *mut c_void);
+        let square_sums = at.channel_sums + 4 * plan.convolution.out_c as u64;
+        let pointers = [at.x, at.w, at.y, at.channel_sums, square_sums].map(|p| p as *mut c_void);
         let ids = &[X, W, Y, SUM, SQUARE][..count];
         pack.set(Name::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, Type::CUDNN_TYPE_INT64, ids)?;
         let name = Name::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS;
@@ -96,7 +96,7 @@ impl Cudnn {
     pub(super) fn candidates(
         &self,
         convolution: &Convolution,
-        most_workspace: usize,
+        max_workspace_bytes: usize,
         deterministic: bool,
         fallback: bool,
     ) -> Result<impl Iterator<Item = Plan>, CudaError> {
@@ -120,7 +120,8 @@ impl Cudnn {
         }
         let convolution = *convolution;
         let built = move |(config, choice)| self.plan(&convolution, config, choice).ok();
-        Ok(found.into_iter().filter_map(built).filter(move |plan| plan.workspace_bytes <= most_workspace))
+        let fits = move |plan: &Plan| plan.workspace_bytes <= max_workspace_bytes;
+        Ok(found.into_iter().filter_map(built).filter(fits))
     }
 
     /// Rebuilds the plan of an earlier choice.
@@ -224,11 +225,12 @@ impl Cudnn {
         for (name, descriptor) in names.into_iter().zip([&convolution, &x, &w, &y]) {
             operation.set_descriptors(name, &[descriptor])?;
         }
-        operation.set(names[4], Type::CUDNN_TYPE_FLOAT, &[1f32])?;
-        operation.set(names[5], Type::CUDNN_TYPE_FLOAT, &[0f32])?;
+        let [.., alpha, beta] = names;
+        operation.set(alpha, Type::CUDNN_TYPE_FLOAT, &[1f32])?;
+        operation.set(beta, Type::CUDNN_TYPE_FLOAT, &[0f32])?;
         operation.finalize("an operation")?;
-        let sums = if c.sums { Some(sums_of(&y, c.out_c)?) } else { None };
-        let operations: Vec<&Descriptor> = std::iter::once(&operation).chain(sums.as_ref()).collect();
+        let statistics = if c.sums { Some(statistics_of(&y, c.out_c)?) } else { None };
+        let operations: Vec<&Descriptor> = std::iter::once(&operation).chain(statistics.as_ref()).collect();
 
         let graph = Descriptor::new(Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?;
         let handle = self.handle(c.direction);
@@ -258,16 +260,16 @@ pub(super) struct Plan {
     pub(super) choice: Choice,
 }
 
-// IDs of a graph's tensors, in the order of `names` above.
+// IDs of the tensors in an operation graph.
 const X: i64 = 1;
 const W: i64 = 2;
 const Y: i64 = 3;
-// IDs of the statistics.
+// The sums of y and of y * y by channel.
 const SUM: i64 = 4;
 const SQUARE: i64 = 5;
 
 /// The operation that sums `y` and its squares by channel.
-fn sums_of(y: &Descriptor, channels: usize) -> Result<Descriptor, CudaError> {
+fn statistics_of(y: &Descriptor, channels: usize) -> Result<Descriptor, CudaError> {
     let sum = tensor(SUM, [1, channels, 1, 1], DType::F32)?;
     let square = tensor(SQUARE, [1, channels, 1, 1], DType::F32)?;
     let operation = Descriptor::new(Kind::CUDNN_BACKEND_OPERATION_GEN_STATS_DESCRIPTOR)?;
@@ -282,7 +284,7 @@ fn sums_of(y: &Descriptor, channels: usize) -> Result<Descriptor, CudaError> {
     Ok(operation)
 }
 
-/// Descriptor of a tensor in NHWC (or KRSC) order, with dimensions in the backend's order N, C, H, W.
+/// Descriptor of a tensor that is in memory in the order NHWC (KRSC for weights). The backend lists dimensions as N, C, H, W.
 fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor, CudaError> {
     let tensor = Descriptor::new(Kind::CUDNN_BACKEND_TENSOR_DESCRIPTOR)?;
     let data_type = [match dtype {
@@ -336,24 +338,24 @@ fn choice_of(config: &Descriptor) -> Result<Choice, CudaError> {
     Ok(Choice { engine: index[0], knobs })
 }
 
-/// Whether an engine is acceptable: the same bits in every run if `deterministic`, accumulation in float32, and for float32
-/// tensors no tensor cores, which would round their inputs to 10 bits (TF32).
+/// Whether an engine accumulates in float32 and, if `deterministic`, computes the same bits in every run. For float32 tensors, it
+/// must also use neither tensor cores, which round their inputs to 10 bits (TF32), nor other inexact methods.
 fn is_acceptable(config: &Descriptor, dtype: DType, deterministic: bool) -> bool {
     use sys::cudnnBackendNumericalNote_t as Note;
     let Ok(engine) = engine_of(config) else { return false };
     let mut notes = [i32::MAX; 16];
-    let Ok(found) =
+    let Ok(count) =
         engine.get(Name::CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, Type::CUDNN_TYPE_NUMERICAL_NOTE, &mut notes)
     else {
         return false;
     };
-    let has = |note: Note| notes[..found.min(notes.len())].contains(&(note as i32));
-    let exact = dtype != DType::F32
+    let has = |note: Note| notes[..count.min(notes.len())].contains(&(note as i32));
+    let is_exact = dtype != DType::F32
         || !(has(Note::CUDNN_NUMERICAL_NOTE_TENSOR_CORE)
             || has(Note::CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS)
             || has(Note::CUDNN_NUMERICAL_NOTE_WINOGRAD)
             || has(Note::CUDNN_NUMERICAL_NOTE_FFT));
-    exact
+    is_exact
         && !(deterministic && has(Note::CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC))
         && !has(Note::CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION)
 }

@@ -50,7 +50,7 @@ impl Device {
         if major < 8 {
             return Err(CudaError::Unsupported(format!(
                 "{name} has compute capability {major}.{minor}; lockstep needs 8.0 (Ampere) or newer. \
-                 Use parallel.device = \"cpu\" there"
+                 Use parallel.device = \"cpu\" on this machine"
             )));
         }
         // SAFETY: released when this is dropped.

@@ -31,7 +31,7 @@ impl Engine for CudaEngine {
         self.device.bind()?;
         self.program.set_normalisation(&data.shape.mean, &data.shape.std)?;
         if self.program.network().stage().0 > 0 {
-            // Only the first stage needs pictures; the others need only labels.
+            // Only the first stage needs pictures; later stages need only labels.
             return Ok(BatchFormat::AugmentParams);
         }
         if let Some(resident) = data.resident() {
@@ -292,17 +292,18 @@ impl Engine for CudaEngine {
 /// The logits of this rank's first `pictures` pictures, gathered from the ranks of its model group, which each have some classes.
 fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
     let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
-    let (own, width, most) = (program.own_logits(&head)?, head.own_classes().len(), head.max_classes());
+    let own_logits = program.own_logits(&head)?;
+    let (own_classes, max_classes) = (head.own_classes().len(), head.max_classes());
     // All ranks contribute rows of equal length.
-    let padded = |row: &[f32]| [row, &vec![0.0; most - width]].concat();
-    let given: Vec<f32> = own.chunks_exact(width).flat_map(padded).collect();
-    let mut taken = vec![0f32; given.len()];
-    groups.model.all_to_all((&given).into(), (&mut taken).into())?;
-    let batch = taken.len() / (head.ranks * most);
+    let padded = |row: &[f32]| [row, &vec![0.0; max_classes - own_classes]].concat();
+    let sent: Vec<f32> = own_logits.chunks_exact(own_classes).flat_map(padded).collect();
+    let mut received = vec![0f32; sent.len()];
+    groups.model.all_to_all((&sent).into(), (&mut received).into())?;
+    let batch = received.len() / (head.ranks * max_classes);
     let row = |picture: usize| {
         let part = |rank: usize| {
             let classes = head.bounds[rank + 1] - head.bounds[rank];
-            &taken[(rank * batch + picture) * most..][..classes]
+            &received[(rank * batch + picture) * max_classes..][..classes]
         };
         (0..head.ranks).flat_map(part).copied().collect::<Vec<_>>()
     };

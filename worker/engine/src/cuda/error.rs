@@ -21,7 +21,7 @@ pub(super) enum CudaError {
     /// The GPU has not enough memory.
     #[error(
         "cuda out of memory: {needed_mb} MB more were needed, {free_mb} of {total_mb} MB are free on this GPU. \
-         Lower train.batch_size (train.accumulate keeps the global batch), or end what else runs there"
+         Lower train.batch_size (train.accumulate keeps the global batch), or end other programs that use this GPU"
     )]
     OutOfMemory { needed_mb: u64, free_mb: u64, total_mb: u64 },
     /// The engine does not support a shape or setting.
@@ -44,7 +44,11 @@ impl CudaError {
         move |error| {
             let name = error.error_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
             let text = error.error_string().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-            CudaError::Driver { doing, error: format!("{text} ({name})"), retriable: may_pass(error.0) }
+            CudaError::Driver {
+                doing,
+                error: format!("{text} ({name})"),
+                retriable: may_be_temporary(error.0),
+            }
         }
     }
 
@@ -52,8 +56,8 @@ impl CudaError {
     pub(super) fn cudnn(doing: String, status: cudnnStatus_t, detail: String) -> CudaError {
         let status = format!("{status:?}");
         // cuDNN 9's groups of errors; all other groups mean an invalid or unsupported request.
-        let passing = ["CUDNN_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR"];
-        let retriable = passing.iter().any(|group| status.starts_with(group));
+        let temporary = ["CUDNN_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR"];
+        let retriable = temporary.iter().any(|group| status.starts_with(group));
         CudaError::Cudnn { doing, status, detail, retriable }
     }
 }
@@ -85,7 +89,7 @@ impl From<CudaError> for EngineError {
 
 /// Whether a driver's error may be temporary (a failed kernel, a memory error, a GPU that fell off the bus or is in use),
 /// and not caused by the request or the machine's configuration.
-pub(super) fn may_pass(error: CUresult) -> bool {
+pub(super) fn may_be_temporary(error: CUresult) -> bool {
     use CUresult as E;
     matches!(
         error,
@@ -123,8 +127,7 @@ mod tests {
 
     #[test]
     fn only_errors_that_another_attempt_may_avoid_are_retried() {
-        let passing = CudnnError::EXECUTION;
-        assert!(is_retried(CudaError::cudnn("a step".into(), passing, String::new())));
+        assert!(is_retried(CudaError::cudnn("a step".into(), CudnnError::EXECUTION, String::new())));
         assert!(!is_retried(CudaError::cudnn("a step".into(), CudnnError::UNSUPPORTED, String::new())));
         assert!(is_retried(CudaError::Hung { secs: 600.0, what: "a step" }));
         assert!(!is_retried(CudaError::OutOfMemory { needed_mb: 1, free_mb: 0, total_mb: 1 }));
@@ -138,7 +141,7 @@ mod tests {
             (CUresult::CUDA_ERROR_INVALID_VALUE, false),
             (CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, false),
         ] {
-            assert_eq!(may_pass(error), retried, "{error:?}");
+            assert_eq!(may_be_temporary(error), retried, "{error:?}");
         }
     }
 

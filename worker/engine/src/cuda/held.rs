@@ -6,8 +6,8 @@
 //!
 //! 1. The host sets `held`, in host memory, which stops further updates. One thread of the step reads `held`, so all kernels of the update
 //!    agree.
-//! 2. The host waits until `updating` is not set. The step sets `updating` in the kernel before the one that reads `held`, so either that
-//!    kernel sees `held`, or the host sees `updating`. An update waits for no other rank, and ends with the record of the step.
+//! 2. The host waits until `updating` is not set. The step sets `updating` in a kernel, and reads `held` in the next kernel. So either the
+//!    step sees `held`, or the host sees `updating`. An update waits for no other rank, and ends with the record of the step.
 //! 3. The number of recorded steps now identifies the step of the weights. Running statistics, which the next step's forward pass changes,
 //!    were copied when that step began.
 
@@ -59,13 +59,13 @@ impl RecoveryStream {
     }
 }
 
-/// Waits until `is_so`.
+/// Waits until `is_done`; fails after the time `until`.
 fn wait(
     until: Instant,
     what: &'static str,
-    mut is_so: impl FnMut() -> Result<bool, CudaError>,
+    mut is_done: impl FnMut() -> Result<bool, CudaError>,
 ) -> Result<(), CudaError> {
-    while !is_so()? {
+    while !is_done()? {
         if Instant::now() > until {
             return Err(CudaError::Hung { secs: RECOVERY_LIMIT.as_secs_f64(), what });
         }

@@ -46,7 +46,7 @@ const GREY: u8 = 128;
 /// Opens the decoder of GPU `ordinal`, and tests it with pictures whose pixels are known.
 ///
 /// # Errors
-/// The GPU has no decoder, or the decoder does not work; a sentence.
+/// Says in a sentence that the GPU has no decoder, or that the decoder does not work.
 pub(crate) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>, String> {
     let decoder = JpegDecoder::open(ordinal, dtype)?;
     decoder.self_test()?;
@@ -55,7 +55,7 @@ pub(crate) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>,
 
 struct JpegDecoder {
     name: String,
-    // Declared first, so that it is dropped before the device; `close` may drop it earlier.
+    // Declared before `device`, so that it is dropped first; `close` may drop it earlier.
     sessions: Sessions<Session>,
     /// Held while a thread submits a group to the decoders: two submissions at a time would delay each other, and the training
     /// step, by the driver's locks.
@@ -106,7 +106,7 @@ impl JpegDecoder {
             pictures.push((file, stored, wanted, sampling));
         }
         let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
-        let mut given: Vec<Encoded<'_>> = pictures
+        let mut encoded: Vec<Encoded<'_>> = pictures
             .iter()
             .map(|(bytes, stored, ..)| Encoded {
                 bytes,
@@ -118,23 +118,23 @@ impl JpegDecoder {
                 flip: false,
             })
             .collect();
-        let mut apart = Vec::new();
-        self.decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
-            for ((_, _, wanted, sampling), pixels) in pictures.iter().zip(made) {
+        let mut differences = Vec::new();
+        self.decode((width, height), &mut |_| std::mem::take(&mut encoded), &mut |decoded| {
+            for ((_, _, wanted, sampling), pixels) in pictures.iter().zip(decoded) {
                 let pairs = || pixels.iter().flat_map(|pixels| pixels.iter().zip(&wanted.pixels));
                 let sum: u64 = pairs().map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
                 if pixels.is_some() {
-                    apart.push((sum as f64 / wanted.pixels.len() as f64, *sampling));
+                    differences.push((sum as f64 / wanted.pixels.len() as f64, *sampling));
                 }
             }
         })?;
-        if apart.is_empty() {
+        if differences.is_empty() {
             return Err(format!("the first picture is {}", CpuDecodeReason::Refused));
         }
-        match apart.iter().find(|(apart, _)| *apart > MAX_DIFFERENCE) {
+        match differences.iter().find(|(difference, _)| *difference > MAX_DIFFERENCE) {
             None => Ok(()),
-            Some((apart, sampling)) => Err(format!(
-                "nvJPEG's pixels differ from the CPU decoder's by {apart:.1} of 255 on average ({sampling:?})"
+            Some((difference, sampling)) => Err(format!(
+                "nvJPEG's pixels differ from the CPU decoder's by {difference:.1} of 255 on average ({sampling:?})"
             )),
         }
     }
@@ -164,12 +164,12 @@ impl DeviceDecoder for JpegDecoder {
         let supported = session.decode(self, &pictures, size)?;
         let bytes = size.0 as usize * size.1 as usize * 3;
         let all = session.cropper.pixels(pictures.len() * bytes);
-        let made: Vec<Option<&[u8]>> = all
+        let decoded: Vec<Option<&[u8]>> = all
             .chunks_exact(bytes)
             .zip(&supported)
             .map(|(pixels, supported)| supported.then_some(pixels))
             .collect();
-        then(&made);
+        then(&decoded);
         Ok(())
     }
 
@@ -202,10 +202,10 @@ struct Session {
 
 impl Session {
     fn open(hardware: &Arc<Hardware>) -> Result<Self, String> {
-        let said = |error: CudaError| error.to_string();
+        let describe = |error: CudaError| error.to_string();
         let state = State::new(hardware)?;
-        let cropper = Cropper::new().map_err(said)?;
-        Ok(Self { state, decoded: None, files: None, cropper, done: Event::sleeping().map_err(said)? })
+        let cropper = Cropper::new().map_err(describe)?;
+        Ok(Self { state, decoded: None, files: None, cropper, done: Event::sleeping().map_err(describe)? })
     }
 
     /// Decodes the supported pictures, and returns for each picture whether it is supported. All GPU work has completed
@@ -235,25 +235,25 @@ impl Session {
         size: (u32, u32),
     ) -> Result<(), String> {
         let JpegDecoder { submission, kernels, device, .. } = decoder;
-        let said = |error: CudaError| error.to_string();
+        let describe = |error: CudaError| error.to_string();
         let numbered: Vec<(usize, &Encoded<'_>)> =
             pictures.iter().enumerate().filter(|(number, _)| supported[*number]).collect();
         let sizes: Vec<usize> = numbered.iter().map(|(_, picture)| planes_bytes(picture.stored)).collect();
         let stream = self.cropper.stream.0;
-        self.cropper.begin(device, pictures.len(), size).map_err(said)?;
-        for (number, group) in groups(&sizes, MAX_DECODED).into_iter().enumerate() {
-            if number > 0 {
+        self.cropper.begin(device, pictures.len(), size).map_err(describe)?;
+        for (index, group) in groups(&sizes, MAX_DECODED).into_iter().enumerate() {
+            if index > 0 {
                 // The decoder does not wait for this stream, so earlier users of the memory must have finished.
                 self.wait()?;
             }
             let bytes = sizes[group.clone()].iter().sum();
             let grey = |bytes: usize| device.filled(bytes, GREY);
-            let mut at = grow_buffer(&mut self.decoded, bytes, grey).map_err(said)?.ptr;
+            let mut at = grow_buffer(&mut self.decoded, bytes, grey).map_err(describe)?.ptr;
             let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
-            let of_group: Vec<&[u8]> =
+            let files: Vec<&[u8]> =
                 numbered[group.clone()].iter().map(|(_, picture)| picture.bytes).collect();
-            let files = page_locked(&mut self.files, &of_group).map_err(said)?;
+            let files = copy_to_page_locked(&mut self.files, &files).map_err(describe)?;
             for (((number, picture), size), bytes) in
                 numbered[group.clone()].iter().zip(&sizes[group]).zip(files)
             {
@@ -265,12 +265,12 @@ impl Session {
             let turn = submission.lock().unwrap_or_else(PoisonError::into_inner);
             self.state.decode(&decoded, stream.0)?;
             drop(turn);
-            self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
+            self.cropper.run(device, kernels, &croppings, &tables).map_err(describe)?;
             if let Some(decoded) = &self.decoded {
-                stream.fill(decoded, bytes, GREY).map_err(said)?;
+                stream.fill(decoded, bytes, GREY).map_err(describe)?;
             }
         }
-        self.cropper.end(pictures.len()).map_err(said)?;
+        self.cropper.end(pictures.len()).map_err(describe)?;
         self.wait()
     }
 
@@ -281,7 +281,10 @@ impl Session {
 }
 
 /// Copies `files` to page-locked memory, which must not be in use.
-fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Vec<&'a [u8]>, CudaError> {
+fn copy_to_page_locked<'a>(
+    memory: &'a mut Option<Pinned>,
+    files: &[&[u8]],
+) -> Result<Vec<&'a [u8]>, CudaError> {
     let bytes: usize = files.iter().map(|file| file.len()).sum();
     let memory = grow_pinned(memory, bytes)?;
     let mut at = 0;

@@ -117,7 +117,7 @@ impl Kernels {
         args: &[u64],
     ) -> Result<(), CudaError> {
         let (function, room) = self.function(name)?;
-        has_room(name, geometry.shared_bytes, room)?;
+        check_shared_memory(name, geometry.shared_bytes, room)?;
         let mut bits = [0u64; 40];
         assert!(args.len() <= bits.len(), "{name} has too many arguments");
         bits[..args.len()].copy_from_slice(args);
@@ -160,7 +160,7 @@ impl Kernels {
                 .map_err(|error| CudaError::Driver {
                     doing: name,
                     error: format!("{error:?} ({geometry:?})"),
-                    retriable: super::error::may_pass(error.0),
+                    retriable: super::error::may_be_temporary(error.0),
                 })
         };
         self.profile.time(stream, || name.into(), start)
@@ -173,22 +173,22 @@ impl Kernels {
             return Ok(*function);
         }
         let c_name = CString::new(name).unwrap_or_default();
-        let (mut function, mut own) = (std::ptr::null_mut(), 0);
+        let (mut function, mut static_bytes) = (std::ptr::null_mut(), 0);
         use sys::CUfunction_attribute_enum as A;
         // SAFETY: the module is loaded; the name is zero-terminated.
         unsafe {
             sys::cuModuleGetFunction(&mut function, self.module, c_name.as_ptr())
                 .result()
                 .map_err(CudaError::driver(name))?;
-            sys::cuFuncGetAttribute(&mut own, A::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+            sys::cuFuncGetAttribute(&mut static_bytes, A::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
                 .result()
                 .map_err(CudaError::driver(name))?;
         }
         // Opts in to all shared memory of the GPU, minus the kernel's static shared memory.
-        let room = self.shared_bytes.saturating_sub(own as u32);
-        let most = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let room = self.shared_bytes.saturating_sub(static_bytes as u32);
+        let attribute = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to a loaded module.
-        unsafe { sys::cuFuncSetAttribute(function, most, room.cast_signed()) }
+        unsafe { sys::cuFuncSetAttribute(function, attribute, room.cast_signed()) }
             .result()
             .map_err(CudaError::driver(name))?;
         functions.insert(name, (function, room));
@@ -205,21 +205,21 @@ impl Drop for Kernels {
 
 /// Checks that a block's dynamic shared memory, `bytes`, does not exceed the maximum, `room`. Only kernels that resize pictures can exceed it,
 /// for wide pictures; all other kernels fit on every supported GPU.
-fn has_room(kernel: &str, bytes: u32, room: u32) -> Result<(), CudaError> {
+fn check_shared_memory(kernel: &str, bytes: u32, room: u32) -> Result<(), CudaError> {
     if bytes <= room {
         return Ok(());
     }
     Err(CudaError::Unsupported(format!(
         "{kernel} needs {bytes} bytes of shared memory, and this GPU has {room}: the pictures are too wide. Train from a copy with smaller \
-         ones (lockstep dataset prepare)"
+         pictures (lockstep dataset prepare)"
     )))
 }
 
 /// NVRTC's options for compute capability `capability` (90: 9.0) and `dtype`.
 fn options(capability: u32, dtype: DType) -> Vec<String> {
-    let own = if capability == WGMMA_CAPABILITY { "a" } else { "" };
+    let suffix = if capability == WGMMA_CAPABILITY { "a" } else { "" };
     let mut options = vec![
-        format!("--gpu-architecture=sm_{capability}{own}"),
+        format!("--gpu-architecture=sm_{capability}{suffix}"),
         "--std=c++17".into(),
         "-default-device".into(),
         "--extra-device-vectorization".into(),
@@ -241,10 +241,10 @@ pub fn compile_all(dir: &Path) -> Result<(), String> {
 }
 
 /// Compiles the kernels for these compute capabilities in every floating-point format, on all cores, with the options
-/// `more` in addition to the engine's. Calls `take` with the name and the content of each file.
+/// `extra_options` in addition to the engine's. Calls `take` with the name and the content of each file.
 fn compile_each(
     capabilities: &[u32],
-    more: &[&str],
+    extra_options: &[&str],
     take: impl Fn(&str, &[u8]) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
     let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
@@ -252,7 +252,7 @@ fn compile_each(
     let one = |capability, dtype| {
         let mut options = options(capability, dtype);
         let name = cache_name(capability, dtype, &options);
-        options.extend(more.iter().map(|option| (*option).to_owned()));
+        options.extend(extra_options.iter().map(|option| (*option).to_owned()));
         take(&name, &compile(&options).map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
     };
     let work = || {

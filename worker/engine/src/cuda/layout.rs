@@ -57,7 +57,7 @@ pub(super) struct ParameterPlace {
     /// Start of the next parameter's range.
     end: usize,
     pub(super) kind: ParameterKind,
-    /// Whether the parameter is not trained. The gradient of such a matrix is zeros; such a vector has no gradient.
+    /// Whether the parameter is not trained. Then a matrix has a gradient of zeros, and a vector has no gradient.
     pub(super) is_fixed: bool,
     /// Whether a model group splits the parameter.
     pub(super) is_split: bool,
@@ -74,8 +74,8 @@ impl ParameterPlace {
         self.shape.iter().product()
     }
 
-    /// For weights of a convolution: calls `each` with the index of every value in torchvision's order and on the GPU. Others have the same
-    /// order in both.
+    /// For weights of a convolution: calls `each` with the index of every value in torchvision's order and on the GPU. The values of other
+    /// parameters have the same order in both.
     fn each_index(&self, each: impl FnMut(usize, usize)) {
         match (self.order, &self.shape[..]) {
             (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
@@ -199,19 +199,19 @@ impl Layout {
             }
         }
         layout.split_matrices = layout.len;
-        let mut bucket = layout.len;
+        let mut bucket_start = layout.len;
         for parameter in matrices {
             layout.push(parameter);
-            if layout.len - bucket >= BUCKET {
-                layout.pad(bucket, parts);
-                layout.buckets.push(bucket..layout.len);
-                bucket = layout.len;
+            if layout.len - bucket_start >= BUCKET {
+                layout.pad(bucket_start, parts);
+                layout.buckets.push(bucket_start..layout.len);
+                bucket_start = layout.len;
             }
         }
-        layout.pad(bucket, parts);
+        layout.pad(bucket_start, parts);
         layout.matrices = layout.len;
-        if layout.matrices > bucket {
-            layout.buckets.push(bucket..layout.matrices);
+        if layout.matrices > bucket_start {
+            layout.buckets.push(bucket_start..layout.matrices);
         }
         vectors.sort_by_key(|parameter: &ParameterPlace| !parameter.is_split);
         for parameter in vectors {
@@ -234,7 +234,7 @@ impl Layout {
         [plane(0), plane(self.split_matrices)]
     }
 
-    /// The ranges of split parameters, and the ranges of parameters that every rank has whole: of matrices and of vectors.
+    /// The ranges of split parameters, and the ranges of parameters that every rank has whole; each for matrices and for vectors.
     pub(super) fn split_and_whole(&self) -> [[Range<usize>; 2]; 2] {
         let vectors = self.matrices + self.split_vectors;
         [
@@ -284,7 +284,7 @@ impl Layout {
         self.parameters_with_gradients().iter().map(of_parameter).map(|[start, end]| start..end).collect()
     }
 
-    /// All matrices (also fixed ones, whose gradients are zeros) and the trained vectors. They come first.
+    /// The parameters that come first: all matrices (also fixed matrices, whose gradients are zeros) and the trained vectors.
     pub(super) fn parameters_with_gradients(&self) -> &[ParameterPlace] {
         &self.parameters[..self.parameters.partition_point(|parameter| parameter.range.start < self.trained)]
     }
@@ -347,8 +347,8 @@ impl Layout {
     }
 
     /// Converts `tensors`, which `check.rs` must have checked, to the order of the flat buffers, and calls `write` for each piece with the
-    /// offset of its first value. `optimizer_slot` is as for [`Layout::export`]; `buffer` is for pieces, so that large matrices are
-    /// never whole in host memory.
+    /// offset of its first value. `optimizer_slot` is as for [`Layout::export`]. `buffer` holds one piece at a time, so that large matrices
+    /// are never whole in host memory.
     pub(super) fn import(
         &self,
         optimizer_slot: Option<&str>,

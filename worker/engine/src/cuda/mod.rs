@@ -74,7 +74,7 @@ const AHEAD: usize = 2;
 /// Checks the plan of steps that sample classes.
 ///
 /// # Errors
-/// A sample would not include all labels: it includes those of one model group and of one micro-batch.
+/// A sample includes only the labels of one model group and one micro-batch, so it would not include all labels of a step.
 fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
     if ranks > 1 && model == ranks && accumulate == 1 {
         return Ok(());
@@ -152,9 +152,9 @@ fn build(
     Ok(engine)
 }
 
-/// Checks, before plans are timed with tensors of that size, that the GPU's memory is large enough for the activations
-/// of batch norm's backward pass. Only half of them count, because fused passes do not need all of them. The exact
-/// requirement is known and checked after plans have been chosen.
+/// Checks that the GPU's memory is large enough for the activations of batch norm's backward pass, before plans are timed
+/// with tensors of the same size. Counts only half of the activations, because fused passes do not need all of them. The
+/// exact requirement is checked after plans have been chosen.
 fn check_memory(
     network: &Network,
     batch: usize,
@@ -231,7 +231,7 @@ struct CudaEngine {
     watchdog: Option<Arc<Watchdog>>,
     /// The timed calls, while profiling is on.
     profiled: Option<Vec<TimedCall>>,
-    /// Numbers of this process's submitted and completed steps, for the watchdog.
+    /// How many steps this process has submitted and completed, for the watchdog.
     submitted_steps: u64,
     done_steps: u64,
     config: EngineConfig,

@@ -12,8 +12,8 @@
 //!
 //! # Operands
 //! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
-//! memory; the check of a step's commands relies on that. "Traffic" in a method's documentation lists the
-//! memory traffic of its kernels.
+//! memory; the check of a step's commands relies on that. "Traffic" in a method's documentation is the
+//! memory traffic of the method's kernels.
 
 mod adam;
 mod block_end;
@@ -82,13 +82,13 @@ pub(super) const WGMMA_CAPABILITY: u32 = 90;
 pub(super) struct Ops {
     dtype: DType,
     multiprocessors: u32,
-    clusters: bool,
+    has_clusters: bool,
 }
 
 impl Ops {
     /// `capability`: 90 for 9.0; devices from 9.0 on have thread block clusters.
     pub(super) fn new(dtype: DType, multiprocessors: u32, capability: u32) -> Self {
-        Self { dtype, multiprocessors, clusters: capability >= 90 }
+        Self { dtype, multiprocessors, has_clusters: capability >= 90 }
     }
 
     /// Bytes of scratch memory for `pictures` per micro-batch, `padded` classes and `segments` parameters. The memory must be zero at
@@ -130,8 +130,8 @@ impl Ops {
         let groups = channels / 8;
         let x = groups.next_power_of_two().clamp(1, 32);
         let (y, columns) = (threads / x, groups.div_ceil(x).max(1));
-        let most = (self.multiprocessors * per_multiprocessor / columns).max(1);
-        plain([rows.div_ceil(y).clamp(1, most), columns, 1], [x, y, 1])
+        let max_blocks = (self.multiprocessors * per_multiprocessor / columns).max(1);
+        plain([rows.div_ceil(y).clamp(1, max_blocks), columns, 1], [x, y, 1])
     }
 
     /// [`Ops::grid_stride`] for kernels that sum over rows: one block per multiprocessor, at least two rows per thread.
@@ -141,8 +141,8 @@ impl Ops {
 
     /// Blocks of 256 threads for `items` independent items.
     fn items(&self, items: u64, per_multiprocessor: u32) -> Geometry {
-        let most = u64::from(self.multiprocessors * per_multiprocessor);
-        plain([items.div_ceil(256).clamp(1, most) as u32, 1, 1], [256, 1, 1])
+        let max_blocks = u64::from(self.multiprocessors * per_multiprocessor);
+        plain([items.div_ceil(256).clamp(1, max_blocks) as u32, 1, 1], [256, 1, 1])
     }
 }
 

@@ -25,14 +25,14 @@ pub(super) struct OnGpu {
 impl OnGpu {
     /// Copies the pictures, if they fit.
     pub(super) fn new(device: &Device, data: &Resident) -> Result<Option<Self>, CudaError> {
-        let same = std::sync::Arc::ptr_eq(&data.train, &data.validation);
-        let bytes = data.train.len() + if same { 0 } else { data.validation.len() };
+        let is_same = std::sync::Arc::ptr_eq(&data.train, &data.validation);
+        let bytes = data.train.len() + if is_same { 0 } else { data.validation.len() };
         if bytes as f64 > MAX_OF_FREE * device.memory().0 as f64 {
             return Ok(None);
         }
         Ok(Some(Self {
             train: device.upload(&data.train)?,
-            validation: if same { None } else { Some(device.upload(&data.validation)?) },
+            validation: if is_same { None } else { Some(device.upload(&data.validation)?) },
             height: data.height,
             width: data.width,
             crop_padding: data.crop_padding,
@@ -55,15 +55,17 @@ const AHEAD: usize = 3;
 /// Copies batches to the GPU through page-locked buffers.
 pub(super) struct Staging {
     format: BatchFormat,
-    /// Size of a batch.
+    /// Size of a batch in bytes.
     bytes: usize,
     host: Pinned,
     gpu: Buffer,
     /// The current step's batch.
     pub(super) input: Buffer,
     stream: OwnedStream,
+    /// By slot: recorded when the slot's batch is in `gpu`, and when it is in `input`.
     copied: Vec<Event>,
     taken: Vec<Event>,
+    /// Number of batches sent so far.
     sent: usize,
 }
 

@@ -25,8 +25,8 @@ pub(super) fn from_planes(nearest: &[u16], rests: &[u16], values: &mut [f32]) {
     let planes = nearest.par_chunks(CHUNK).zip(rests.par_chunks(CHUNK));
     values.par_chunks_mut(CHUNK).zip(planes).for_each(|(values, (nearest, rests))| {
         for ((value, nearest), rest) in values.iter_mut().zip(nearest).zip(rests) {
-            let below = i32::from(rest.cast_signed()).cast_unsigned();
-            *value = f32::from_bits((u32::from(*nearest) << 16).wrapping_add(below));
+            let difference = i32::from(rest.cast_signed()).cast_unsigned();
+            *value = f32::from_bits((u32::from(*nearest) << 16).wrapping_add(difference));
         }
     });
 }
@@ -44,21 +44,21 @@ mod tests {
             [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| f32::from_bits(high << 16 | low))
         });
         values.extend(bits.filter(|value| !value.is_nan()));
-        let there_and_back = |values: &[f32]| {
+        let round_trip = |values: &[f32]| {
             let (mut nearest, mut rests) = (vec![0; values.len()], vec![0; values.len()]);
             to_planes(values, &mut nearest, &mut rests);
             let mut back = vec![0.0; values.len()];
             from_planes(&nearest, &rests, &mut back);
             (nearest, back)
         };
-        let (halves, back) = there_and_back(&values);
+        let (halves, back) = round_trip(&values);
         for (value, half) in values.iter().zip(halves) {
             let [ours, nearest] = [half::bf16::from_bits(half), half::bf16::from_f32(*value)].map(f32::from);
             let is_as_near = f64::from(ours - value).abs() <= f64::from(nearest - value).abs();
             assert!(ours == nearest || is_as_near, "{value:e}: {ours:e}, {nearest:e}");
         }
         assert!(back.iter().zip(&values).all(|(a, b)| a.to_bits() == b.to_bits()));
-        let (_, nan) = there_and_back(&[f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff)]);
+        let (_, nan) = round_trip(&[f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff)]);
         assert!(nan.iter().all(|value| value.is_nan()));
     }
 }

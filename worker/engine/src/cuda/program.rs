@@ -54,7 +54,7 @@ pub(super) struct MicroBatch {
     /// Whether this is the last micro-batch, after which the update follows.
     pub(super) last: bool,
     /// Whether no picture is padding, which statistics would have to ignore.
-    pub(super) whole: bool,
+    pub(super) is_full: bool,
     /// `None`: both passes, one after the other.
     pub(super) pass: Option<StagePass>,
 }
@@ -63,7 +63,7 @@ pub(super) struct MicroBatch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct StagePass {
     pub(super) is_backward: bool,
-    /// Number of this micro-batch's part of the memory ([`Program::micro_batches_in_flight`]). Micro-batches that are between their passes
+    /// Index of this micro-batch's part of the memory ([`Program::micro_batches_in_flight`]). Micro-batches that are between their passes
     /// at the same time have different parts.
     pub(super) memory_part: usize,
     /// Whether the gradient that the previous pass has computed must still be sent to the preceding stage.
@@ -78,7 +78,7 @@ pub(super) enum Phase {
 }
 
 impl Phase {
-    /// The pass of a pipeline stage, if it is only one.
+    /// The pass, if this phase is only one pass of a pipeline stage.
     fn pass(self) -> Option<StagePass> {
         match self {
             Phase::Train(micro_batch) => micro_batch.pass,
@@ -150,7 +150,7 @@ pub(super) struct Program {
     norm_values: Buffer,
     /// Normalised float32 value of each byte of each channel.
     normalisation: Buffer,
-    /// Float32 weights of the classes in the loss, if they have some.
+    /// Float32 weights of the classes in the loss, if the loss weights classes.
     class_weights: Option<Buffer>,
     /// By image size of the network: resampling tables to this size, for rows and for columns.
     scalings: HashMap<usize, [Scaled; 2]>,
@@ -321,7 +321,7 @@ impl Program {
         Ok(all)
     }
 
-    /// Where ranks divide the optimizer's state, collective: starts to give each rank the float32 weights of the others.
+    /// Where ranks divide the optimizer's state, starts to give each rank the float32 weights of the other ranks. Collective.
     pub(super) fn gather_weights(&self) -> Result<(), EngineError> {
         let Some(share) = self.state.share else { return Ok(()) };
         let gather = |range: &Range<usize>| {
@@ -403,14 +403,14 @@ impl Program {
         let (tensor, input) =
             (self.plan.network.logits(), Input::Staged { at: 0, format: BatchFormat::Bytes });
         let commands = self.commands(Phase::Evaluate, input, true)?;
-        let place = commands.iter().find_map(|command| match command {
+        let offset = commands.iter().find_map(|command| match command {
             Command::Alloc { content: Content::Activation(of), at } if *of == tensor => Some(at.offset),
             _ => None,
         });
         let (rows, (chunks, chunk), own) =
             (self.plan.pictures(tensor), self.plan.chunks(), head.own_classes().len());
         let mut values = vec![0f32; rows * chunks * chunk];
-        read_as_float(&self.arena, place.unwrap_or(0), self.plan.dtype, &mut values)?;
+        read_as_float(&self.arena, offset.unwrap_or(0), self.plan.dtype, &mut values)?;
         let bias = self.with_facts(|facts| facts.head_bias());
         let mut biases = vec![0f32; own];
         if !bias.is_none() {
@@ -419,7 +419,7 @@ impl Program {
         let value = |row: usize, class: usize| {
             values[(class / chunk * rows + row) * chunk + class % chunk] + biases[class]
         };
-        Ok((0..rows * own).map(|number| value(number / own, number % own)).collect())
+        Ok((0..rows * own).map(|index| value(index / own, index % own)).collect())
     }
 
     /// The split of the head's classes, if ranks share the network.

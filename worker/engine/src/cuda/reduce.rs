@@ -65,8 +65,8 @@ pub(super) struct Reducer {
 
 impl Reducer {
     /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. `gradients` describes the gradients,
-    /// and must be equal on all ranks of `comm`. `splits_operators`: ranks exchange activations between kernels. `sync` has the channels of each
-    /// batch norm if statistics are synchronised.
+    /// and must be equal on all ranks of `comm`. `splits_operators`: ranks exchange activations between kernels. `synced_channels`: if
+    /// statistics are synchronised, the number of channels of each batch norm.
     #[allow(clippy::too_many_arguments)] // What an engine is built from.
     pub(super) fn new(
         device: &Device,
@@ -76,7 +76,7 @@ impl Reducer {
         splits_operators: bool,
         buckets: usize,
         gradients: &str,
-        sync: Option<&[usize]>,
+        synced_channels: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
         // If `comm` is a subgroup of the job's ranks, only its ranks take part in the rendezvous.
         let place = Exchange::of(comm, gpu.store.as_deref());
@@ -102,22 +102,23 @@ impl Reducer {
         device.bind()?;
         let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
-        let (statistics, memory) = match sync {
+        let (statistics, memory) = match synced_channels {
             None if exchanges_between_kernels => (Statistics::LocalInOrder, Memory::None),
             None => (Statistics::Local, Memory::None),
             Some(channels) => {
-                let (exchanged, all, sequences) = Statistics::peer_memory(channels, world);
-                let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
+                let (statistics, exchange_bytes, sequence_bytes) = Statistics::peer_memory(channels, world);
+                let allowed = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
                     _ if exchanges_between_kernels => {
-                        Err("GPUs that split operators, share rows of pictures or have stages meet between kernels anyway"
+                        Err("GPUs that split operators, share rows of pictures or have stages exchange data between kernels anyway"
                             .into())
                     }
                     None => Ok(()),
                     Some(_) => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
                 };
-                let shared = Peers::connect(place, &name("statistics"), gpu.ordinal, all, 256, wanted)?;
+                let name = name("statistics");
+                let peers = Peers::connect(place, &name, gpu.ordinal, exchange_bytes, 256, allowed)?;
                 device.bind()?;
-                match shared {
+                match peers {
                     Ok(peers) => {
                         let table = Table {
                             rank: comm.rank(),
@@ -127,12 +128,12 @@ impl Reducer {
                             abort: abort.device,
                         };
                         let table = device.upload(&[table])?;
-                        let sequences = device.zeros(sequences)?;
-                        (exchanged, Memory::Peers { _peers: Box::new(peers), table, sequences })
+                        let sequences = device.zeros(sequence_bytes)?;
+                        (statistics, Memory::Peers { _peers: Box::new(peers), table, sequences })
                     }
                     Err(reason) => {
-                        let most = channels.iter().max().copied().unwrap_or(1);
-                        (Statistics::Nccl, Memory::Nccl { sums: device.zeros(4 * 2 * most)?, reason })
+                        let max_channels = channels.iter().max().copied().unwrap_or(1);
+                        (Statistics::Nccl, Memory::Nccl { sums: device.zeros(4 * 2 * max_channels)?, reason })
                     }
                 }
             }
@@ -141,8 +142,9 @@ impl Reducer {
         let all_gradients = comm.all_gather_bytes(gradients.as_bytes())?;
         if let Some(rank) = first_to_differ(&all_gradients) {
             return Err(EngineError::Device(format!(
-                "rank {rank} has gradients of another layout than rank 0, so they cannot be added up: its GPU or its lockstep is of \
-                 another kind. Give the job GPUs of one kind, and all machines the same lockstep"
+                "the gradients of rank {rank} have another layout than those of rank 0 and cannot be added to them: the two ranks have \
+                 different GPU models or different versions of lockstep. Give the job GPUs of one model, and install the same version \
+                 on all machines"
             )));
         }
         let groups = [
@@ -231,7 +233,7 @@ impl Reducer {
         let stages = if stages.is_empty() { String::new() } else { format!("{stages}; ") };
         let split = if self.has_group(Group::Model) { "the network is split over ranks; " } else { "" };
         let rows = if self.has_group(Group::Height) { "ranks share the rows of pictures; " } else { "" };
-        let rest = match &self.memory {
+        let reductions = match &self.memory {
             Memory::None => {
                 String::from("gradients go through NCCL; each rank has its own batch norm statistics")
             }
@@ -244,11 +246,11 @@ impl Reducer {
                 )
             }
         };
-        format!("{stages}{rows}{split}{rest}")
+        format!("{stages}{rows}{split}{reductions}")
     }
 
     /// Checks for asynchronous NCCL errors.
-    pub(super) fn health(&self) -> Result<(), CommError> {
+    pub(super) fn check_errors(&self) -> Result<(), CommError> {
         self.groups.iter().try_for_each(|(_, nccl)| nccl.async_error())
     }
 

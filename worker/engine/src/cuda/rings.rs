@@ -13,7 +13,7 @@ use std::ops::Range;
 
 /// Maximum number of micro-batches that the host has sent and the GPU has not read yet.
 pub(super) const SLOTS: usize = 64;
-/// `Totals` in `loss.cu`: loss, number of correct predictions and of pictures.
+/// `Totals` in `loss.cu`: loss, number of correct predictions, number of pictures.
 pub(super) const TOTALS: Operand = Operand::new(Region::Totals, 0, 24);
 /// Maximum number of results that the host has not read yet.
 pub(super) const RESULTS: usize = 64;
@@ -36,8 +36,8 @@ pub(super) struct Control {
     pub(super) lr: f32,
     /// A mixed picture's own share.
     pub(super) lambda: f32,
-    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. All
-    /// others are mixed with their predecessor.
+    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. Each
+    /// other picture is mixed with its predecessor.
     pub(super) before: [u32; 2],
     /// cutmix: start and end, in rows and columns, of the other picture's rectangle. Zeros for mixup.
     pub(super) cut_rows: [u32; 2],
@@ -60,7 +60,7 @@ unsafe impl bytemuck::Zeroable for Control {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Control {}
 
-/// Words of a [`Control`].
+/// Number of `u32` words of a [`Control`].
 const CONTROL_WORDS: usize = size_of::<Control>() / 4;
 
 /// Results of a step; `Result` in `step.cu`.
@@ -75,7 +75,7 @@ pub(super) struct Record {
     /// L2 norm of the gradient.
     pub(super) grad_norm: f32,
     pub(super) loss_scale: f32,
-    /// Whether the gradient was finite. With fp16, other steps are skipped.
+    /// Whether the gradient was finite. With fp16, a step whose gradient is not finite is skipped.
     pub(super) finite: u32,
     pub(super) pad: u32,
     /// GPU clock in nanoseconds at: begin, end of backward, end of the reduction of gradients, end.
@@ -90,7 +90,7 @@ unsafe impl bytemuck::Pod for Record {}
 /// The ring of control blocks.
 pub(super) struct Inputs {
     pub(super) ring: Pinned,
-    /// The current control block on the GPU of each micro-batch in flight.
+    /// On the GPU: the control block of each micro-batch in flight.
     pub(super) control: Buffer,
     /// Number of control blocks that the GPU has read.
     pub(super) counter: Buffer,

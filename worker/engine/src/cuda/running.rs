@@ -19,7 +19,7 @@ pub(super) struct Running {
 }
 
 impl Running {
-    /// The ranges, by number of batch norm. `norms` are in forward order.
+    /// The ranges, by index of the batch norm. `norms` are in forward order.
     pub(super) fn for_network<'a>(network: &Network, norms: impl IntoIterator<Item = &'a Norm>) -> Vec<Self> {
         let mut all: Vec<(usize, Self)> = Vec::new();
         let mut at = 0;

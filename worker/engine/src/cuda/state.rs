@@ -84,7 +84,7 @@ pub(super) struct State {
     running: Vec<Running>,
     pub(super) scaler: Buffer,
     /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits for
-    /// another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU do.
+    /// another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU complete.
     pub(super) held: Pinned,
     /// Moving averages of the weights and of the running statistics.
     average: Option<[Buffer; 2]>,
@@ -250,11 +250,11 @@ impl State {
         decay: f64,
         steps: u32,
     ) -> Result<Vec<Kernel>, CudaError> {
-        let first = self.average.is_none();
-        if first {
+        let is_first = self.average.is_none();
+        if is_first {
             self.allocate_average(device)?;
         }
-        let decay = if first { 0.0 } else { decay };
+        let decay = if is_first { 0.0 } else { decay };
         let planar_bytes = 4 * self.planar_len;
         let all = [
             (Region::AverageWeights, Region::Weights, planar_bytes..self.weights.bytes),

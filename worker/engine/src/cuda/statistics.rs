@@ -17,7 +17,7 @@ pub(super) enum NormPass {
 pub(super) struct ExchangeSlot {
     /// Offset of the sums in each rank's exchange buffer.
     offset: u64,
-    /// Number of exchanges so far, by value.
+    /// For each exchanged value, the number of exchanges so far.
     sequence: Operand,
 }
 
@@ -56,7 +56,7 @@ impl Statistics {
         (2 * world * 2 * channels * 8).next_multiple_of(256)
     }
 
-    /// How the sums of batch norm number `norm`, which has `channels`, are reduced.
+    /// How the sums of the batch norm with index `norm` and `channels` channels are reduced.
     pub(super) fn reduction(&self, norm: usize, channels: usize, pass: NormPass) -> Reduce {
         match self {
             Statistics::Local | Statistics::LocalInOrder => Reduce::Local,
@@ -73,8 +73,8 @@ impl Statistics {
         matches!(self, Statistics::PeerMemory(_))
     }
 
-    /// Whether gradients are sent from the main stream, because ranks also use NCCL between its kernels: neither one group of ranks nor
-    /// two groups that wait for each other's ranks may be used from two streams at once.
+    /// Whether gradients are sent from the main stream, because ranks also use NCCL between its kernels. Two streams must not use one group
+    /// of ranks at the same time, nor two groups that wait for each other's ranks.
     pub(super) fn uses_main_stream(&self) -> bool {
         matches!(self, Statistics::Nccl | Statistics::LocalInOrder)
     }

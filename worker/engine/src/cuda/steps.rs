@@ -22,8 +22,8 @@ impl CudaEngine {
             lambda: batch.lambda,
             ..Control::default()
         };
-        let whole = batch.labels.len() == self.config.batch_size;
-        let micro_batch = MicroBatch { first, last, whole, pass: None };
+        let is_full = batch.labels.len() == self.config.batch_size;
+        let micro_batch = MicroBatch { first, last, is_full, pass: None };
         (Phase::Train(micro_batch), control.with_mix(batch.mix_params.as_ref()))
     }
 
@@ -108,7 +108,8 @@ impl CudaEngine {
             return Ok(NO_PICTURES);
         }
         let training = matches!(phase, Phase::Train(_));
-        if let (Some(data), false) = (&self.on_gpu, batch.augment_params.len() != batch.labels.len()) {
+        let has_pixels = batch.augment_params.len() != batch.labels.len();
+        if let (Some(data), false) = (&self.on_gpu, has_pixels) {
             let (crop_padding, reflects) = (data.crop_padding as u32, data.reflects);
             let mode = match (training, &batch.mix_params) {
                 (false, _) => GatherMode::Indexed,
@@ -132,7 +133,9 @@ impl CudaEngine {
             waited?;
         }
         let Some(staging) = &mut self.staging else {
-            return Err(CudaError::Unsupported("no room for pictures".into()).into());
+            return Err(
+                CudaError::Unsupported("there is no buffer for pictures (a bug in lockstep)".into()).into()
+            );
         };
         staging.send(self.program.main.0, batch)?;
         Ok(Input::Staged { at: staging.input.ptr, format: staging.format() })
@@ -173,7 +176,7 @@ impl CudaEngine {
         }))
     }
 
-    /// Where ranks divide the optimizer's state, collective: gets the float32 weights that other ranks have updated.
+    /// Where ranks divide the optimizer's state, gets the float32 weights that other ranks have updated. Collective.
     pub(super) fn gather_weights(&mut self) -> Result<(), EngineError> {
         if !std::mem::take(&mut self.has_old_weights) {
             return Ok(());
@@ -186,16 +189,16 @@ impl CudaEngine {
     /// Waits for the GPU until `is_done`, and checks meanwhile that other ranks are alive.
     pub(super) fn wait_on_gpu(&mut self, is_done: impl Fn(&Program) -> bool) -> Result<(), EngineError> {
         const OPERATION: &str = "a step on the GPU";
-        let alone = self.comm.size() == 1;
-        let time_limit = if alone { Duration::from_secs(600) } else { self.comm.timeout() };
+        let is_alone = self.comm.size() == 1;
+        let time_limit = if is_alone { Duration::from_secs(600) } else { self.comm.timeout() };
         let (program, comm) = (&self.program, self.comm.as_ref());
         let check_alive = || -> Result<(), EngineError> {
-            program.main.0.failure()?;
+            program.main.0.check_failure()?;
             // On one machine NCCL does not detect a dead rank, but the connection of the ring does, immediately.
             comm.check(OPERATION)?;
             let Some(reducer) = &program.reducer else { return Ok(()) };
             // Between machines NCCL may detect a dead rank first, but only the ring knows which rank it is.
-            reducer.health().map_err(|error| end_of_a_rank(comm, OPERATION).unwrap_or(error).into())
+            reducer.check_errors().map_err(|error| end_of_a_rank(comm, OPERATION).unwrap_or(error).into())
         };
         wait_until(|| is_done(program), time_limit, check_alive).map_err(|error| {
             self.failed = true;
@@ -250,16 +253,17 @@ pub(super) fn split_batch(batch: &Batch, room: usize, network: &Network) -> Vec<
     if batch.labels.len() <= room {
         return vec![batch.clone()];
     }
-    let size = network.tensors[network.input()].len();
+    let picture_len = network.tensors[network.input()].len();
     let part = |from: usize| {
         let to = (from + room).min(batch.labels.len());
-        let cut = |values: usize, size: usize| if values == 0 { 0..0 } else { from * size..to * size };
+        // The range of this part in an array of `len` values, which may be empty.
+        let range = |len: usize, size: usize| if len == 0 { 0..0 } else { from * size..to * size };
         Batch {
-            images: batch.images[cut(batch.images.len(), size)].to_vec(),
-            bytes: batch.bytes[cut(batch.bytes.len(), size)].to_vec(),
-            augment_params: batch.augment_params[cut(batch.augment_params.len(), 1)].to_vec(),
+            images: batch.images[range(batch.images.len(), picture_len)].to_vec(),
+            bytes: batch.bytes[range(batch.bytes.len(), picture_len)].to_vec(),
+            augment_params: batch.augment_params[range(batch.augment_params.len(), 1)].to_vec(),
             labels: batch.labels[from..to].to_vec(),
-            indices: batch.indices[cut(batch.indices.len(), 1)].to_vec(),
+            indices: batch.indices[range(batch.indices.len(), 1)].to_vec(),
             global_samples: to - from,
             ..Batch::default()
         }

@@ -42,8 +42,8 @@ fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
 }
 
-/// One residual block and a linear layer. With the weights of [`initial`], values are far from zero: a ReLU that rounding switches
-/// changes a gradient by 1e-3.
+/// One residual block and a linear layer. With the weights of [`initial`], values are far from zero, so rounding switches no ReLU, which
+/// would change a gradient by 1e-3.
 fn small_network(classes: usize) -> Arc<Network> {
     Arc::new(residual_block(16, classes))
 }
@@ -164,10 +164,10 @@ fn difference(ours: &[f32], wanted: &[f32]) -> f64 {
 /// the root mean square over all tensors if that is larger.
 fn worst_difference(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
     let count: usize = wanted.values().map(|t| t.values.len()).sum();
-    let each = wanted.values().map(|t| square(&t.values)).sum::<f64>() / count as f64;
+    let mean_square = wanted.values().map(|t| square(&t.values)).sum::<f64>() / count as f64;
     let mut worst = (0.0, String::new());
     for (name, tensor) in wanted {
-        let min_size = each * tensor.values.len() as f64 / 2500.0;
+        let min_size = mean_square * tensor.values.len() as f64 / 2500.0;
         let size = square(&tensor.values).max(min_size).max(1e-20);
         let relative = (difference(&ours[name].values, &tensor.values) / size).sqrt();
         if relative > worst.0 {
@@ -178,13 +178,13 @@ fn worst_difference(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String)
 }
 
 /// Distance between trained parameters, relative to their distance from the start.
-fn apart_of_way(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors) -> f64 {
-    let (mut apart, mut way) = (0.0, 0.0);
+fn relative_distance(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors) -> f64 {
+    let (mut distance, mut change) = (0.0, 0.0);
     for (name, tensor) in wanted.iter().filter(|(name, _)| !name.contains("running")) {
-        apart += difference(&ours[name].values, &tensor.values);
-        way += difference(&tensor.values, &start[name].values);
+        distance += difference(&ours[name].values, &tensor.values);
+        change += difference(&tensor.values, &start[name].values);
     }
-    (apart / way).sqrt()
+    (distance / change).sqrt()
 }
 
 /// Differences between one step and the CPU engine's.
@@ -364,7 +364,7 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
         [16, 16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
     let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     for step in 0..4 {
-        // Whole micro-batches, whole ones with a ragged one, a ragged one, whole ones with a ragged one.
+        // Full micro-batches, full ones and a ragged one, only a ragged one, and again full ones and a ragged one.
         let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
         let (wanted, ours) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
         assert_eq!((ours.samples, ours.correct), (wanted.samples, wanted.correct), "step {step}");
@@ -372,8 +372,8 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
         assert!((ours.grad_norm - wanted.grad_norm).abs() < 1e-2 * wanted.grad_norm, "{ours:?} / {wanted:?}");
     }
     let start = initial(&network);
-    let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
-    assert!(way < 1e-2, "weights are {way} of their way apart");
+    let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
+    assert!(distance < 1e-2, "weights are {distance} of their change apart");
     let many = pictures(&network, 40, 9);
     let (wanted, ours) = (a.eval_step(&many).unwrap(), b.eval_step(&many).unwrap());
     eprintln!("evaluation {ours:?} / {wanted:?}");
@@ -411,8 +411,9 @@ fn gpu_a_margin_matches_the_cpu_engine() {
             );
             assert!(!is_exact || ours.correct == wanted.correct, "{kind:?} {step}: {ours:?} / {wanted:?}");
         }
-        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial(&network));
-        assert!(way < bound, "{kind:?} {precision:?}: weights are {way} of their way apart");
+        let distance =
+            relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial(&network));
+        assert!(distance < bound, "{kind:?} {precision:?}: weights are {distance} of their change apart");
         let (wanted, ours) = (a.predict(&batches[0]).unwrap(), b.predict(&batches[0]).unwrap());
         let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
         assert!(

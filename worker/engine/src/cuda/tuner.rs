@@ -20,7 +20,7 @@ use std::{
 const MEASURED: [(&str, &str); 1] =
     [("plans-NVIDIA-H200-cudnn91400-any.json", include_str!("tuner/plans-NVIDIA-H200-cudnn91400-any.json"))];
 
-/// Maximum workspace of a plan.
+/// Maximum workspace of a plan, in bytes.
 const MAX_WORKSPACE: usize = 512 << 20;
 /// Bytes of activations that a separate pass reads per millisecond: a convolution that computes sums saves such a pass.
 const PASS_BYTES_PER_MS: f32 = 3e9;
@@ -28,8 +28,8 @@ const PASS_BYTES_PER_MS: f32 = 3e9;
 const RUNS: usize = 4;
 /// A plan whose first run takes this many times the best plan's time is not timed further.
 const TOO_SLOW: f32 = 3.0;
-/// If a plan has been found, no further candidates are tried after this time. The likely fastest candidates come first, and for
-/// convolutions with many groups some of the others take seconds.
+/// If a plan has been found, no further candidates are tried after this time. The likely fastest candidates come first; for
+/// convolutions with many groups, some later candidates take seconds.
 const LONG_ENOUGH: Duration = Duration::from_millis(2500);
 
 /// Maximum wait for another rank of this machine that times candidates, which takes about ten seconds for a large network.
@@ -55,7 +55,7 @@ impl Tuner {
         Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, deterministic }
     }
 
-    /// Whether a convolution has a plan. With sums, it has one only if that is faster.
+    /// Whether a convolution has a plan. A convolution with sums has a plan only if that is faster than a separate pass for the sums.
     pub(super) fn has(&self, convolution: &Convolution) -> bool {
         self.plans.contains_key(convolution)
     }
@@ -117,8 +117,8 @@ impl Tuner {
                 let found = found.ok();
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
                 let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
-                let worth = plain + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
-                found.filter(|(_, millis)| *millis < worth)
+                let separate_millis = plain + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
+                found.filter(|(_, millis)| *millis < separate_millis)
             } else {
                 Some(found?)
             };
@@ -132,8 +132,8 @@ impl Tuner {
         let mut all = self.choices.clone();
         let is_new = |(name, choice): &(String, Option<Choice>)| before.get(name) != Some(choice);
         all.extend(choices_in(&self.file).into_iter().filter(is_new));
-        if let Ok(text) = serde_json::to_vec_pretty(&all) {
-            cache::write(&self.file, &text);
+        if let Ok(json) = serde_json::to_vec_pretty(&all) {
+            cache::write(&self.file, &json);
         }
         Ok(())
     }
@@ -141,7 +141,7 @@ impl Tuner {
 
 /// The choices in the cache, and those of [`MEASURED`] that the cache does not contain.
 fn choices_in(file: &str) -> BTreeMap<String, Option<Choice>> {
-    let parse = |text: &[u8]| serde_json::from_slice(text).ok();
+    let parse = |json: &[u8]| serde_json::from_slice(json).ok();
     let measured =
         MEASURED.iter().find(|(name, _)| *name == file).and_then(|(_, text)| parse(text.as_bytes()));
     let mut choices: BTreeMap<_, _> = measured.unwrap_or_default();
@@ -197,7 +197,7 @@ impl Bench {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
         let began = Instant::now();
-        // Sometimes no plan that heuristics propose runs.
+        // Sometimes none of the plans that the heuristics propose can run.
         for fallback in [false, true] {
             if best.is_some() {
                 break;
@@ -224,12 +224,12 @@ impl Bench {
     /// Addresses of a convolution's tensors.
     fn addresses(&self, convolution: &Convolution) -> Tensors<Ptr> {
         let mut offset = self.tensors.ptr;
-        let [x, w, y, sums] = tensor_bytes(convolution).map(|bytes| {
+        let [x, w, y, channel_sums] = tensor_bytes(convolution).map(|bytes| {
             let at: Ptr = offset;
             offset += bytes.next_multiple_of(256) as u64;
             at
         });
-        Tensors { x, w, y, sums }
+        Tensors { x, w, y, channel_sums }
     }
 
     /// Milliseconds per run, measured over consecutive runs in a graph, because the host's launch

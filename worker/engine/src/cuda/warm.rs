@@ -52,7 +52,7 @@ fn lock_state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Starts to open GPU `ordinal` for a job of `ranks` ranks that computes in `dtype`. `None` if no job is known yet.
+/// Starts to open GPU `ordinal` for a job of `ranks` ranks that computes in `dtype` (`None` if no job is known yet).
 pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
     let mut state = lock_state();
     let before = mem::replace(&mut *state, State::Nothing);

@@ -6,7 +6,7 @@ use std::{
     fmt::{Display, Formatter, Result, Write},
 };
 
-/// Names of ranges of memory: (name, name of a part).
+/// By region and offset: the length in bytes, the name, and the name of the part.
 #[derive(Debug, Clone, Default)]
 pub(in crate::cuda) struct Names(HashMap<(Region, usize), (usize, String, String)>);
 
@@ -20,7 +20,7 @@ impl Names {
     fn name(&self, operand: Operand) -> (String, String) {
         let Operand { region, offset, bytes } = operand;
         match self.0.get(&(region, offset)) {
-            Some((whole, what, part)) if *whole == bytes => (what.clone(), part.clone()),
+            Some((length, what, part)) if *length == bytes => (what.clone(), part.clone()),
             _ if offset == 0 => (region.to_string(), String::new()),
             _ => (format!("{region} at {offset}"), String::new()),
         }
@@ -143,7 +143,7 @@ impl Display for StreamId {
     }
 }
 
-/// `grid of block`, both without trailing ones, then cluster and dynamic shared memory, if any.
+/// `grid of block`, both without trailing 1s, then cluster and dynamic shared memory, if any.
 impl Display for Geometry {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         let sides = |[x, y, z]: [u32; 3]| match (y, z) {

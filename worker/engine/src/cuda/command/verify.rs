@@ -16,14 +16,16 @@ use std::collections::{BTreeMap, HashMap};
 /// By stream: number of commands that are known to have completed.
 type Clock = [usize; StreamId::ALL.len()];
 
-/// Checks a list. `carries_over`: the list continues from the gradients and totals of an earlier micro-batch.
+/// Checks a list of commands. `carries_over`: the list continues from the gradients and totals of an earlier micro-batch.
 ///
 /// # Errors
 /// Names the first invalid command and the reason.
 pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Result<(), String> {
     let mut check = Check { carries_over, ..Check::default() };
     for (number, command) in commands.iter().enumerate() {
-        check.command(command).map_err(|wrong| format!("command {number}, {}: {wrong}", name(command)))?;
+        check
+            .check_command(command)
+            .map_err(|error| format!("command {number}, {}: {error}", name(command)))?;
     }
     check.end()
 }
@@ -61,7 +63,7 @@ fn name(command: &Command) -> String {
     }
 }
 
-/// A command's position: number of its stream, and its number on that stream, from 1.
+/// A command's position: the index of its stream, and its position on that stream, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     stream: usize,
@@ -69,13 +71,13 @@ struct Place {
 }
 
 impl Place {
-    /// Whether this command is known to have completed at `clock` of stream number `stream`.
+    /// Whether this command is known to have completed when the stream with index `stream` is at `clock`.
     fn is_before(self, stream: usize, clock: &Clock) -> bool {
         self.stream == stream || clock[self.stream] >= self.time
     }
 }
 
-/// A range of a region, up to the next piece.
+/// A range of a region, whose bytes have the same state.
 #[derive(Debug, Clone)]
 struct Piece {
     end: usize,
@@ -111,7 +113,7 @@ struct Check {
 }
 
 impl Check {
-    fn command(&mut self, command: &Command) -> Result<(), String> {
+    fn check_command(&mut self, command: &Command) -> Result<(), String> {
         match *command {
             Command::Alloc { at, .. } => return self.alloc(at),
             Command::Free { at } => return self.free(at),
@@ -129,7 +131,7 @@ impl Check {
                 return Ok(());
             }
             _ if stream != StreamId::Main as usize && !self.joined[stream] => {
-                return Err("its stream has not waited for the main one".into());
+                return Err("its stream has not waited for the main stream".into());
             }
             Command::Record { event, .. } => {
                 self.events.insert(event, self.clocks[stream]);
@@ -141,7 +143,7 @@ impl Check {
         let place = Place { stream, time: self.clocks[stream][stream] };
         // Reads come before the command's own writes.
         let accesses = command.accesses();
-        self.update(command, &accesses, stream)?;
+        self.check_update(command, &accesses, stream)?;
         for (operand, access) in &accesses {
             if *access != Access::Write {
                 self.touch(*operand, place, false)?;
@@ -161,7 +163,8 @@ impl Check {
         Ok(())
     }
 
-    fn update(
+    /// Checks that the host can see updates, and that no command waits for other ranks during an update.
+    fn check_update(
         &mut self,
         command: &Command,
         accesses: &[(Operand, Access)],
@@ -226,20 +229,20 @@ impl Check {
 
     fn touch(&mut self, operand: Operand, place: Place, writes: bool) -> Result<(), String> {
         if operand.region == Region::Arena {
-            let around = self.live.range(..=operand.offset).next_back();
-            if around.is_none_or(|(_, end)| *end < operand.end()) {
-                return Err(format!("{operand:?} is no part of an allocation"));
+            let allocation = self.live.range(..=operand.offset).next_back();
+            if allocation.is_none_or(|(_, end)| *end < operand.end()) {
+                return Err(format!("{operand:?} is not inside an allocation"));
             }
         }
         let clock = self.clocks[place.stream];
         for piece in self.pieces(operand) {
             let unordered = |other: &Option<Place>| other.is_some_and(|o| !o.is_before(place.stream, &clock));
             if unordered(&piece.written) {
-                return Err(format!("what writes {operand:?} may still run"));
+                return Err(format!("the command that writes {operand:?} may still run"));
             }
             if writes {
                 if piece.read.iter().any(unordered) {
-                    return Err(format!("what reads {operand:?} may still run"));
+                    return Err(format!("a command that reads {operand:?} may still run"));
                 }
                 piece.content = Content::Initialised;
                 piece.written = Some(place);
@@ -266,8 +269,8 @@ impl Check {
             _ if is_initialised(region, self.carries_over) => Content::Initialised,
             _ => Content::Uninitialised,
         };
-        let whole = Piece { end: usize::MAX, content, written: None, read: Default::default() };
-        let pieces = self.memory.entry(region).or_insert_with(|| BTreeMap::from([(0, whole)]));
+        let all = Piece { end: usize::MAX, content, written: None, read: Default::default() };
+        let pieces = self.memory.entry(region).or_insert_with(|| BTreeMap::from([(0, all)]));
         for at in [offset, operand.end()] {
             if let Some((_, before)) = pieces.range_mut(..at).next_back()
                 && before.end > at

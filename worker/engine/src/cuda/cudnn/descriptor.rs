@@ -54,14 +54,14 @@ impl Descriptor {
         Ok((found.max(0) as usize).min(values.len()))
     }
 
-    /// Reads an attribute that consists of at most `most` descriptors of `kind`.
+    /// Reads an attribute that consists of at most `max_count` descriptors of `kind`.
     pub(super) fn get_descriptors(
         &self,
         name: Name,
         kind: Kind,
-        most: usize,
+        max_count: usize,
     ) -> Result<Vec<Descriptor>, CudaError> {
-        let mut all = (0..most).map(|_| Descriptor::new(kind)).collect::<Result<Vec<_>, _>>()?;
+        let mut all = (0..max_count).map(|_| Descriptor::new(kind)).collect::<Result<Vec<_>, _>>()?;
         let mut handles: Vec<_> = all.iter().map(|descriptor| descriptor.0).collect();
         all.truncate(self.get(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &mut handles)?);
         Ok(all)
@@ -84,10 +84,11 @@ pub(super) fn check(status: cudnnStatus_t, doing: impl FnOnce() -> String) -> Re
     if status == cudnnStatus_t::CUDNN_STATUS_SUCCESS {
         return Ok(());
     }
-    let mut text = [0u8; 512];
+    let mut buffer = [0u8; 512];
     // SAFETY: the buffer has the stated length; the library terminates the text with a zero byte.
-    unsafe { sys::cudnnGetLastErrorString(text.as_mut_ptr().cast(), text.len()) };
-    let text = String::from_utf8_lossy(text.split(|b| *b == 0).next().unwrap_or_default()).trim().to_owned();
+    unsafe { sys::cudnnGetLastErrorString(buffer.as_mut_ptr().cast(), buffer.len()) };
+    let text = buffer.split(|b| *b == 0).next().unwrap_or_default();
+    let text = String::from_utf8_lossy(text).trim().to_owned();
     let detail = if text.is_empty() { text } else { format!(": {text}") };
     Err(CudaError::cudnn(doing(), status, detail))
 }

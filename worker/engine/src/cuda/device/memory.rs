@@ -94,7 +94,7 @@ impl Pinned {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
     }
 
-    /// The first `bytes`. The GPU must not write them during the borrow.
+    /// The first `bytes` bytes. The GPU must not write them during the borrow.
     pub(in crate::cuda) fn bytes(&self, bytes: usize) -> &[u8] {
         assert!(bytes <= self.bytes, "a read past page-locked memory");
         // SAFETY: checked above, and initialised by `new`.

@@ -70,7 +70,7 @@ impl Stream {
     }
 
     /// Returns an error if work on this stream, or earlier work on the GPU, has failed.
-    pub(in crate::cuda) fn failure(self) -> Result<(), CudaError> {
+    pub(in crate::cuda) fn check_failure(self) -> Result<(), CudaError> {
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.0) } {
             sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),

@@ -99,8 +99,8 @@ pub(super) fn grow_buffer(
     alloc: impl FnOnce(usize) -> Result<Buffer, CudaError>,
 ) -> Result<&Buffer, CudaError> {
     // Frees memory that is too small first. Allocates slightly more than requested, since groups differ.
-    let large_enough = match buffer.take().filter(|there| there.bytes >= bytes) {
-        Some(there) => there,
+    let large_enough = match buffer.take().filter(|existing| existing.bytes >= bytes) {
+        Some(existing) => existing,
         None => alloc((bytes + bytes / 8).next_multiple_of(1 << 20))?,
     };
     Ok(buffer.insert(large_enough))
@@ -108,8 +108,8 @@ pub(super) fn grow_buffer(
 
 /// Page-locked memory of at least `bytes`, as [`grow_buffer`]. It must not be in use.
 pub(super) fn grow_pinned(memory: &mut Option<Pinned>, bytes: usize) -> Result<&mut Pinned, CudaError> {
-    let large_enough = match memory.take().filter(|there| there.bytes >= bytes) {
-        Some(there) => there,
+    let large_enough = match memory.take().filter(|existing| existing.bytes >= bytes) {
+        Some(existing) => existing,
         None => Pinned::new((bytes + bytes / 8).next_multiple_of(1 << 20))?,
     };
     Ok(memory.insert(large_enough))

@@ -129,7 +129,7 @@ pub(super) fn groups(sizes: &[usize], max_bytes: usize) -> Vec<Range<usize>> {
 }
 
 impl Cropping {
-    /// For a picture that is decoded to `planes` and becomes output number `output`. Appends its resampling tables to `tables`.
+    /// For a picture that is decoded to `planes` and becomes the output with index `output`. Appends its resampling tables to `tables`.
     pub(super) fn new(picture: &Encoded<'_>, planes: Planes, output: u32, tables: &mut Vec<i32>) -> Self {
         // Sides are at most `MAX_SIDE`, so the casts are exact.
         let (last_column, last_row) = (picture.stored.width as i32 - 1, picture.stored.height as i32 - 1);

@@ -30,7 +30,7 @@ mod together;
 
 /// The kernel `crop` in Rust. Addresses in `p` are offsets in `memory`.
 fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
-    // Entry `output` of a table: the first input, the number of weights, then `taps` weights, of which only this number are used.
+    // Entry `output` of a table: the index of the first input, the number of used weights, then `taps` weights.
     // Sums are in fixed point with `shift` fractional bits.
     let weighted = |table: u32, taps: u32, shift: u32, output: u32, value: &dyn Fn(i64) -> u8| {
         let entry = &tables[(table + output * (2 + taps)) as usize..][..2 + taps as usize];
@@ -176,7 +176,7 @@ fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
     data
 }
 
-/// The batches of an epoch of training and of one of validation.
+/// The batches of one epoch of training, then the batches of one validation.
 fn batches(data: &DataSource) -> Vec<Batch> {
     let (rank, world_size, batch_size, threads) = (0, 1, 4, 2);
     let validation = data.validation(rank, world_size, batch_size, threads);

@@ -66,7 +66,7 @@ mod full {
     }
 }
 
-/// If kernels defined such a value themselves, it could silently differ from the host's.
+/// If kernels defined a constant themselves, it could silently differ from the host's constant.
 #[test]
 fn kernels_use_the_host_s_constants_and_do_not_redefine_them() {
     for (name, value) in constants::for_dtype(DType::F16) {
@@ -120,7 +120,7 @@ fn a_launch_that_needs_too_much_shared_memory_is_an_error() {
     // An A10 (8.6) has 99 KB for a block, an H100 227.
     for (bytes, room, fits) in [(0, 99 << 10, true), (99 << 10, 99 << 10, true), (164 << 10, 99 << 10, false)]
     {
-        let found = has_room("gather_scaled", bytes, room);
+        let found = check_shared_memory("gather_scaled", bytes, room);
         assert_eq!(found.is_ok(), fits, "{bytes} of {room}");
         if let Err(error) = found {
             assert!(error.to_string().starts_with("gather_scaled needs 167936 bytes"), "{error}");

@@ -25,7 +25,8 @@ pub(in crate::cuda) struct Before {
 pub(in crate::cuda) struct Bottleneck {
     /// T `[rows, 256]`: the convolution's output, which the batch norm `after` reads.
     pub(in crate::cuda) x: Operand,
-    /// T `[rows, 256]`: the gradient of the input of any ReLU after `after`. The sums of `after` must have been computed.
+    /// T `[rows, 256]`: the gradient of the output of `after`, masked by the ReLU if one follows. The sums of `after` must have been
+    /// computed.
     pub(in crate::cuda) g: Operand,
     pub(in crate::cuda) after: NormSite,
     /// T `[256, 64]`.

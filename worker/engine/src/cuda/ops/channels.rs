@@ -2,7 +2,7 @@
 
 use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
-/// Rows of channels: T `[rows, channels]`, and the number of the first value that is read or written.
+/// Rows of channels: T `[rows, channels]`, the number of channels, and the index of the first value that is read or written.
 pub(in crate::cuda) type Channels = (Operand, usize, usize);
 
 impl Ops {
@@ -23,8 +23,8 @@ impl Ops {
         kernel("copy_channels", self.items((rows * channels / 8) as u64, 8), args)
     }
 
-    /// Zeros the pictures of `y` that are padding: of `values` values each, `batch` of each of `ranks` ranks. `controls` has the control
-    /// blocks of the ranks, of `words` `u32`s each.
+    /// Zeros the pictures of `y` that are padding. `y` has `batch` pictures from each of `ranks` ranks, with `values` values each.
+    /// `controls` has the control blocks of the ranks, of `words` `u32`s each.
     pub(in crate::cuda) fn clear_padding(
         &self,
         y: Operand,

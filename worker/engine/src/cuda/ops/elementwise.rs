@@ -5,7 +5,7 @@ use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, Shape, kernel, plain};
 /// Maximum number of channels of [`Ops::row_sums`].
 pub(in crate::cuda) const SUMMED_CHANNELS: usize = 512;
 
-/// A square max pooling of any window of up to 15 x 15 pixels.
+/// A max pooling with square windows of at most 15 x 15 pixels.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct PlainPool {
     pub(in crate::cuda) pictures: u32,
@@ -53,7 +53,7 @@ impl Ops {
         self.elementwise("relu_forward", [x], y, length)
     }
 
-    /// dx = dy where y = relu(x) is above 0.
+    /// dx = dy where y = relu(x) is above 0, otherwise 0.
     pub(in crate::cuda) fn relu_backward(&self, [y, dy, dx]: [Operand; 3], length: u64) -> Kernel {
         self.elementwise("relu_backward", [y, dy], dx, length)
     }
@@ -147,8 +147,8 @@ impl Ops {
         kernel("global_average_backward", self.items(items, 8), args)
     }
 
-    /// Computes y and argmax, the window position of each maximum (u8; absent in inference). Traffic: x, a few times from
-    /// the L2 cache, y and argmax once.
+    /// Computes y and argmax, the position of each maximum in its window (u8; absent in inference). Traffic: x a few times,
+    /// mostly from the L2 cache, y and argmax once.
     pub(in crate::cuda) fn plain_max_pool(&self, [x, y, argmax]: [Operand; 3], pool: PlainPool) -> Kernel {
         let mut args = vec![Arg::In(x), Arg::Out(y), Arg::Out(argmax)];
         args.extend(pool.args());

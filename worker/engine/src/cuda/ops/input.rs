@@ -8,11 +8,11 @@ pub(in crate::cuda) use lockstep_data::device::ScaleTable;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::cuda) enum GatherMode {
     /// The control block's indices and augmentation parameters: bits 0 to 14 are the top of the crop window, bits 15 to 29 the
-    /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture with `reflects`, else it is black.
+    /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture if `reflects` is set, else it is black.
     Augmented { crop_padding: u32, reflects: bool },
     /// As `Augmented`, with mixed pictures; see `gather_mixed.cu`.
     Mixed { crop_padding: u32, reflects: bool },
-    /// The control block's indices, not augmented, except that parameters with bit 31 name a view.
+    /// The control block's indices, not augmented, except that augmentation parameters with bit 31 crop and flip as a view requires.
     Indexed,
     /// The first pictures in order, not augmented: a batch made by the host.
     InOrder,
@@ -40,7 +40,7 @@ fn scale_args(table: &ScaleTable, at: Region) -> [Arg; 3] {
     [Arg::In(Operand::whole(at)), Arg::U32(table.taps), Arg::U32(table.shift)]
 }
 
-/// As in `gather.cu`.
+/// Flag of a mode in `gather.cu`.
 const REFLECTS: u32 = 4;
 /// Maximum number of output rows of a block in kernels that scale.
 const BAND: u32 = 32;
@@ -62,7 +62,7 @@ impl Ops {
         scaling: Option<[&ScaleTable; 2]>,
     ) -> Kernel {
         // A mixed picture has two sources.
-        let (names, made_of) = match mode {
+        let (names, sources) = match mode {
             GatherMode::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
             _ => (["gather", "gather_scaled"], 1),
         };
@@ -91,9 +91,9 @@ impl Ops {
             let x = (p.side * p.side).div_ceil(256).min(blocks.div_ceil(pictures)).max(1);
             return kernel(names[0], plain([x, pictures, 1], [256, 1, 1]), args);
         };
-        let room = |band: u32| (rows.span(band) + made_of * band) * width * 4;
+        let shared_bytes = |band: u32| (rows.span(band) + sources * band) * width * 4;
         let mut band = BAND.min(p.side);
-        while band > 1 && room(band) > SHARED {
+        while band > 1 && shared_bytes(band) > SHARED {
             band /= 2;
         }
         while band > 4 && pictures * p.side.div_ceil(band) < self.multiprocessors * 2 {
@@ -102,8 +102,8 @@ impl Ops {
         args.extend(scale_args(rows, Region::ScaleRows));
         args.extend(scale_args(columns, Region::ScaleColumns));
         args.extend([Arg::U32(band), Arg::U32(rows.span(band))]);
-        let geometry =
-            Geometry { shared_bytes: room(band), ..plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]) };
+        let blocks = plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]);
+        let geometry = Geometry { shared_bytes: shared_bytes(band), ..blocks };
         kernel(names[1], geometry, args)
     }
 
@@ -133,8 +133,8 @@ impl Ops {
         kernel("fold_border", plain([blocks, pictures.max(1), 1], [256, 1, 1]), args)
     }
 
-    /// Zeros the gradients of a folded convolution's weights, T `[out, 4, 4, 16]` of `values`, that correspond to no
-    /// weight of the 7x7 convolution.
+    /// Zeros those gradients of a folded convolution's weights, T `[out, 4, 4, 16]` with `values` values, that correspond to
+    /// no weight of the 7x7 convolution.
     pub(in crate::cuda) fn fold_gradient(&self, gradient: Operand, values: u32) -> Kernel {
         let groups = values / 8;
         let args = [Arg::InOut(gradient), Arg::U32(groups)];

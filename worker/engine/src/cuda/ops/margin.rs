@@ -13,8 +13,8 @@ pub(in crate::cuda) struct Cosines {
     /// T, in chunks of classes: each `[rows, chunk]`.
     pub(in crate::cuda) values: Operand,
     /// Results of [`Ops::row_factors`] for features and for weights.
-    pub(in crate::cuda) of_rows: Operand,
-    pub(in crate::cuda) of_classes: Operand,
+    pub(in crate::cuda) row_factors: Operand,
+    pub(in crate::cuda) class_factors: Operand,
     /// Result of [`Ops::put_margin`], for a gradient; may be absent.
     pub(in crate::cuda) label_logits: Operand,
     pub(in crate::cuda) rows: u32,
@@ -31,7 +31,7 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// float32 `[count]`: `scale` divided by the length of each row of `width` values. Traffic: the rows once.
+    /// float32 `[count]`: `scale` divided by the L2 norm of each row of `width` values. Traffic: the rows once.
     pub(in crate::cuda) fn row_factors(
         &self,
         rows: Operand,
@@ -48,8 +48,8 @@ impl Ops {
         let groups = u64::from(p.rows) * u64::from(p.chunk / 8) * u64::from(p.chunks);
         let args = [
             Arg::InOut(p.values),
-            Arg::In(p.of_rows),
-            Arg::In(p.of_classes),
+            Arg::In(p.row_factors),
+            Arg::In(p.class_factors),
             Arg::U32(p.rows),
             Arg::U32(p.chunk),
             Arg::U64(groups),

@@ -9,7 +9,7 @@ const TILE: usize = 64;
 /// Threads that compute a tile.
 const THREADS: u32 = 128;
 
-/// One step of all weights: filters by orthogonalised momentum, all others by SGD with Nesterov momentum.
+/// One step of all weights: filters by orthogonalised momentum, all other weights by SGD with Nesterov momentum.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Muon<'a> {
     /// Operands of the whole flat buffers: `muon.cu` addresses them by the offsets in `filters` and segments.

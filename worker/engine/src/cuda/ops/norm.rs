@@ -170,12 +170,16 @@ impl Ops {
             _ => SMALL_GROUPS,
         };
         let (columns, tall) = (groups.div_ceil(x), 512 / x);
-        let walked = |k: u32| rows.div_ceil(tall * k);
+        let rows_per_thread = |k: u32| rows.div_ceil(tall * k);
         let mut k = 1;
-        while self.clusters && k < 8 && walked(k) > in_flight(self.dtype) && columns * k * 2 <= room {
+        while self.has_clusters
+            && k < 8
+            && rows_per_thread(k) > in_flight(self.dtype)
+            && columns * k * 2 <= room
+        {
             k *= 2;
         }
-        if rows == 0 || columns * k > room || walked(k) > SMALL_ROWS_PER_THREAD {
+        if rows == 0 || columns * k > room || rows_per_thread(k) > SMALL_ROWS_PER_THREAD {
             return None;
         }
         // At least two threads per channel, which finish a block's sums.

@@ -26,11 +26,11 @@ pub(in crate::cuda) struct Gradients {
 impl Gradients {
     /// The gradients of some values of the first and of the second part; both ranges count from the beginning of the first.
     pub(in crate::cuda) fn part(self, first: Range<usize>, second: Range<usize>) -> Self {
-        let all = self.first_length as usize;
-        let size = self.first.bytes / all.max(1);
+        let first_length = self.first_length as usize;
+        let size = self.first.bytes / first_length.max(1);
         Self {
             first: self.first.part(size * first.start, size * first.len()),
-            second: self.second.part(4 * (second.start - all), 4 * second.len()),
+            second: self.second.part(4 * (second.start - first_length), 4 * second.len()),
             first_length: first.len() as u64,
             length: (first.len() + second.len()) as u64,
             ..self

@@ -14,7 +14,7 @@ pub(in crate::cuda) struct TakeRows {
     pub(in crate::cuda) length: usize,
     pub(in crate::cuda) from_rows: usize,
     pub(in crate::cuda) to_rows: usize,
-    /// Number of the row of `from` with which `to` begins. It may be negative.
+    /// Index of the row of `from` with which `to` begins. It may be negative.
     pub(in crate::cuda) offset: isize,
     /// Value of the rows that `from` does not have.
     pub(in crate::cuda) fill: f32,
@@ -32,7 +32,7 @@ pub(in crate::cuda) struct AddRows {
     pub(in crate::cuda) length: usize,
     pub(in crate::cuda) rows: usize,
     pub(in crate::cuda) to_rows: usize,
-    /// Number of the row of `to` to which the first row is added.
+    /// Index of the row of `to` to which the first row of `part` is added.
     pub(in crate::cuda) first: usize,
 }
 

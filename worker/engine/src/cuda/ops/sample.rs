@@ -39,7 +39,7 @@ impl SampleClasses {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Rows {
     pub(in crate::cuda) all: Operand,
-    pub(in crate::cuda) some: Operand,
+    pub(in crate::cuda) sampled: Operand,
     /// Bytes of a row: 4, or a multiple of 16.
     pub(in crate::cuda) row_bytes: usize,
     /// Maximum number of rows of the sample.
@@ -80,14 +80,14 @@ impl Ops {
     pub(in crate::cuda) fn gather_rows(&self, rows: Rows, sample: Operand) -> Kernel {
         let (width, wide, length) = rows.elements();
         let args =
-            [Arg::In(rows.all), Arg::Out(rows.some), Arg::In(sample), Arg::U32(width), Arg::U64(length)];
+            [Arg::In(rows.all), Arg::Out(rows.sampled), Arg::In(sample), Arg::U32(width), Arg::U64(length)];
         kernel(if wide { "gather_rows" } else { "gather_values" }, self.items(length, 8), args)
     }
 
     /// Writes the rows of a sample back to the parameter. Traffic: these rows once.
     pub(in crate::cuda) fn scatter_rows(&self, rows: Rows, sample: Operand) -> Kernel {
         let (width, wide, length) = rows.elements();
-        let args = [Arg::InOut(rows.all), Arg::In(rows.some), Arg::In(sample), Arg::U32(width)];
+        let args = [Arg::InOut(rows.all), Arg::In(rows.sampled), Arg::In(sample), Arg::U32(width)];
         kernel(if wide { "scatter_rows" } else { "scatter_values" }, self.items(length, 8), args)
     }
 }

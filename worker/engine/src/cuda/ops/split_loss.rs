@@ -1,10 +1,10 @@
-//! Softmax cross-entropy whose classes are split over the ranks of a model group; `split_loss.cu`. Rows are the
-//! pictures of the whole group in the order of ranks, `batch` per rank.
+//! Softmax cross-entropy whose classes are split over the ranks of a model group; `split_loss.cu`. A row is one of the
+//! pictures of the whole group, in the order of ranks, `batch` per rank.
 
 use super::{Arg, Kernel, Operand, Ops, SCALER, TOTALS, kernel, plain};
 
-/// Number of groups of 8 classes that a block reads: 256 threads, 8 groups each.
-const CLASS_GROUPS_PER_BLOCK: u32 = 8 * 256;
+/// Number of classes of a row that a thread block reads: each of its 256 threads loads 8 classes at a time, 8 times.
+const CLASSES_PER_BLOCK: u32 = 256 * 8 * 8;
 /// Sizes in bytes of `ClassPart`, `ClassRecord` and `ClassRow` in `split_loss.cu`.
 const PART_BYTES: usize = 24;
 const RECORD_BYTES: usize = 48;
@@ -27,12 +27,12 @@ pub(in crate::cuda) struct SplitLogits {
     pub(in crate::cuda) words: u32,
     /// Number of pictures of each rank.
     pub(in crate::cuda) batch: u32,
-    /// Number of ranks of the group, and this rank's number.
+    /// Number of ranks of the group, and this rank's index in it.
     pub(in crate::cuda) ranks: u32,
     pub(in crate::cuda) rank: u32,
     /// Number of classes of all ranks.
     pub(in crate::cuda) all_classes: u32,
-    /// Number of this rank's classes, and the first one.
+    /// Number of this rank's classes, and index of the first of them among all classes.
     pub(in crate::cuda) classes: u32,
     pub(in crate::cuda) first: u32,
     /// Number of classes of a chunk, a multiple of 8.
@@ -45,14 +45,14 @@ impl SplitLogits {
         self.ranks * self.batch
     }
 
-    /// Number of blocks that divide the classes of one row and one chunk.
-    fn pieces(&self) -> u32 {
-        (self.chunk / 8).div_ceil(CLASS_GROUPS_PER_BLOCK).max(1)
+    /// Number of thread blocks that together read one row's classes in one chunk.
+    fn blocks_per_chunk(&self) -> u32 {
+        self.chunk.div_ceil(CLASSES_PER_BLOCK).max(1)
     }
 
     /// Bytes of the partial results of [`Ops::class_records`].
     pub(in crate::cuda) fn part_bytes(&self) -> usize {
-        self.rows() as usize * (self.chunks * self.pieces()) as usize * PART_BYTES
+        self.rows() as usize * (self.chunks * self.blocks_per_chunk()) as usize * PART_BYTES
     }
 
     /// Bytes of this rank's records.
@@ -60,15 +60,15 @@ impl SplitLogits {
         self.rows() as usize * RECORD_BYTES
     }
 
-    /// Bytes of the rows of [`Ops::class_loss`].
-    pub(in crate::cuda) fn row_bytes(&self) -> usize {
+    /// Bytes of the `class_rows` that [`Ops::class_loss`] writes.
+    pub(in crate::cuda) fn class_row_bytes(&self) -> usize {
         self.rows() as usize * ROW_BYTES
     }
 }
 
 impl Ops {
-    /// Reduces this rank's classes of each row to a record in `records`. `parts`: scratch memory of
-    /// [`SplitLogits::part_bytes`] bytes. `label_logits`: what [`Ops::put_margin`] wrote; may be absent. Memory traffic: reads logits.
+    /// Reduces this rank's classes of each row to a record in `records`. `parts`: scratch memory of [`SplitLogits::part_bytes`] bytes.
+    /// `label_logits`: the result of [`Ops::put_margin`]; may be absent. Memory traffic: reads logits.
     pub(in crate::cuda) fn class_records(
         &self,
         p: SplitLogits,
@@ -76,20 +76,21 @@ impl Ops {
         records: Operand,
         label_logits: Operand,
     ) -> [Kernel; 2] {
-        let (rows, pieces) = (p.rows(), p.pieces());
+        let (rows, blocks_per_chunk) = (p.rows(), p.blocks_per_chunk());
         let args = [
             Arg::In(p.logits),
             Arg::In(p.bias),
             Arg::Out(parts),
             Arg::U32(p.chunk),
-            Arg::U32(pieces),
+            Arg::U32(blocks_per_chunk),
             Arg::U32(p.classes),
             Arg::In(p.sample),
         ];
-        let of_parts = kernel("class_parts", plain([p.chunks * pieces, rows, 1], [256, 1, 1]), args);
+        let part_count = p.chunks * blocks_per_chunk;
+        let of_parts = kernel("class_parts", plain([part_count, rows, 1], [256, 1, 1]), args);
         let args = [
             Arg::In(parts),
-            Arg::U32(p.chunks * pieces),
+            Arg::U32(part_count),
             Arg::In(p.logits),
             Arg::In(p.bias),
             Arg::In(p.controls),
@@ -106,13 +107,14 @@ impl Ops {
         [of_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
     }
 
-    /// The loss of this rank's pictures, from the `records` that [`Ops::class_records`] has written on all ranks of the group. Writes `rows`, from
-    /// which [`Ops::class_gradient`] computes gradients; may be absent. With `accumulate`, adds to the totals instead of replacing them.
+    /// Computes the loss of this rank's pictures, from the `records` that [`Ops::class_records`] has written on all ranks of the group.
+    /// Writes `class_rows` (may be absent), from which [`Ops::class_gradient`] computes gradients. With `accumulate`, adds to the totals
+    /// instead of replacing them.
     pub(in crate::cuda) fn class_loss(
         &self,
         p: SplitLogits,
         records: Operand,
-        rows: Operand,
+        class_rows: Operand,
         smoothing: f32,
         accumulate: bool,
     ) -> Kernel {
@@ -126,7 +128,7 @@ impl Ops {
             Arg::U32(p.all_classes),
             Arg::F32(smoothing),
             Arg::In(SCALER),
-            Arg::Out(rows),
+            Arg::Out(class_rows),
             Arg::out(TOTALS, accumulate),
             Arg::U32(accumulate.into()),
         ];
@@ -138,7 +140,7 @@ impl Ops {
     pub(in crate::cuda) fn class_gradient(
         &self,
         p: SplitLogits,
-        rows: Operand,
+        class_rows: Operand,
         smoothing: f32,
         dbias: Operand,
         accumulate: bool,
@@ -146,7 +148,7 @@ impl Ops {
         let args = [
             Arg::InOut(p.logits),
             Arg::In(p.bias),
-            Arg::In(rows),
+            Arg::In(class_rows),
             Arg::U32(p.rows()),
             Arg::U32(p.chunk),
             Arg::U32(p.classes),

@@ -44,7 +44,8 @@ impl Ops {
         kernel("fetch", plain([blocks, 1, 1], [threads, 1, 1]), args)
     }
 
-    /// Number of blocks that copy running statistics, beside the block that fetches; enough that they take no longer.
+    /// Number of blocks that copy running statistics, in addition to the block that fetches: enough that the copy takes no longer than the
+    /// fetch.
     pub(in crate::cuda) fn keeping_blocks(&self) -> u32 {
         (self.multiprocessors / 2).max(1)
     }

@@ -41,8 +41,8 @@ impl Ops {
         let values = inner * (TILE_CHANNELS + TILE_ROWS) + TILE_ROWS * (TILE_CHANNELS + ROW_PADDING);
         let shared_bytes = 1024 + values * self.dtype.size() as u32;
         let columns = shape.channels / TILE_CHANNELS;
-        let most = (self.multiprocessors / columns).max(1);
-        let blocks = shape.rows().div_ceil(TILE_ROWS).clamp(1, most);
+        let max_blocks = (self.multiprocessors / columns).max(1);
+        let blocks = shape.rows().div_ceil(TILE_ROWS).clamp(1, max_blocks);
         Geometry { grid: [blocks, columns, 1], block: [32, 16, 1], cluster: 1, shared_bytes }
     }
 }

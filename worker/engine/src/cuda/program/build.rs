@@ -59,7 +59,7 @@ impl Program {
             ops.keeping_blocks(),
         )?;
         let vector_gradients = device.zeros(4 * (layout.trained - layout.matrices).max(1))?;
-        let sync = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
+        let syncs_norms = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
         let stages = groups.map_or(1, |groups| groups.stage.size() as usize);
         let reducer = match (comm.size(), stages) {
             (1, 1) => None,
@@ -77,7 +77,7 @@ impl Program {
                     plan.splits_operators,
                     layout.buckets.len(),
                     &gradients,
-                    sync.then_some(&channels[..]),
+                    syncs_norms.then_some(&channels[..]),
                 )?)
             }
         };
@@ -117,7 +117,7 @@ impl Program {
             buffers.insert(Region::BucketSquares, device.zeros(8 * layout.reduced_ranges().count())?);
             buffers.insert(Region::SegmentSquares, device.zeros(count * SEGMENT_SQUARES)?);
         }
-        // The schedule has at most this many micro-batches between forward and backward pass: one for each stage from this one to the last.
+        // The schedule has at most one micro-batch between forward and backward pass for each stage from this stage to the last.
         let micro_batches_in_flight = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, micro_batches_in_flight)?;
         // A split head has separate kernels and does not copy its logits.
@@ -187,7 +187,7 @@ impl Program {
         if let Some(odd) = training.iter().chain(evaluation).find(is_odd) {
             let odd = odd.image_size;
             let text = format!(
-                "an image size of {odd} in a run with the size {}: the GPU reads 2x2 pixels at once. Choose even sizes \
+                "the image size {odd} is odd, but in a run with the size {} the GPU reads 2x2 pixels at once. Choose even sizes \
                  (data.image_size, data.validation_size), or set parallel.device = \"cpu\"",
                 own.image_size
             );
@@ -208,7 +208,7 @@ impl Program {
         self.allocate(device, bytes)
     }
 
-    /// Chooses cuDNN's algorithm for each convolution of the current size; for all passes if `trains`.
+    /// Chooses cuDNN's algorithm for each convolution of the current size, for the forward pass or, if `trains`, for all passes.
     fn tune_convolutions(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
         let mut wanted = Vec::new();
         for op in &self.plan.ops {
@@ -261,8 +261,7 @@ impl Program {
             channels: convolution.out_c as u32,
         };
         let waits = self.reducer.as_ref().is_some_and(|r| r.statistics.waits());
-        let plain = convolution.groups == 1;
-        plain
+        convolution.groups == 1
             && self.plan.dtype == DType::F16
             && !self.tuner.deterministic
             && !self.ops.norm_is_small(shape, waits)

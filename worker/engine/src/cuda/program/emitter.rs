@@ -23,7 +23,7 @@ mod update;
 /// Number of weight gradients on the side stream for which the backward pass does not wait in order to reuse their memory.
 const PENDING_WEIGHT_GRADIENTS: usize = 4;
 
-/// Messages to or from other ranks, by each rank's number in its group.
+/// Messages to or from other ranks, by each rank's index in its group.
 type Messages = Vec<(u32, Operand)>;
 
 /// A gradient of an activation, which the backward pass of the activation's producer will use.
@@ -61,7 +61,7 @@ struct GraphEmitter<'a> {
     /// Whether weight gradients run on a side stream, concurrently with the backward pass: kernels of small tensors leave most
     /// of the GPU idle.
     side_stream: bool,
-    /// The weight gradients that may still run, oldest first: the number, and the allocations to free after the weight gradient.
+    /// The weight gradients that may still run, oldest first: the index of each, and the allocations to free after it.
     pending: VecDeque<(usize, Vec<Allocation>)>,
     /// Number of weight gradients so far.
     weight_gradients: usize,
@@ -237,8 +237,8 @@ impl<'a> GraphEmitter<'a> {
         let bytes = self.tensor_bytes(tensor);
         if self.pending.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
             let done: Vec<_> = self.pending.drain(..self.pending.len() - PENDING_WEIGHT_GRADIENTS).collect();
-            if let Some((number, _)) = done.last() {
-                self.wait(StreamId::Main, EventId::WeightGradient(*number));
+            if let Some((index, _)) = done.last() {
+                self.wait(StreamId::Main, EventId::WeightGradient(*index));
             }
             for allocation in done.into_iter().flat_map(|(_, allocations)| allocations) {
                 self.free(allocation);
@@ -272,7 +272,8 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// Frees an allocation that a weight gradient on the side stream may still read, together with the allocations of the newest one.
+    /// Frees an allocation that a weight gradient on the side stream may still read, together with the allocations of the newest weight
+    /// gradient.
     fn free_with_newest(&mut self, allocation: Allocation) {
         match self.pending.back_mut() {
             Some((_, allocations)) => allocations.push(allocation),
@@ -317,7 +318,7 @@ impl<'a> GraphEmitter<'a> {
 /// # Errors
 /// An operation reads a tensor that no earlier operation has computed.
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
-    let only = MicroBatch { first: true, last: true, whole: true, pass: None };
+    let only = MicroBatch { first: true, last: true, is_full: true, pass: None };
     let peak = |phase: Phase, side_stream: bool| -> Result<usize, EngineError> {
         let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
         Ok(emit(facts, phase, input, side_stream)?.arena_bytes)

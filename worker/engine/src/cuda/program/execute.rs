@@ -17,8 +17,8 @@ impl Program {
             Command::Kernel { stream, kernel } => self.launch_on(*stream, kernel, pictures)?,
             Command::Convolution { stream, convolution, tensors, workspace } => {
                 let plan = self.tuner.plan(convolution)?;
-                let Tensors { x, w, y, sums } = *tensors;
-                let tensors = Tensors { x: at(x)?, w: at(w)?, y: at(y)?, sums: at(sums)? };
+                let Tensors { x, w, y, channel_sums } = *tensors;
+                let tensors = Tensors { x: at(x)?, w: at(w)?, y: at(y)?, channel_sums: at(channel_sums)? };
                 let (stream, workspace) = (self.stream(*stream)?, at(*workspace)?);
                 let run = || self.tuner.cudnn.run(stream, plan, tensors, workspace);
                 self.kernels.profile.time(stream, || convolution.to_string(), run)?;
@@ -154,5 +154,7 @@ impl Program {
 
 /// The error for a command that this engine was not built for: a bug in emission.
 fn absent(what: &str) -> CudaError {
-    CudaError::Unsupported(format!("a step that needs {what}, which this engine does not have"))
+    CudaError::Unsupported(format!(
+        "a step needs {what}, which this engine does not have (a bug in lockstep)"
+    ))
 }

@@ -31,7 +31,7 @@ pub(super) struct UpdatedRange {
 pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) plan: &'a StepPlan,
     pub(in crate::cuda) layout: &'a Layout,
-    /// Memory of each batch norm, by its number.
+    /// Memory of each batch norm, by its index.
     pub(in crate::cuda) norms: &'a [NormSite],
     pub(in crate::cuda) ops: Ops,
     pub(in crate::cuda) optimizer: Optimizer,
@@ -46,7 +46,7 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) statistics: Option<&'a Statistics>,
     /// Number of ranks that have the same part of the network but different pictures, including this rank.
     pub(in crate::cuda) data_ranks: usize,
-    /// This rank's number among the ranks that divide the optimizer's state; `None` if each rank has the whole state.
+    /// This rank among the ranks that divide the optimizer's state; `None` if each rank has the whole state.
     pub(in crate::cuda) share: Option<Share>,
     /// Whether a convolution (with `sums` set) also computes statistics, because the tuner found this faster.
     pub(in crate::cuda) takes_sums: &'a dyn Fn(&Convolution) -> bool,
@@ -122,7 +122,7 @@ impl Facts<'_> {
             let gradients = gradients.part(split..matrices, matrices..layout.trained);
             return vec![self.updated_range(gradients, split, split)];
         };
-        let (mut first, mut in_slots, mut updated) = (0, 0, Vec::new());
+        let (mut first_parameter, mut in_slots, mut updated) = (0, 0, Vec::new());
         for (range, own) in
             layout.reduced_ranges().zip(layout.own_ranges(share)).filter(|(_, own)| !own.is_empty())
         {
@@ -133,7 +133,7 @@ impl Facts<'_> {
             };
             let is_in_range = |parameter: &&ParameterPlace| range.contains(&parameter.range.start);
             let count = layout.parameters_with_gradients().iter().filter(is_in_range).count();
-            let of_parameters = |all: Operand, size: usize| all.part(first * size, count * size);
+            let of_parameters = |all: Operand, size: usize| all.part(first_parameter * size, count * size);
             let rates = ops::Rates {
                 segments: of_parameters(self.own_segments(), SEGMENT),
                 count: count as u32,
@@ -141,12 +141,12 @@ impl Facts<'_> {
                 squares: of_parameters(rates.squares, SEGMENT_SQUARES),
             };
             updated.push(UpdatedRange { rates, ..self.updated_range(gradients, own.start, in_slots) });
-            (first, in_slots) = (first + count, in_slots + own.len());
+            (first_parameter, in_slots) = (first_parameter + count, in_slots + own.len());
         }
         updated
     }
 
-    /// The parameters of these gradients. They begin at value `from` of the flat layout, and at value `in_slots` of the optimizer's slots.
+    /// The parameters of `gradients`. They begin at value `from` of the flat layout, and at value `in_slots` of the optimizer's slots.
     pub(super) fn updated_range(
         &self,
         gradients: ops::Gradients,
@@ -243,21 +243,21 @@ impl Facts<'_> {
 /// decay; u32 filter, 0`.
 pub(super) fn policies(layout: &Layout, optimizer: &Optimizer) -> Vec<u64> {
     let filters = layout.filters();
-    let both = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+    let pack = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
     let mut words: Vec<u64> = filters
         .iter()
         .flat_map(|filter| {
-            [filter.offset as u64, both(filter.rows as u32, filter.columns as u32), filter.gram as u64]
+            [filter.offset as u64, pack(filter.rows as u32, filter.columns as u32), filter.gram as u64]
         })
         .collect();
     words.extend(layout.parameters_with_gradients().iter().flat_map(|parameter| {
-        let number = filters.iter().position(|filter| filter.offset == parameter.range.start);
+        let filter = filters.iter().position(|filter| filter.offset == parameter.range.start);
         let policy = match parameter.is_fixed {
             true => ParameterPolicy::FROZEN,
             false => optimizer.policy_of(parameter.kind),
         };
-        let number = number.map_or(u32::MAX, |number| number as u32);
-        [both(policy.rate.to_bits(), policy.decay.to_bits()), both(number, 0)]
+        let filter = filter.map_or(u32::MAX, |index| index as u32);
+        [pack(policy.rate.to_bits(), policy.decay.to_bits()), pack(filter, 0)]
     }));
     words
 }
@@ -277,14 +277,14 @@ pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of
 /// Values per channel in [`Region::NormValues`]: mean, 1/std, scale, bias, slope and offset.
 const VALUES: usize = 6;
 
-/// The memory of each batch norm, by number, and the size in bytes of [`Region::NormValues`].
+/// The memory of each batch norm, by index, and the size in bytes of [`Region::NormValues`].
 pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) -> (Vec<NormSite>, usize) {
     let mut at = 0;
     let mut sites: Vec<(usize, NormSite)> = plan
         .norms()
         .map(|node| {
             let bytes = 4 * plan.network.tensors[node.input].channels;
-            let value = |number: usize| Operand::new(Region::NormValues, at + number * bytes, bytes);
+            let value = |index: usize| Operand::new(Region::NormValues, at + index * bytes, bytes);
             let [running_mean, running_var] = running[node.norm].operands();
             let site = NormSite {
                 gamma: layout.vector(&node.name, "weight"),

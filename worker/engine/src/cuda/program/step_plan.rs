@@ -24,7 +24,7 @@ const CHUNK: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
 /// A last layer whose classes are split over the ranks of a model group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SplitHead {
-    /// Number of ranks of the group, and this rank's number.
+    /// Number of ranks of the group, and this rank's index in it.
     pub(in crate::cuda) ranks: usize,
     pub(in crate::cuda) rank: usize,
     /// Rank `r` has the classes from `bounds[r]` to `bounds[r + 1]`.
@@ -38,7 +38,7 @@ pub(in crate::cuda) struct SplitHead {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SampledClasses {
     pub(in crate::cuda) drawn: usize,
-    /// Maximum number of sampled classes, and number of chunks in which they are multiplied.
+    /// Maximum number of sampled classes, and number of chunks into which they are divided.
     pub(in crate::cuda) capacity: usize,
     pub(in crate::cuda) chunks: usize,
     pub(in crate::cuda) seed: u64,
@@ -64,7 +64,7 @@ impl SplitHead {
     }
 }
 
-/// Number of chunks in which `classes` classes are multiplied.
+/// Number of chunks into which `classes` classes are divided.
 fn chunk_count(network: &Network, classes: usize) -> usize {
     let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
     (classes * inputs).div_ceil(CHUNK).max(1)
@@ -86,7 +86,7 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) dtype: DType,
     pub(super) padded_input: usize,
     pub(super) padded_classes: usize,
-    /// Number of ranks that share this rank's copy of the network, and this rank's number among them.
+    /// Number of ranks that share this rank's copy of the network, and this rank's index among them.
     pub(super) model_ranks: usize,
     pub(super) model_rank: usize,
     pub(super) head: Option<SplitHead>,
@@ -168,7 +168,8 @@ impl StepPlan {
     pub(in crate::cuda) fn with_loss(mut self, loss: &LossConfig) -> Self {
         self.margin = loss.margin;
         if let (true, Some(head)) = (loss.samples(), &mut self.head) {
-            // No label of the group need be among the drawn classes. The number is the same on every rank.
+            // In the worst case none of the group's labels, two for each picture, is among the drawn classes. The capacity is the same on
+            // every rank.
             let capacity = loss.drawn(head.max_classes()) + 2 * head.ranks * self.batch;
             let (drawn, chunks) =
                 (loss.drawn(head.own_classes().len()), chunk_count(&self.network, capacity));
@@ -196,14 +197,14 @@ impl StepPlan {
         })
     }
 
-    /// Batch norm number `norm`.
+    /// The batch norm with index `norm`.
     pub(super) fn norm(&self, norm: usize) -> &Norm {
-        // All numbers come from operations of this plan.
+        // All indices come from operations of this plan.
         self.norms().find(|n| n.norm == norm).unwrap_or_else(|| unreachable!("no batch norm {norm}"))
     }
 
     /// Whether exactly one operation reads `tensor`.
-    pub(super) fn read_once(&self, tensor: TensorId) -> bool {
+    pub(super) fn is_read_once(&self, tensor: TensorId) -> bool {
         self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1
     }
 
@@ -327,17 +328,22 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     let refuse = |what: String| Err(CudaError::Unsupported(what));
     check_splits(network)?;
     if network.is_last_stage() && last_layer(network).is_empty() {
-        return refuse(format!("{}, which does not end in a linear layer", network.arch));
+        return refuse(format!(
+            "on GPUs, a network must end in a linear layer, which {} does not",
+            network.arch
+        ));
     }
     for op in &network.ops {
         match op {
             Op::Linear { name, input, .. } if network.tensors[*input].pixels() != 1 => {
-                return refuse(format!("the linear layer {name} over more than one pixel: pool them first"));
+                return refuse(format!(
+                    "on GPUs, the input of the linear layer {name} must have one pixel: pool its pixels first"
+                ));
             }
             Op::Conv { .. } | Op::Halo { .. } | Op::Redistribute { .. } => {}
             _ if op.inputs().iter().any(|input| network.is_pictures(*input)) => {
                 return refuse(format!(
-                    "{}, in which something other than a convolution reads the pictures",
+                    "on GPUs, only convolutions may read the pictures, but another operation of {} reads them",
                     network.arch
                 ));
             }
@@ -345,11 +351,13 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
                 if network.tensors[*output].channels > SUMMED_CHANNELS =>
             {
                 return refuse(format!(
-                    "{name}, a GELU with the biases of more than {SUMMED_CHANNELS} channels"
+                    "on GPUs, a GELU with biases must have at most {SUMMED_CHANNELS} channels, but {name} has more"
                 ));
             }
             Op::MaxPool { kernel, .. } if kernel * kernel > 255 => {
-                return refuse(format!("a max pooling of {kernel}x{kernel} windows: 15x15 are the most"));
+                return refuse(format!(
+                    "on GPUs, the windows of a max pooling must not be larger than 15x15, but one has {kernel}x{kernel}"
+                ));
             }
             _ => {}
         }
@@ -358,7 +366,10 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     for (tensor, shape) in network.tensors.iter().enumerate() {
         let padded = network.is_pictures(tensor) || network.has_logits(tensor);
         if !padded && !shape.channels.is_multiple_of(CHANNELS) {
-            return refuse(format!("{} channels, which is not a multiple of {CHANNELS}", shape.channels));
+            return refuse(format!(
+                "on GPUs, the number of channels must be a multiple of {CHANNELS}, but a tensor has {}",
+                shape.channels
+            ));
         }
     }
     Ok(())
@@ -383,7 +394,7 @@ fn check_rows(network: &Network) -> Result<(), CudaError> {
             }
             None if matches!(op, Op::BatchNorm { .. }) => {
                 return Err(CudaError::Unsupported(format!(
-                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm behind the global pooling. Leave the key out, \
+                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm after the global pooling. Leave the key out, \
                      or set parallel.device = \"cpu\""
                 )));
             }
@@ -406,7 +417,7 @@ fn check_splits(network: &Network) -> Result<(), CudaError> {
     }
     if network.frozen_norm {
         return refuse(format!(
-            "{name} is split, and GPUs then train batch norms. Leave model.freeze_norm or the strategy out"
+            "{name} is split, and GPUs cannot combine that with frozen batch norms. Leave model.freeze_norm or the strategy out"
         ));
     }
     for op in &network.ops {
@@ -454,7 +465,7 @@ fn last_layer(network: &Network) -> &str {
     }
 }
 
-/// The name of an operator that is split, other than the last layer over its classes, if there is one.
+/// The name of a split operator, if there is one. The last layer does not count if only its classes are split.
 pub(in crate::cuda) fn split_operator(network: &Network) -> Option<&str> {
     let head = network.ops.last()?;
     let is_of_head = |tensor: TensorId| {

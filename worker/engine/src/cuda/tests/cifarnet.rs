@@ -22,9 +22,9 @@ fn gpu_a_cifarnet_matches_the_cpu_engine() {
         let wanted = losses(a.as_mut(), &network, 32, 4, lr);
         let ours = losses(b.as_mut(), &network, 32, 4, lr);
         let (start, end) = (initial(&network), b.parameters().unwrap());
-        let way = apart_of_way(&end, &a.parameters().unwrap(), &start);
-        eprintln!("{kind:?}: losses {ours:?} / {wanted:?}; weights {way:.1e} of their way apart");
-        assert!(way < bound, "{kind:?}: {way}");
+        let distance = relative_distance(&end, &a.parameters().unwrap(), &start);
+        eprintln!("{kind:?}: losses {ours:?} / {wanted:?}; weights {distance:.1e} of their change apart");
+        assert!(distance < bound, "{kind:?}: {distance}");
         for parameter in network.parameters().iter().filter(|p| p.role.is_trained()) {
             let changed = end[&parameter.name] != start[&parameter.name];
             assert_eq!(changed, network.trains(parameter), "{kind:?}: {}", parameter.name);
@@ -42,7 +42,7 @@ fn gpu_six_views_have_the_cpu_engine_s_logits() {
     for view in View::of(6) {
         let of_view = view.apply(&batch, 32, 1);
         let [wanted, ours] = [a.predict(&of_view), b.predict(&of_view)].map(Result::unwrap);
-        let apart = difference(&ours, &wanted) / square(&wanted);
-        assert!(apart < 1e-8, "{view:?}: {apart}");
+        let logits_difference = difference(&ours, &wanted) / square(&wanted);
+        assert!(logits_difference < 1e-8, "{view:?}: {logits_difference}");
     }
 }

@@ -8,7 +8,7 @@ fn default_in(precision: Precision) -> DeviceConfig {
     DeviceConfig { precision, deterministic: false, ..deterministic() }
 }
 
-/// A whole micro-batch, a ragged one, several whole ones, and several of which the last is ragged.
+/// A full micro-batch, a ragged micro-batch, several full micro-batches, and several micro-batches of which the last is ragged.
 const STEPS: [&[usize]; 4] = [&[32], &[19], &[32, 32, 32], &[32, 32, 5]];
 
 #[test]
@@ -34,8 +34,12 @@ fn gpu_default_operations_in_16_bits_are_close_to_the_cpu_engine() {
                 let found = compare_step(&network, 32, counts, &default_in(precision), draw);
                 assert!(found.logits < 1e-2 && found.loss < 1e-2, "{precision:?} {}", network.arch);
                 assert!(found.statistics < 1e-2, "{precision:?} {}", network.arch);
-                let (name, apart) = (&found.name, found.gradient);
-                assert!(apart < gradient, "{precision:?} {}: {name} is {apart} apart", network.arch);
+                let (name, difference) = (&found.name, found.gradient);
+                assert!(
+                    difference < gradient,
+                    "{precision:?} {}: {name} is {difference} apart",
+                    network.arch
+                );
             }
         }
     }
@@ -67,11 +71,11 @@ fn gpu_default_networks_are_close_to_the_cpu_engine() {
                 let fixed = cpu.compare_with(&DeviceConfig { precision, ..deterministic() });
                 let gradient = f64::max(gradient, 1.5 * fixed.gradient);
                 let all = [found.logits, found.loss, found.statistics];
-                let is_near = all.iter().all(|apart| *apart < near) && found.gradient < gradient;
+                let is_near = all.iter().all(|difference| *difference < near) && found.gradient < gradient;
                 if !is_near {
-                    let (name, apart) = (&found.name, found.gradient);
+                    let (name, difference) = (&found.name, found.gradient);
                     failures.push(format!(
-                        "{precision:?} {arch:?} {counts:?}: {all:?}, gradient of {name} {apart}"
+                        "{precision:?} {arch:?} {counts:?}: {all:?}, gradient of {name} {difference}"
                     ));
                 }
             }

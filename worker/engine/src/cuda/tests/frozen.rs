@@ -74,13 +74,17 @@ fn gpu_frozen_batch_norms_in_ragged_micro_batches_match_the_cpu_engine() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_frozen_batch_norms_in_16_bits_are_close_to_the_cpu_engine() {
-    for (precision, near, gradients) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
+    for (precision, near, gradient_bound) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
         for network in operations() {
             // Rounding changes signs of ReLUs. Values of a window are often equal, so the pooling may choose another maximum.
-            let gradients = if network.arch.contains("pooling") { 0.6 } else { gradients };
+            let gradient_bound = if network.arch.contains("pooling") { 0.6 } else { gradient_bound };
             let network = freeze_norms(&network);
             let [loss, gradient] = compare(&network, &[32], precision, 0);
-            assert!(loss < near && gradient < gradients, "{} {precision:?}: {loss} {gradient}", network.arch);
+            assert!(
+                loss < near && gradient < gradient_bound,
+                "{} {precision:?}: {loss} {gradient}",
+                network.arch
+            );
         }
     }
 }
@@ -100,11 +104,11 @@ fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
                 true => cuda_from(&initial, &network, &config, Precision::Fp32),
                 false => cpu_from(&initial, &network, &config),
             };
-            let mut kept = engine.optimizer_state().unwrap();
-            for tensor in kept.slots.values_mut() {
+            let mut state = engine.optimizer_state().unwrap();
+            for tensor in state.slots.values_mut() {
                 tensor.values.fill(0.25);
             }
-            engine.set_optimizer_state(&kept).unwrap();
+            engine.set_optimizer_state(&state).unwrap();
             for number in 0..3 {
                 engine.train_step(&[pictures(&network, 8, number)], 0.01).unwrap();
             }
@@ -115,11 +119,11 @@ fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
         }
         for (slot, tensor) in &ours.1 {
             let (name, _) = slot.rsplit_once('.').unwrap();
-            let kept = tensor.values.iter().all(|v| *v == 0.25);
-            assert_eq!(kept, is_of_norm(&network, name), "{kind:?}: {slot}");
+            let is_unchanged = tensor.values.iter().all(|v| *v == 0.25);
+            assert_eq!(is_unchanged, is_of_norm(&network, name), "{kind:?}: {slot}");
         }
-        let way = apart_of_way(&ours.0, &wanted.0, &initial);
+        let distance = relative_distance(&ours.0, &wanted.0, &initial);
         let bound = if kind == OptimizerKind::Muon { 5e-2 } else { 1e-2 };
-        assert!(way < bound, "{kind:?}: weights are {way} of their way apart");
+        assert!(distance < bound, "{kind:?}: weights are {distance} of their change apart");
     }
 }

@@ -23,7 +23,7 @@ const FINISHED: usize = 3;
 /// The step that creates the average.
 const AVERAGED_FROM: usize = 2;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// Blocks a stream until it is opened.
 struct Gate {
@@ -117,15 +117,16 @@ impl Run {
 
     /// Undoes unfinished steps, as after the loss of another rank. Checks that the state is that of step `finished`, and that the results of
     /// all steps up to it are known.
-    fn check_recovered(&mut self, finished: usize, whole: &[(StateDict, StepResult)]) -> StateDict {
+    fn check_recovered(&mut self, finished: usize, uninterrupted: &[(StateDict, StepResult)]) -> StateDict {
         self.results.extend(self.engine.undo_unfinished_steps().expect("the state on the GPU is known"));
         let without_times =
             |result: &StepResult| StepResult { step_secs: 0.0, all_reduce_secs: 0.0, ..*result };
         let ours: Vec<_> = self.results.iter().map(without_times).collect();
-        let theirs: Vec<_> = whole[..finished].iter().map(|(_, result)| without_times(result)).collect();
+        let theirs: Vec<_> =
+            uninterrupted[..finished].iter().map(|(_, result)| without_times(result)).collect();
         assert_eq!(format!("{ours:?}"), format!("{theirs:?}"));
         let state = self.engine.own_state().unwrap();
-        assert!(state == whole[finished - 1].0, "the state of step {finished}");
+        assert!(state == uninterrupted[finished - 1].0, "the state of step {finished}");
         state
     }
 }
@@ -168,8 +169,8 @@ fn gpu_steps_that_wait_for_a_lost_rank_do_not_change_the_state() {
         (AdamW, Precision::Fp32),
         (Lamb, Precision::Bf16),
     ] {
-        let whole = uninterrupted_run(kind, precision, 1);
-        assert!(whole[FINISHED - 1].0 != whole[FINISHED].0);
+        let uninterrupted = uninterrupted_run(kind, precision, 1);
+        assert!(uninterrupted[FINISHED - 1].0 != uninterrupted[FINISHED].0);
         let mut run = Run::new(kind, precision, 1).start_steps(FINISHED);
         let gate = run.start_up_to(waits_for_others);
         // Starts another step after the blocked one, as a graph.
@@ -177,7 +178,7 @@ fn gpu_steps_that_wait_for_a_lost_rank_do_not_change_the_state() {
         // All earlier steps have finished.
         gate.reached.wait().unwrap();
         let began = Instant::now();
-        let state = run.check_recovered(FINISHED, &whole);
+        let state = run.check_recovered(FINISHED, &uninterrupted);
         eprintln!(
             "{kind:?}, {precision:?}: {:.1} ms until recovery from a GPU that waits",
             began.elapsed().as_secs_f64() * 1e3
@@ -188,7 +189,7 @@ fn gpu_steps_that_wait_for_a_lost_rank_do_not_change_the_state() {
         assert!(run.engine.own_state().unwrap() == state, "{kind:?}: the weights have not changed");
         let end = continue_run(&state, FINISHED, Run::new(kind, precision, 1));
         assert!(
-            end == whole[STEPS - 1].0,
+            end == uninterrupted[STEPS - 1].0,
             "{kind:?}, {precision:?}: the same bits as if no rank had been lost"
         );
     }
@@ -198,24 +199,24 @@ fn gpu_steps_that_wait_for_a_lost_rank_do_not_change_the_state() {
 #[ignore = "needs a GPU"]
 fn gpu_a_started_update_is_waited_for() {
     let (kind, precision) = (OptimizerKind::Momentum, Precision::Bf16);
-    let whole = uninterrupted_run(kind, precision, 1);
+    let uninterrupted = uninterrupted_run(kind, precision, 1);
     let mut run = Run::new(kind, precision, 1).start_steps(FINISHED);
     let updates = |c: &Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "sgd_momentum");
     let gate = run.start_up_to(updates);
     run.start();
     gate.reached.wait().unwrap();
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     run.engine.freeze_updates();
     assert!(run.engine.is_updating(until).unwrap(), "the update has not ended, so weights cannot be read");
     gate.open();
-    run.check_recovered(FINISHED + 1, &whole);
+    run.check_recovered(FINISHED + 1, &uninterrupted);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing() {
     let (kind, precision) = (OptimizerKind::Momentum, Precision::Fp16);
-    let whole = uninterrupted_run(kind, precision, 2);
+    let uninterrupted = uninterrupted_run(kind, precision, 2);
     let fresh = || {
         let run = Run::new(kind, precision, 2).start_steps(FINISHED);
         // The update of a step that is still under way may be refused.
@@ -224,14 +225,14 @@ fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing()
     };
     // All started steps have finished.
     let mut run = fresh();
-    run.check_recovered(FINISHED, &whole);
+    run.check_recovered(FINISHED, &uninterrupted);
     // Updates are frozen before steps begin.
     let mut run = fresh();
     run.results.extend(run.engine.finish_steps().unwrap());
     run.engine.freeze_updates();
     run.start();
     run.start();
-    run.check_recovered(FINISHED, &whole);
+    run.check_recovered(FINISHED, &uninterrupted);
     // The first of two micro-batches has changed running statistics.
     let mut run = fresh();
     let batches = run.next_batches();
@@ -239,14 +240,14 @@ fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing()
     let (phase, control) = run.engine.micro_batch(&parts[0], gradient_scale, LR);
     assert!(matches!(phase, Phase::Train(MicroBatch { first: true, last: false, .. })));
     run.engine.run(phase, control, parts[0].batch).unwrap();
-    let state = run.check_recovered(FINISHED, &whole);
+    let state = run.check_recovered(FINISHED, &uninterrupted);
     let end = continue_run(&state, FINISHED, Run::new(kind, precision, 2));
-    assert!(end == whole[STEPS - 1].0, "the same bits as if no rank had been lost");
+    assert!(end == uninterrupted[STEPS - 1].0, "the same bits as if no rank had been lost");
     // An average that an unfinished step would have created does not exist.
     let mut run = Run::new(kind, precision, 2).start_steps(AVERAGED_FROM - 1);
     run.results.extend(run.engine.finish_steps().unwrap());
     run.engine.freeze_updates();
     run.start();
     assert!(run.engine.has_average());
-    assert!(run.check_recovered(AVERAGED_FROM - 1, &whole).average.is_none());
+    assert!(run.check_recovered(AVERAGED_FROM - 1, &uninterrupted).average.is_none());
 }

@@ -27,8 +27,13 @@ fn gpu_kept_gradients_match_the_cpu_engine() {
                 let found = engine.train_step(&step, 0.0).unwrap();
                 let gradients = engine.gradients().unwrap();
                 let norm = gradients.values().map(|t| square(&t.values)).sum::<f64>().sqrt();
-                let apart = (norm - f64::from(found.grad_norm)).abs() / norm;
-                assert!(apart < 1e-4, "{}: {norm}, the step reports {}", network.arch, found.grad_norm);
+                let norm_difference = (norm - f64::from(found.grad_norm)).abs() / norm;
+                assert!(
+                    norm_difference < 1e-4,
+                    "{}: {norm}, the step reports {}",
+                    network.arch,
+                    found.grad_norm
+                );
                 gradients
             });
             assert!(ours.keys().eq(wanted.keys()), "{}", network.arch);

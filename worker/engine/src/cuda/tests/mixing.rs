@@ -21,8 +21,13 @@ fn gpu_a_step_on_mixed_pictures_matches_the_cpu_engine() {
             let step = [mixed(&network, 16, draw, lambda), pictures(&network, 16, 100 + draw)];
             let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, precision));
             let (wanted, ours) = (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
-            let apart = ((ours.loss - wanted.loss) / wanted.loss).abs();
-            assert!(apart < tolerance, "{precision:?}, lambda {lambda}: {} {}", ours.loss, wanted.loss);
+            let loss_difference = ((ours.loss - wanted.loss) / wanted.loss).abs();
+            assert!(
+                loss_difference < tolerance,
+                "{precision:?}, lambda {lambda}: {} {}",
+                ours.loss,
+                wanted.loss
+            );
             let norms = ((ours.grad_norm - wanted.grad_norm) / wanted.grad_norm).abs();
             assert!(norms < tolerance.max(1e-3), "{precision:?}, lambda {lambda}: gradient {norms} apart");
             if precision == Precision::Fp32 {
@@ -87,7 +92,7 @@ fn gpu_a_lambda_of_1_is_the_step_without_mixing_bit_for_bit() {
     }
 }
 
-/// The bundled pictures, or synthetic ones in colour as CIFAR-10 files.
+/// The bundled pictures, or the CIFAR-10 files in the folder `colour`.
 fn source(colour: Option<&std::path::Path>, side: u32, mixing: Mixing) -> DataSource {
     let spec = DataSpec {
         crop_padding: 2,
@@ -189,13 +194,18 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
             // After scaling, a byte may be rounded differently.
             let near = if [28, 32].contains(&side) { 1e-4 } else { 2e-3 };
             for (step, (ours, wanted)) in ours.0.iter().zip(&wanted.0).enumerate() {
-                let apart = (ours.loss - wanted.loss).abs() / wanted.loss;
+                let loss_difference = (ours.loss - wanted.loss).abs() / wanted.loss;
                 eprintln!("{side} px, {mixing:?}, step {step}: {} / {}", ours.loss, wanted.loss);
-                assert!(apart < near, "{side} px, {mixing:?}, step {step}: {ours:?} / {wanted:?}");
+                assert!(loss_difference < near, "{side} px, {mixing:?}, step {step}: {ours:?} / {wanted:?}");
                 assert_eq!(ours.samples, wanted.samples);
             }
-            let apart = (ours.1.loss_sum - wanted.1.loss_sum).abs() / wanted.1.loss_sum;
-            assert!(apart < 5e-3, "{side} px, {mixing:?}: evaluation {:?} / {:?}", ours.1, wanted.1);
+            let evaluation_difference = (ours.1.loss_sum - wanted.1.loss_sum).abs() / wanted.1.loss_sum;
+            assert!(
+                evaluation_difference < 5e-3,
+                "{side} px, {mixing:?}: evaluation {:?} / {:?}",
+                ours.1,
+                wanted.1
+            );
         }
     }
 }

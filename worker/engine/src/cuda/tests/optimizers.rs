@@ -42,11 +42,11 @@ fn gpu_optimizers_match_the_cpu_engine() {
         let wanted = losses(a.as_mut(), &network, 32, 5, lr);
         let ours = losses(b.as_mut(), &network, 32, 5, lr);
         let start = initial(&network);
-        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
-        eprintln!("{name}: losses {ours:?} / {wanted:?}; weights {way:.1e} of their way apart");
+        let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
+        eprintln!("{name}: losses {ours:?} / {wanted:?}; weights {distance:.1e} of their change apart");
         // Muon's matrices are bfloat16.
         let bound = if optimizer.is_muon() { 5e-2 } else { 1e-2 };
-        assert!(way < bound, "{name}: {way}");
+        assert!(distance < bound, "{name}: {distance}");
         assert_eq!(b.optimizer_state().unwrap().updates, 5);
     }
 }
@@ -85,9 +85,9 @@ fn gpu_optimizers_in_float16_are_close_to_the_cpu_engine_with_a_skipped_step() {
         }
         assert_eq!(skipped, 1, "{name}");
         assert_eq!(b.optimizer_state().unwrap().updates, 7, "{name}");
-        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial);
-        eprintln!("{name}: weights {way:.1e} of their way apart");
-        assert!(way < 0.1, "{name}: {way}");
+        let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial);
+        eprintln!("{name}: weights {distance:.1e} of their change apart");
+        assert!(distance < 0.1, "{name}: {distance}");
     }
 }
 
@@ -125,19 +125,19 @@ fn check_update(
     name: &str,
     optimizer: &Optimizer,
     lr: f32,
-    [was, is]: [&NamedTensors; 2],
+    [old_weights, new_weights]: [&NamedTensors; 2],
     [before, after]: [&OptimizerState; 2],
 ) {
-    for (parameter, now) in is.iter().filter(|(name, _)| !name.contains("running")) {
+    for (parameter, now) in new_weights.iter().filter(|(name, _)| !name.contains("running")) {
         let slot =
             |state: &OptimizerState, slot: &str| state.slots[&slot_name(parameter, slot)].values.clone();
         let (m, v) = (slot(after, "exp_avg"), slot(after, "exp_avg_sq"));
         let (old_m, old_v) = (slot(before, "exp_avg"), slot(before, "exp_avg_sq"));
-        let wanted = expected_update(optimizer, lr, &was[parameter], &m, &v, after.updates);
+        let wanted = expected_update(optimizer, lr, &old_weights[parameter], &m, &v, after.updates);
         let largest = wanted.iter().fold(1e-3f64, |largest, w| largest.max(w.abs()));
         for (w, wanted) in now.values.iter().zip(&wanted) {
-            let apart = (f64::from(*w) - wanted).abs();
-            assert!(apart < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
+            let difference = (f64::from(*w) - wanted).abs();
+            assert!(difference < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
         }
         // The gradient follows from the first moment, and the second moment from the gradient.
         let (beta1, beta2) = (optimizer.beta1, optimizer.beta2);
@@ -145,8 +145,12 @@ fn check_update(
         for i in 0..m.len() {
             let g = (f64::from(m[i]) - beta1 * f64::from(old_m[i])) / (1.0 - beta1);
             let wanted = beta2 * f64::from(old_v[i]) + (1.0 - beta2) * g * g;
-            let apart = (f64::from(v[i]) - wanted).abs();
-            assert!(apart < 1e-4 * largest, "{name}: {parameter}'s square is {} instead of {wanted}", v[i]);
+            let difference = (f64::from(v[i]) - wanted).abs();
+            assert!(
+                difference < 1e-4 * largest,
+                "{name}: {parameter}'s square is {} instead of {wanted}",
+                v[i]
+            );
         }
     }
 }
@@ -164,14 +168,15 @@ fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
             let loss_scale = LossScale::Named("dynamic".into());
             let gpu = DeviceConfig { precision, loss_scale, ..deterministic() };
             let mut engine = cuda_as(&initial, &network, &config, gpu.clone());
-            let (mut was, mut before) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
+            let (mut old_weights, mut before) =
+                (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
             assert_eq!(before.updates, 0);
             let mut skipped = 0;
             for step in 0..10 {
                 if step == 4 {
                     // As after a restart.
                     let mut next = cuda_as(&initial, &network, &config, gpu.clone());
-                    next.set_parameters(&was).unwrap();
+                    next.set_parameters(&old_weights).unwrap();
                     next.set_optimizer_state(&before).unwrap();
                     if let Some(scaling) = engine.loss_scaling().unwrap() {
                         next.set_loss_scaling(scaling).unwrap();
@@ -191,15 +196,17 @@ fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
                     assert!(result.is_finite() || result.is_skipped(), "{name}");
                     skipped += u64::from(result.is_skipped());
                 }
-                let (is, after) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
+                let (weights, after) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
                 assert_eq!(after.updates, step as u64 + 1 - skipped, "{name}");
                 if after.updates == before.updates {
                     assert!(after == before, "{name}: a skipped step changes nothing");
-                    assert!(is.iter().all(|(n, t)| n.contains("running") || *t == was[n]), "{name}");
+                    let is_kept = weights.iter().all(|(n, t)| n.contains("running") || *t == old_weights[n]);
+                    assert!(is_kept, "{name}");
                 } else {
-                    check_update(&name, &config.optimizer, lr, [&was, &is], [&before, &after]);
+                    let (weights, state) = ([&old_weights, &weights], [&before, &after]);
+                    check_update(&name, &config.optimizer, lr, weights, state);
                 }
-                (was, before) = (is, after);
+                (old_weights, before) = (weights, after);
             }
             assert_eq!(skipped > 0, precision == Precision::Fp16, "{name}: {skipped} skipped");
             assert_eq!(engine.first_not_finite().unwrap(), None);

@@ -1,5 +1,5 @@
 //! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages in the
-//! same way.
+//! same bound.
 
 use super::{split_head::on_gpus, *};
 use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};
@@ -78,15 +78,15 @@ impl Case {
     }
 
     /// The pictures of a micro-batch: of the set `set` of ranks, or of all ranks.
-    fn batch(&self, network: &Network, number: usize, few: bool, set: Option<usize>) -> Batch {
+    fn batch(&self, network: &Network, number: usize, is_ragged: bool, set: Option<usize>) -> Batch {
         let all = pictures(network, self.sets() * OWN, number);
-        let count = |set: usize| if few { [OWN / 2, 3].get(set).copied().unwrap_or(0) } else { OWN };
+        let count = |set: usize| if is_ragged { [OWN / 2, 3].get(set).copied().unwrap_or(0) } else { OWN };
         let size = network.tensors[0].len();
         let mut batch = Batch::default();
-        for of in 0..self.sets() {
-            batch.global_samples += count(of);
-            if set.is_none_or(|set| set == of) {
-                let range = of * OWN..of * OWN + count(of);
+        for other in 0..self.sets() {
+            batch.global_samples += count(other);
+            if set.is_none_or(|set| set == other) {
+                let range = other * OWN..other * OWN + count(other);
                 batch.images.extend(&all.images[range.start * size..range.end * size]);
                 batch.labels.extend(&all.labels[range.clone()]);
                 batch.indices.extend(&all.indices[range]);
@@ -97,8 +97,8 @@ impl Case {
 
     fn step(&self, network: &Network, number: usize, set: Option<usize>) -> Vec<Batch> {
         let micro_batch = |micro: usize| {
-            let few = self.ragged && micro + 1 == self.accumulate && number % 2 == 1;
-            self.batch(network, number * self.accumulate + micro, few, set)
+            let is_ragged = self.ragged && micro + 1 == self.accumulate && number % 2 == 1;
+            self.batch(network, number * self.accumulate + micro, is_ragged, set)
         };
         (0..self.accumulate).map(micro_batch).collect()
     }
@@ -141,20 +141,21 @@ fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usiz
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
 }
 
-/// Trains a case on GPUs and on one CPU rank, and compares. Losses may differ by `loss`, and weights by `way` relative to their change in training.
-pub(super) fn compare(case: Case, loss: f32, way: f64) {
+/// Trains a case on GPUs and on one CPU rank, and compares. Losses may differ by `loss`, and weights by `bound` relative to their change
+/// in training.
+pub(super) fn compare(case: Case, loss: f32, bound: f64) {
     let network = Arc::new((case.network)());
-    let of = |batch_size: usize| EngineConfig { accumulate: case.accumulate, ..config(batch_size) };
+    let config_of = |batch_size: usize| EngineConfig { accumulate: case.accumulate, ..config(batch_size) };
     let start = initial(&network);
     let Some(runs) = on_gpus(case.mesh().ranks() as u32, |comm| {
         let (gpu, set) = (case.gpu(&comm), case.set_of(comm.rank() as usize));
-        let mut engine = crate::cuda::build(network.clone(), &start, of(OWN), comm, &gpu).unwrap();
+        let mut engine = crate::cuda::build(network.clone(), &start, config_of(OWN), comm, &gpu).unwrap();
         run(&mut engine, &case, &network, Some(set))
     }) else {
         return;
     };
-    let mut alone = cpu_from(&start, &network, &of(case.sets() * OWN));
-    let wanted = run(alone.as_mut(), &case, &network, None);
+    let mut single = cpu_from(&start, &network, &config_of(case.sets() * OWN));
+    let wanted = run(single.as_mut(), &case, &network, None);
     // Ranks that share rows have the same results, and the last stage has the logits.
     let mesh = case.mesh();
     let is_of_set = |rank: &usize| mesh.height_rank(*rank) == 0 && mesh.stage_rank(*rank) + 1 == mesh.stage;
@@ -172,8 +173,8 @@ pub(super) fn compare(case: Case, loss: f32, way: f64) {
         assert!(norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
         assert!((norms[0] - theirs.grad_norm).abs() < 100.0 * loss * theirs.grad_norm, "{case:?}");
         for (rank, run) in runs.iter().enumerate() {
-            let same = sets[case.set_of(rank)].steps[step].loss;
-            assert!((run.steps[step].loss - same).abs() <= loss * same, "{case:?}, rank {rank}");
+            let set_loss = sets[case.set_of(rank)].steps[step].loss;
+            assert!((run.steps[step].loss - set_loss).abs() <= loss * set_loss, "{case:?}, rank {rank}");
         }
     }
     for (rank, run) in runs.iter().enumerate() {
@@ -183,21 +184,21 @@ pub(super) fn compare(case: Case, loss: f32, way: f64) {
     }
     let logits: Vec<f32> = sets.iter().flat_map(|run| run.logits.iter().copied()).collect();
     assert_eq!(logits.len(), wanted.logits.len(), "{case:?}");
-    let apart = (difference(&logits, &wanted.logits) / square(&wanted.logits)).sqrt();
+    let logits_distance = (difference(&logits, &wanted.logits) / square(&wanted.logits)).sqrt();
     let evaluated = [0, 1].map(|of| sets.iter().map(|run| run.evaluated[of]).sum::<f64>());
     let state = runs[0].state.as_ref().unwrap();
-    let weights = apart_of_way(&state.parameters, &wanted.state.unwrap().parameters, &start);
+    let weights = relative_distance(&state.parameters, &wanted.state.unwrap().parameters, &start);
     eprintln!(
-        "{case:?}: logits {apart:.1e}, weights {weights:.1e} of their way apart; evaluated {evaluated:?} / {:?}",
+        "{case:?}: logits {logits_distance:.1e}, weights {weights:.1e} of their change apart; evaluated {evaluated:?} / {:?}",
         wanted.evaluated
     );
-    assert!(weights < way && apart < way, "{case:?}");
+    assert!(weights < bound && logits_distance < bound, "{case:?}");
     for (ours, theirs) in evaluated.iter().zip(wanted.evaluated) {
-        assert!((ours - theirs).abs() < way * theirs, "{case:?}");
+        assert!((ours - theirs).abs() < bound * theirs, "{case:?}");
     }
     // A single rank can continue from the checkpoint.
-    alone.load_state_dict(state).unwrap();
-    assert!(alone.train_step(&case.step(&network, 0, None), LR).unwrap().loss.is_finite());
+    single.load_state_dict(state).unwrap();
+    assert!(single.train_step(&case.step(&network, 0, None), LR).unwrap().loss.is_finite());
 }
 
 #[test]
@@ -242,9 +243,9 @@ fn gpus_that_share_rows_may_have_separate_statistics() {
         let mut ours = crate::cuda::build(network.clone(), &start, config, comm, &gpu).unwrap();
         for number in 0..STEPS {
             let step = CASE.step(&network, number, Some(0));
-            let [wanted, is] =
+            let [wanted, found] =
                 [cpu.train_step(&step, LR), ours.train_step(&step, LR)].map(|result| result.unwrap().loss);
-            assert!((is - wanted).abs() < 1e-5 * wanted, "step {number}: {is} / {wanted}");
+            assert!((found - wanted).abs() < 1e-5 * wanted, "step {number}: {found} / {wanted}");
         }
     });
 }

@@ -60,7 +60,10 @@ fn trained(
     part.optimizer.as_mut().unwrap().slots.extend(their_slots);
     let missing = state.parameters.iter().filter(|of| part.parameters.get(of.0) != Some(of.1));
     let missing: Vec<_> = missing.map(|(name, _)| name).collect();
-    assert!(part == state, "the ranks' parts together are the whole state; apart from {missing:?}");
+    assert!(
+        part == state,
+        "the ranks' parts together are not the whole state; missing or different: {missing:?}"
+    );
     (losses.iter().zip(others).map(|(a, b)| (a + b) / 2.0).collect(), *state)
 }
 
@@ -85,16 +88,16 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
             let (wanted, wanted_state) = trained(&network, &config, &whole, lr, None);
             let (ours, state) = trained(&network, &config, &divided, lr, None);
             let start = initial(&network);
-            let way = apart_of_way(&state.parameters, &wanted_state.parameters, &start);
+            let distance = relative_distance(&state.parameters, &wanted_state.parameters, &start);
             let loss = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             let [slots, wanted_slots] =
                 [&state, &wanted_state].map(|state| &state.optimizer.as_ref().unwrap().slots);
             let slot = worst_difference(slots, wanted_slots);
             eprintln!(
-                "{name}, {precision:?}: losses {loss:.1e}, weights {way:.1e} of their way, state {slot:?} apart"
+                "{name}, {precision:?}: losses {loss:.1e}, weights {distance:.1e} of their change, state {slot:?} apart"
             );
             let bound = if precision == Precision::Fp32 { 1e-3 } else { 5e-2 };
-            assert!(way < bound && f64::from(loss) < bound, "{name}, {precision:?}: {loss} {way}");
+            assert!(distance < bound && f64::from(loss) < bound, "{name}, {precision:?}: {loss} {distance}");
             assert!(slots.keys().eq(wanted_slots.keys()));
 
             // Both can continue from a checkpoint of divided state.
@@ -107,9 +110,9 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
                 for number in 0..STEPS {
                     cpu.train_step(&step(&network, number, config.accumulate, 0, 1), lr).unwrap();
                 }
-                let way = apart_of_way(&state.parameters, &cpu.parameters().unwrap(), &start);
-                eprintln!("{name}: weights {way:.1e} of their way from the CPU engine's");
-                assert!(way < 2e-2, "{name}: {way}");
+                let distance = relative_distance(&state.parameters, &cpu.parameters().unwrap(), &start);
+                eprintln!("{name}: weights {distance:.1e} of their change from the CPU engine's");
+                assert!(distance < 2e-2, "{name}: {distance}");
             }
         }
     }

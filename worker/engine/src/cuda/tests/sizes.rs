@@ -13,7 +13,7 @@ fn state(engine: &dyn Engine) -> (NamedTensors, NamedTensors) {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_changing_sizes_gives_the_bits_of_new_engines() {
-    for (arch, stem, sides, checked) in [
+    for (arch, stem, sides, evaluation_side) in [
         (Arch::ResNet20, Stem::Cifar, [16, 32], 40),
         // The folded stem, max pooling, and fusion across 1x1 convolutions.
         (Arch::ResNet50, Stem::Imagenet, [64, 96], 128),
@@ -21,33 +21,33 @@ fn gpu_changing_sizes_gives_the_bits_of_new_engines() {
         for precision in [Precision::Fp32, Precision::Fp16, Precision::Bf16] {
             let config = config(16);
             let [small, large] = sides.map(|side| network(arch, stem, side));
-            let measured = network(arch, stem, checked);
-            let mut one = cuda(&large, &config, precision);
-            one.add_image_sizes(&sides[..1], &[checked]).unwrap();
+            let evaluation_network = network(arch, stem, evaluation_side);
+            let mut resized = cuda(&large, &config, precision);
+            resized.add_image_sizes(&sides[..1], &[evaluation_side]).unwrap();
             for (visit, sized) in [&small, &large, &small, &large].into_iter().enumerate() {
                 let side = sized.image_size;
                 let mut fresh = cuda(sized, &config, precision);
-                fresh.set_parameters(&one.parameters().unwrap()).unwrap();
-                fresh.set_optimizer_state(&one.optimizer_state().unwrap()).unwrap();
-                one.set_image_size(side).unwrap();
+                fresh.set_parameters(&resized.parameters().unwrap()).unwrap();
+                fresh.set_optimizer_state(&resized.optimizer_state().unwrap()).unwrap();
+                resized.set_image_size(side).unwrap();
                 for step in 0..STEPS {
                     // The last batch is smaller, as at the end of an epoch.
                     let count = if step + 1 == STEPS { 11 } else { 16 };
                     let batch = [pictures(sized, count, 10 * visit + step)];
                     let (a, b) =
-                        (one.train_step(&batch, 0.01).unwrap(), fresh.train_step(&batch, 0.01).unwrap());
+                        (resized.train_step(&batch, 0.01).unwrap(), fresh.train_step(&batch, 0.01).unwrap());
                     assert_eq!((a.loss, a.grad_norm), (b.loss, b.grad_norm), "{arch:?} {precision:?} {side}");
                 }
                 assert!(
-                    state(one.as_ref()) == state(fresh.as_ref()),
+                    state(resized.as_ref()) == state(fresh.as_ref()),
                     "{arch:?} {precision:?} {side}, visit {visit}"
                 );
-                let mut measures = cuda(&measured, &config, precision);
-                measures.set_parameters(&one.parameters().unwrap()).unwrap();
-                one.set_image_size(checked).unwrap();
+                let mut evaluator = cuda(&evaluation_network, &config, precision);
+                evaluator.set_parameters(&resized.parameters().unwrap()).unwrap();
+                resized.set_image_size(evaluation_side).unwrap();
                 for number in 0..3 {
-                    let batch = pictures(&measured, 16, 90 + number);
-                    let (a, b) = (one.eval_step(&batch).unwrap(), measures.eval_step(&batch).unwrap());
+                    let batch = pictures(&evaluation_network, 16, 90 + number);
+                    let (a, b) = (resized.eval_step(&batch).unwrap(), evaluator.eval_step(&batch).unwrap());
                     let bits =
                         |result: &EvalResult| (result.loss_sum.to_bits(), result.correct, result.samples);
                     assert_eq!(bits(&a), bits(&b), "{arch:?} {precision:?} {side}, visit {visit}");
@@ -56,7 +56,7 @@ fn gpu_changing_sizes_gives_the_bits_of_new_engines() {
                     assert!(a.loss_sum.is_finite() || !holds, "{arch:?} {precision:?} {side}: {a:?}");
                 }
             }
-            assert!(one.set_image_size(48).is_err());
+            assert!(resized.set_image_size(48).is_err());
         }
     }
 }

@@ -104,7 +104,7 @@ impl Case {
             let network = self.network();
             let all = pictures(&network, self.ranks() * OWN, number * self.accumulate + micro);
             let is_last = micro + 1 == self.accumulate;
-            // In a ragged micro-batch, rank 0 has half of its pictures, rank 1 three and others none.
+            // In a ragged micro-batch, rank 0 has half of its pictures, rank 1 has three, and the other ranks have none.
             let count = |rank: usize| match (self.ragged && is_last && number % 2 == 1, rank) {
                 (false, _) => OWN,
                 (true, rank) => [OWN / 2, 3].get(rank).copied().unwrap_or(0),
@@ -197,14 +197,15 @@ fn run(engine: &mut dyn Engine, case: &Case, rank: Option<usize>) -> Run {
 }
 
 /// The mean loss of all pictures of a step, and the number of correct predictions.
-fn whole(runs: &[Run], step: usize) -> (f32, u32) {
+fn step_totals(runs: &[Run], step: usize) -> (f32, u32) {
     let sum = |f: &dyn Fn(&StepResult) -> f32| runs.iter().map(|run| f(&run.steps[step])).sum::<f32>();
     let samples = sum(&|s| s.samples as f32);
     (sum(&|s| s.loss * s.samples as f32) / samples, runs.iter().map(|run| run.steps[step].correct).sum())
 }
 
-/// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss`, and weights by `way` relative to their change in training.
-fn compare(case: Case, loss: f32, way: f64) {
+/// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss`, and weights by `bound` relative to their change
+/// in training.
+fn compare(case: Case, loss: f32, bound: f64) {
     let network = case.network();
     let config = case.config(case.ranks() * OWN);
     let wanted = case.run_on_cpu();
@@ -215,8 +216,8 @@ fn compare(case: Case, loss: f32, way: f64) {
         return;
     };
     for step in 0..STEPS {
-        let (ours, correct) = whole(&runs, step);
-        let (theirs, their_correct) = whole(&wanted, step);
+        let (ours, correct) = step_totals(&runs, step);
+        let (theirs, their_correct) = step_totals(&wanted, step);
         let their_norm = wanted[0].steps[step].grad_norm;
         let norms = runs.iter().map(|run| run.steps[step].grad_norm).collect::<Vec<_>>();
         eprintln!("{case:?}, step {step}: loss {ours} / {theirs}, gradient {norms:?} / {their_norm}");
@@ -230,32 +231,33 @@ fn compare(case: Case, loss: f32, way: f64) {
     let sums: Vec<u64> = runs.iter().map(|run| run.checksum[0]).collect();
     assert!(sums.iter().all(|sum| *sum == sums[0]), "{case:?}: {sums:x?}");
     for (rank, run) in runs.iter().enumerate() {
-        let same = &runs[rank % case.mesh[1]];
+        let replica = &runs[rank % case.mesh[1]];
         assert_eq!(
-            run.checksum[1], same.checksum[1],
+            run.checksum[1], replica.checksum[1],
             "{case:?}: rank {rank} has another part than its replica"
         );
     }
     let logits: Vec<f32> = runs.iter().flat_map(|run| run.logits.iter().copied()).collect();
     let wanted_logits: Vec<f32> = wanted.iter().flat_map(|run| run.logits.iter().copied()).collect();
     assert_eq!(logits.len(), wanted_logits.len(), "{case:?}");
-    let apart = (difference(&logits, &wanted_logits) / square(&wanted_logits)).sqrt();
+    let logits_distance = (difference(&logits, &wanted_logits) / square(&wanted_logits)).sqrt();
     let [evaluated, wanted_evaluated] = [&runs, &wanted]
         .map(|runs| [0, 1].map(|value| runs.iter().map(|run| run.evaluated[value]).sum::<f64>()));
     let state = runs.into_iter().next().and_then(|run| run.state).unwrap();
     let wanted_state = wanted.into_iter().next().and_then(|run| run.state).unwrap();
-    let weights = apart_of_way(&state.parameters, &wanted_state.parameters, &initial(&network));
+    let weights = relative_distance(&state.parameters, &wanted_state.parameters, &initial(&network));
     eprintln!(
-        "{case:?}: logits {apart:.1e}, weights {weights:.1e} of their way apart; evaluated {evaluated:?} / {wanted_evaluated:?}"
+        "{case:?}: logits {logits_distance:.1e}, weights {weights:.1e} of their change apart; \
+         evaluated {evaluated:?} / {wanted_evaluated:?}"
     );
-    assert!(weights < way && apart < way, "{case:?}");
+    assert!(weights < bound && logits_distance < bound, "{case:?}");
     let running = |state: &StateDict| -> NamedTensors {
         let all = state.parameters.clone().into_iter();
         all.filter(|(name, _)| name.contains("running")).collect()
     };
     let (statistics, name) = super::worst_difference(&running(&state), &running(&wanted_state));
-    assert!(statistics < way, "{case:?}: {name} is {statistics} apart");
-    assert!((evaluated[0] - wanted_evaluated[0]).abs() < way * wanted_evaluated[0], "{case:?}");
+    assert!(statistics < bound, "{case:?}: {name} is {statistics} apart");
+    assert!((evaluated[0] - wanted_evaluated[0]).abs() < bound * wanted_evaluated[0], "{case:?}");
     let shapes = |state: &StateDict| {
         let slots = &state.optimizer.as_ref().unwrap().slots;
         slots.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect::<Vec<_>>()
@@ -422,14 +424,14 @@ fn check_continuation(case: Case) {
             Contribution::Whole(state) => (Some(state.parameters), state.optimizer.map(|of| of.slots)),
             Contribution::Part(_) | Contribution::Replica => (None, None),
         };
-        // Rank 0 gives the other its part.
+        // Rank 0 sends the other rank its part.
         let (network, mut own) = (case.network(), engine.own_state().unwrap());
         let distribution = Distribution::new(&network, &case.plan(), comm.as_ref()).unwrap();
         let saved = own.clone();
         own.parameters = distribution.scatter(parameters, distribution.parameters()).unwrap();
         let shapes = distribution.slots(&case.config(OWN).optimizer);
         own.optimizer.as_mut().unwrap().slots = distribution.scatter(slots, shapes).unwrap();
-        assert!(own == saved, "what is loaded is what was saved");
+        assert!(own == saved, "the loaded state differs from the saved state");
         let next = case.step(1, Some(rank));
         let continued = engine.train_step(&next, LR).unwrap();
         let checksum = engine.checksum().unwrap();

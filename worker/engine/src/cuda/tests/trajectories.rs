@@ -87,22 +87,22 @@ fn validate(engine: &mut dyn Engine, batches: &[Batch]) -> (f64, f64) {
 
 /// Difference of running statistics in the worst layer: root mean square over channels, of means relative to the standard deviation, and of
 /// variances relative to the variance.
-fn statistics_apart(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
+fn statistics_difference(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
     let mut worst = (0.0, String::new());
     for mean in wanted.keys().filter(|name| name.ends_with("running_mean")) {
         let var = mean.replace("running_mean", "running_var");
         let sizes: Vec<f64> = wanted[&var].values.iter().map(|v| f64::from(*v) + EPSILON).collect();
-        let apart = |name: &str| -> Vec<f64> {
+        let differences = |name: &str| -> Vec<f64> {
             let pairs = ours[name].values.iter().zip(&wanted[name].values);
             pairs.map(|(a, b)| f64::from(a - b)).collect()
         };
-        let of_means: f64 = apart(mean).iter().zip(&sizes).map(|(d, var)| d * d / var).sum();
-        let of_variances: f64 = apart(&var).iter().zip(&sizes).map(|(d, var)| (d / var).powi(2)).sum();
+        let of_means: f64 = differences(mean).iter().zip(&sizes).map(|(d, var)| d * d / var).sum();
+        let of_variances: f64 = differences(&var).iter().zip(&sizes).map(|(d, var)| (d / var).powi(2)).sum();
         for (sum, name) in [(of_means, mean), (of_variances, &var)] {
-            let apart = (sum / sizes.len() as f64).sqrt();
-            assert!(apart.is_finite(), "{name}");
-            if apart > worst.0 {
-                worst = (apart, name.clone());
+            let difference = (sum / sizes.len() as f64).sqrt();
+            assert!(difference.is_finite(), "{name}");
+            if difference > worst.0 {
+                worst = (difference, name.clone());
             }
         }
     }
@@ -132,21 +132,21 @@ fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
                 cpu.train_step(from_ref(theirs), 0.0).unwrap();
                 gpu.train_step(from_ref(ours), LR).unwrap();
                 wanted = running_statistics(cpu.as_ref());
-                let (apart, name) = statistics_apart(&running_statistics(gpu.as_ref()), &wanted);
-                if apart > worst.0 {
-                    worst = (apart, format!("{name} after step {}", step + 1));
+                let (difference, name) = statistics_difference(&running_statistics(gpu.as_ref()), &wanted);
+                if difference > worst.0 {
+                    worst = (difference, format!("{name} after step {}", step + 1));
                 }
             }
             cpu.set_parameters(&gpu.parameters().unwrap()).unwrap();
             let ours = validate(gpu.as_mut(), &on_gpu.validation).0;
             let theirs = validate(cpu.as_mut(), &on_cores.validation).0;
-            let (apart, place) = worst;
+            let (difference, place) = worst;
             let line = format!(
-                "{precision:?}, deterministic {deterministic}: running statistics at most {apart:.1e} apart ({place}); validation loss of \
-                 the same weights {ours:.5}, on cores {theirs:.5}"
+                "{precision:?}, deterministic {deterministic}: running statistics at most {difference:.1e} apart ({place}); \
+                 validation loss of the same weights {ours:.5}, on cores {theirs:.5}"
             );
             eprintln!("{line}");
-            if apart > near || (ours - theirs).abs() > near * theirs {
+            if difference > near || (ours - theirs).abs() > near * theirs {
                 failures.push(line);
             }
         }

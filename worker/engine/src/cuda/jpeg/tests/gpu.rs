@@ -122,8 +122,8 @@ fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
             match picture.map(|pixels| max_difference(&pixels, case.pixels.as_raw())) {
                 None => refused.push(case.name.clone()),
                 // Odd sizes differ as in `planes.rs`.
-                Some(apart) if apart <= 12 => equal += 1,
-                Some(apart) => failures.push((case.name.clone(), apart)),
+                Some(difference) if difference <= 12 => equal += 1,
+                Some(difference) => failures.push((case.name.clone(), difference)),
             }
         }
     }
@@ -140,11 +140,11 @@ fn gpu_a_damaged_picture_does_not_change_others() {
     let decoder = super::super::open(0, DType::F16).unwrap();
     let single = decode(decoder.as_ref(), &[&whole], (160, 96)).remove(0).unwrap();
     // A truncated scan with an end marker, or a scan of zeros.
-    let cut = [&whole[..whole.len() / 2], b"\xff\xd9"].concat();
+    let truncated = [&whole[..whole.len() / 2], b"\xff\xd9"].concat();
     let mut zeros = whole.clone();
     let middle = whole.len() / 2;
     zeros[middle..middle + 40].fill(0);
-    for damaged in [cut, zeros] {
+    for damaged in [truncated, zeros] {
         let decoded = decode(decoder.as_ref(), &[&whole, &damaged, &whole], (160, 96));
         assert!(decoded[0].as_ref() == Some(&single) && decoded[2].as_ref() == Some(&single));
         // The GPU does not report damage, but the host excludes such files when it indexes the dataset.

@@ -20,8 +20,8 @@ pub(super) fn encode(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec
     file
 }
 
-/// Whether, at a side of this length, decoders need no chroma beyond the border. The CPU's decoder reads there the content of
-/// the file's last block, which planes do not have.
+/// Whether, at a side of this length, decoders need no chroma beyond the border. Beyond the border, the CPU's decoder reads
+/// the content of the file's last block, which planes do not have.
 pub(super) fn decoders_agree(side: u32, step: u32) -> bool {
     step == 1 || side % 2 == 1 || side.is_multiple_of(16)
 }
@@ -77,14 +77,14 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
     let Subsampling { columns, rows } = stored.subsampling;
     // Blocks of chroma.
     let (across, down) = (stored.width.div_ceil(8 * columns), stored.height.div_ceil(8 * rows));
-    let (whole, chroma) = (Described::new(file, ColorSpace::YCbCr)?, stored.chroma());
+    let (unchanged, chroma) = (Decoded::new(file, ColorSpace::YCbCr)?, stored.chroma());
     let (cb, cr) = match (columns, rows) {
-        (1, 1) => (whole.plane(1, 1, chroma), whole.plane(2, 1, chroma)),
+        (1, 1) => (unchanged.plane(1, 1, chroma), unchanged.plane(2, 1, chroma)),
         // Four blocks of luma per block of chroma, in a row: the decoder does not interpolate by a factor of four.
         (2, 2) => {
             let in_a_row = with_frame(file, (across * 32, down * 8), |frame| frame[7] = 0x41, |_| {});
-            let described = Described::new(&in_a_row, ColorSpace::YCbCr)?;
-            (described.plane(1, 4, chroma), described.plane(2, 4, chroma))
+            let decoded = Decoded::new(&in_a_row, ColorSpace::YCbCr)?;
+            (decoded.plane(1, 4, chroma), decoded.plane(2, 4, chroma))
         }
         // Two blocks of luma: each becomes a component, in addition to the two of chroma.
         _ => {
@@ -99,21 +99,21 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
                 one_more(frame, 6, 3);
             };
             let of_four = with_frame(file, (across * 8, down * 8), frame, |scan| one_more(scan, 1, 2));
-            let described = Described::new(&of_four, ColorSpace::CMYK)?;
-            (described.plane(2, 1, chroma), described.plane(3, 1, chroma))
+            let decoded = Decoded::new(&of_four, ColorSpace::CMYK)?;
+            (decoded.plane(2, 1, chroma), decoded.plane(3, 1, chroma))
         }
     };
-    Ok([whole.plane(0, 1, (stored.width, stored.height)), cb, cr])
+    Ok([unchanged.plane(0, 1, (stored.width, stored.height)), cb, cr])
 }
 
 /// The decoder's output.
-struct Described {
+struct Decoded {
     width: usize,
     channels: usize,
     values: Vec<u8>,
 }
 
-impl Described {
+impl Decoded {
     fn new(file: &[u8], colors: ColorSpace) -> Result<Self, String> {
         let options = DecoderOptions::default().set_strict_mode(false).jpeg_set_out_colorspace(colors);
         let mut decoder = Zune::new_with_options(ZCursor::new(file), options);
@@ -122,7 +122,7 @@ impl Described {
         Ok(Self { width, channels: colors.num_components(), values })
     }
 
-    /// Every `step`-th column of a channel; `width` of them must exist.
+    /// Every `step`-th column of a channel. At least `width` such columns must exist.
     fn plane(&self, channel: usize, step: usize, (width, height): (u32, u32)) -> Vec<u8> {
         let all = (0..height as usize).flat_map(|y| (0..width as usize).map(move |x| (x, y)));
         all.map(|(x, y)| self.values[(y * self.width + x * step) * self.channels + channel]).collect()
@@ -245,8 +245,8 @@ fn gpu_pictures_of_odd_sizes_match_cpu_cores_except_at_the_border() {
                 "{sampling:?}, {width} x {height}: {largest:?}"
             );
             // Most files have one of these two subsamplings.
-            let is_usual = matches!(sampling, SamplingFactor::R_4_4_4 | SamplingFactor::R_4_2_0);
-            assert!(largest.is_some() || !is_usual || width == 1, "{sampling:?} is refused");
+            let is_common = matches!(sampling, SamplingFactor::R_4_4_4 | SamplingFactor::R_4_2_0);
+            assert!(largest.is_some() || !is_common || width == 1, "{sampling:?} is refused");
         }
     }
 }

@@ -9,7 +9,7 @@ pub(in crate::cuda) enum Gradient {
     All { dy: Operand },
     /// A ReLU right after the batch norm, whose mask is recomputed. `more` is added to dy; may be absent.
     Relu { dy: Operand, more: Operand },
-    /// A ReLU behind an addition, with the forward pass's mask. `more` is added to dy; may be absent.
+    /// A ReLU after an addition, with the forward pass's mask. `more` is added to dy; may be absent.
     Mask { dy: Operand, more: Operand, mask: Operand },
     /// As `Mask`, before a global average pooling: `dy` is T `[pictures, C]`.
     MaskPooled { dy: Operand, mask: Operand },
@@ -95,11 +95,11 @@ impl Ops {
     pub(in crate::cuda) fn norm_backward(&self, p: NormBackward) -> Vec<Kernel> {
         let leaves = p.reduce.leaves();
         let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
-            let mut both = vec![self.norm_backward_sums(p)];
+            let mut kernels = vec![self.norm_backward_sums(p)];
             if !leaves {
-                both.push(self.norm_backward_apply(p));
+                kernels.push(self.norm_backward_apply(p));
             }
-            return both;
+            return kernels;
         };
         let [_, _, name, _] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];

@@ -26,11 +26,11 @@ impl Ops {
     pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
         let leaves = p.reduce.leaves();
         let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
-            let mut both = vec![self.norm_statistics(p)];
+            let mut kernels = vec![self.norm_statistics(p)];
             if !leaves {
-                both.push(self.norm_apply(p));
+                kernels.push(self.norm_apply(p));
             }
-            return both;
+            return kernels;
         };
         let name = match p.shortcut {
             Shortcut::None => "norm_forward_small",
@@ -47,8 +47,8 @@ impl Ops {
     }
 
     /// Only the first pass: statistics of x, then the reduction of `reduce`. Uses only `x`, `control`, `shape`,
-    /// `site` and `reduce`. For a projection's batch norm that [`Shortcut::Norm`] applies, and for batch norms
-    /// that are applied later. Traffic: x once.
+    /// `site` and `reduce`. Used for a projection's batch norm, which [`Shortcut::Norm`] applies, and for batch
+    /// norms that are applied later. Traffic: x once.
     pub(in crate::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(p.x)];
         args.extend(shape_args(p.control, p.shape));
@@ -85,7 +85,7 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// With the scale and bias of `site`: inference, or only the second pass. Traffic: x and the shortcut once, y and mask once.
+    /// Only the second pass, and inference: applies the scale and bias of `site`. Traffic: x and the shortcut once, y and mask once.
     pub(in crate::cuda) fn norm_apply(&self, p: NormForward) -> Kernel {
         let (name, resident) = match p.shortcut {
             Shortcut::None => ("norm_apply", 3),

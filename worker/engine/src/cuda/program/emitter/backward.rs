@@ -61,7 +61,7 @@ impl<'a> GraphEmitter<'a> {
         let dy = self.gradient(output)?;
         let x = self.activation(input)?;
         let facts = self.facts;
-        let (w, y, sums) = (facts.matrix_gradient(name), dy.operand(), Operand::NONE);
+        let (w, y, channel_sums) = (facts.matrix_gradient(name), dy.operand(), Operand::NONE);
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let weight = facts.layout.parameter(name, "weight");
         self.fork();
@@ -69,7 +69,7 @@ impl<'a> GraphEmitter<'a> {
         if weight.is_fixed {
             self.start(stream, facts.ops.zero_gradient(w, weight.padded().len() as u64));
         } else {
-            self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, sums });
+            self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, channel_sums });
         }
         if first && self.plan.folded {
             let values = weight.range.len();
@@ -87,7 +87,7 @@ impl<'a> GraphEmitter<'a> {
         } else if !first {
             let dx = self.alloc(input, Content::Gradient);
             let dgrad = Convolution { direction: Direction::Input, ..convolution };
-            self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, sums });
+            self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, channel_sums });
             if is_head {
                 let size = [convolution.batch, convolution.in_c];
                 self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
@@ -189,28 +189,28 @@ impl<'a> GraphEmitter<'a> {
         if node.is_frozen() {
             return self.main(ops.norm_backward_frozen(backward));
         }
-        let summed = matches!(gradient, Gradient::Summed(_));
+        let is_summed = matches!(gradient, Gradient::Summed(_));
         let through = match gradient {
             Gradient::ThroughConv { weights, outputs, .. } => {
                 Some(ops::Through { dy, weights, inner: outputs as u32, more, mask })
             }
             _ => None,
         };
-        let whole = through.is_none() && !summed && !node.backward_in_conv;
+        let is_single_call = through.is_none() && !is_summed && !node.backward_in_conv;
         if let Some(through) = through {
             self.main(ops.norm_backward_through(backward, through));
-        } else if whole {
+        } else if is_single_call {
             self.main(ops.norm_backward(backward));
-        } else if !summed {
+        } else if !is_summed {
             self.main(ops.norm_backward_sums(backward));
         }
         let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
-        let left = self.reduce_sums(backward.reduce, node);
-        if let Some(sums) = left {
-            let whole = ops::NormBackward { shape: self.whole_shape(node.input), ..local };
-            self.main(ops.norm_backward_finish(sums, whole));
+        let reduced_sums = self.reduce_sums(backward.reduce, node);
+        if let Some(sums) = reduced_sums {
+            let of_all_ranks = ops::NormBackward { shape: self.whole_shape(node.input), ..local };
+            self.main(ops.norm_backward_finish(sums, of_all_ranks));
         }
-        if !node.backward_in_conv && (!whole || left.is_some()) {
+        if !node.backward_in_conv && (!is_single_call || reduced_sums.is_some()) {
             self.main(ops.norm_backward_apply(local));
         }
     }

@@ -80,7 +80,7 @@ impl GraphEmitter<'_> {
     /// Computes `y`, in the second placement, from `x`, in the first placement.
     fn redistribute(
         &mut self,
-        [before, behind]: [TensorId; 2],
+        [before, after]: [TensorId; 2],
         placements: [Placement; 2],
         [x, y]: [Allocation; 2],
     ) {
@@ -88,7 +88,7 @@ impl GraphEmitter<'_> {
         let (plan, dtype) = (self.plan, self.plan.dtype);
         let rows = plan.batch * plan.network.tensors[before].pixels();
         let all_rows = plan.model_ranks * rows;
-        let values = plan.batch * plan.values(behind);
+        let values = plan.batch * plan.values(after);
         match &placements {
             [Batch, Whole] => self.in_group(Collective::AllGather, x.operand(), y.operand(), values, dtype),
             [Partial, Batch] => {
@@ -97,7 +97,7 @@ impl GraphEmitter<'_> {
             [Partial, Whole] => self.add_in_group(x, y, plan.model_ranks * values),
             [Partial, Channels(bounds)] => {
                 let sum = self.alloc_bytes(x.bytes, Content::Channels);
-                self.add_in_group(x, sum, all_rows * all_of(bounds));
+                self.add_in_group(x, sum, all_rows * all_channels(bounds));
                 self.take_own(bounds, all_rows, [sum, y]);
                 self.free_now(sum);
             }
@@ -105,7 +105,7 @@ impl GraphEmitter<'_> {
             [Channels(bounds), Batch] => self.join_channels(bounds, rows, false, [x, y]),
             [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, true, [x, y]),
             [Channels(bounds), Channels(wanted)] => {
-                let bytes = all_rows * all_of(bounds) * dtype.size();
+                let bytes = all_rows * all_channels(bounds) * dtype.size();
                 let all = self.alloc_bytes(bytes, Content::Channels);
                 self.join_channels(bounds, all_rows, true, [x, all]);
                 self.take_own(wanted, all_rows, [all, y]);
@@ -126,68 +126,68 @@ impl GraphEmitter<'_> {
 
     /// Copies this rank's channels of `x` to `y`.
     fn take_own(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
-        let (own, first) = (width(bounds, self.plan.model_rank), bounds[self.plan.model_rank]);
-        let (from, to) = ((x.operand(), all_of(bounds), first), (y.operand(), own, 0));
+        let (own, first) = (channels_of(bounds, self.plan.model_rank), bounds[self.plan.model_rank]);
+        let (from, to) = ((x.operand(), all_channels(bounds), first), (y.operand(), own, 0));
         self.main(self.facts.ops.copy_channels(from, to, [rows, own], false));
     }
 
     /// Batch to channels: of its own pictures (`rows` rows), each rank sends the receiver's channels to every other rank.
     fn send_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
-        let own = rows * width(bounds, rank);
+        let own = rows * channels_of(bounds, rank);
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
-        for of in 0..self.plan.model_ranks {
-            let channels = width(bounds, of);
-            let (to, at) = if of == rank {
+        for peer in 0..self.plan.model_ranks {
+            let channels = channels_of(bounds, peer);
+            let (to, at) = if peer == rank {
                 (y.operand(), rank * own)
             } else {
                 let bytes = rows * channels * size;
                 let part = self.alloc_bytes(bytes, Content::Channels);
-                sends.push((of as u32, part.operand().part(0, bytes)));
-                receives.push((of as u32, y.operand().part(of * own * size, own * size)));
+                sends.push((peer as u32, part.operand().part(0, bytes)));
+                receives.push((peer as u32, y.operand().part(peer * own * size, own * size)));
                 parts.push(part);
                 (part.operand(), 0)
             };
-            let from = (x.operand(), all_of(bounds), bounds[of]);
+            let from = (x.operand(), all_channels(bounds), bounds[peer]);
             self.main(self.facts.ops.copy_channels(from, (to, channels, at), [rows, channels], false));
         }
         self.exchange(Group::Model, sends, receives, self.plan.dtype);
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 
-    /// Channels to batch or whole: each rank sends its own channels to every other rank, of the receiver's pictures or, with `of_all`, of all
-    /// pictures (`rows` rows).
-    fn join_channels(&mut self, bounds: &[usize], rows: usize, of_all: bool, [x, y]: [Allocation; 2]) {
+    /// Channels to batch or whole: each rank sends its own channels to every other rank, of the receiver's pictures or, with
+    /// `sends_all`, of all pictures (`rows` rows).
+    fn join_channels(&mut self, bounds: &[usize], rows: usize, sends_all: bool, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
-        let own = rows * width(bounds, rank);
+        let own = rows * channels_of(bounds, rank);
         // Index of the first value that is sent to a rank.
-        let first = |of: usize| if of_all { 0 } else { of * own };
+        let first = |peer: usize| if sends_all { 0 } else { peer * own };
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
-        for of in (0..self.plan.model_ranks).filter(|of| *of != rank) {
-            let bytes = rows * width(bounds, of) * size;
+        for peer in (0..self.plan.model_ranks).filter(|peer| *peer != rank) {
+            let bytes = rows * channels_of(bounds, peer) * size;
             let part = self.alloc_bytes(bytes, Content::Channels);
-            sends.push((of as u32, x.operand().part(first(of) * size, own * size)));
-            receives.push((of as u32, part.operand().part(0, bytes)));
+            sends.push((peer as u32, x.operand().part(first(peer) * size, own * size)));
+            receives.push((peer as u32, part.operand().part(0, bytes)));
             parts.push(part);
         }
-        let others = receives.iter().map(|(of, at)| (*of as usize, *at, 0));
+        let others = receives.iter().map(|(peer, at)| (*peer as usize, *at, 0));
         let all: Vec<_> = std::iter::once((rank, x.operand(), first(rank))).chain(others).collect();
         self.exchange(Group::Model, sends, receives, self.plan.dtype);
-        for (number, (of, from, first)) in all.into_iter().enumerate() {
-            let channels = width(bounds, of);
-            let (from, to) = ((from, channels, first), (y.operand(), all_of(bounds), bounds[of]));
-            self.main(self.facts.ops.copy_channels(from, to, [rows, channels], number > 0));
+        for (index, (rank, from, first)) in all.into_iter().enumerate() {
+            let channels = channels_of(bounds, rank);
+            let (from, to) = ((from, channels, first), (y.operand(), all_channels(bounds), bounds[rank]));
+            self.main(self.facts.ops.copy_channels(from, to, [rows, channels], index > 0));
         }
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 }
 
 /// Number of channels of a rank.
-fn width(bounds: &[usize], rank: usize) -> usize {
+fn channels_of(bounds: &[usize], rank: usize) -> usize {
     bounds[rank + 1] - bounds[rank]
 }
 
 /// Number of channels of all ranks.
-fn all_of(bounds: &[usize]) -> usize {
+fn all_channels(bounds: &[usize]) -> usize {
     bounds[bounds.len() - 1]
 }

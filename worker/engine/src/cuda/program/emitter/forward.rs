@@ -93,7 +93,7 @@ impl<'a> GraphEmitter<'a> {
                 let shape = self.shape(*input);
                 self.main(self.facts.ops.global_average(x.operand(), y.operand(), shape));
                 // The backward pass does not read the input.
-                if training && self.readers[*input] == 0 && self.plan.read_once(*input) {
+                if training && self.readers[*input] == 0 && self.plan.is_read_once(*input) {
                     self.drop_activation(*input);
                 }
             }
@@ -102,7 +102,7 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::Redistribute { input, output } => {
                 self.redistribute_forward(*input, *output)?;
-                if training && self.readers[*input] == 0 && self.plan.read_once(*input) {
+                if training && self.readers[*input] == 0 && self.plan.is_read_once(*input) {
                     self.drop_activation(*input);
                 }
             }
@@ -134,15 +134,15 @@ impl<'a> GraphEmitter<'a> {
         let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let with_sums = Convolution { sums: true, ..convolution };
-        let whole = matches!(phase, Phase::Train(MicroBatch { whole: true, .. }));
+        let is_full = matches!(phase, Phase::Train(MicroBatch { is_full: true, .. }));
         let feeds_norm = matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. }));
-        let takes_sums = whole && feeds_norm && (self.facts.takes_sums)(&with_sums);
+        let takes_sums = is_full && feeds_norm && (self.facts.takes_sums)(&with_sums);
         let convolution = if takes_sums { with_sums } else { convolution };
         if takes_sums {
             self.summed = Some(output);
         }
-        let (w, sums) = (self.facts.matrix(name), self.facts.channel_sums(output));
-        let tensors = Tensors { x: x.operand(), w, y: y.operand(), sums };
+        let (w, channel_sums) = (self.facts.matrix(name), self.facts.channel_sums(output));
+        let tensors = Tensors { x: x.operand(), w, y: y.operand(), channel_sums };
         self.convolve(StreamId::Main, convolution, tensors);
         Ok(())
     }
@@ -193,12 +193,12 @@ impl<'a> GraphEmitter<'a> {
             self.main(ops.norm_apply(norm));
             return Ok(());
         }
-        let summed = self.summed == Some(node.input);
-        if summed && matches!(norm.reduce, ops::Reduce::Local) {
+        let is_summed = self.summed == Some(node.input);
+        if is_summed && matches!(norm.reduce, ops::Reduce::Local) {
             self.summed = None;
             let [sum, square] = halves(self.facts.channel_sums(node.input));
             self.main(ops.norm_finish_apply(sum, square, norm));
-        } else if summed || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
+        } else if is_summed || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
             self.statistics(norm, node);
             self.main(ops.norm_apply(norm));
         } else {
@@ -211,19 +211,19 @@ impl<'a> GraphEmitter<'a> {
     /// computed the sums.
     fn statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         // A convolution's sums are used once: NCCL reduces them in place, and the next convolution replaces them.
-        let summed = self.summed.take_if(|tensor| *tensor == node.input).is_some();
-        if !summed {
+        let is_summed = self.summed.take_if(|tensor| *tensor == node.input).is_some();
+        if !is_summed {
             self.main(self.facts.ops.norm_statistics(norm));
         }
         if matches!(norm.reduce, ops::Reduce::Leave { .. }) {
             self.finish_statistics(norm, node);
-        } else if summed {
+        } else if is_summed {
             let [sum, square] = halves(self.facts.channel_sums(node.input));
             self.main(self.facts.ops.norm_finish(sum, square, norm));
         }
     }
 
-    /// If kernels do not reduce sums: reduces the sums that a kernel has stored over all ranks by NCCL, and computes the statistics.
+    /// If kernels do not reduce sums: lets NCCL reduce the sums that a kernel has stored, and computes the statistics of all ranks.
     pub(super) fn finish_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::Leave { sums } = norm.reduce else { return };
         self.add_statistics(sums, node);

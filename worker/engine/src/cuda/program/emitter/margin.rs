@@ -23,8 +23,8 @@ impl GraphEmitter<'_> {
         let (x, values) = (self.activation(input)?.operand(), self.activation(output)?.operand());
         let (ops, Convolution { batch, in_c, out_c, .. }) = (self.facts.ops, part.convolution);
         let mut memory = Vec::new();
-        let [of_rows, of_classes] =
-            [(x, batch, 1.0), (part.w, part.chunks * out_c, margin.scale)].map(|(rows, count, scale)| {
+        let [row_factors, class_factors] = [(x, batch, 1.0), (part.w, part.chunks * out_c, margin.scale)]
+            .map(|(rows, count, scale)| {
                 let factors = self.alloc_bytes(4 * count, Content::Head);
                 memory.push(factors);
                 let factors = factors.operand();
@@ -33,8 +33,8 @@ impl GraphEmitter<'_> {
             });
         let cosines = ops::Cosines {
             values,
-            of_rows,
-            of_classes,
+            row_factors,
+            class_factors,
             label_logits: Operand::NONE,
             rows: batch as u32,
             chunk: out_c as u32,

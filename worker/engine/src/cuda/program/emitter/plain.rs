@@ -1,4 +1,4 @@
-//! Operations that are not fused with others, and the sum of the gradients of a tensor with several readers.
+//! Operations that are not fused with other operations, and the sum of the gradients of a tensor with several readers.
 
 use super::*;
 

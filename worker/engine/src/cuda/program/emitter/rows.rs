@@ -6,7 +6,7 @@
 use super::*;
 use crate::net::Rows;
 
-/// The rows of an activation before and behind a [`FusedOp::Halo`], by rank.
+/// The rows of an activation before and after a [`FusedOp::Halo`], by rank.
 struct Halo<'a> {
     own: &'a Rows,
     reached: &'a Rows,
@@ -15,7 +15,7 @@ struct Halo<'a> {
 
 impl Halo<'_> {
     /// For each other rank: the rows that it receives from this rank, and the rows that this rank receives from it.
-    fn others(&self) -> impl Iterator<Item = (u32, [Range<isize>; 2])> {
+    fn peers(&self) -> impl Iterator<Item = (u32, [Range<isize>; 2])> {
         let given = |from: usize, to: usize| self.own.given(from, self.reached, to);
         let with_peer = move |peer: usize| (peer as u32, [given(self.rank, peer), given(peer, self.rank)]);
         (0..self.own.of_rank.len()).filter(|peer| *peer != self.rank).map(with_peer)
@@ -75,7 +75,7 @@ impl<'a> GraphEmitter<'a> {
         let (x, y, halo) = (self.lines(input, x)?, self.lines(output, y)?, self.halo(input, output)?);
         self.take_rows(&x, &y, if lowest { f32::NEG_INFINITY } else { 0.0 });
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for (peer, [given, taken]) in halo.others() {
+        for (peer, [given, taken]) in halo.peers() {
             sends.extend(x.pieces(peer, &given, self.plan.batch));
             receives.extend(y.pieces(peer, &taken, self.plan.batch));
         }
@@ -83,7 +83,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// In training: drops the inputs and outputs of [`FusedOp::Halo`] that operation `index` is the last one to read. The backward pass reads
+    /// In training: drops the inputs and outputs of [`FusedOp::Halo`] that operation `index` is the last to read. The backward pass reads
     /// neither an activation before it was extended nor the input of a pooling.
     pub(super) fn drop_rows(&mut self, index: usize) {
         let ops = &self.plan.ops;
@@ -110,7 +110,7 @@ impl<'a> GraphEmitter<'a> {
         let (dy, dx, halo) = (self.lines(output, from)?, self.lines(input, to)?, self.halo(input, output)?);
         self.take_rows(&dy, &dx, 0.0);
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
-        for (peer, [given, taken]) in halo.others() {
+        for (peer, [given, taken]) in halo.peers() {
             sends.extend(dy.pieces(peer, &taken, batch));
             if !given.is_empty() {
                 let at = self.alloc_bytes(batch * given.len() * dx.row_bytes, Content::Rows);
@@ -169,7 +169,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The rows of a tensor that each rank has, and this rank's number in the height group.
+    /// The rows of a tensor that each rank has, and this rank's index in the height group.
     fn rows(&self, tensor: TensorId) -> Result<(&'a Rows, usize), EngineError> {
         let network = &self.plan.network;
         match (network.rows(tensor), &network.part) {

@@ -166,7 +166,7 @@ impl GraphEmitter<'_> {
 
     fn sampled_rows(&self, all: Operand, some: Allocation, row_bytes: usize) -> ops::Rows {
         let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
-        ops::Rows { all, some: some.operand(), row_bytes, capacity }
+        ops::Rows { all, sampled: some.operand(), row_bytes, capacity }
     }
 
     /// Gathers the sampled rows of a parameter or of an optimizer slot.

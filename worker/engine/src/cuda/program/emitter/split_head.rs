@@ -23,7 +23,7 @@ impl GraphEmitter<'_> {
         let (x, y) = (self.activation(input)?, self.alloc_bytes(chunks * bytes, Content::Activation(output)));
         self.activations[output] = Some(y);
         for chunk in 0..chunks {
-            let tensors = of_chunk(&convolution, (chunk, chunks), x.operand(), w, y.operand());
+            let tensors = chunk_tensors(&convolution, (chunk, chunks), x.operand(), w, y.operand());
             self.convolve(StreamId::Main, convolution, tensors);
         }
         Ok(())
@@ -47,7 +47,7 @@ impl GraphEmitter<'_> {
         let dgrad = Convolution { direction: Direction::Input, ..convolution };
         for chunk in 0..chunks {
             let to = parts.map_or(dx.operand(), |parts| piece(parts.operand(), (chunk, chunks), bytes));
-            let tensors = of_chunk(&dgrad, (chunk, chunks), to, w, dy.operand());
+            let tensors = chunk_tensors(&dgrad, (chunk, chunks), to, w, dy.operand());
             self.convolve(StreamId::Main, dgrad, tensors);
         }
         if let Some(parts) = parts {
@@ -69,7 +69,7 @@ impl GraphEmitter<'_> {
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let dw = sampled_gradient.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
         for chunk in 0..chunks {
-            let tensors = of_chunk(&wgrad, (chunk, chunks), x.operand(), dw, dy.operand());
+            let tensors = chunk_tensors(&wgrad, (chunk, chunks), x.operand(), dw, dy.operand());
             self.convolve(stream, wgrad, tensors);
         }
         self.remove_along(stream, w, dw, [chunks * wgrad.out_c, wgrad.in_c]);
@@ -119,16 +119,16 @@ impl GraphEmitter<'_> {
         if let Some(all) = all {
             self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
         }
-        let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::Head));
-        let (of_all, accumulate) = (all.unwrap_or(records).operand(), first == Some(false));
-        self.main(facts.ops.class_loss(split, of_all, optional(rows), smoothing, accumulate));
-        if let (Some(first), Some(rows)) = (first, rows) {
+        let class_rows = first.map(|_| self.alloc_bytes(split.class_row_bytes(), Content::Head));
+        let (all_records, accumulate) = (all.unwrap_or(records).operand(), first == Some(false));
+        self.main(facts.ops.class_loss(split, all_records, optional(class_rows), smoothing, accumulate));
+        if let (Some(first), Some(class_rows)) = (first, class_rows) {
             let bias = facts.layout.vector_gradient(self.plan.last_layer(), "bias");
             let dbias = self.alloc_sampled_bias_gradient().map_or(bias, Allocation::operand);
-            self.main(facts.ops.class_gradient(split, rows.operand(), smoothing, dbias, !first));
+            self.main(facts.ops.class_gradient(split, class_rows.operand(), smoothing, dbias, !first));
             self.cosine_gradient(logits.operand());
         }
-        [parts, records].into_iter().chain(all).chain(rows).for_each(|at| self.free_now(at));
+        [parts, records].into_iter().chain(all).chain(class_rows).for_each(|at| self.free_now(at));
         Ok(())
     }
 
@@ -157,7 +157,7 @@ impl GraphEmitter<'_> {
         }
         let (chunks, _) = self.plan.chunks();
         let at = self.alloc_bytes(8 * (chunks + 1), Content::Head);
-        let sum_at = |number: usize| at.operand().part(8 * number, 8);
+        let sum_at = |index: usize| at.operand().part(8 * index, 8);
         self.each_chunk(|emitter, chunk, gradients| {
             emitter.main(ops.gradient_squares(gradients, sum_at(chunk)));
         })?;
@@ -218,7 +218,7 @@ impl GraphEmitter<'_> {
         for chunk in 0..self.plan.chunks().0 {
             let place = (chunk, self.plan.chunks().0);
             let y = piece(dy.operand(), place, of_y);
-            let tensors = Tensors { x: x.operand(), w: at.operand(), y, sums: Operand::NONE };
+            let tensors = Tensors { x: x.operand(), w: at.operand(), y, channel_sums: Operand::NONE };
             self.convolve(StreamId::Main, wgrad, tensors);
             let size = [wgrad.out_c, wgrad.in_c];
             self.remove_along(StreamId::Main, piece(weights, place, bytes), at.operand(), size);
@@ -281,7 +281,7 @@ pub(super) struct HeadPart {
 }
 
 /// The operands of a chunk of the classes: `x`, and the chunk's parts of the weights and of the logits, or of their gradients.
-fn of_chunk(
+fn chunk_tensors(
     convolution: &Convolution,
     place: (usize, usize),
     x: Operand,
@@ -289,11 +289,11 @@ fn of_chunk(
     y: Operand,
 ) -> Tensors<Operand> {
     let [_, of_w, of_y] = convolution.bytes();
-    Tensors { x, w: piece(w, place, of_w), y: piece(y, place, of_y), sums: Operand::NONE }
+    Tensors { x, w: piece(w, place, of_w), y: piece(y, place, of_y), channel_sums: Operand::NONE }
 }
 
-/// Piece `number` of `count` pieces of `bytes` bytes. The last piece includes the remaining bytes.
-fn piece(whole: Operand, (number, count): (usize, usize), bytes: usize) -> Operand {
-    let offset = number * bytes;
-    whole.part(offset, if number + 1 == count { whole.bytes - offset } else { bytes })
+/// The piece with index `index` of `count` pieces of `bytes` bytes each. The last piece includes the remaining bytes.
+fn piece(whole: Operand, (index, count): (usize, usize), bytes: usize) -> Operand {
+    let offset = index * bytes;
+    whole.part(offset, if index + 1 == count { whole.bytes - offset } else { bytes })
 }

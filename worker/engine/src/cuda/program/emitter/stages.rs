@@ -1,8 +1,8 @@
 //! Exchange between pipeline stages: an activation is sent to the next stage, and its gradient is sent back.
 //!
-//! A send may block until it is received, so neighbouring stages order their messages alike. A stage sends the gradient of a backward pass
-//! only after it has received the input of its next forward pass, because the preceding stage sends that input before it receives the
-//! gradient.
+//! A send may block until the other stage receives the message, so neighbouring stages send and receive their messages in the same order. A
+//! stage sends the gradient of a backward pass only after it has received the input of its next forward pass, because the preceding stage
+//! sends that input before it receives the gradient.
 
 use super::{split_head::Squares, *};
 
@@ -15,22 +15,22 @@ impl GraphEmitter<'_> {
         let from = self.plan.network.stage().0 - 1;
         let receives = vec![(from as u32, self.values_at(input, x))];
         self.exchange(Group::Stage, Vec::new(), receives, self.plan.dtype);
-        if phase.pass().is_some_and(|pass| !pass.is_backward && pass.sends_gradient) {
+        let sends_gradient = phase.pass().is_some_and(|pass| !pass.is_backward && pass.sends_gradient);
+        if sends_gradient {
             self.send_input_gradient();
         }
     }
 
     /// Sends the output of a forward pass to the next stage, if there is one.
     pub(super) fn send_output(&mut self) -> Result<(), EngineError> {
-        let network = &self.plan.network;
-        if network.is_last_stage() {
+        if self.plan.network.is_last_stage() {
             return Ok(());
         }
-        let (output, to) = (network.logits(), network.stage().0 + 1);
+        let (output, to) = (self.stage_output(), self.plan.network.stage().0 + 1);
         let y = self.activation(output)?;
         let sends = vec![(to as u32, self.values_at(output, y))];
         self.exchange(Group::Stage, sends, Vec::new(), self.plan.dtype);
-        // Only an unfused ReLU reads its output in the backward pass.
+        // The backward pass reads this output only if an unfused ReLU computes it.
         if self.readers[output] == 0 {
             self.drop_activation(output);
         }
@@ -39,7 +39,7 @@ impl GraphEmitter<'_> {
 
     /// Receives the gradient of the stage's output from the next stage.
     pub(super) fn receive_gradient(&mut self) {
-        let (output, from) = (self.plan.network.logits(), self.plan.network.stage().0 + 1);
+        let (output, from) = (self.stage_output(), self.plan.network.stage().0 + 1);
         let dy = self.alloc(output, Content::Gradient);
         let receives = vec![(from as u32, self.values_at(output, dy))];
         self.exchange(Group::Stage, Vec::new(), receives, self.plan.dtype);
@@ -73,8 +73,8 @@ impl GraphEmitter<'_> {
         self.exchange(Group::Stage, vec![(to as u32, self.input_gradient())], Vec::new(), self.plan.dtype);
     }
 
-    /// Before the update: exchanges the sum of squares (f64) of each stage's gradients, and sends the last stage's loss to all stages. `None`
-    /// if there is one stage.
+    /// Before the update: gives every stage the sum of squares (f64) of each stage's gradients, and the loss of the last stage. Returns the
+    /// sums; `None` if there is only one stage.
     pub(super) fn exchange_squares_and_loss(&mut self, gradients: ops::Gradients) -> Option<Squares> {
         let (stage, stages) = self.plan.network.stage();
         if stages == 1 {
@@ -93,6 +93,11 @@ impl GraphEmitter<'_> {
         }
         self.exchange(Group::Stage, sends, receives, DType::F32);
         Some(Squares { at, count: stages })
+    }
+
+    /// The activation that a stage sends to the next stage. In the network of a stage, `logits` returns it.
+    fn stage_output(&self) -> TensorId {
+        self.plan.network.logits()
     }
 
     fn input_gradient(&self) -> Operand {

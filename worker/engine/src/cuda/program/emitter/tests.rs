@@ -23,7 +23,8 @@ mod signatures;
 mod split_head;
 mod stages;
 
-const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true, pass: None };
+/// The only micro-batch of a step, with a full batch.
+const ONLY: MicroBatch = MicroBatch { first: true, last: true, is_full: true, pass: None };
 const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
@@ -82,10 +83,10 @@ struct Setting {
 
 impl Setting {
     fn new(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32, ranks: Ranks) -> Self {
-        Self::of_share(network, batch, dtype, capability, (ranks, None))
+        Self::with_share(network, batch, dtype, capability, (ranks, None))
     }
 
-    fn of_share(
+    fn with_share(
         network: &Arc<Network>,
         batch: usize,
         dtype: DType,
@@ -108,8 +109,8 @@ impl Setting {
         Self { plan, layout, norms, statistics, share, capability, optimizer, accumulates, data_ranks, sums }
     }
 
-    fn with_facts<T>(&self, use_them: impl FnOnce(&Facts<'_>) -> T) -> T {
-        use_them(&Facts {
+    fn with_facts<T>(&self, use_facts: impl FnOnce(&Facts<'_>) -> T) -> T {
+        use_facts(&Facts {
             plan: &self.plan,
             layout: &self.layout,
             norms: &self.norms,
@@ -141,8 +142,8 @@ impl Setting {
         assert_eq!(checked, Ok(()), "{name}, {:?}, {phase:?}\n{}", self.plan.dtype, self.text(&emitted));
         let logits = Content::Activation(self.plan.network.logits());
         let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
-        let left: &[Content] = if has_logits { &[logits] } else { &[] };
-        assert_eq!(live(&emitted.commands), left, "{name}, {phase:?}");
+        let wanted: &[Content] = if has_logits { &[logits] } else { &[] };
+        assert_eq!(live(&emitted.commands), wanted, "{name}, {phase:?}");
         for command in &emitted.commands {
             if let Command::Kernel { kernel, .. } = command {
                 signatures::check(kernel);
@@ -277,8 +278,10 @@ fn frozen_batch_norms_are_only_applied() {
                     setting.emit_valid(Phase::Train(ONLY), false);
                     setting.emit_valid(Phase::Evaluate, true);
                     if accumulates {
-                        setting
-                            .emit_valid(Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }), true);
+                        setting.emit_valid(
+                            Phase::Train(MicroBatch { last: false, is_full: false, ..ONLY }),
+                            true,
+                        );
                     }
                     check_frozen(&setting, &commands);
                 }
@@ -323,8 +326,8 @@ fn ranks_with_fewer_pictures_call_the_same_collectives() {
     {
         for ranks in [Ranks::Local, Ranks::PeerMemory, Ranks::Nccl] {
             let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
-            let collectives = |whole: bool| {
-                let emitted = setting.emit_valid(Phase::Train(MicroBatch { whole, ..ONLY }), true);
+            let collectives = |is_full: bool| {
+                let emitted = setting.emit_valid(Phase::Train(MicroBatch { is_full, ..ONLY }), true);
                 collective_calls(&emitted.commands)
             };
             let all = collectives(true);
@@ -382,11 +385,10 @@ fn check_plan(dtype: DType) {
     let text = format!(
         "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, {format}, compute capability 9.0, 132 multiprocessors.\n\
          \n\
-         What is fused, and the commands of each fused operation in their order: what it allocates (how much, at which\n\
-         offset) and frees, and what it starts. A command is \"stream: kernel grid of block: reads -> writes; changes\",\n\
-         a convolution by cuDNN has its shape instead of a grid. tN is tensor N of the network. A batch norm's backward\n\
-         pass leaves the gradient of its input where that was. What weight gradients read is freed when the main stream has\n\
-         waited for them.\n\
+         The fused operations and, for each of them, its commands in order: allocations (size and offset), frees, and launches.\n\
+         A launch is \"stream: kernel grid of block: reads -> writes; changes\"; a convolution by cuDNN has its shape instead of a\n\
+         grid. tN is the tensor with index N. A batch norm's backward pass writes the gradient of its input over the input.\n\
+         The memory that weight gradients read is freed when the main stream has waited for them.\n\
          \n\
          Memory: {trains} MiB to train, {one_stream} MiB without a side stream, {evaluates} MiB to evaluate.\n\
          \n\
@@ -421,23 +423,23 @@ fn errors_for_unsupported_networks_name_the_layer() {
     let mut net = Network::new("headless", 8, 3, 8);
     let x = net.conv("conv1", net.input(), 8, 3, 1);
     net.global_average_pool(x);
-    assert!(refused(net.clone()).contains("headless, which does not end in a linear layer"));
+    assert!(refused(net.clone()).contains("a network must end in a linear layer, which headless does not"));
 
     let mut net = Network::new("odd", 8, 3, 8);
     let x = net.conv("conv1", net.input(), 12, 3, 1);
     let x = net.global_average_pool(x);
     net.linear("fc", x, 8);
-    assert!(refused(net).contains("12 channels, which is not a multiple of 8"));
+    assert!(refused(net).contains("a multiple of 8, but a tensor has 12"));
 
     let mut net = Network::new("flat", 8, 3, 8);
     let x = net.conv("conv1", net.input(), 8, 3, 1);
     net.linear("classifier", x, 8);
-    assert!(refused(net).contains("the linear layer classifier over more than one pixel"));
+    assert!(refused(net).contains("the linear layer classifier must have one pixel"));
 
     let mut net = Network::new("early", 8, 3, 8);
     let x = net.max_pool(net.input(), 3, 2);
     let x = net.conv("conv1", x, 8, 3, 1);
     let x = net.global_average_pool(x);
     net.linear("fc", x, 8);
-    assert!(refused(net).contains("early, in which something other than a convolution reads the pictures"));
+    assert!(refused(net).contains("but another operation of early reads them"));
 }

@@ -31,13 +31,13 @@ impl GraphEmitter<'_> {
     }
 
     /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.
-    fn send_bucket(&mut self, number: usize, producer: StreamId, at: Operand, dtype: DType) {
+    fn send_bucket(&mut self, bucket: usize, producer: StreamId, at: Operand, dtype: DType) {
         // One group of ranks must not be used from two streams at once.
         if self.facts.statistics.is_some_and(Statistics::uses_main_stream) {
             return self.reduce(producer, at, dtype);
         }
-        self.record(producer, EventId::BucketReady(number));
-        self.wait(StreamId::Collectives, EventId::BucketReady(number));
+        self.record(producer, EventId::BucketReady(bucket));
+        self.wait(StreamId::Collectives, EventId::BucketReady(bucket));
         self.reduce(StreamId::Collectives, at, dtype);
     }
 
@@ -62,8 +62,8 @@ impl GraphEmitter<'_> {
         self.wait(StreamId::Main, EventId::SideEnd);
     }
 
-    /// Ends a micro-batch. If gradients accumulate, adds this micro-batch's to the sums. After the last micro-batch: reduces the gradients
-    /// that are not reduced yet, updates the weights and records the result.
+    /// Ends a micro-batch. If gradients accumulate, adds the gradients of this micro-batch to the sums. After the last micro-batch:
+    /// reduces the gradients that are not reduced yet, updates the weights and records the result.
     pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) -> Result<(), EngineError> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.side_stream {

@@ -82,7 +82,8 @@ fn commands_of_split_operators_are_valid_and_match_other_ranks() {
     }
 }
 
-/// The values of a rank with a placement, of the pictures of `model` ranks with `pixels` of `channels` each.
+/// The values that a rank has under a placement, of the pictures of `model` ranks with `pixels` pixels of `channels` channels.
+/// `value` takes the indices of picture, pixel and channel.
 fn values_of(
     placement: &Placement,
     (rank, model): (usize, usize),
@@ -222,11 +223,11 @@ fn activations_and_gradients_change_their_placement() {
         let (plan, network) = (&settings[0].plan, &settings[0].plan.network);
         for (index, op) in plan.ops.iter().enumerate() {
             let FusedOp::Redistribute { input, output } = *op else { continue };
-            let back = [output, input].map(|tensor| network.placement(tensor).of_gradient());
-            let ahead = [input, output].map(|tensor| network.placement(tensor).clone());
+            let backward = [output, input].map(|tensor| network.placement(tensor).of_gradient());
+            let forward = [input, output].map(|tensor| network.placement(tensor).clone());
             for (part, [from, to], content) in [
-                (Part::Forward(index), ahead, Content::Activation(output)),
-                (Part::Backward(index), back, Content::Gradient(input)),
+                (Part::Forward(index), forward, Content::Activation(output)),
+                (Part::Backward(index), backward, Content::Gradient(input)),
             ] {
                 let lists: Vec<Vec<&Command>> = emitted
                     .iter()
@@ -253,7 +254,8 @@ fn activations_and_gradients_change_their_placement() {
                     |[picture, pixel, channel]: [usize; 3]| (picture * 1000 + pixel * 50 + channel) as f32;
                 // Ranks have different parts of a sum.
                 let weight = |rank: usize| if from == Placement::Partial { (rank + 1) as f32 } else { 1.0 };
-                let whole = if from == Placement::Partial { (model * (model + 1) / 2) as f32 } else { 1.0 };
+                let total_weight =
+                    if from == Placement::Partial { (model * (model + 1) / 2) as f32 } else { 1.0 };
                 let mut memory: Vec<Vec<f32>> =
                     emitted.iter().map(|emitted| vec![f32::NAN; emitted.arena_bytes / 4]).collect();
                 for (rank, (memory, list)) in memory.iter_mut().zip(&lists).enumerate() {
@@ -266,13 +268,14 @@ fn activations_and_gradients_change_their_placement() {
                     run(&mut memory, &lists.iter().map(|list| list[number]).collect::<Vec<_>>());
                 }
                 for (rank, (memory, list)) in memory.iter().zip(&lists).enumerate() {
-                    let made = list.iter().find_map(|command| match command {
+                    let offset = list.iter().find_map(|command| match command {
                         Command::Alloc { content: of, at } if *of == content => Some(at.offset / 4),
                         _ => None,
                     });
-                    let wanted = values_of(&to, (rank, model), [pixels, channels], |of| whole * value(of));
+                    let wanted =
+                        values_of(&to, (rank, model), [pixels, channels], |of| total_weight * value(of));
                     assert!(
-                        memory[made.unwrap()..][..wanted.len()] == wanted,
+                        memory[offset.unwrap()..][..wanted.len()] == wanted,
                         "{shards:?}, {model} ranks: {from:?} to {to:?}, rank {rank}"
                     );
                 }

@@ -21,12 +21,12 @@ fn refusal(commands: &[Command]) -> Option<String> {
     verify::verify(commands, false).err()
 }
 
-/// The list without command `number`.
+/// The list without the command with index `number`.
 fn without(commands: &[Command], number: usize) -> Vec<Command> {
     [&commands[..number], &commands[number + 1..]].concat()
 }
 
-/// The numbers of the commands that are `wanted`, in order.
+/// The indices of the commands that are `wanted`, in order.
 fn numbers(commands: &[Command], wanted: impl Fn(&Command) -> bool) -> Vec<usize> {
     (0..commands.len()).filter(|number| wanted(&commands[*number])).collect()
 }
@@ -147,7 +147,7 @@ fn collectives_on_two_streams_are_ordered() {
     // The list must not end before the other stream has ended.
     assert!(refusal(&first).unwrap().contains("ends while Collectives may still run"));
     let unforked = refusal(&[reduce(other, Region::Scratch)]).unwrap();
-    assert!(unforked.contains("has not waited for the main one"), "{unforked}");
+    assert!(unforked.contains("has not waited for the main stream"), "{unforked}");
 }
 
 /// Two streams must wait for each other only if they use the same part of a region.

@@ -36,10 +36,10 @@ fn commands_of_ranks_that_share_rows_are_valid_and_match() {
         [(&bottleneck, 3, 1), (&pooled, 2, 1), (&pooled, 3, 2), (&large_windows(), 4, 1)]
     {
         for (dtype, accumulates) in [(DType::F32, false), (DType::F16, false), (DType::Bf16, true)] {
-            for apart in [false, true] {
+            for has_own_statistics in [false, true] {
                 let phases = [
                     Phase::Train(ONLY),
-                    Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }),
+                    Phase::Train(MicroBatch { last: false, is_full: false, ..ONLY }),
                     Phase::Evaluate,
                 ];
                 for phase in phases {
@@ -48,7 +48,8 @@ fn commands_of_ranks_that_share_rows_are_valid_and_match() {
                     }
                     let (mut collectives, mut pieces) = (Vec::new(), Vec::new());
                     for part in parts(network, [1, height, model]) {
-                        let statistics = if apart { Statistics::LocalInOrder } else { Statistics::Nccl };
+                        let statistics =
+                            if has_own_statistics { Statistics::LocalInOrder } else { Statistics::Nccl };
                         let setting = setting(&part, dtype, statistics);
                         let setting = Setting { accumulates, sums: true, data_ranks: height, ..setting };
                         setting.emit_valid(phase, false);
@@ -74,7 +75,8 @@ fn commands_of_ranks_that_share_rows_are_valid_and_match() {
     }
 }
 
-/// By peer: the bytes of each message that a rank sends to it, and of each message that it sends to the rank, in order.
+/// By peer: the sizes in bytes of the messages that a rank sends to the peer, and of the messages that the peer sends to the rank, in
+/// order.
 fn pieces_of(commands: &[Command], height: usize) -> Vec<[Vec<usize>; 2]> {
     let mut all = vec![[Vec::new(), Vec::new()]; height];
     for command in commands {
@@ -153,9 +155,9 @@ impl Rank {
     }
 }
 
-/// Simulates an operation on all ranks. Before it, each value of a row is `given(rank, picture, row)`. Returns the first value of each row of each
-/// rank afterwards.
-fn exchanged(
+/// Simulates an operation on all ranks. Before the operation, each value of a row is `given(rank, picture, row)`. Returns, for each
+/// rank, the first value of each row after the operation.
+fn simulate(
     ranks: &mut [Rank],
     [from, to]: [&Rows; 2],
     length: usize,
@@ -224,7 +226,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
         let emitted: Vec<Emitted> =
             settings.iter().map(|setting| setting.emit_valid(Phase::Train(ONLY), true)).collect();
         let plan = &settings[0].plan;
-        let (mut halos, mut lowest_ones) = (0, 0);
+        let (mut halos, mut lowest_halos) = (0, 0);
         for (index, op) in plan.ops.iter().enumerate() {
             let FusedOp::Halo { input, output, lowest } = *op else { continue };
             let [own, reached] = [input, output].map(|tensor| plan.network.rows(tensor).unwrap());
@@ -240,7 +242,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
             };
             let value = |picture: usize, row: isize| (1000 * picture) as f32 + row as f32;
             let found =
-                exchanged(&mut ranks(Part::Forward(index)), [own, reached], length, |_, picture, row| {
+                simulate(&mut ranks(Part::Forward(index)), [own, reached], length, |_, picture, row| {
                     value(picture, row)
                 });
             let outside = if lowest { f32::NEG_INFINITY } else { 0.0 };
@@ -252,14 +254,14 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
                     .collect();
                 assert_eq!(*found, wanted, "{}, {index}, rank {rank} of {height}", network.arch);
             }
-            (halos, lowest_ones) = (halos + 1, lowest_ones + usize::from(lowest));
+            (halos, lowest_halos) = (halos + 1, lowest_halos + usize::from(lowest));
             if plan.network.is_pictures(input) {
                 continue;
             }
             let gradient =
                 |rank: usize, picture: usize, row: isize| (1 + rank * 100 + picture * 10) as f32 + row as f32;
             let back = [reached, own];
-            let found = exchanged(&mut ranks(Part::Backward(index)), back, length, gradient);
+            let found = simulate(&mut ranks(Part::Backward(index)), back, length, gradient);
             for (rank, found) in found.iter().enumerate() {
                 let of_all = |picture: usize, row: isize| -> f32 {
                     let reach = (0..height).filter(|peer| reached.of_rank[*peer].contains(&row));
@@ -272,7 +274,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
                 assert_eq!(*found, wanted, "{}, {index}, rank {rank} of {height}", network.arch);
             }
         }
-        assert!(halos > 4 && lowest_ones > 0, "{halos} {lowest_ones}");
+        assert!(halos > 4 && lowest_halos > 0, "{halos} {lowest_halos}");
     }
 }
 
@@ -305,11 +307,11 @@ fn rows_that_gpus_cannot_share_are_refused_with_what_to_do() {
             && error.contains("height to 3"),
         "{error}"
     );
-    let mut net = Network::new("a norm behind the pooling", 16, 3, 10);
+    let mut net = Network::new("a norm after the pooling", 16, 3, 10);
     let x = net.conv("conv1", net.input(), 8, 3, 1);
     let x = net.global_average_pool(x);
     let x = net.batch_norm("bn1", x);
     net.linear("fc", x, 10);
     let error = refused(&net, 2);
-    assert!(error.contains("bn1, a batch norm behind the global pooling"), "{error}");
+    assert!(error.contains("bn1, a batch norm after the global pooling"), "{error}");
 }

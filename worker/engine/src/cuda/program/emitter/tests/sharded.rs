@@ -18,7 +18,8 @@ fn written(commands: &[Command], wanted: Region) -> Vec<(usize, usize)> {
     all
 }
 
-/// All ranks call the same collectives, each rank updates weights that no other rank updates, and all have equally much optimizer state.
+/// All ranks call the same collectives, each rank updates weights that no other rank updates, and all have the same amount of optimizer
+/// state.
 #[test]
 fn ranks_that_divide_optimizer_state_update_all_weights_once() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
@@ -31,7 +32,7 @@ fn ranks_that_divide_optimizer_state_update_all_weights_once() {
             let emitted = (0..count).map(|rank| {
                 let share = (ranks, Some(Share { rank, ranks: count }));
                 let setting =
-                    Setting { optimizer, accumulates, ..Setting::of_share(&network, 32, dtype, 90, share) };
+                    Setting { optimizer, accumulates, ..Setting::with_share(&network, 32, dtype, 90, share) };
                 setting.emit_valid(Phase::Train(ONLY), false);
                 setting.emit_valid(Phase::Evaluate, true);
                 let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
@@ -41,8 +42,8 @@ fn ranks_that_divide_optimizer_state_update_all_weights_once() {
             let case = format!("{optimizer:?}, {ranks:?}");
             let (setting, commands) = &of_ranks[0];
             let of_kind = |wanted: fn(Collective, DataType) -> bool| {
-                let is = |c: &&Command| matches!(c, Command::Collective { kind, dtype, .. } if wanted(*kind, *dtype));
-                commands.iter().filter(is).count()
+                let is_wanted = |c: &&Command| matches!(c, Command::Collective { kind, dtype, .. } if wanted(*kind, *dtype));
+                commands.iter().filter(is_wanted).count()
             };
             let reduced = setting.layout.buckets.len() + 1;
             assert_eq!(of_kind(|kind, _| kind == Collective::ReduceScatter), reduced, "{case}");
@@ -72,7 +73,7 @@ fn the_ranks_parts_of_a_parameter_add_up_to_it() {
     for ranks in [2, 3, 8] {
         let part = |rank| {
             let share = Share { rank, ranks };
-            let setting = Setting::of_share(&network, 32, DType::F16, 90, (Ranks::Local, Some(share)));
+            let setting = Setting::with_share(&network, 32, DType::F16, 90, (Ranks::Local, Some(share)));
             let lengths: Vec<_> = setting.layout.own_segments(share).iter().map(Range::len).collect();
             let own: usize = setting.layout.own_ranges(share).map(|own| own.len()).sum();
             (lengths, own, setting.layout)
@@ -96,7 +97,7 @@ fn a_gradient_that_is_reduced_after_the_update_has_begun_is_refused() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
     for ranks in [Ranks::Local, Ranks::Nccl] {
         let share = (ranks, Some(Share { rank: 0, ranks: 2 }));
-        let commands = Setting::of_share(&network, 32, DType::F16, 90, share)
+        let commands = Setting::with_share(&network, 32, DType::F16, 90, share)
             .emit_valid(Phase::Train(ONLY), true)
             .commands;
         let refusal = |commands: &[Command]| verify::verify(commands, false).unwrap_err();
@@ -110,8 +111,8 @@ fn a_gradient_that_is_reduced_after_the_update_has_begun_is_refused() {
         let update = late.iter().rposition(|c| written(std::slice::from_ref(c), Region::Weights).len() == 1);
         late.insert(update.unwrap(), scattered);
         assert!(refusal(&late).contains("after an update may have begun"), "{ranks:?}");
-        let sums = |c: &Command| matches!(c, Command::Wait { event: EventId::CollectivesDone, .. });
-        if let Some(at) = commands.iter().position(sums) {
+        let waits_for_sums = |c: &Command| matches!(c, Command::Wait { event: EventId::CollectivesDone, .. });
+        if let Some(at) = commands.iter().position(waits_for_sums) {
             let without = [&commands[..at], &commands[at + 1..]].concat();
             assert!(refusal(&without).contains("may still run"), "{ranks:?}");
         }

@@ -5,7 +5,7 @@ use super::*;
 use crate::cuda::{command::Arg, kernels::SOURCE};
 use std::{collections::BTreeMap, sync::LazyLock};
 
-/// Kernels and the numbers of their parameters that are only read, but are not `const`.
+/// Parameters, by kernel and index, that are only read, but are not `const`.
 const READS: [(&str, usize); 2] = [("lamb", 2), ("lamb", 3)];
 
 /// Maximum number of threads in a block of a kernel that declares no bound.
@@ -108,10 +108,10 @@ fn parameter(text: &str) -> Declared {
     }
 }
 
-fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
-    match (kernel.args[number], declared) {
+fn fits(kernel: &Kernel, index: usize, declared: Declared) -> bool {
+    match (kernel.args[index], declared) {
         (Arg::In(operand), Declared::Pointer { constant }) => {
-            constant || operand.is_none() || READS.contains(&(kernel.name, number))
+            constant || operand.is_none() || READS.contains(&(kernel.name, index))
         }
         (Arg::Out(operand) | Arg::InOut(operand), Declared::Pointer { constant }) => {
             !constant || operand.is_none()
@@ -130,8 +130,8 @@ pub(super) fn check(kernel: &Kernel) {
     let block: u32 = kernel.geometry.block.iter().product();
     assert!(block <= *threads, "{}: {block} threads in a block, compiled for {threads}", kernel.name);
     assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
-    for (number, declared) in wanted.iter().enumerate() {
-        assert!(fits(kernel, number, *declared), "{} {number}: {:?}", kernel.name, kernel.args[number]);
+    for (index, declared) in wanted.iter().enumerate() {
+        assert!(fits(kernel, index, *declared), "{} {index}: {:?}", kernel.name, kernel.args[index]);
     }
 }
 

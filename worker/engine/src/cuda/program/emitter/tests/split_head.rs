@@ -17,14 +17,14 @@ fn commands_are_valid_and_match_those_of_the_other_ranks() {
             (DType::Bf16, Ranks::Local, OptimizerKind::AdamW),
         ] {
             for (data_ranks, accumulates) in [(1, false), (2, false), (2, true)] {
-                let collectives = |rank: usize, whole: bool| {
+                let collectives = |rank: usize, is_full: bool| {
                     let part = part(&network, [1, 1, model], rank, &[]);
                     let setting = Setting::new(&part, 32, dtype, 90, ranks);
                     let setting = Setting { optimizer, data_ranks, accumulates, ..setting };
                     let head = setting.plan.head.as_ref().unwrap();
                     assert_eq!((head.chunks, setting.plan.padded_classes % (8 * chunks)), (chunks, 0));
                     let mut all = Vec::new();
-                    for phase in [Phase::Train(MicroBatch { whole, ..ONLY }), Phase::Evaluate] {
+                    for phase in [Phase::Train(MicroBatch { is_full, ..ONLY }), Phase::Evaluate] {
                         for side_stream in [false, true] {
                             all = collective_calls(&setting.emit_valid(phase, side_stream).commands);
                         }
@@ -35,11 +35,11 @@ fn commands_are_valid_and_match_those_of_the_other_ranks() {
                             assert_eq!(groups, [5, if data_ranks > 1 { 2 } else { 0 }], "{all:?}");
                         }
                     }
-                    let train = Phase::Train(MicroBatch { whole, ..ONLY });
+                    let train = Phase::Train(MicroBatch { is_full, ..ONLY });
                     all.extend(collective_calls(&setting.emit_valid(train, true).commands));
                     if accumulates {
                         for (first, last) in [(true, false), (false, false), (false, true)] {
-                            let phase = Phase::Train(MicroBatch { first, last, whole, ..ONLY });
+                            let phase = Phase::Train(MicroBatch { first, last, is_full, ..ONLY });
                             all.extend(collective_calls(&setting.emit_valid(phase, true).commands));
                         }
                     }
@@ -127,7 +127,7 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                 assert_eq!(setting.plan.sampled().unwrap().chunks, chunks);
                 for side_stream in [false, true] {
                     let commands = setting.emit_valid(Phase::Train(ONLY), side_stream).commands;
-                    // Of the matrix: weights, what is computed with, and what the optimizer keeps.
+                    // Of the matrix: the trained weights, their low-precision copy, and the optimizer's slots.
                     let copies = if dtype == DType::F32 { 1 } else { 2 };
                     for (name, wanted) in [
                         ("sample_classes", 1),
@@ -202,7 +202,7 @@ fn parameters_of_all_ranks_are_the_network_s() {
         assert!(back.keys().eq(initial.keys().filter(|name| !name.contains("running"))));
         assert!(back["conv1.weight"] == initial["conv1.weight"]);
         head.extend_from_slice(&back["fc.weight"].values);
-        // Of three, three, three and two classes, padded to eight.
+        // The ranks have 3, 3, 3 and 2 classes, each padded to 8.
         let [split, whole] = layout.split_and_whole();
         assert_eq!((split[0].clone(), split[1].len()), (0..1024, 1024));
         assert_eq!(whole[0].start, 1024);

@@ -28,7 +28,7 @@ fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
     commands
 }
 
-/// A message of a stage: the other stage, whether that stage receives the message, and its bytes.
+/// A message of a stage: the other stage, whether that stage receives the message, and the message's bytes.
 type Message = (usize, bool, usize);
 
 /// The messages of each of a stage's exchanges with other stages, in order.
@@ -46,11 +46,11 @@ fn messages(commands: &[Command]) -> Vec<Vec<Message>> {
 /// last exchange, before the update, is among all stages.
 fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
     let mut done = vec![0; of_stages.len()];
-    let head = |done: &[usize], stage: usize| of_stages[stage].get(done[stage]);
+    let next = |done: &[usize], stage: usize| of_stages[stage].get(done[stage]);
     loop {
         let pair = (0..of_stages.len()).find_map(|stage| {
-            let [(to, true, bytes)] = head(&done, stage)?[..] else { return None };
-            let is_awaited = head(&done, to).is_some_and(|other| other[..] == [(stage, false, bytes)]);
+            let [(to, true, bytes)] = next(&done, stage)?[..] else { return None };
+            let is_awaited = next(&done, to).is_some_and(|other| other[..] == [(stage, false, bytes)]);
             is_awaited.then_some([stage, to])
         });
         let Some(pair) = pair else { break };
@@ -59,7 +59,7 @@ fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
     for (stage, messages) in of_stages.iter().enumerate() {
         assert_eq!(done[stage] + 1, messages.len(), "stage {stage} waits forever");
         for (other, of_other) in of_stages.iter().enumerate().filter(|(other, _)| *other != stage) {
-            let with = |messages: &[Message], peer: usize, sent: bool| -> Vec<usize> {
+            let bytes_of = |messages: &[Message], peer: usize, sent: bool| -> Vec<usize> {
                 messages
                     .iter()
                     .filter(|(stage, is_sent, _)| (*stage, *is_sent) == (peer, sent))
@@ -67,8 +67,8 @@ fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
                     .collect()
             };
             let (sends, receives) = (messages.last().unwrap(), of_other.last().unwrap());
-            assert_eq!(with(sends, other, true), with(receives, stage, false), "{stage} and {other}");
-            assert!(!with(sends, other, true).is_empty());
+            assert_eq!(bytes_of(sends, other, true), bytes_of(receives, stage, false), "{stage} and {other}");
+            assert!(!bytes_of(sends, other, true).is_empty());
         }
     }
 }
@@ -106,7 +106,7 @@ fn commands_of_stages_are_valid_and_their_messages_match() {
     }
 }
 
-/// An evaluation passes all stages, and only the last one has logits.
+/// An evaluation passes all stages, and only the last stage has logits.
 #[test]
 fn evaluations_pass_from_stage_to_stage() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);

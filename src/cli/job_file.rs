@@ -110,7 +110,8 @@ pub(super) async fn all_mistakes(api: &Api, document: &Value, mut local: Vec<Spe
         // A local mistake of a sweep also names its trials.
         let is_same =
             |known: &SpecError| known.pointer == mistake.pointer && known.detail.starts_with(&mistake.detail);
-        !local.iter().any(is_same) && !(omits_dataset && mistake.pointer == "/data/dataset")
+        let is_omitted = omits_dataset && mistake.pointer == "/data/dataset";
+        !is_omitted && !local.iter().any(is_same)
     });
     local.append(&mut found);
     local

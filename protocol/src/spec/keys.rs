@@ -40,7 +40,7 @@ pub enum Kind {
         excludes_min: bool,
         excludes_max: bool,
     },
-    /// One or three numbers, one a channel.
+    /// One or three numbers, one per channel.
     Channels {
         positive: bool,
     },
@@ -73,9 +73,9 @@ pub struct Section {
     pub keys: &'static [(&'static str, Kind)],
 }
 
-const FINITE: f64 = f32::MAX as f64;
+const MAX_FLOAT32: f64 = f32::MAX as f64;
 const MAX_STEPS: i64 = 1_000_000_000;
-/// The largest number of folds.
+/// Maximum number of folds.
 const MAX_FOLDS: i64 = 100;
 /// The highest learning rate.
 pub(super) const MAX_LR: f64 = 1e4;
@@ -85,10 +85,10 @@ pub(super) const MAX_JITTER: f64 = 10.0;
 const MAX_ALPHA: f64 = 100.0;
 /// The highest loss scale.
 pub(super) const MAX_LOSS_SCALE: f64 = 1e9;
-/// The largest length of a list of epochs.
+/// Maximum number of epochs in a list.
 pub(super) const MAX_LISTED_EPOCHS: usize = 1000;
 
-/// The largest number of trials of a sweep.
+/// Maximum number of trials of a sweep.
 pub(super) const MAX_TRIALS: i64 = 500;
 
 const fn whole(min: i64, max: i64) -> Kind {
@@ -331,7 +331,7 @@ impl Kind {
             Kind::Seed => is("a whole number from 0 to 2^64 - 1"),
             Kind::Number { min, max, excludes_min, excludes_max } => match value.as_f64() {
                 Some(n)
-                    if n.abs() <= FINITE
+                    if n.abs() <= MAX_FLOAT32
                         && (if excludes_min { n > min } else { n >= min })
                         && (if excludes_max { n < max } else { n <= max }) =>
                 {
@@ -349,9 +349,9 @@ impl Kind {
                 match value.as_array() {
                     Some(list) if [1, 3].contains(&list.len()) && list.iter().all(fits) => Ok(()),
                     _ => is(if positive {
-                        "a list of 1 or 3 positive numbers, one a channel"
+                        "a list of 1 or 3 positive numbers, one per channel"
                     } else {
-                        "a list of 1 or 3 numbers, one a channel"
+                        "a list of 1 or 3 numbers, one per channel"
                     }),
                 }
             }

@@ -35,7 +35,7 @@ pub struct Panel {
     #[serde(default = "one")]
     #[schema(minimum = 1, maximum = 3)]
     pub rows: u8,
-    /// 0 (none) to 0.99.
+    /// Factor of smoothing: 0 (none) to 0.99.
     #[serde(default)]
     #[schema(minimum = 0.0, maximum = 0.99)]
     pub smoothing: f32,
@@ -57,7 +57,7 @@ pub struct Panel {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PanelLines {
-    /// The mean over the ranks, with a band from the lowest to the highest.
+    /// The mean over the ranks, with a band from the lowest to the highest rank.
     #[default]
     Mean,
     /// A line for each rank; with more than 8 ranks, the mean.
@@ -77,9 +77,9 @@ pub fn mistakes(panels: &[Panel], allows_any_metric: bool) -> Vec<SpecError> {
         all.push(SpecError { pointer: "/panels".into(), detail });
         return all;
     }
-    for (place, panel) in panels.iter().enumerate() {
+    for (index, panel) in panels.iter().enumerate() {
         for (key, detail) in panel.mistakes(allows_any_metric) {
-            all.push(SpecError { pointer: format!("/panels/{place}/{key}"), detail });
+            all.push(SpecError { pointer: format!("/panels/{index}/{key}"), detail });
         }
     }
     all
@@ -125,7 +125,7 @@ impl Panel {
             return Some(format!("has {count} metrics; 1 to {PANEL_METRICS} are allowed"));
         }
         let mut quantities: Vec<&str> = Vec::new();
-        for (place, name) in self.metrics.iter().enumerate() {
+        for (index, name) in self.metrics.iter().enumerate() {
             if allows_any_metric {
                 if let Some(mistake) = metric::name_mistake(name) {
                     return Some(format!("has the name {:?}: {mistake}", shortened(name)));
@@ -135,7 +135,7 @@ impl Panel {
                 let near = near.map_or_else(String::new, |near| format!("; did you mean {near:?}?"));
                 return Some(format!("no metric is called {:?}{near}", shortened(name)));
             }
-            if self.metrics[..place].contains(name) {
+            if self.metrics[..index].contains(name) {
                 return Some(format!("has {name} twice"));
             }
             let quantity = metric::quantity(name);

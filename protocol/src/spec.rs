@@ -97,7 +97,8 @@ pub struct ParallelSpec {
     /// and `shard` fix parts of the plan.
     pub mode: String,
     /// Number of ranks that share one copy of the network (mode `hybrid`), a divisor of `ranks`; 1 when absent. Operators that `shard`
-    /// names are split over these ranks. For other operators every rank has its own pictures, so batch sizes mean the same as in mode `data`.
+    /// names are split over these ranks. For other operators every rank has its own pictures, so batch sizes mean the same as in
+    /// mode `data`.
     #[serde(skip_serializing_if = "is_one")]
     pub model: u32,
     /// Number of ranks that share the rows of each picture (mode `hybrid`), 1 when absent; `model` x `height` must divide `ranks`.

@@ -50,11 +50,11 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let (mut mean, mut std) = (Vec::new(), Vec::new());
     for split in &mut catalog.splits {
         broken.append(&mut split.broken);
-        let train = split.name == "train";
+        let is_train = split.name == "train";
         match &split.samples {
             Samples::Memory { pixels, measured, height, width, channels } => {
                 sizes.push((*height, *width, *channels));
-                if train {
+                if is_train {
                     let (size, channels) = ((height * width * channels) as usize, *channels as usize);
                     (mean, std) = match measured {
                         Some(measured) => measured.statistics.mean_std(),
@@ -64,30 +64,30 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
             }
             Samples::Listed(listing) => {
                 let every = listing.len().div_ceil(STATISTICS_SAMPLES).max(1);
-                let all = listing.len() <= MAX_DECODED;
+                let decodes_all = listing.len() <= MAX_DECODED;
                 let examine = |i: usize| -> Result<(Size, Option<Moments>), DataError> {
                     let (width, height) = listing.dimensions(i);
-                    let counted = train && i.is_multiple_of(every);
-                    if !all && !counted {
+                    let is_measured = is_train && i.is_multiple_of(every);
+                    if !decodes_all && !is_measured {
                         return Ok(((height, width, 3), None));
                     }
                     let picture = listing.picture(i)?;
                     // A job uses the central square of a picture, at a size that is not known here and makes little
                     // difference.
                     let side = width.min(height);
-                    let seen = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
-                    Ok(((height, width, 3), counted.then(|| seen(picture))))
+                    let moments = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
+                    Ok(((height, width, 3), is_measured.then(|| moments(picture))))
                 };
                 let examined: Vec<_> = (0..listing.len()).into_par_iter().map(examine).collect();
                 let mut kept = Vec::with_capacity(listing.len());
                 let mut moments = Moments::default();
                 for (i, result) in examined.into_iter().enumerate() {
                     match result {
-                        Ok((size, counted)) => {
+                        Ok((size, measured)) => {
                             sizes.push(size);
                             kept.push(split.labels[i]);
-                            if let Some(counted) = counted {
-                                moments.add(&counted);
+                            if let Some(measured) = measured {
+                                moments.add(&measured);
                             }
                         }
                         Err(DataError::File { path, detail }) => {
@@ -97,7 +97,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                     }
                 }
                 split.labels = kept;
-                if train {
+                if is_train {
                     (mean, std) = moments.mean_std();
                 }
             }
@@ -188,7 +188,7 @@ impl Statistics {
 #[derive(Debug, Default)]
 pub(super) struct Moments {
     pictures: u64,
-    /// Sums over pictures.
+    /// For each channel, the sums over pictures of the mean and of the mean square.
     channels: Vec<(f64, f64)>,
 }
 

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 
 /// Purpose number of the random stream (see `shard.rs` for others).
 const REPLACEMENT: u64 = 10;
-/// Number of pictures that may be broken in a split of any size, unless all are.
+/// Number of pictures that may be broken in a split of any size, unless all its pictures are broken.
 const MIN_ALLOWED: usize = 16;
 /// One in this many pictures of a larger split may be broken. If more are broken, the disk has probably failed, and
 /// training on the rest is useless.

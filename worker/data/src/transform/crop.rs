@@ -59,9 +59,9 @@ pub(super) fn random_erasing(
     })
 }
 
-/// Draws an area, and an aspect ratio that is above 1 as often as below.
-fn draw(random: &mut Random, whole: f64, scale: [f64; 2], ratio: [f64; 2]) -> (f64, f64) {
-    let area = whole * random.uniform(scale[0], scale[1]);
+/// Draws an area, and an aspect ratio whose logarithm is uniformly distributed.
+fn draw(random: &mut Random, picture_area: f64, scale: [f64; 2], ratio: [f64; 2]) -> (f64, f64) {
+    let area = picture_area * random.uniform(scale[0], scale[1]);
     // `libm` gives the same bits on every machine.
     let aspect = libm::exp(random.uniform(libm::log(ratio[0]), libm::log(ratio[1])));
     (area, aspect)

@@ -77,9 +77,9 @@ fn extension(path: &Path) -> String {
 }
 
 fn not_a_picture_detail(bytes: &[u8]) -> String {
-    let text =
+    let is_text =
         !bytes.is_empty() && bytes.iter().take(64).all(|b| b.is_ascii_graphic() || b.is_ascii_whitespace());
-    match (bytes.is_empty(), text, bytes) {
+    match (bytes.is_empty(), is_text, bytes) {
         (true, ..) => "is empty".into(),
         (_, _, [_, _, _, _, b'f', b't', b'y', b'p', b'h' | b'm' | b'a', b'e' | b'i' | b'v', ..]) => {
             format!("is a HEIF or AVIF picture, which is not supported; convert it to {FORMATS}")

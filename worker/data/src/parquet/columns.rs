@@ -62,9 +62,9 @@ fn find_named(
     names: &[&str],
     fits: impl Fn(&ColumnDescriptor) -> bool,
 ) -> Option<usize> {
-    let called =
+    let position_of =
         |name: &&str| all.iter().position(|column| top(column).eq_ignore_ascii_case(name) && fits(column));
-    names.iter().find_map(called)
+    names.iter().find_map(position_of)
 }
 
 /// The only column for which `fits` is true.

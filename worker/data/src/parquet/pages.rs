@@ -19,7 +19,7 @@ use std::{
 pub(super) const MAX_PAGE_BYTES: u64 = 2 * crate::picture::MAX_BYTES;
 /// The first bytes of a gzip stream (RFC 1952).
 const GZIP_MAGIC: [u8; 3] = [0x1f, 0x8b, 8];
-/// Maximum number of occurrences of these bytes in a page at which decompression is tried.
+/// Maximum number of occurrences of [`GZIP_MAGIC`] in a page at which decompression is tried.
 const BEGINS: usize = 16;
 
 /// The error for a page that is too large.
@@ -98,8 +98,8 @@ impl ChunkReader for Pages {
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
         let bytes = self.source.get_bytes(start, length)?;
         let header = if self.indexed { check_header(&bytes, self.max_bytes) } else { Ok(()) };
-        let all = if self.gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
-        all.map_err(|page| ParquetError::External(Box::new(io::Error::other(page))))?;
+        let checked = if self.gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
+        checked.map_err(|page| ParquetError::External(Box::new(io::Error::other(page))))?;
         Ok(bytes)
     }
 }

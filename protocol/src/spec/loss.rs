@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::{collections::BTreeMap, ops::RangeInclusive};
 use utoipa::ToSchema;
 
-/// The largest number of weights in a specification.
+/// Maximum number of weights in a specification.
 pub(super) const MAX_WEIGHTS: usize = 10_000;
 /// The smallest and the largest weight of a class.
 pub(super) const WEIGHT_RANGE: RangeInclusive<f64> = 1e-6..=1e6;

@@ -136,7 +136,7 @@ pub struct SplitInfo {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ValidationSet {
     pub pictures: u64,
-    /// Hash of the pictures' names, contents and classes; hexadecimal. Training pictures have no influence.
+    /// Hash of the pictures' names, contents and classes, in hexadecimal. Training pictures have no influence.
     pub fingerprint: String,
 }
 
@@ -145,7 +145,7 @@ pub struct ValidationSet {
 pub struct PicturesFingerprint {
     pub pictures: u64,
     pub picture_bytes: u64,
-    /// Hash of the classes, and of the pictures' names, classes and contents; hexadecimal.
+    /// Hash of the classes, and of the pictures' names, classes and contents, in hexadecimal.
     pub sha256: String,
 }
 

@@ -131,7 +131,7 @@ pub struct Job {
     pub reason: Option<String>,
     /// The same reason as a code and facts, for programs; `reason` is its text.
     pub cause: Option<Reason>,
-    /// Why the job failed, in a few fields for programs; only for failed jobs.
+    /// Why the job failed, in a few fields for programs. Only failed jobs have this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
     /// The project to which the job belongs.

@@ -345,15 +345,15 @@ impl SweepSpec {
 
     /// The settings of all trials, in the order in which trials start. A function of the section only.
     pub fn settings(&self) -> Vec<Setting> {
-        let most = u64::from(self.max_trials.unwrap_or(MAX_TRIALS).min(MAX_TRIALS));
+        let max_trials = u64::from(self.max_trials.unwrap_or(MAX_TRIALS).min(MAX_TRIALS));
         let mut random = Random(self.seed);
         match (self.method, self.combinations()) {
             (SweepMethod::Grid, Some(all)) => {
-                (0..all.min(most)).map(|index| self.combination(index)).collect()
+                (0..all.min(max_trials)).map(|index| self.combination(index)).collect()
             }
             (_, Some(all)) => {
                 let (mut seen, mut settings) = (BTreeSet::new(), Vec::new());
-                while (settings.len() as u64) < all.min(most) {
+                while (settings.len() as u64) < all.min(max_trials) {
                     let index = random.below(all);
                     if seen.insert(index) {
                         settings.push(self.combination(index));
@@ -361,7 +361,7 @@ impl SweepSpec {
                 }
                 settings
             }
-            (_, None) => (0..most).map(|_| self.draw(&mut random)).collect(),
+            (_, None) => (0..max_trials).map(|_| self.draw(&mut random)).collect(),
         }
     }
 

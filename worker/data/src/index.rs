@@ -157,11 +157,11 @@ fn is_not_a_picture(path: &Path) -> bool {
 
 /// Reads the unknown pictures in parts, and stores the results.
 fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut builder: Option<IndexBuilder>) {
-    let unknown = |(f, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
-        let here = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
-        here.map(|(i, _)| (f, i)).collect()
+    let unknown_of_folder = |(folder, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
+        let unknown = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
+        unknown.map(|(file, _)| (folder, file)).collect()
     };
-    let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown).collect();
+    let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown_of_folder).collect();
     let total: u64 = known.iter().map(|slots| slots.len() as u64).sum();
     let (mut done, mut has_new_facts) = (total - unknown.len() as u64, false);
     for part in unknown.chunks(PART_PICTURES) {
@@ -261,12 +261,12 @@ pub(super) fn describe_shards(
     };
     let mut known = recall(&store.load(dataset));
     if known.iter().any(Option::is_none) {
-        let pictures = |size: u64| (size / ESTIMATED_PICTURE_BYTES) as usize;
-        let all = shards.iter().map(|(_, stamp)| stamp.size).sum();
+        let estimated_pictures = |bytes: u64| (bytes / ESTIMATED_PICTURE_BYTES) as usize;
+        let all_bytes = shards.iter().map(|(_, stamp)| stamp.size).sum();
         let missing = shards.iter().zip(&known).filter(|(_, known)| known.is_none());
-        let missing = missing.map(|((_, stamp), _)| stamp.size).sum();
+        let missing_bytes = missing.map(|((_, stamp), _)| stamp.size).sum();
         let mut builder = None;
-        if store.keeps(pictures(all), pictures(missing))
+        if store.keeps(estimated_pictures(all_bytes), estimated_pictures(missing_bytes))
             && let Some((new_builder, facts)) = begin(store, dataset)
         {
             known = recall(&facts);

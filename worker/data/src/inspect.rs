@@ -167,7 +167,7 @@ impl Statistics {
 
     /// Mean and standard deviation of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
-        let one = |counts: &[u64; 256]| {
+        let of_channel = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
             let mean =
                 counts.iter().enumerate().map(|(v, c)| v as f64 / 255.0 * *c as f64).sum::<f64>() / total;
@@ -179,7 +179,7 @@ impl Statistics {
                 / total;
             (mean as f32, standard_deviation(variance))
         };
-        self.0.iter().map(one).unzip()
+        self.0.iter().map(of_channel).unzip()
     }
 }
 
@@ -195,7 +195,7 @@ pub(super) struct Moments {
 impl Moments {
     /// The moments of one picture.
     pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
-        let one = |counts: &[u64; 256]| {
+        let of_channel = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
             let (mut sum, mut squares) = (0.0, 0.0);
             for (value, count) in counts.iter().enumerate() {
@@ -205,7 +205,7 @@ impl Moments {
             }
             (sum / total, squares / total)
         };
-        Self { pictures: 1, channels: Statistics::of(pixels, channels).0.iter().map(one).collect() }
+        Self { pictures: 1, channels: Statistics::of(pixels, channels).0.iter().map(of_channel).collect() }
     }
 
     pub(super) fn add(&mut self, other: &Self) {
@@ -219,11 +219,11 @@ impl Moments {
     /// Mean and standard deviation of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
         let pictures = self.pictures.max(1) as f64;
-        let one = |(sum, squares): &(f64, f64)| {
+        let of_channel = |(sum, squares): &(f64, f64)| {
             let mean = sum / pictures;
             (mean as f32, standard_deviation(squares / pictures - mean * mean))
         };
-        self.channels.iter().map(one).unzip()
+        self.channels.iter().map(of_channel).unzip()
     }
 }
 

@@ -120,7 +120,7 @@ impl Listing {
         hash.update(&content.to_le_bytes());
     }
 
-    /// The name as in [`Listing::name`], but relative to the dataset; the size in bytes; the hash of the content.
+    /// A picture's name (as in [`Listing::name`], but relative to the dataset), its size in bytes, and the hash of its content.
     pub(super) fn identity(&self, index: usize) -> (PathBuf, u64, u64) {
         let row = &self.rows[index];
         (self.containers[row.container as usize].path.join(self.own_name(index)), row.size, row.hash)

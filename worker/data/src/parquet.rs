@@ -249,12 +249,12 @@ impl ParquetFile {
 /// Fails for files that are not Parquet files, encrypted or truncated.
 fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let (mut head, mut tail) = ([0; 4], [0; TAIL_BYTES as usize]);
-    let at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
+    let read_at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
         read => read.map_err(|error| UnusableFile::transient(files::cannot_be_read(error))),
     };
-    at(&mut head, 0)?;
-    at(&mut tail, source.size().saturating_sub(TAIL_BYTES))?;
+    read_at(&mut head, 0)?;
+    read_at(&mut tail, source.size().saturating_sub(TAIL_BYTES))?;
     if source.size() == 0 {
         return Err(UnusableFile::permanent("is empty"));
     }

@@ -31,7 +31,7 @@ const UNSUPPORTED: [&str; 21] = [
     "exr", "dng", "cr2", "cr3", "nef", "arw", "raw",
 ];
 
-/// A decoded picture: height, width, channels; one byte per value.
+/// A decoded picture, in the order of height, width and channels, with one byte per value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Picture {
     pub width: u32,
@@ -40,7 +40,7 @@ pub struct Picture {
     pub pixels: Vec<u8>,
 }
 
-/// A view of a decoded picture: height, width, channels; one byte per value.
+/// A view of a decoded picture, in the order of height, width and channels, with one byte per value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PictureRef<'a> {
     pub(super) width: u32,
@@ -197,10 +197,10 @@ impl PictureRef<'_> {
         if self.width == side && self.height == side {
             return None;
         }
-        let cut = self.width.min(self.height);
-        let left = f64::from((self.width - cut) / 2);
-        let top = f64::from((self.height - cut) / 2);
-        Some(Area::Window(left, top, cut.into(), cut.into()))
+        let short_side = self.width.min(self.height);
+        let left = f64::from((self.width - short_side) / 2);
+        let top = f64::from((self.height - short_side) / 2);
+        Some(Area::Window(left, top, short_side.into(), short_side.into()))
     }
 
     /// The area that is visible when the short side is resized to `resize` pixels and a centred square of `side` is

@@ -95,12 +95,12 @@ impl Part {
         let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &self.pixels) else {
             return Err(error);
         };
-        let look = |opener: &mut Opener, place: &u32| match self.picture(*place as usize, opener) {
+        let examine = |opener: &mut Opener, place: &u32| match self.picture(*place as usize, opener) {
             Err(DataError::File { path, detail }) => Some((*place, format!("{path} {detail}"))),
             _ => None,
         };
         let mut found: Vec<_> =
-            places.par_iter().map_init(Opener::default, look).filter_map(|found| found).collect();
+            places.par_iter().map_init(Opener::default, examine).filter_map(|found| found).collect();
         if found.is_empty() {
             // The picture could be read this time. It still counts as broken, because every epoch reads it.
             let named = places.iter().find(|place| files.name(**place as usize) == *path);

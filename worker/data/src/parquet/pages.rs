@@ -125,7 +125,7 @@ impl Read for Header {
 /// The first two fields are 32-bit integers. `None` if the bytes are something else.
 fn uncompressed(head: &[u8]) -> Option<u64> {
     let mut bytes = head.iter().copied();
-    let mut number = || -> Option<i64> {
+    let mut read_number = || -> Option<i64> {
         let mut value = 0u64;
         for shift in (0..35).step_by(7) {
             let byte = bytes.next()?;
@@ -140,10 +140,10 @@ fn uncompressed(head: &[u8]) -> Option<u64> {
     for _ in 0..2 {
         // A field header: one more than the previous field id (0x10), type i32 (5). Read as a zigzag number, 0x15 is
         // -11.
-        if number()? != -11 {
+        if read_number()? != -11 {
             return None;
         }
-        last = number()?;
+        last = read_number()?;
     }
     u64::try_from(last).ok()
 }

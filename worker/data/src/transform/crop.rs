@@ -29,10 +29,10 @@ pub(super) fn random_resized_crop(
         }
     }
     let [narrowest, widest] = ratio;
-    let own = f64::from(width) / f64::from(height);
-    let (w, h) = if own < narrowest {
+    let picture_ratio = f64::from(width) / f64::from(height);
+    let (w, h) = if picture_ratio < narrowest {
         (width, rounded(f64::from(width) / narrowest).clamp(1, height.into()) as u32)
-    } else if own > widest {
+    } else if picture_ratio > widest {
         (rounded(f64::from(height) * widest).clamp(1, width.into()) as u32, height)
     } else {
         (width, height)

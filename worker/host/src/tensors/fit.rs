@@ -143,10 +143,10 @@ fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, St
 fn head_mistake(given: &Shapes, wanted: &Shapes, prefix: &str, head: &str) -> Option<String> {
     ["weight", "bias"].into_iter().find_map(|suffix| {
         let name = format!("{head}.{suffix}");
-        let own = wanted.get(&name)?;
+        let wanted_shape = wanted.get(&name)?;
         match given.get(&format!("{prefix}{name}")) {
-            Some(shape) if shape == own => None,
-            Some(shape) => Some(format!("its {name} is {shape:?}, this job's is {own:?}")),
+            Some(shape) if shape == wanted_shape => None,
+            Some(shape) => Some(format!("its {name} is {shape:?}, this job's is {wanted_shape:?}")),
             None => Some(format!("it has no {name}")),
         }
     })

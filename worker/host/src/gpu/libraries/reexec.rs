@@ -27,8 +27,8 @@ pub fn links_dir() -> io::Result<PathBuf> {
         // Code is loaded from the folder, so no other user may write to it.
         let is_own = about.is_dir() && about.uid() == rustix::process::getuid().as_raw();
         if !is_own || about.mode() & 0o022 != 0 {
-            let text = format!("{}: other users can write to this folder", dir.display());
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+            let message = format!("{}: other users can write to this folder", dir.display());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
         }
         Ok(())
     };

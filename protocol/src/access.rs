@@ -21,7 +21,7 @@ pub enum Scope {
 words!(Scope, "scope": Read = "read", Submit = "submit", Admin = "admin", Agent = "agent");
 
 impl Scope {
-    /// `other`, or `self` if `other` includes it.
+    /// The smaller of two scopes: `self` if `other` includes it, otherwise `other`.
     #[must_use]
     pub fn at_most(self, other: Scope) -> Scope {
         if other.allows(self) { self } else { other }
@@ -51,7 +51,7 @@ pub struct Token {
     /// The person who owns the token; the token allows at most what the person's role allows. Absent: an admin made the token for a program
     /// or a machine.
     pub owner: Option<String>,
-    /// Id of the person's token with which this token was made. It is revoked together with that token.
+    /// Id of the person's token with which this token was made. This token is revoked together with that token.
     pub made_with: Option<String>,
     pub created_at: jiff::Timestamp,
     /// Absent: the token does not expire.

@@ -178,7 +178,7 @@ pub enum ToAgent {
     Stop {
         attempt: AttemptRef,
         reason: String,
-        /// First let ranks finish their step and write a checkpoint, for up to two minutes.
+        /// Whether the ranks may first finish their step and write a checkpoint, for up to two minutes.
         patient: bool,
     },
     /// Answered by `Reply` with the same id.

@@ -1,5 +1,5 @@
-//! A job's best checkpoint, as shown next to the best validation accuracy. Their accuracies differ if there is no checkpoint of
-//! the best epoch, or if the best checkpoint is chosen by the lowest loss.
+//! A job's best checkpoint, as shown next to the best validation accuracy. The checkpoint has another accuracy if there is no
+//! checkpoint of the best epoch, or if the best checkpoint is chosen by the lowest loss.
 
 use crate::{agent::CheckpointInfo, job::Measured, numbers::percent};
 

@@ -19,7 +19,7 @@ pub const MANIFEST: &str = "MANIFEST.json";
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Manifest {
-    /// 1.
+    /// Version of the format: 1.
     pub version: u32,
     pub epoch: u32,
     pub step: u64,

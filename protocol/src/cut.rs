@@ -1,39 +1,39 @@
 //! Shortens long names and paths in the middle, because names often differ at their ends. The same as `static/cut.js`.
 
 /// Separators: a word begins with a separator, or after a space.
-const BETWEEN: [char; 3] = ['/', '-', '_'];
+const SEPARATORS: [char; 3] = ['/', '-', '_'];
 
-/// Whether a word begins at `at`: not within a word, and not between two adjacent separators.
-fn begins(all: &[char], at: usize) -> bool {
-    let Some(before) = at.checked_sub(1).map(|before| all[before]) else { return true };
-    let here = all[at];
-    (BETWEEN.contains(&here) && !BETWEEN.contains(&before)) || (before == ' ' && here != ' ')
+/// Whether a word begins at `index`. No word begins between two adjacent separators.
+fn starts_word(all: &[char], index: usize) -> bool {
+    let Some(before) = index.checked_sub(1).map(|before| all[before]) else { return true };
+    let first = all[index];
+    (SEPARATORS.contains(&first) && !SEPARATORS.contains(&before)) || (before == ' ' && first != ' ')
 }
 
-/// The index, within `places`, of the beginning of a word that is nearest to `wanted`; `wanted` itself if no word begins there.
-fn between(all: &[char], wanted: usize, places: std::ops::RangeInclusive<usize>) -> usize {
-    let found = places.filter(|at| *at < all.len() && begins(all, *at));
-    found.min_by_key(|at| at.abs_diff(wanted)).unwrap_or(wanted)
+/// The index in `range` at which a word begins and that is nearest to `wanted`; `wanted` if no word begins in `range`.
+fn nearest_start(all: &[char], wanted: usize, range: std::ops::RangeInclusive<usize>) -> usize {
+    let starts = range.filter(|index| *index < all.len() && starts_word(all, *index));
+    starts.min_by_key(|index| index.abs_diff(wanted)).unwrap_or(wanted)
 }
 
-/// Shortens `text` to at most `most` characters: the beginning, `…` and the end, both cut between two words if possible.
-pub fn middle(text: &str, most: usize) -> String {
+/// Shortens `text` to at most `max` characters: the beginning, `…` and the end, both cut between two words if possible.
+pub fn middle(text: &str, max: usize) -> String {
     // Fewer than three characters would leave nothing of the name.
-    let most = most.max(3);
+    let max = max.max(3);
     let all: Vec<char> = text.chars().collect();
-    if all.len() <= most {
+    if all.len() <= max {
         return text.to_owned();
     }
-    // The end gets about half of the space, and begins with a word if possible.
-    let wanted = all.len() - most / 2;
-    let tail = between(&all, wanted, all.len() - most * 7 / 10..=all.len() - (most / 4).max(1));
-    let room = most - 1 - (all.len() - tail);
-    let head = between(&all, room, (room * 2 / 3).max(1)..=room);
+    // The kept end gets about half of the space, and begins with a word if possible.
+    let wanted = all.len() - max / 2;
+    let tail_start = nearest_start(&all, wanted, all.len() - max * 7 / 10..=all.len() - (max / 4).max(1));
+    let room = max - 1 - (all.len() - tail_start);
+    let head_end = nearest_start(&all, room, (room * 2 / 3).max(1)..=room);
     let part = |part: &[char]| part.iter().collect::<String>();
-    format!("{}…{}", part(&all[..head]), part(&all[tail..]))
+    format!("{}…{}", part(&all[..head_end]), part(&all[tail_start..]))
 }
 
-/// The longest path or name in a sentence on a page, in characters.
+/// Maximum length of a path or name in a sentence on a page, in characters.
 pub const WORD: usize = 48;
 
 /// A sentence with each of its long words (paths, names) shortened to [`WORD`] characters.

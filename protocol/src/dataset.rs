@@ -21,12 +21,13 @@ pub struct DatasetInfo {
     pub format: String,
     pub classes: Vec<String>,
     pub splits: Vec<SplitInfo>,
-    /// Height, width and channels; height and width are 0 if the pictures differ in size.
+    /// Height and width in pixels, and number of channels; height and width are 0 if the pictures differ in size.
     pub height: u32,
     pub width: u32,
     pub channels: u32,
-    /// Mean per channel, of pixels scaled to 0..1, over the training split (a seeded sample of a large split).
+    /// Mean of each channel, of pixels scaled to 0..1, over the training split (a seeded sample of a large split).
     pub mean: Vec<f32>,
+    /// Standard deviation of each channel, like `mean`.
     pub std: Vec<f32>,
     /// Files that could not be read, with the reasons; at most 100 are listed.
     pub broken: Vec<BrokenFile>,
@@ -127,7 +128,7 @@ pub struct SplitInfo {
     /// `train`, `test`, `val` ...
     pub name: String,
     pub samples: u64,
-    /// Samples of each class, in the order of `classes`.
+    /// Number of samples of each class, in the order of `classes`.
     pub per_class: Vec<u64>,
 }
 
@@ -135,7 +136,7 @@ pub struct SplitInfo {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ValidationSet {
     pub pictures: u64,
-    /// Hash of the pictures' names, contents and classes; hexadecimal. Training pictures have no influence.
+    /// Hash of the pictures' names, contents and classes, in hexadecimal. Training pictures have no influence.
     pub fingerprint: String,
 }
 
@@ -144,7 +145,7 @@ pub struct ValidationSet {
 pub struct PicturesFingerprint {
     pub pictures: u64,
     pub picture_bytes: u64,
-    /// Hash of the classes, and of the pictures' names, classes and contents; hexadecimal.
+    /// Hash of the classes, and of the pictures' names, classes and contents, in hexadecimal.
     pub sha256: String,
 }
 
@@ -160,7 +161,7 @@ impl PicturesFingerprint {
 pub struct DatasetNote {
     #[serde(flatten)]
     pub fingerprint: PicturesFingerprint,
-    /// The agent whose dataset it was.
+    /// Name of the agent that had this dataset.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
 }
@@ -208,21 +209,21 @@ impl Dataset {
 /// Names of validation splits, in order of preference.
 const VALIDATION_SPLITS: [&str; 7] = ["val", "validation", "valid", "dev", "test", "eval", "evaluation"];
 
-/// The validation split of a job that does not name one, for a dataset with `splits`: the `usual` split if it exists,
-/// otherwise a split whose name is in [`VALIDATION_SPLITS`]. `None` if no split has such a name.
-pub fn default_validation<'a>(usual: &str, splits: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+/// The validation split of a job that does not name one, for a dataset with `splits`: the `preferred` split if it exists,
+/// otherwise the first name of [`VALIDATION_SPLITS`] that is a split. `None` if no such split exists.
+pub fn default_validation<'a>(preferred: &str, splits: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let splits: Vec<_> = splits.into_iter().collect();
-    let there = |name: &str| splits.iter().copied().find(|split| *split == name);
-    there(usual).or_else(|| VALIDATION_SPLITS.into_iter().find_map(there))
+    let existing = |name: &str| splits.iter().copied().find(|split| *split == name);
+    existing(preferred).or_else(|| VALIDATION_SPLITS.into_iter().find_map(existing))
 }
 
-/// The share of the training pictures that validates a job that does not name a validation split, if the dataset has
-/// only `samples` training pictures. Each picture is chosen independently, so a tenth of very few pictures may be empty.
+/// The share of the training pictures that validates a job without a validation split, if the dataset has `samples` pictures, all
+/// for training. Each picture is chosen independently, so a tenth of very few pictures may be empty.
 pub fn held_out_share(samples: u64) -> f64 {
     if samples < 50 { 0.3 } else { 0.1 }
 }
 
-/// The largest number of class names in a sentence.
+/// Maximum number of class names in a sentence.
 const NAMED: usize = 5;
 
 /// `2 classes have no validation picture: "cat", "dog"`, for a list of classes without such a picture; `None` for an empty list.
@@ -265,22 +266,24 @@ pub fn classes_differ(trained: &[String], dataset: &[String]) -> Option<String> 
     if trained == dataset {
         return None;
     }
-    let lacking = |all: &[String], of: &[String]| -> Option<String> {
-        let there: HashSet<&String> = of.iter().collect();
-        let missing: Vec<_> = all.iter().filter(|name| !there.contains(name)).collect();
+    let missing_names = |classes: &[String], others: &[String]| -> Option<String> {
+        let known: HashSet<&String> = others.iter().collect();
+        let missing: Vec<_> = classes.iter().filter(|name| !known.contains(name)).collect();
         (!missing.is_empty()).then(|| first_names(&missing))
     };
     let mut parts = Vec::new();
     if trained.len() != dataset.len() {
         parts.push(format!("the model has {} classes, the dataset {}", trained.len(), dataset.len()));
     }
-    parts.extend(lacking(trained, dataset).map(|names| format!("the dataset lacks the model's {names}")));
-    parts.extend(lacking(dataset, trained).map(|names| format!("the model does not know {names}")));
+    parts.extend(
+        missing_names(trained, dataset).map(|names| format!("the dataset lacks the model's {names}")),
+    );
+    parts.extend(missing_names(dataset, trained).map(|names| format!("the model does not know {names}")));
     if parts.is_empty() {
-        let place = trained.iter().zip(dataset).position(|(a, b)| a != b).unwrap_or(0);
+        let index = trained.iter().zip(dataset).position(|(a, b)| a != b).unwrap_or(0);
         parts.push(format!(
-            "the classes are in another order: class {place} is {:?} for the model and {:?} in the dataset",
-            trained[place], dataset[place]
+            "the classes are in another order: class {index} is {:?} for the model and {:?} in the dataset",
+            trained[index], dataset[index]
         ));
     }
     Some(parts.join("; "))

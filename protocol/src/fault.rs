@@ -1,11 +1,11 @@
 //! Fault injection, to test that jobs survive crashes at certain points: `LOCKSTEP_FAULT` names points of the program
 //! and an action for each. Without the variable nothing happens.
 //!
-//! `POINT:ACTION[:FILE]`, separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (like a
-//! failed assertion), `error` (the disk is full), `error*` (from then on, every time) or `hold` (waits until something
-//! is written to `FILE`), each with `@N` for the N-th time that the point is reached. With `FILE`, a fault takes effect
-//! only once, in the process that reaches the point first: it creates the file. `slow` takes 20 ms from the N-th time on,
-//! every time.
+//! The value has faults of the form `POINT:ACTION[@N][:FILE]`, separated by commas. A fault takes effect when the program reaches
+//! its point for the N-th time (the first time without `@N`). `ACTION` is `kill` (SIGKILL to this process), `abort` (like a failed
+//! assertion), `error` (the disk is full), `error*` (the same, also every later time), `hold` (waits until something is written to
+//! `FILE`) or `slow` (waits 20 ms, also every later time). With `FILE`, a fault takes effect only once, in the process that reaches
+//! the point first: it creates the file.
 
 use std::{
     fs::File,
@@ -43,10 +43,11 @@ pub const STEP_POINT: &str = "step";
 struct Fault {
     point: String,
     action: String,
-    /// The number of the visit at which the fault takes effect, from 1.
-    at: u64,
-    once: Option<PathBuf>,
-    reached: AtomicU64,
+    /// The fault takes effect when the point is reached for this time, from 1.
+    at_visit: u64,
+    file: Option<PathBuf>,
+    /// Number of times that the point was reached.
+    visits: AtomicU64,
 }
 
 fn parse(text: &str) -> Vec<Fault> {
@@ -54,13 +55,13 @@ fn parse(text: &str) -> Vec<Fault> {
         .filter_map(|fault| {
             let mut parts = fault.trim().splitn(3, ':');
             let (point, action) = (parts.next()?, parts.next()?);
-            let (action, at) = action.split_once('@').unwrap_or((action, "1"));
+            let (action, at_visit) = action.split_once('@').unwrap_or((action, "1"));
             Some(Fault {
                 point: point.into(),
                 action: action.into(),
-                at: at.parse().ok()?,
-                once: parts.next().map(PathBuf::from),
-                reached: AtomicU64::new(0),
+                at_visit: at_visit.parse().ok()?,
+                file: parts.next().map(PathBuf::from),
+                visits: AtomicU64::new(0),
             })
         })
         .collect()
@@ -72,22 +73,22 @@ static FAULTS: LazyLock<Vec<Fault>> =
 /// Marks that the program has reached `point`.
 ///
 /// # Errors
-/// A fault says that the disk is full at this point.
+/// A fault reports a full disk at this point.
 pub fn point(point: &str) -> io::Result<()> {
     for fault in FAULTS.iter().filter(|f| f.point == point) {
-        let time = fault.reached.fetch_add(1, Ordering::Relaxed) + 1;
+        let visit = fault.visits.fetch_add(1, Ordering::Relaxed) + 1;
         if fault.action == "slow" {
-            if time >= fault.at {
+            if visit >= fault.at_visit {
                 std::thread::sleep(Duration::from_millis(20));
             }
             continue;
         }
-        let lasting = fault.action == "error*" && time > fault.at;
-        if time != fault.at && !lasting {
+        let is_repeated = fault.action == "error*" && visit > fault.at_visit;
+        if visit != fault.at_visit && !is_repeated {
             continue;
         }
-        if let Some(path) = &fault.once
-            && !lasting
+        if let Some(path) = &fault.file
+            && !is_repeated
             && File::create_new(path).is_err()
         {
             continue;
@@ -100,7 +101,7 @@ pub fn point(point: &str) -> io::Result<()> {
             }
             "abort" => std::process::abort(),
             "hold" => {
-                while fault.once.as_ref().and_then(|file| file.metadata().ok()).is_some_and(|m| m.len() == 0)
+                while fault.file.as_ref().and_then(|file| file.metadata().ok()).is_some_and(|m| m.len() == 0)
                 {
                     std::thread::sleep(Duration::from_millis(5));
                 }
@@ -121,9 +122,12 @@ mod tests {
     #[test]
     fn faults_are_parsed() {
         let faults = parse("a.b:kill@3:/tmp/x, c:error");
-        assert_eq!((faults[0].point.as_str(), faults[0].action.as_str(), faults[0].at), ("a.b", "kill", 3));
-        assert_eq!(faults[0].once.as_deref(), Some(std::path::Path::new("/tmp/x")));
-        assert_eq!((faults[1].point.as_str(), faults[1].at, faults[1].once.is_none()), ("c", 1, true));
+        assert_eq!(
+            (faults[0].point.as_str(), faults[0].action.as_str(), faults[0].at_visit),
+            ("a.b", "kill", 3)
+        );
+        assert_eq!(faults[0].file.as_deref(), Some(std::path::Path::new("/tmp/x")));
+        assert_eq!((faults[1].point.as_str(), faults[1].at_visit, faults[1].file.is_none()), ("c", 1, true));
         assert!(point("nothing.is.set").is_ok());
     }
 }

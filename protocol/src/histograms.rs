@@ -57,7 +57,9 @@ impl LayerHistograms {
         self.layers.iter().try_for_each(LayerHistogram::check)?;
         let mut known = HashSet::new();
         match self.layers.iter().find(|layer| !known.insert((&layer.name, layer.kind))) {
-            Some(twice) => Err(format!("two histograms of the {} of {}", twice.kind, twice.name)),
+            Some(twice) => {
+                Err(format!("two histograms of the {} of {}; one is allowed", twice.kind, twice.name))
+            }
             None => Ok(()),
         }
     }
@@ -73,10 +75,15 @@ impl LayerHistogram {
             ));
         }
         if counts.len() != HISTOGRAM_BINS {
-            return Err(format!("the histogram of {name} has {} bins, not {HISTOGRAM_BINS}", counts.len()));
+            return Err(format!(
+                "the histogram of {name} must have {HISTOGRAM_BINS} bins, has {}",
+                counts.len()
+            ));
         }
         if !min.is_finite() || !max.is_finite() || min > max {
-            return Err(format!("the histogram of {name} goes from {min} to {max}"));
+            return Err(format!(
+                "the histogram of {name} must have finite, ascending bounds, has {min} and {max}"
+            ));
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Number of requests of a queue that an agent handles at the same time; others wait.
+/// Maximum number of requests of one queue that an agent handles at the same time; further requests wait.
 pub const CONCURRENT_REQUESTS: usize = 2;
 
 /// The beginning of an agent's error if the process that handles requests ended without a reply.
@@ -36,13 +36,14 @@ pub enum Pick {
         offset: u64,
         limit: u32,
     },
-    /// Pictures as a job sees them: indices in its training or its validation pictures.
+    /// Pictures as a job's network sees them.
     Seen {
         data: Box<DataSpec>,
         seed: u64,
+        /// Whether `places` are indices in the job's validation pictures; otherwise in its training pictures.
         validation: bool,
         places: Vec<u64>,
-        /// Return the picture augmented as in each of these epochs, from 0; without epochs, not augmented.
+        /// Return each picture augmented as in each of these epochs, from 0; without epochs, not augmented.
         epochs: Vec<u32>,
     },
 }
@@ -56,7 +57,7 @@ pub struct Sample {
     pub label: u32,
     /// The epoch whose augmentation the picture shows; absent if it is not augmented.
     pub epoch: Option<u32>,
-    /// The picture's file; absent if it is not a file of its own.
+    /// The picture's file; absent if a file has several pictures.
     pub file: Option<String>,
     /// PNG, base64.
     pub png: String,
@@ -75,7 +76,7 @@ pub struct Samples {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ClassScore {
     pub name: String,
-    /// Validation pictures of this class.
+    /// Number of validation pictures of this class.
     pub samples: u64,
     /// Fraction of the pictures predicted as this class that belong to it, 0 to 1; 0 if none was predicted.
     pub precision: f64,

@@ -27,7 +27,7 @@ fn invisible_chars(text: &str) -> impl Iterator<Item = (usize, char)> {
     })
 }
 
-/// The first invisible character of a name.
+/// The first invisible character of a text.
 pub fn first_invisible(text: &str) -> Option<char> {
     invisible_chars(text).next().map(|(_, c)| c)
 }

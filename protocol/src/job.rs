@@ -65,7 +65,7 @@ pub enum JobState {
     Running,
     Pausing,
     Paused,
-    /// An attempt has failed, and the next one is about to start.
+    /// An attempt has failed, and the next attempt is about to start.
     Restarting,
     /// The job's agent has been silent past the lease.
     Lost,
@@ -131,7 +131,7 @@ pub struct Job {
     pub reason: Option<String>,
     /// The same reason as a code and facts, for programs; `reason` is its text.
     pub cause: Option<Reason>,
-    /// Why the job failed, in a few fields for programs; only for failed jobs.
+    /// Why the job failed, in a few fields for programs. Only failed jobs have this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
     /// The project to which the job belongs.
@@ -172,17 +172,17 @@ pub struct Job {
     pub ranks: u32,
     /// Names of the agents that have the job's slots, in rank order, without repetition.
     pub agents: Vec<String>,
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
-    /// The epoch in progress, from 1; 0 before the first.
+    /// The epoch in progress, from 1; 0 before the first epoch.
     pub epoch: u32,
-    /// Optimizer steps of the whole run; 0 until the ranks have read the dataset.
+    /// Number of optimizer steps in the whole run; 0 until the ranks have read the dataset.
     pub total_steps: u64,
     pub steps_per_epoch: u64,
     /// Pictures per second of the newest attempt that has trained: pictures of all ranks divided by the time of its steps.
     /// Evaluations, checkpoints, pauses, earlier attempts and a fork's parent do not count. Kept when the job is over.
     pub images_per_second: Option<f64>,
-    /// Seconds that the remaining steps take at that speed; absent unless the job trains.
+    /// Seconds that the remaining steps take at `images_per_second`; absent unless the job trains.
     pub eta_secs: Option<f64>,
     pub created_at: jiff::Timestamp,
     pub started_at: Option<jiff::Timestamp>,
@@ -190,7 +190,7 @@ pub struct Job {
     /// Seconds in which attempts had their slots, from the start of each attempt to its end. Pauses, waiting in the
     /// queue and a running attempt do not count. Absent before the first attempt has ended.
     pub ran_secs: Option<f64>,
-    /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with it.
+    /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with this accuracy.
     pub best: Option<Measured>,
     /// Why the validation accuracy of a job that succeeded is low or uncertain, and what to change, in a few sentences; absent if
     /// nothing seems wrong or the job was not validated. Only in `GET /jobs/{id}`.
@@ -246,11 +246,11 @@ pub enum AlertLevel {
 /// A file that a program has uploaded to its run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RunFile {
-    /// Such as `weights/model.safetensors`.
+    /// Path within the run, such as `weights/model.safetensors`.
     pub path: String,
     /// Size in bytes.
     pub size_bytes: u64,
-    /// When the file was changed, as reported by the program, or else uploaded, in milliseconds since 1970.
+    /// Time of the file's last change if the program reported it, otherwise of the upload; in milliseconds since 1970.
     pub modified_ms: i64,
 }
 
@@ -261,7 +261,7 @@ pub struct Failure {
     pub code: String,
     /// The rank that failed first, if known.
     pub rank: Option<u32>,
-    /// Optimizer steps done at the failure, if known.
+    /// Number of optimizer steps done at the failure, if known.
     pub step: Option<u64>,
     /// The reason for a person, the same as `reason`.
     pub words: String,
@@ -294,7 +294,7 @@ impl Job {
     /// Whether the next attempt may use fewer ranks: the last attempt failed, or its agent left. False if the attempt was
     /// stopped on request or preempted.
     pub fn may_use_fewer_ranks(&self) -> bool {
-        let left = |why: &Reason| {
+        let has_left = |why: &Reason| {
             matches!(
                 why.kind(),
                 ReasonKind::AgentStopped { .. }
@@ -305,12 +305,12 @@ impl Job {
         };
         match self.state {
             JobState::Restarting => true,
-            JobState::Queued => self.attempt > 0 && self.cause.as_ref().is_some_and(left),
+            JobState::Queued => self.attempt > 0 && self.cause.as_ref().is_some_and(has_left),
             _ => false,
         }
     }
 
-    /// Ranks of the running attempt, which may have fewer ranks than the job.
+    /// Number of ranks of the running attempt, which may have fewer ranks than the job.
     pub fn ranks_now(&self) -> u32 {
         match self.cause.as_ref().map(Reason::kind) {
             Some(ReasonKind::FewerRanks { ranks, .. }) if self.state.is_active() => *ranks,
@@ -322,14 +322,14 @@ impl Job {
 /// The pictures of a step, with the names of a specification's `[train]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Batch {
-    /// Pictures of a rank in one micro-batch.
+    /// Number of pictures of a rank in one micro-batch.
     pub batch_size: u32,
-    /// Micro-batches of a step.
+    /// Number of micro-batches in a step.
     pub accumulate: u32,
-    /// Pictures of all ranks in one optimizer step: `batch_size` x `accumulate` x ranks.
+    /// Number of pictures of all ranks in one optimizer step: `batch_size` x `accumulate` x ranks.
     pub global_batch_size: u64,
-    /// Pictures of an epoch whose last step may be smaller (`data.drop_remainder = false`), as the newest attempt that
-    /// has trained reported it; 0 if all steps have the same size, or if none has trained.
+    /// Number of pictures of an epoch whose last step may be smaller (`data.drop_remainder = false`), as the newest attempt that
+    /// has trained reported it; 0 if all steps have the same size, or if no attempt has trained.
     #[serde(default)]
     pub epoch_samples: u64,
 }

@@ -8,7 +8,7 @@ use crate::{
 /// The project of a job that does not name one.
 pub const DEFAULT_PROJECT: &str = "default";
 
-/// The default project is left out of serialised specifications.
+/// Whether this is the default project, which serialised specifications leave out.
 #[allow(clippy::ptr_arg)] // `skip_serializing_if` passes `&String`.
 pub(crate) fn is_default_project(name: &String) -> bool {
     name == DEFAULT_PROJECT
@@ -31,23 +31,23 @@ pub fn project_mistake(name: &str) -> Option<String> {
     plain_name_mistake(name, PROJECT_CHARS)
 }
 
-/// Why a text cannot be a name of at most `most` characters that means nothing in addresses and paths; `None` if it can.
-pub(crate) fn plain_name_mistake(name: &str, most: usize) -> Option<String> {
-    let fits = (1..=most).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
+/// Why a text cannot be a name of at most `max` characters without a special meaning in addresses and paths; `None` if it can.
+pub(crate) fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
+    let fits = (1..=max).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
     (!fits).then(|| {
         format!(
-            "must have 1 to {most} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
+            "must have 1 to {max} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
         )
     })
 }
 
 /// Why these cannot be a job's tags; `None` if they can.
 pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {
-    let odd = |tag: &T| {
+    let is_invalid = |tag: &T| {
         let tag = tag.as_ref().trim();
         tag.chars().count() > TAG_CHARS || tag.contains(',') || first_invisible(tag).is_some()
     };
-    (tags.len() > TAGS || tags.iter().any(odd)).then(|| {
+    (tags.len() > TAGS || tags.iter().any(is_invalid)).then(|| {
         format!(
             "must be at most {TAGS} tags, each of at most {TAG_CHARS} characters, without commas and invisible characters"
         )

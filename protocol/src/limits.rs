@@ -1,107 +1,107 @@
 //! Limits of input: depths, lengths and counts, in one place. Each limit is far above normal use and far below
 //! values that cause problems. Each limit has a test at the limit and a test one beyond it.
 
-/// Parts of a key's path (`train.lr` has two).
+/// Maximum number of parts of a key's path (`train.lr` has two).
 pub const KEY_PARTS: usize = 8;
-/// Length of a key's whole path, in bytes.
+/// Maximum length of a key's whole path, in bytes.
 pub const KEY_BYTES: usize = 256;
-/// Nesting of lists and tables in a TOML document. At each level, a key's path may have [`KEY_PARTS`] parts.
+/// Maximum nesting of lists and tables in a TOML document. At each level, a key's path may have [`KEY_PARTS`] parts.
 pub const TOML_NESTING: usize = 8;
-/// Nesting of lists and objects in a JSON body.
+/// Maximum nesting of lists and objects in a JSON body.
 pub const JSON_NESTING: usize = 32;
-/// Nesting of lists and maps in a MessagePack message. Lockstep's messages need ten; the library's own limit of 1024
+/// Maximum nesting of lists and maps in a MessagePack message. Lockstep's messages need ten; the library's own limit of 1024
 /// would leave little of a thread's stack.
 pub const MESSAGE_NESTING: usize = 64;
-/// Mistakes of a document that are listed; further mistakes are only counted.
+/// Maximum number of mistakes of a document that are listed; further mistakes are only counted.
 pub const MISTAKES: usize = 100;
-/// Length of a text to search for, in characters. Databases limit patterns, too, with less helpful errors.
+/// Maximum length of a text to search for, in characters. Databases limit patterns, too, with less helpful errors.
 pub const SEARCH_CHARS: usize = 200;
-/// Total length of a message between server and agent. The longest messages have pictures to classify: 24 MiB of
+/// Maximum total length of a message between server and agent, in bytes. The longest messages have pictures to classify: 24 MiB of
 /// pictures, a third more as base64.
 pub const MESSAGE_BYTES: usize = 64 << 20;
-/// Length of a part of a message: short enough that heartbeats pass between parts on a slow line.
+/// Maximum length of a part of a message, in bytes: short enough that heartbeats pass between parts on a slow line.
 pub const PART_BYTES: usize = 1 << 20;
-/// Messages that may be incomplete at the same time.
+/// Maximum number of messages that may be incomplete at the same time.
 pub const PARTIAL_MESSAGES: usize = 8;
-/// Length of a class's name, in bytes: the limit of file systems for a folder's name.
+/// Maximum length of a class's name, in bytes: the limit of file systems for a folder's name.
 pub const CLASS_NAME_BYTES: usize = 255;
-/// Total length of the names of a dataset's classes, in bytes. ImageNet-21k's names take 300 kB.
+/// Maximum total length of the names of a dataset's classes, in bytes. ImageNet-21k's names take 300 kB.
 pub const CLASS_NAMES_BYTES: usize = 4 << 20;
-/// Length of a picture's name in a shard, in bytes: the limit of systems for a path.
+/// Maximum length of a picture's name in a shard, in bytes: the limit of systems for a path.
 pub const MEMBER_NAME_BYTES: usize = 4096;
-/// Length of a text about a broken file of a dataset (its name, or the reason), in characters.
+/// Maximum length of a text about a broken file of a dataset (its name, or the reason), in characters.
 pub const BROKEN_FILE_CHARS: usize = 1000;
-/// Length of a project's name, in characters.
+/// Maximum length of a project's name, in characters.
 pub const PROJECT_CHARS: usize = 100;
-/// Tags of a job.
+/// Maximum number of tags of a job.
 pub const TAGS: usize = 20;
-/// Length of a tag, in characters.
+/// Maximum length of a tag, in characters.
 pub const TAG_CHARS: usize = 40;
-/// Length of a job's notes, in bytes.
+/// Maximum length of a job's notes, in bytes.
 pub const NOTES_BYTES: usize = 20_000;
-/// Tokens that are valid at the same time; the server keeps all in memory. Each agent has its own token.
+/// Maximum number of tokens that are valid at the same time; the server keeps all in memory. Each agent has its own token.
 pub const TOKENS: usize = 5000;
-/// Length of a token's name, in characters.
+/// Maximum length of a token's name, in characters.
 pub const TOKEN_NAME_CHARS: usize = 100;
-/// The largest number of days until a token expires: a hundred years.
+/// Maximum number of days until a token expires: a hundred years.
 pub const TOKEN_DAYS: u32 = 36_525;
-/// Browsers that are signed in at the same time; beyond that, the earliest sessions are ended.
+/// Maximum number of browsers that are signed in at the same time; beyond that, the earliest sessions are ended.
 pub const SESSIONS: usize = 10_000;
-/// Browsers that are signed in with one token at the same time; beyond that, its earliest session ends.
+/// Maximum number of browsers that are signed in with one token at the same time; beyond that, the token's earliest session ends.
 pub const SESSIONS_OF_A_TOKEN: usize = 100;
-/// People who may sign in with a password, including disabled people.
+/// Maximum number of people who may sign in with a password, including disabled people.
 pub const PEOPLE: usize = 1000;
-/// Length of a person's name, in characters.
+/// Maximum length of a person's name, in characters.
 pub const PERSON_NAME_CHARS: usize = 64;
-/// Length of the subject of an account at an OpenID provider, in bytes: the limit of the specification.
+/// Maximum length of the subject of an account at an OpenID provider, in bytes: the limit of the specification.
 pub const SUBJECT_BYTES: usize = 255;
 /// A password's length, in characters.
 pub const PASSWORD_CHARS: std::ops::RangeInclusive<usize> = 10..=1024;
-/// GPUs of one machine whose measurements are kept.
+/// Maximum number of GPUs of one machine whose measurements are kept.
 pub const MEASURED_GPUS: usize = 64;
-/// Findings of one machine that are kept.
+/// Maximum number of findings of one machine that are kept.
 pub const FINDINGS: usize = 20;
-/// The text of a finding, in characters.
+/// Maximum length of the text of a finding, in characters.
 pub const FINDING_CHARS: usize = 600;
-/// Number of machines whose measurements are kept: the machines that were measured last.
+/// Maximum number of machines whose measurements are kept: the machines that were measured last.
 pub const MEASURED_MACHINES: usize = 2048;
-/// Histograms of one step, of weights and gradients together. ResNet-152 has 934 tensors of both.
+/// Maximum number of histograms of one step, of weights and gradients together. ResNet-152 needs 934.
 pub const HISTOGRAM_LAYERS: usize = 1024;
-/// The smallest number of steps between two histograms (`log.histograms`): each copies all weights and gradients.
+/// The smallest number of steps between two histograms (`log.histograms`): each histogram copies all weights and gradients.
 pub const HISTOGRAMS_EVERY: u64 = 10;
-/// Bins of a histogram.
+/// Number of bins of a histogram.
 pub const HISTOGRAM_BINS: usize = 64;
-/// Steps of a job whose histograms are kept; beyond that, histograms are thinned out.
+/// Maximum number of steps of a job whose histograms are kept; beyond that, histograms are thinned out.
 pub const HISTOGRAM_STEPS: usize = 200;
-/// Layers in a network's description.
+/// Maximum number of layers in a network's description.
 pub const NETWORK_LAYERS: usize = 4096;
-/// Length of a layer's name, in bytes.
+/// Maximum length of a layer's name, in bytes.
 pub const LAYER_NAME_BYTES: usize = 200;
-/// Length of a text about a plan (its words, or why it was chosen), in bytes: more than the patterns of all strategies together.
+/// Maximum length of a text about a plan (its words, or why it was chosen), in bytes: more than the patterns of all strategies together.
 pub const PLAN_TEXT_BYTES: usize = 16_384;
-/// Length of a checkpoint's `state.json`, in bytes. It is read whole to continue training; usually it has about a kilobyte.
+/// Maximum length of a checkpoint's `state.json`, in bytes. It is read whole to continue training; usually it has about a kilobyte.
 pub const STATE_FILE_BYTES: u64 = 1 << 20;
-/// Length of a checkpoint's `MANIFEST.json`, in bytes. For a sharded checkpoint it names at most three files a rank.
+/// Maximum length of a checkpoint's `MANIFEST.json`, in bytes. For a sharded checkpoint it names at most three files per rank.
 pub const MANIFEST_BYTES: usize = 1 << 20;
-/// Panels of a job or of a project.
+/// Maximum number of panels of a job or of a project.
 pub const PANELS: usize = 24;
-/// Metrics of a panel.
+/// Maximum number of metrics of a panel.
 pub const PANEL_METRICS: usize = 6;
-/// Length of a panel's title, in characters.
+/// Maximum length of a panel's title, in characters.
 pub const PANEL_TITLE_CHARS: usize = 80;
-/// Length of a metric's name, in characters: MLflow's limit.
+/// Maximum length of a metric's name, in characters: MLflow's limit.
 pub const METRIC_NAME_CHARS: usize = 250;
-/// Metrics of a run from elsewhere.
+/// Maximum number of metrics of a run from elsewhere.
 pub const RUN_METRICS: usize = 1000;
-/// Length of the id that a program chooses for its run, in characters.
+/// Maximum length of the id that a program chooses for its run, in characters.
 pub const RUN_ID_CHARS: usize = 64;
-/// Length of a run's settings as JSON, in bytes; also of its summary, and of its tags with values.
+/// Maximum length of a run's settings as JSON, in bytes; also of its summary, and of its tags with values.
 pub const RUN_CONFIG_BYTES: usize = 64 << 10;
-/// Values of one request that logs a run's records.
+/// Maximum number of values of one request that logs a run's records.
 pub const RUN_VALUES: usize = 10_000;
-/// Files of a run from elsewhere.
+/// Maximum number of files of a run from elsewhere.
 pub const RUN_FILES: usize = 1000;
-/// Size of all files of a run together, in bytes.
+/// Maximum size of all files of a run together, in bytes.
 pub const RUN_FILES_BYTES: u64 = 64 << 30;
-/// Length of a file's path within its run, in bytes.
+/// Maximum length of a file's path within its run, in bytes.
 pub const RUN_FILE_PATH_BYTES: usize = 1000;

@@ -70,8 +70,8 @@ pub fn quantity(name: &str) -> &'static str {
 /// the averaged weights. Every rank on a GPU reports `gpu_...`, and one rank of each machine reports the machine's
 /// metrics (`cpu_utilization` to `network_sent_bytes_per_second`).
 ///
-/// `images_per_second` is the pictures of one step divided by its time. For the speed over many steps, do not average
-/// it: use the mean of `step_ms`, as the pages do, or the job's own `images_per_second`.
+/// `images_per_second` is the number of pictures of one step divided by the step's time. For the speed over many steps, do not
+/// average these values: use the mean of `step_ms`, as the pages do, or the job's own `images_per_second`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MetricColumn {
     pub name: String,

@@ -11,22 +11,22 @@ use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
 
-/// Prefix of versions' names, as in MLflow.
+/// Prefix of the name of a version, as in MLflow.
 pub const SCHEME: &str = "models:/";
-/// Length of a model's name and of an alias, in characters.
+/// Maximum length of a model's name and of an alias, in characters.
 pub const NAME_CHARS: usize = 100;
 
 /// A checkpoint under a model's name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelVersion {
     pub model: String,
-    /// From 1. The number of a removed version is not used again.
+    /// Number of the version, from 1. The number of a removed version is not used again.
     pub version: u32,
     /// Aliases of this version.
     pub aliases: Vec<String>,
     /// The checkpoint's id.
     pub checkpoint: String,
-    /// The job that trained it.
+    /// The job that trained the checkpoint.
     #[schema(value_type = String)]
     pub job: JobId,
     pub job_name: String,
@@ -44,7 +44,7 @@ pub struct ModelVersion {
     /// Versions of the programs that wrote the checkpoint.
     pub programs: BTreeMap<String, String>,
     pub description: String,
-    /// A person's or a token's name.
+    /// Name of the person or token that registered the version.
     pub registered_by: Option<String>,
     pub registered_at: Timestamp,
 }
@@ -65,26 +65,26 @@ impl ModelVersion {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Model {
     pub name: String,
-    /// Versions by their aliases.
+    /// Numbers of versions, by alias.
     pub aliases: BTreeMap<String, u32>,
     pub version_count: u64,
-    /// The version of the highest number.
+    /// The version with the highest number.
     pub newest: ModelVersion,
 }
 
 impl Model {
-    /// A model of these versions, in the order of their numbers; `None` without versions.
+    /// The model that has these versions, sorted by number; `None` without versions.
     pub fn of(mut versions: Vec<ModelVersion>) -> Option<Self> {
         let version_count = versions.len() as u64;
-        let of_version =
-            |one: &ModelVersion| one.aliases.iter().map(|a| (a.clone(), one.version)).collect::<Vec<_>>();
-        let aliases = versions.iter().flat_map(of_version).collect();
+        let aliases_of =
+            |row: &ModelVersion| row.aliases.iter().map(|a| (a.clone(), row.version)).collect::<Vec<_>>();
+        let aliases = versions.iter().flat_map(aliases_of).collect();
         let newest = versions.pop()?;
         Some(Self { name: newest.model.clone(), aliases, version_count, newest })
     }
 }
 
-/// Which version of a model.
+/// Identifies a version of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Which {
     Number(u32),
@@ -92,8 +92,8 @@ pub enum Which {
 }
 
 impl Which {
-    /// Whether it is this version of its model.
-    pub fn is(&self, version: &ModelVersion) -> bool {
+    /// Whether this identifies `version`, a version of the same model.
+    pub fn matches(&self, version: &ModelVersion) -> bool {
         match self {
             Which::Number(number) => version.version == *number,
             Which::Alias(alias) => version.aliases.contains(alias),
@@ -112,20 +112,21 @@ impl FromStr for VersionName {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || {
+        let invalid = || {
             format!(
                 "{text:?} is not the name of a model's version, such as {SCHEME}shoes/3 or {SCHEME}shoes@champion"
             )
         };
-        let name = text.strip_prefix(SCHEME).ok_or_else(wrong)?;
-        let (model, which) = name.split_once(['/', '@']).ok_or_else(wrong)?;
-        let which = match which.parse() {
+        let path = text.strip_prefix(SCHEME).ok_or_else(invalid)?;
+        let (model, version) = path.split_once(['/', '@']).ok_or_else(invalid)?;
+        // A number may follow / or @, an alias only @.
+        let which = match version.parse() {
             Ok(number) => Which::Number(number),
-            Err(_) if name.contains('/') || alias_mistake(which).is_some() => return Err(wrong()),
-            Err(_) => Which::Alias(which.to_owned()),
+            Err(_) if path.contains('/') || alias_mistake(version).is_some() => return Err(invalid()),
+            Err(_) => Which::Alias(version.to_owned()),
         };
         if name_mistake(model).is_some() {
-            return Err(wrong());
+            return Err(invalid());
         }
         Ok(Self { model: model.to_owned(), which })
     }

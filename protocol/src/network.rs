@@ -7,7 +7,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The largest number of dimensions of a layer's output.
+/// Maximum number of dimensions of a layer's output.
 const DIMENSIONS: usize = 8;
 
 /// The layers of a network: at most [`NETWORK_LAYERS`].
@@ -29,7 +29,7 @@ pub struct PlanDescription {
     /// The layer at which each stage after the first begins.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub later_stages: Vec<String>,
-    /// Number of copies of the network; with shared copies, of sets of ranks.
+    /// Number of copies of the network. If several ranks share a copy, the number of sets of such ranks.
     pub data: u32,
     /// Number of ranks that share the rows of each picture.
     pub height: u32,
@@ -37,14 +37,14 @@ pub struct PlanDescription {
     pub model: u32,
     /// How operators are split over the ranks of `model`.
     pub shard: Vec<ShardSpec>,
-    /// Absent if the machine of rank 0 has no measurements. `lockstep plan` makes them.
+    /// Absent if the machine of rank 0 has no measurements; `lockstep plan` measures the machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<PlanPrediction>,
     /// Measured time of a step, in milliseconds (median of several); absent before enough steps are done.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_step_ms: Option<f32>,
-    /// Measured memory of rank 0: its GPU's, or on CPU cores the largest size of its process so far, with the program and with pictures. It
-    /// comes with `measured_step_ms`.
+    /// Measured memory of rank 0: its GPU's, or on CPU cores the largest size of its process so far, including the program and pictures.
+    /// Present together with `measured_step_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_memory_bytes: Option<u64>,
 }
@@ -56,7 +56,7 @@ pub struct PlanPrediction {
     pub step_ms: f32,
     /// Images per second of all ranks.
     pub images_per_second: f32,
-    /// Memory of the rank with the largest part.
+    /// Memory of the rank that needs the most.
     pub memory_bytes: u64,
     /// `computing`, `communication` or `memory`.
     pub limited_by: String,

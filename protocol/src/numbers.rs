@@ -19,7 +19,7 @@ pub fn value(v: f64) -> String {
     }
 }
 
-/// Converts through text, so that 0.1 stays 0.1.
+/// Converts a value through text, so that 0.1 stays 0.1.
 pub fn exact(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }
@@ -34,7 +34,8 @@ pub fn accuracy_of(accuracy: f64, pictures: Option<u64>) -> String {
     format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))
 }
 
-/// ` ± 2.6`: the standard error of an accuracy in percent; empty for many pictures, and where all or none are right, which would give 0.
+/// ` ± 2.6`: the standard error of an accuracy in percent. Empty for many pictures, and if all or no pictures are classified correctly,
+/// because the formula then gives 0.
 pub fn standard_error(accuracy: f64, pictures: u64) -> String {
     if pictures == 0 || pictures >= FEW_PICTURES || accuracy <= 0.0 || accuracy >= 1.0 {
         return String::new();

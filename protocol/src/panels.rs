@@ -35,7 +35,7 @@ pub struct Panel {
     #[serde(default = "one")]
     #[schema(minimum = 1, maximum = 3)]
     pub rows: u8,
-    /// 0 (none) to 0.99.
+    /// Factor of smoothing: 0 (none) to 0.99.
     #[serde(default)]
     #[schema(minimum = 0.0, maximum = 0.99)]
     pub smoothing: f32,
@@ -57,7 +57,7 @@ pub struct Panel {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PanelLines {
-    /// The mean over the ranks, with a band from the lowest to the highest.
+    /// The mean over the ranks, with a band from the lowest to the highest rank.
     #[default]
     Mean,
     /// A line for each rank; with more than 8 ranks, the mean.
@@ -77,9 +77,9 @@ pub fn mistakes(panels: &[Panel], allows_any_metric: bool) -> Vec<SpecError> {
         all.push(SpecError { pointer: "/panels".into(), detail });
         return all;
     }
-    for (place, panel) in panels.iter().enumerate() {
+    for (index, panel) in panels.iter().enumerate() {
         for (key, detail) in panel.mistakes(allows_any_metric) {
-            all.push(SpecError { pointer: format!("/panels/{place}/{key}"), detail });
+            all.push(SpecError { pointer: format!("/panels/{index}/{key}"), detail });
         }
     }
     all
@@ -125,7 +125,7 @@ impl Panel {
             return Some(format!("has {count} metrics; 1 to {PANEL_METRICS} are allowed"));
         }
         let mut quantities: Vec<&str> = Vec::new();
-        for (place, name) in self.metrics.iter().enumerate() {
+        for (index, name) in self.metrics.iter().enumerate() {
             if allows_any_metric {
                 if let Some(mistake) = metric::name_mistake(name) {
                     return Some(format!("has the name {:?}: {mistake}", shortened(name)));
@@ -135,7 +135,7 @@ impl Panel {
                 let near = near.map_or_else(String::new, |near| format!("; did you mean {near:?}?"));
                 return Some(format!("no metric is called {:?}{near}", shortened(name)));
             }
-            if self.metrics[..place].contains(name) {
+            if self.metrics[..index].contains(name) {
                 return Some(format!("has {name} twice"));
             }
             let quantity = metric::quantity(name);
@@ -181,8 +181,7 @@ mod tests {
         assert_eq!((most.metrics.len(), more.metrics.len()), (PANEL_METRICS, PANEL_METRICS + 1));
         assert!(wrong(most).is_empty());
         assert_eq!(more.metrics_mistake(false).unwrap(), "has 7 metrics; 1 to 6 are allowed");
-        let with = |count: usize| Panel { metrics: vec!["loss".into(); count], ..panel() };
-        assert_eq!(wrong(with(0)), ["metrics"]);
+        assert_eq!(wrong(Panel { metrics: Vec::new(), ..panel() }), ["metrics"]);
         for (chars, good) in
             [(0, false), (1, true), (PANEL_TITLE_CHARS, true), (PANEL_TITLE_CHARS + 1, false)]
         {
@@ -192,19 +191,21 @@ mod tests {
 
     #[test]
     fn a_panel_has_at_most_two_quantities_and_no_metric_twice() {
-        let with =
+        let with_metrics =
             |names: &[&str]| Panel { metrics: names.iter().map(|n| (*n).to_owned()).collect(), ..panel() };
-        assert!(wrong(with(&["loss", "val_loss", "lr"])).is_empty());
-        let three = with(&["loss", "lr", "step_ms"]).metrics_mistake(false).unwrap();
+        assert!(wrong(with_metrics(&["loss", "val_loss", "lr"])).is_empty());
+        let three = with_metrics(&["loss", "lr", "step_ms"]).metrics_mistake(false).unwrap();
         assert!(three.contains("3 quantities (loss, learning rate, time)"), "{three}");
-        assert_eq!(with(&["loss", "loss"]).metrics_mistake(false).unwrap(), "has loss twice");
-        assert!(wrong(with(&["train/loss", "val loss", "loss", "lr"])).contains(&"metrics".to_owned()));
+        assert_eq!(with_metrics(&["loss", "loss"]).metrics_mistake(false).unwrap(), "has loss twice");
         assert!(
-            wrong(with(&["train/loss", "Überlebensrate, %", "loss"])).is_empty(),
+            wrong(with_metrics(&["train/loss", "val loss", "loss", "lr"])).contains(&"metrics".to_owned())
+        );
+        assert!(
+            wrong(with_metrics(&["train/loss", "Überlebensrate, %", "loss"])).is_empty(),
             "names of runs from elsewhere"
         );
-        assert_eq!(wrong(with(&["a\nb"])), ["metrics"]);
-        let unknown = with(&["los"]).metrics_mistake(false).unwrap();
+        assert_eq!(wrong(with_metrics(&["a\nb"])), ["metrics"]);
+        let unknown = with_metrics(&["los"]).metrics_mistake(false).unwrap();
         assert!(unknown.contains("did you mean \"loss\"?"), "{unknown}");
     }
 

@@ -5,16 +5,16 @@ use std::collections::HashSet;
 /// All names of a pattern, in order, without duplicates.
 ///
 /// # Errors
-/// The mistake, as a text to append to the pattern. More than `most` names are also an error.
-pub fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> {
+/// The mistake, as a text to append to the pattern. More than `max_names` names are also an error.
+pub fn expand(pattern: &str, max_names: usize) -> Result<Vec<String>, String> {
     let mut names = vec![String::new()];
     let mut rest = pattern;
     while let Some(open) = rest.find('{') {
         let close = rest[open..].find('}').map(|close| open + close);
         let close = close.ok_or("has a { without its }; a pattern looks like train-{000..127}.tar")?;
-        let choices = choices(&rest[open + 1..close], most)?;
-        if names.len().saturating_mul(choices.len()) > most {
-            return Err(format!("names more than {most} files"));
+        let choices = choices(&rest[open + 1..close], max_names)?;
+        if names.len().saturating_mul(choices.len()) > max_names {
+            return Err(format!("names more than {max_names} files"));
         }
         let before = &rest[..open];
         names = names
@@ -30,8 +30,8 @@ pub fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
-/// Whether a pattern has this name, without expanding the pattern. A pattern that [`expand`] refuses has no names, unless only its
-/// number of names is the reason.
+/// Whether a pattern has this name, without expanding the pattern. A pattern that [`expand`] refuses has no names, except if it is
+/// refused only because it has too many.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let Some(open) = pattern.find('{') else { return pattern == name };
     let Some(close) = pattern[open..].find('}').map(|close| open + close) else { return false };
@@ -56,7 +56,7 @@ pub fn matches(pattern: &str, name: &str) -> bool {
 }
 
 /// Expands `000..127`, padded like the first number, or `a,b`.
-fn choices(inside: &str, most: usize) -> Result<Vec<String>, String> {
+fn choices(inside: &str, max_names: usize) -> Result<Vec<String>, String> {
     let wrong =
         || format!("has {{{inside}}}, which is neither a range such as {{000..127}} nor a list {{a,b}}");
     if inside.contains('/') {
@@ -74,8 +74,8 @@ fn choices(inside: &str, most: usize) -> Result<Vec<String>, String> {
     if from > to {
         return Err(format!("has {{{inside}}}, a range that goes down"));
     }
-    if to - from >= most as u64 {
-        return Err(format!("names more than {most} files"));
+    if to - from >= max_names as u64 {
+        return Err(format!("names more than {max_names} files"));
     }
     let digits = first.len();
     Ok((from..=to).map(|number| format!("{number:0digits$}")).collect())

@@ -61,7 +61,7 @@ pub struct Identity {
 pub fn name_mistake(name: &str) -> Option<String> {
     let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
     let chars = name.chars().count();
-    let is = match name.chars().find(|c| !is_plain(*c) && !".-_@".contains(*c)) {
+    let found = match name.chars().find(|c| !is_plain(*c) && !".-_@".contains(*c)) {
         _ if name.is_empty() => "this one is empty".to_owned(),
         Some(odd) => format!("this one has {odd:?}"),
         None if chars > PERSON_NAME_CHARS => format!("this one has {chars}"),
@@ -70,18 +70,18 @@ pub fn name_mistake(name: &str) -> Option<String> {
     };
     Some(format!(
         "must have 1 to {PERSON_NAME_CHARS} characters, each a lower-case letter (a to z), a digit, '.', '-', '_' or '@', \
-         the first a letter or a digit: {is}"
+         the first a letter or a digit: {found}"
     ))
 }
 
 /// Why a text cannot be the subject of an account at an OpenID provider; `None` if it can.
 pub fn subject_mistake(subject: &str) -> Option<String> {
-    let is = match subject.chars().find(|c| !c.is_ascii_graphic() && *c != ' ') {
+    let found = match subject.chars().find(|c| !c.is_ascii_graphic() && *c != ' ') {
         Some(odd) => format!("this one has {odd:?}"),
         None if (1..=SUBJECT_BYTES).contains(&subject.len()) => return None,
         None => format!("this one has {}", subject.len()),
     };
-    Some(format!("must have 1 to {SUBJECT_BYTES} printable ASCII characters: {is}"))
+    Some(format!("must have 1 to {SUBJECT_BYTES} printable ASCII characters: {found}"))
 }
 
 /// Why a text cannot be a password; `None` if it can. The sentence does not contain the text.

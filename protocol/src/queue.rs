@@ -24,7 +24,7 @@ pub fn waits_for(job: &Job) -> Option<String> {
 pub struct QueueList {
     /// Jobs in the order in which they get slots: by priority, then fair share if the server uses it, then age.
     pub jobs: Vec<QueuedJob>,
-    /// Slots that are kept for jobs, on every page; jobs further back do not get these slots.
+    /// Slots that are kept for jobs; jobs further back do not get these slots. Every page has all reservations.
     pub reservations: Vec<Reservation>,
     /// Pass it as `cursor` for the next page; null on the last page.
     pub next_cursor: Option<String>,
@@ -69,9 +69,9 @@ pub struct Reservation {
     pub job: Option<JobId>,
     /// The job's name; null if the job is private to somebody else.
     pub name: Option<String>,
-    /// Slots that are free and that no other job gets.
+    /// Indices of the slots that are free and that no other job gets.
     pub free: Vec<u32>,
-    /// Slots whose jobs are ending, such as preempted jobs that write a checkpoint.
+    /// Indices of the slots whose jobs are ending, such as preempted jobs that write a checkpoint.
     pub ending: Vec<u32>,
     /// Whether all other slots of this machine are also kept as soon as they become free.
     pub whole_machine: bool,

@@ -7,13 +7,14 @@ use serde_json::{Map, Value};
 use std::{fmt, ops::Deref};
 use utoipa::ToSchema;
 
-/// The longest text in a reason, in bytes.
+/// Maximum length of a text in a reason, in bytes.
 pub const TEXT_BYTES: usize = 2000;
 
-/// The largest number of jobs that a reason names as the jobs for which slots are kept.
+/// Maximum number of jobs that a reason names as the jobs for which slots are kept.
 pub const KEPT_FOR: usize = 16;
 
-/// The largest number of machines whose slots a reason names; one more says that there are others.
+/// Maximum number of machines whose slots the words of a reason name. [`SlotWait::slots_on`] may have one more: the words then say that
+/// there are others.
 pub const SLOTS_ON: usize = 8;
 
 /// A text in a reason: at most 2000 bytes, the rest is cut off.
@@ -63,7 +64,7 @@ pub enum ReasonKind {
     // Reported by a rank or its agent.
     /// A rank reported a failure.
     RankFailed { rank: u32, step: u64, detail: Text },
-    /// A rank's process ended with a status of its own.
+    /// A rank's process ended by itself, with this exit status.
     RankExited { rank: u32, step: u64, exit_status: i32, detail: Option<Text> },
     /// A rank was killed by a signal.
     RankKilled { rank: u32, step: u64, signal: i32 },
@@ -108,7 +109,7 @@ pub enum ReasonKind {
     CancelledByUser { detail: Option<Text> },
     /// The job's ranks are being stopped, because the job was cancelled.
     Cancelling,
-    /// Paused on request; `detail` is why the ranks ended otherwise than asked.
+    /// Paused on request; `detail` is why the ranks did not end as requested.
     PausedByUser { detail: Option<Text> },
     /// The job's ranks write a checkpoint and stop, because the job was paused.
     Pausing,
@@ -155,10 +156,10 @@ pub enum ReasonKind {
     NoAgentAccepts { detail: Option<Text> },
     /// Waits: no machine has enough slots of the kind.
     TooFewSlots(SlotWait),
-    /// Waits: machines have enough slots together, but others cannot reach the machines in `detail`.
+    /// Waits: the machines have enough slots together, but other machines cannot reach the machines in `detail`.
     MachinesApart { device: Device, slots_needed: u32, detail: Text },
     /// Waits for a checkpoint that an agent uploads, or that comes from the object store; `detail` is why the last try to
-    /// fetch it from there failed.
+    /// fetch it from the object store failed.
     WaitingForCheckpoint { checkpoint: Text, agent: Option<Text>, detail: Option<Text> },
     /// Waits until slots are free.
     WaitingForSlots(SlotWait),
@@ -290,7 +291,7 @@ impl fmt::Display for ReasonKind {
                 "{detail} has not ended after SIGKILL: it holds its memory until {agent} is restarted"
             ),
             ServerSilent { secs } => {
-                write!(f, "the server was silent for {secs} s, so its agent ended the ranks")
+                write!(f, "the server was silent for {secs} s, so the agent ended the ranks")
             }
             SpoolFull { agent, size_bytes } => {
                 let size = *size_bytes as f64 / 1e6;
@@ -323,7 +324,7 @@ impl fmt::Display for ReasonKind {
             ResumedBySweep => f.write_str("resumed by its sweep: it is among the best at its rung"),
             EndedBySweep => f.write_str(
                 "ended by its sweep: other trials are better at its rung. It keeps its checkpoint; `lockstep retry` \
-                 trains it on",
+                 continues its training",
             ),
             RetriedByUser => f.write_str("retried on request"),
             Forked { step, job: None, .. } => write!(f, "forked from a private job at step {step}"),
@@ -378,8 +379,8 @@ impl fmt::Display for ReasonKind {
                 let start = if detail.contains(", ") { "these agents" } else { "that agent" };
                 write!(
                     f,
-                    "needs {needed}; the online machines have enough together, but others cannot reach {detail}: start \
-                     {start} with --advertise ADDRESS"
+                    "needs {needed}; the online machines have enough together, but other machines cannot reach {detail}: \
+                     start {start} with --advertise ADDRESS"
                 )
             }
             WaitingForCheckpoint { checkpoint, agent: None, detail } => {
@@ -406,15 +407,15 @@ impl fmt::Display for ReasonKind {
     }
 }
 
-fn after(between: &str, detail: &Option<Text>) -> String {
-    detail.as_ref().map_or(String::new(), |detail| format!("{between}{detail}"))
+fn after(separator: &str, detail: &Option<Text>) -> String {
+    detail.as_ref().map_or(String::new(), |detail| format!("{separator}{detail}"))
 }
 
 fn in_parentheses(detail: &Option<Text>) -> String {
     detail.as_ref().map_or(String::new(), |detail| format!(" ({detail})"))
 }
 
-/// The step that the server has last heard of.
+/// ` at step 12`, the last step that the server knows; empty before the first step.
 fn at_step(step: u64) -> String {
     if step > 0 { format!(" at step {step}") } else { String::new() }
 }
@@ -432,9 +433,9 @@ pub fn undrain(names: &str) -> String {
     format!("drained: {names} (`lockstep machine undrain` or the page Machines gives them work again)")
 }
 
-fn slots(device: Device, number: u32) -> String {
+fn slots(device: Device, count: u32) -> String {
     let unit = device.kind().map_or("slot", |kind| kind.slot_name);
-    if number == 1 { format!("1 {unit}") } else { format!("{number} {unit}s") }
+    if count == 1 { format!("1 {unit}") } else { format!("{count} {unit}s") }
 }
 
 impl SlotWait {

@@ -7,7 +7,7 @@ use crate::spec::{ScheduleKind, TrainSpec};
 /// In the first `warmup` steps the rate rises linearly: step `i` (from 0) has `lr (i + 1) / warmup`. In the `n` steps
 /// after that, step `i` (from 0) has, with `end = lr * final_lr_fraction`:
 /// - `constant`: `lr`
-/// - `step`: `lr * gamma^k`, `k` being the milestones (epochs of the whole run) that have begun
+/// - `step`: `lr * gamma^k`, where `k` is the number of milestones (in epochs from the start of the run) that are over
 /// - `cosine` (Loshchilov and Hutter 2017): `end + (lr - end) (1 + cos(pi i / (n - 1))) / 2`
 /// - `one_cycle` (Smith 2018): `lr (i + 1) / r` in the first `r = pct_start * n` steps, then linearly down to `end` at the last step
 #[derive(Debug, Clone)]

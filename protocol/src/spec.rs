@@ -58,7 +58,7 @@ pub struct JobSpec {
     /// queue and continues automatically.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub preemptible: bool,
-    /// The project that the job belongs to; `default` when absent. A project is a name and exists while a job has it.
+    /// The project that the job belongs to; `default` when absent. A project exists as long as a job belongs to it.
     #[serde(skip_serializing_if = "labels::is_default_project")]
     pub project: String,
     /// Tags of the new job. A server stores tags apart from the specification, so they can be changed later: see the
@@ -88,20 +88,22 @@ pub struct JobSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ParallelSpec {
-    /// Number of processes that train in lockstep, one a slot; 1 to 1024.
+    /// Number of processes that train in lockstep, one per slot; 1 to 1024.
     pub ranks: u32,
     /// Device that ranks compute on. `auto`: GPUs if the machine has some, otherwise CPU cores.
     pub device: Device,
-    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: ranks share the network as `model`, `height`, `pipeline` and
-    /// `shard` say. `auto`: the ranks search at their start for the fastest plan that fits into memory; `model`, `height`, `pipeline` and `shard`
-    /// fix parts of the plan.
+    /// `data`: every rank has the whole network and its own pictures. `hybrid`: ranks share the network as `model`, `height`, `pipeline`
+    /// and `shard` say. `auto`: the ranks search at their start for the fastest plan that fits into memory; `model`, `height`, `pipeline`
+    /// and `shard` fix parts of the plan.
     pub mode: String,
-    /// Number of ranks that share one copy of the network (mode `hybrid`), a divisor of `ranks`; 1 when absent. Operators that `shard` names are
-    /// split over these ranks. For other operators every rank has its own pictures, so batch sizes mean the same as in mode `data`.
+    /// Number of ranks that share one copy of the network (mode `hybrid`), a divisor of `ranks`; 1 when absent. Operators that `shard`
+    /// names are split over these ranks. For other operators every rank has its own pictures, so batch sizes mean the same as in
+    /// mode `data`.
     #[serde(skip_serializing_if = "is_one")]
     pub model: u32,
     /// Number of ranks that share the rows of each picture (mode `hybrid`), 1 when absent; `model` x `height` must divide `ranks`.
-    /// These ranks have the same pictures, so a step has `ranks / height` micro-batches of pictures.
+    /// These ranks have the same pictures, so with the same `train.batch_size` a step has fewer pictures than in mode `data`, by the
+    /// factor `height`.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
     /// Number of stages of the network (mode `hybrid`), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`.
@@ -150,8 +152,8 @@ pub struct CheckpointSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecoverySpec {
-    /// How often a job continues automatically from its newest checkpoint after a failure that a restart may repair.
-    /// The loss of a machine counts only if the attempt wrote no newer checkpoint than the one from which it began.
+    /// Maximum number of times that a job continues automatically, from its newest checkpoint, after a failure that a restart may
+    /// repair. The loss of a machine counts only if the attempt wrote no newer checkpoint than the one from which it began.
     pub max_restarts: u32,
     /// Seconds without progress after which a rank counts as dead.
     pub stall_timeout_secs: u32,
@@ -179,7 +181,7 @@ pub struct EvaluateSpec {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSpec {
-    /// Steps between two loss lines of a rank. 0: at most 10 lines a second, and the last step of each epoch; 1: every step.
+    /// Steps between two lines with the loss in a rank's log. 0: at most 10 lines a second, and the last step of each epoch; 1: every step.
     pub every_steps: u64,
     /// Steps between two histograms (64 bins) of the weights and of the gradients of each layer. At least 10; 0: no
     /// histograms.
@@ -256,7 +258,7 @@ fn is_one(count: &u32) -> bool {
     *count == 1
 }
 
-/// Removes the values in `own` that equal those in `defaults`, and objects that are empty then.
+/// Removes from `own` the values that equal the values of the same keys in `defaults`, and then the empty objects.
 fn remove_defaults(own: &mut Map<String, Value>, defaults: &Map<String, Value>) {
     own.retain(|key, value| match (value, defaults.get(key)) {
         (Value::Object(own), Some(Value::Object(defaults))) => {
@@ -271,7 +273,7 @@ impl JobSpec {
     /// The job's settings, nested as in a specification, without settings that equal their defaults. Keys that the job's recipe sets are
     /// always kept.
     pub fn non_default(&self) -> Map<String, Value> {
-        // Every specification has a JSON form. Converted through text, so that 0.1 in single precision stays 0.1.
+        // Every specification has a JSON form. The conversion goes through text, so that 0.1 in single precision stays 0.1.
         let settings = |spec: &JobSpec| -> Map<String, Value> {
             let text = serde_json::to_string(spec).unwrap_or_default();
             serde_json::from_str(&text).unwrap_or_default()
@@ -288,7 +290,7 @@ impl JobSpec {
         own
     }
 
-    /// Pictures one rank sees in one micro-batch.
+    /// Number of pictures of one rank in one micro-batch.
     pub fn micro_batch_size(&self) -> u32 {
         match (self.train.batch_size, self.train.global_batch_size) {
             (Some(b), _) => b,
@@ -297,19 +299,19 @@ impl JobSpec {
         }
     }
 
-    /// Pictures all ranks see in one optimizer step.
+    /// Number of pictures of all ranks in one optimizer step.
     pub fn global_batch_size(&self) -> u64 {
         let parts = u64::from(self.train.accumulate) * u64::from(self.parallel.data_ranks());
         u64::from(self.micro_batch_size()) * parts
     }
 
-    /// Optimizer steps of an epoch over `samples` training pictures.
+    /// Number of optimizer steps in an epoch of `samples` training pictures.
     pub fn steps_per_epoch(&self, samples: u64) -> u64 {
         let global = self.global_batch_size().max(1);
         if self.data.drop_remainder { samples / global } else { samples.div_ceil(global) }
     }
 
-    /// Optimizer steps of the whole run.
+    /// Number of optimizer steps in the whole run.
     pub fn total_steps(&self, samples: u64) -> u64 {
         self.train.steps.unwrap_or_else(|| self.steps_per_epoch(samples) * u64::from(self.train.epochs()))
     }

@@ -23,7 +23,7 @@ pub struct Suggestion {
     pub train: Vec<CommentedKeys>,
     /// Height and width of the network's input.
     pub side: u32,
-    /// Pictures of a step.
+    /// Number of pictures in a step.
     pub batch: u64,
     /// Number of pictures in training, over all epochs.
     pub trained: u64,
@@ -31,7 +31,7 @@ pub struct Suggestion {
     pub validated: u64,
 }
 
-/// Pictures with a shorter side are small, such as CIFAR's and MNIST's.
+/// Pictures with a shorter side than this, in pixels, are small, such as CIFAR's and MNIST's.
 const SMALL_SIDE: u32 = 64;
 /// The usual input size of networks for photographs.
 const USUAL_SIDE: u32 = 224;
@@ -42,14 +42,14 @@ const MANY_PICTURES: u64 = 100_000;
 struct Effort {
     /// The input size for photographs.
     side: u32,
-    /// Pictures that a run sees in all, as far as the limits of its epochs allow.
-    seen: u64,
+    /// Number of pictures in training, over all epochs, unless `min_epochs` or `max_epochs` limits the epochs.
+    trained: u64,
     min_epochs: u64,
     max_epochs: u64,
 }
 
-const FULL_RUN: Effort = Effort { side: USUAL_SIDE, seen: 1_000_000, min_epochs: 10, max_epochs: 60 };
-const QUICK_RUN: Effort = Effort { side: 128, seen: 200_000, min_epochs: 5, max_epochs: 20 };
+const FULL_RUN: Effort = Effort { side: USUAL_SIDE, trained: 1_000_000, min_epochs: 10, max_epochs: 60 };
+const QUICK_RUN: Effort = Effort { side: 128, trained: 200_000, min_epochs: 5, max_epochs: 20 };
 
 impl Suggestion {
     /// The suggestion for a dataset.
@@ -57,7 +57,7 @@ impl Suggestion {
     /// # Errors
     /// The dataset has no pictures to train on, or only one class.
     pub fn of(info: &DatasetInfo) -> Result<Self, String> {
-        Self::with(info, &FULL_RUN)
+        Self::for_effort(info, &FULL_RUN)
     }
 
     /// As [`Suggestion::of`], for a first impression: smaller pictures and fewer epochs.
@@ -65,10 +65,10 @@ impl Suggestion {
     /// # Errors
     /// As [`Suggestion::of`].
     pub fn quick(info: &DatasetInfo) -> Result<Self, String> {
-        Self::with(info, &QUICK_RUN)
+        Self::for_effort(info, &QUICK_RUN)
     }
 
-    fn with(info: &DatasetInfo, effort: &Effort) -> Result<Self, String> {
+    fn for_effort(info: &DatasetInfo, effort: &Effort) -> Result<Self, String> {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples < 2 {
             return Err(format!(
@@ -79,14 +79,14 @@ impl Suggestion {
         if let Some(mistake) = too_few_classes(&info.classes) {
             return Err(mistake);
         }
-        // The size is known only for squares; otherwise the job has to set it.
-        let own = (info.height == info.width && info.height > 0).then_some(info.height);
-        let side = own.filter(|side| *side < effort.side);
+        // The network can see only square pictures unchanged; otherwise the job has to set the input size.
+        let own_side = (info.height == info.width && info.height > 0).then_some(info.height);
+        let side = own_side.filter(|side| *side < effort.side);
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
         let (validation, held_out, validated) = validation(info);
         let train_on = samples - held_out;
         let batch = batch(train_on, is_small);
-        let epochs = (effort.seen / train_on).clamp(effort.min_epochs, effort.max_epochs);
+        let epochs = (effort.trained / train_on).clamp(effort.min_epochs, effort.max_epochs);
         let prefers_large_network = samples >= MANY_PICTURES && effort.side == USUAL_SIDE;
         Ok(Self {
             data: data(info, side, effort.side, validation),
@@ -110,10 +110,10 @@ impl Suggestion {
     }
 }
 
-/// `side` is the pictures' own size if the network sees them unchanged; otherwise it sees `usual` pixels.
-fn data(info: &DatasetInfo, side: Option<u32>, usual: u32, validation: CommentedKeys) -> Vec<CommentedKeys> {
+/// `side` is the pictures' own size if the network sees them unchanged; otherwise the network's input has `input` x `input` pixels.
+fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: CommentedKeys) -> Vec<CommentedKeys> {
     let mut data = vec![validation];
-    let why = match usual {
+    let why = match input {
         USUAL_SIDE => "the usual size for photographs".to_owned(),
         _ => format!("fewer than the usual {USUAL_SIDE}, which is faster"),
     };
@@ -121,13 +121,13 @@ fn data(info: &DatasetInfo, side: Option<u32>, usual: u32, validation: Commented
         comment: match (side, info.height, info.width) {
             (Some(side), ..) => format!("All pictures have {side} x {side} pixels; the network sees them unchanged."),
             (None, 0, _) => {
-                format!("Pictures have several sizes: the network sees {usual} x {usual} pixels of each, {why}.")
+                format!("Pictures have several sizes: the network sees {input} x {input} pixels of each, {why}.")
             }
             (None, height, width) => {
-                format!("All pictures have {width} x {height} pixels; the network sees {usual} x {usual} pixels of each, {why}.")
+                format!("All pictures have {width} x {height} pixels; the network sees {input} x {input} pixels of each, {why}.")
             }
         },
-        toml: format!("image_size = {}", side.unwrap_or(usual)),
+        toml: format!("image_size = {}", side.unwrap_or(input)),
     });
     data.push(if side.is_some_and(|side| side < SMALL_SIDE) {
         CommentedKeys {
@@ -184,8 +184,8 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
     let (why, arch) = match (is_small, prefers_large_network, side) {
         // The other networks need at least 16 pixels.
         (true, _, Some(side)) if side <= 32 && (!prefers_large_network || side < 16) => (
-            "The CIFAR family is made for pictures of this size and trains in minutes, even on CPU cores. resnet18 is more accurate and takes \
-             ten times as long.",
+            "The CIFAR family is made for pictures of this size and trains in minutes, even on CPU cores. resnet18 is more accurate and \
+             takes ten times as long.",
             "resnet20",
         ),
         (true, ..) => (
@@ -207,8 +207,8 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
 /// The smallest suggested batch: two ranks with 8 pictures each give the same bits as one rank with 16.
 const MIN_BATCH: u64 = 16;
 
-/// Pictures of a step: a power of two, about a twentieth of the training pictures, from [`MIN_BATCH`] to 256 (128 for photographs), but
-/// never more than the training pictures.
+/// Number of pictures in a step: a power of two, about a twentieth of the training pictures, from [`MIN_BATCH`] to 256 (128 for
+/// photographs), but never more than the training pictures.
 fn batch(train_on: u64, is_small: bool) -> u64 {
     let most = if is_small { 256 } else { 128 };
     let wanted = (train_on / 20).clamp(MIN_BATCH, most).min(train_on);
@@ -233,7 +233,7 @@ fn train(train_on: u64, is_expected: bool, batch: u64, epochs: u64, is_small: bo
             toml: format!("epochs = {epochs}"),
         },
         CommentedKeys {
-            comment: "Pictures a step over all ranks; each rank keeps the activations of its part in memory. Halve this and lr if memory \
+            comment: "Pictures per step over all ranks; each rank keeps the activations of its part in memory. Halve this and lr if memory \
                       does not suffice."
                 .into(),
             toml: format!("global_batch_size = {batch}"),

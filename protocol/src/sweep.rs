@@ -26,7 +26,7 @@ words!(SweepState, "state": Running = "running", Paused = "paused", Finished = "
 /// A job that is submitted with several settings. Each setting is a trial: a job that the sweep starts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Sweep {
-    /// `sweep-` and 12 digits or letters from a to f. All trials have it as a tag.
+    /// `sweep-` and 12 digits or letters from a to f. All trials have this id as a tag.
     pub id: String,
     pub name: String,
     pub project: String,
@@ -42,11 +42,11 @@ pub struct Sweep {
     /// The job file as it was submitted.
     #[schema(value_type = Object)]
     pub spec: Value,
-    /// What trials are compared by: `val_accuracy` or `val_loss`.
+    /// The metric by which trials are compared: `val_accuracy` or `val_loss`.
     pub metric: String,
     /// Epochs after which trials are compared; the last is the end of training.
     pub rungs: Vec<u32>,
-    /// Warnings about its trials, in words. Only in the answer to a submission.
+    /// Warnings about the trials, in words. Only in the answer to a submission.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
     /// Number of trials, including trials that have not started.
@@ -60,7 +60,7 @@ pub struct Sweep {
     /// The best trial so far: among the trials at the highest rung, the one with the best metric. Absent before the first
     /// trial has been compared.
     pub best: Option<Trial>,
-    /// Optimizer steps of all trials together, without deleted ones.
+    /// Number of optimizer steps of all trials together, without deleted trials.
     pub steps: u64,
     /// Every trial, in the order in which they start. Only in `GET /sweeps/{id}` and in the answer to a submission.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -78,7 +78,7 @@ impl Sweep {
         })
     }
 
-    /// `trial 3 is paused: the sweep cannot end until the trial is resumed or cancelled`; `None` if nobody has paused one.
+    /// `trial 3 is paused: the sweep cannot end until the trial is resumed or cancelled`; `None` if no trial is paused.
     pub fn paused_in_words(&self) -> Option<String> {
         let (noun, be) = match &self.paused[..] {
             [] => return None,
@@ -96,12 +96,12 @@ impl Sweep {
 /// A trial of a sweep.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Trial {
-    /// From 1.
+    /// Number of the trial, from 1.
     pub number: u32,
     /// The values of the parameters, by key path.
     #[schema(value_type = Object)]
     pub setting: Setting,
-    /// The trial's job; absent before the sweep has started it, and after it was deleted.
+    /// The trial's job; absent before the sweep has started the job, and after the job was deleted.
     #[schema(value_type = Option<String>)]
     pub job: Option<JobId>,
     /// Whether the job was deleted.
@@ -111,14 +111,14 @@ pub struct Trial {
     pub state: Option<JobState>,
     /// Number of rungs that the trial has reached.
     pub rung: u32,
-    /// The metric at the newest rung, if it had a finite value; absent before the first.
+    /// The metric at the newest rung, if it had a finite value there; absent before the first rung.
     pub metric: Option<f64>,
     /// Number of pictures behind the metric, if known.
     #[serde(default)]
     pub val_pictures: Option<u64>,
-    /// The epoch after which the trial was compared last: that of the newest rung, or the trial's last epoch if it has
+    /// The epoch after which the trial was compared last: the newest rung, or the trial's last epoch if the trial has
     /// succeeded; absent before the first rung.
     pub epoch: Option<u32>,
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
 }

@@ -11,14 +11,14 @@ use serde::{Deserialize, Serialize};
 pub struct Throughput {
     pictures: u64,
     secs: f64,
-    /// Pictures of a full step, over all ranks.
+    /// Number of pictures of a full step, over all ranks.
     global_batch_size: u64,
-    /// Pictures of an epoch whose last step may be smaller than the others; 0 if all steps have the same size.
+    /// Number of pictures of an epoch whose last step may be smaller than the others; 0 if all steps have the same size.
     epoch: u64,
 }
 
 impl Throughput {
-    /// For an attempt that is about to train. `train_samples`: pictures of the training split; 0 if unknown.
+    /// For an attempt that is about to train. `train_samples`: number of pictures in the training split; 0 if unknown.
     pub fn new(spec: &JobSpec, train_samples: u64) -> Self {
         let epoch = if spec.data.drop_remainder { 0 } else { train_samples };
         Self { pictures: 0, secs: 0.0, global_batch_size: spec.global_batch_size(), epoch }
@@ -32,12 +32,12 @@ impl Throughput {
         }
     }
 
-    /// Pictures of an epoch whose last step may be smaller than the others; 0 if all steps have the same size.
+    /// Number of pictures of an epoch whose last step may be smaller than the others; 0 if all steps have the same size.
     pub fn epoch_samples(&self) -> u64 {
         self.epoch
     }
 
-    /// Pictures of a step, over all ranks.
+    /// Number of pictures of a step (counted from 1), over all ranks.
     pub fn pictures_of(&self, step: u64) -> u64 {
         self.pictures_until(step).saturating_sub(self.pictures_until(step.saturating_sub(1)))
     }
@@ -53,7 +53,7 @@ impl Throughput {
         self.images_per_second().map(|speed| left as f64 / speed)
     }
 
-    /// Pictures of the steps 1 to `step` of a run.
+    /// Number of pictures in the steps 1 to `step` of a run.
     pub fn pictures_until(&self, step: u64) -> u64 {
         if self.epoch == 0 || self.global_batch_size == 0 {
             return step.saturating_mul(self.global_batch_size);

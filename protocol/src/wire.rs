@@ -116,12 +116,13 @@ mod tests {
     fn a_long_message_is_split_and_joined() {
         let mut number = 0;
         // The bytes besides the text: tag, keys and length.
-        let around = encode(&TestMessage::Text { text: "x".repeat(PART_BYTES) }).unwrap().len() - PART_BYTES;
+        let overhead =
+            encode(&TestMessage::Text { text: "x".repeat(PART_BYTES) }).unwrap().len() - PART_BYTES;
         for (length, count) in [
-            (PART_BYTES - around, 1),
-            (PART_BYTES - around + 1, 2),
-            (5 * PART_BYTES - around, 5),
-            (5 * PART_BYTES - around + 1, 6),
+            (PART_BYTES - overhead, 1),
+            (PART_BYTES - overhead + 1, 2),
+            (5 * PART_BYTES - overhead, 5),
+            (5 * PART_BYTES - overhead + 1, 6),
         ] {
             let sent = TestMessage::Text { text: "x".repeat(length) };
             let frames = frames(&sent, &mut number, TestMessage::Part).unwrap();

@@ -7,21 +7,22 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The largest part of a file.
+/// Maximum size of a part of a file, in bytes.
 pub const DATASET_PART_BYTES: u64 = 4 << 20;
-/// The largest total size of the parts in one request.
+/// Maximum total size of the parts in one request, in bytes.
 pub const DATASET_PARTS_BYTES: u64 = 64 << 20;
-/// The largest number of parts in one request.
+/// Maximum number of parts in one request.
 pub const DATASET_PARTS: usize = 2000;
 /// Precedes a part's bytes.
 pub const PART_FOLLOWS: u8 = 0;
-/// Precedes the reason why a part, and all parts after it, are not sent: its file has changed since it was listed. A new list may help.
+/// Precedes the reason why a part, and all parts after it, are not sent: the part's file has changed since the list was made. A new list
+/// may help.
 pub const PART_CHANGED: u8 = 1;
 /// Precedes the reason for a file that cannot be read, or does not belong to the dataset.
 pub const PART_REFUSED: u8 = 2;
-/// The longest reason for beginning a copy again, in bytes.
+/// Maximum length of [`DatasetParts::anew`], in bytes.
 pub const ANEW_BYTES: usize = 4000;
-/// Length of the SHA-256 after a part.
+/// Length of the SHA-256 after a part, in bytes.
 pub const SUM_BYTES: usize = 32;
 
 /// A line of the list of a dataset's files: first [`Begin`](Self::Begin), last [`End`](Self::End) or [`Failed`](Self::Failed).
@@ -34,7 +35,7 @@ pub enum DatasetEntry {
     Folder(String),
     /// A file: its path, its size, and its modification time (nanoseconds since 1970).
     File(String, u64, i64),
-    /// The end of the list: number of files, and their bytes.
+    /// The end of the list: number of files, and their total size in bytes.
     End(u64, u64),
     /// Why the dataset cannot be copied.
     Failed(String),

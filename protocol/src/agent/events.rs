@@ -21,7 +21,7 @@ pub enum AttemptEvent {
         total_steps: u64,
         steps_per_epoch: u64,
         start_step: u64,
-        /// Pictures of the training split; 0 if unknown.
+        /// Number of pictures in the training split; 0 if unknown.
         #[serde(default)]
         train_samples: u64,
     },
@@ -46,7 +46,7 @@ pub enum AttemptEvent {
     Evaluation(Evaluation),
     /// Histograms of weights and gradients, every `log.histograms` steps. From rank 0.
     Histograms(LayerHistograms),
-    /// The network's layers, once per attempt, and again when their times are known. From rank 0.
+    /// The network's layers, once per attempt, and again when the layers' times are known. From rank 0.
     Network(NetworkDescription),
     /// float16 could not represent `what`: after `step`, training continues in bfloat16. From rank 0.
     PrecisionFallback {
@@ -61,7 +61,7 @@ pub enum AttemptEvent {
     /// The last message of a rank that cannot continue, before its process ends.
     RankFailed {
         rank: u32,
-        /// Optimizer steps that the rank had done.
+        /// Number of optimizer steps that the rank had done.
         step: u64,
         /// For a person: what went wrong and, if known, what to do.
         reason: String,
@@ -69,9 +69,9 @@ pub enum AttemptEvent {
         code: FailureCode,
         /// Whether another attempt may succeed.
         retriable: bool,
-        /// Whether the rank only lost its connection to another rank, whose own reason comes first.
+        /// Whether the rank only lost its connection to another rank. The other rank's reason takes precedence.
         secondary: bool,
-        /// Neighbours of this rank whose machines do not answer: they are off, or cut off. A slow machine still answers.
+        /// Neighbours of this rank whose machines do not answer: the machines are off or disconnected. A slow machine still answers.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         unreachable: Vec<u32>,
     },
@@ -143,7 +143,7 @@ impl AxisTimes {
         self.pipeline + self.data + self.height + self.model
     }
 
-    /// All times.
+    /// The four times, in the order of the fields.
     pub fn values_mut(&mut self) -> [&mut f64; 4] {
         [&mut self.pipeline, &mut self.data, &mut self.height, &mut self.model]
     }

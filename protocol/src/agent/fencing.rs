@@ -39,7 +39,7 @@ impl fmt::Debug for FencingToken {
     }
 }
 
-/// A token without a secret (0), which no server accepts: of ranks that no server started, and in tests.
+/// A token with the secret 0, which no server accepts. For ranks that no server started, and for tests.
 impl From<u64> for FencingToken {
     fn from(number: u64) -> Self {
         Self { number, secret: 0 }

@@ -21,14 +21,14 @@ pub struct StartFiles {
     pub mark: Option<String>,
     /// The dataset at the job's first start, if there was a start.
     pub dataset: Option<DatasetNote>,
-    /// The registered dataset's fingerprint at its last inspection. An agent ignores it if it uses the server's own files.
+    /// The registered dataset's fingerprint at its last inspection. An agent that uses the server's own files ignores it.
     pub registered: Option<PicturesFingerprint>,
     /// The id of the checkpoint whose folder `model.pretrained` names on the server's disk.
     pub pretrained: Option<String>,
     /// Folders in which the file of `model.pretrained` may be; `None` if it may be anywhere, or is a checkpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights_in: Option<AllowedFolders>,
-    /// Folders to which the server's path of the dataset may lead if it has links. An agent ignores it if it uses another path.
+    /// Folders to which the server's path of the dataset may lead if it has links. An agent that uses another path ignores this.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dataset_in: Option<AllowedFolders>,
 }

@@ -33,7 +33,7 @@ pub enum AgentRequest {
     /// The fingerprint of the pictures in the dataset at `path`. Never sent by the server.
     Fingerprint {
         path: String,
-        /// The job has started before. Only folders, and the files of changed folders, are examined.
+        /// Whether the job has started before. Then only folders, and the files of changed folders, are examined.
         has_begun: bool,
     },
     /// Pictures of the dataset at `path`.
@@ -58,7 +58,7 @@ pub enum AgentRequest {
     Predict {
         model: String,
         pictures: Vec<NamedPicture>,
-        /// Reply with embeddings in place of classes.
+        /// Whether the reply has embeddings instead of classes.
         embed: bool,
     },
 }

@@ -33,8 +33,8 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     }
 }
 
-/// As [`from_json`], but returns a specification for a document with mistakes, too. In it, keys with a mistake have
-/// their default or the recipe's value, so callers can check the rest.
+/// As [`from_json`], but returns a specification for a document with mistakes, too. In this specification, keys with a mistake
+/// have their default or the recipe's value, so callers can check the other keys.
 pub fn read(document: &Value) -> (Option<JobSpec>, Vec<SpecError>) {
     let mut errors = Vec::new();
     let mut document = document.clone();
@@ -92,7 +92,8 @@ fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32
     let lr = recipe.lr_for(spec) as f32;
     if f64::from(lr) > MAX_LR && !errors.iter().any(|e| e.pointer == "/train/lr") {
         let detail = format!(
-            "recipe {:?} scales the learning rate with the pictures of a step: {lr} for {} is too high; give lr, at most {MAX_LR}",
+            "recipe {:?} scales the learning rate with the number of pictures in a step: {lr} for {} pictures is too high; give lr, at \
+             most {MAX_LR}",
             recipe.name(),
             spec.global_batch_size()
         );
@@ -110,13 +111,13 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
         });
     };
     let top_names = || KEYS[0].keys.iter().map(|(k, _)| *k).chain(KEYS[1..].iter().map(|s| s.name));
-    check_section(top, &KEYS[0], "", &top_names().collect::<Vec<_>>(), errors);
+    check_section(top, &KEYS[0], &top_names().collect::<Vec<_>>(), errors);
     for section in &KEYS[1..] {
         match top.get_mut(section.name) {
             None => {}
             Some(Value::Object(table)) => {
                 let names: Vec<_> = section.keys.iter().map(|(k, _)| *k).collect();
-                check_section(table, section, section.name, &names, errors);
+                check_section(table, section, &names, errors);
             }
             Some(other) => {
                 let detail = format!("must be a table of keys, is {}", type_of(other));
@@ -144,14 +145,14 @@ fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     }
 }
 
+/// Checks the keys and values of one section, and removes the keys with mistakes. `names` are all keys that the section may have.
 pub(super) fn check_section(
     table: &mut Map<String, Value>,
     section: &Section,
-    prefix: &str,
     names: &[&str],
     errors: &mut Vec<SpecError>,
 ) {
-    let own_pointer = if prefix.is_empty() { String::new() } else { format!("/{prefix}") };
+    let own_pointer = if section.name.is_empty() { String::new() } else { format!("/{}", section.name) };
     let pointer = |key: &str| format!("{own_pointer}/{}", escaped(key));
     for (key, kind) in section.keys {
         // JSON's null is an absent key.
@@ -190,7 +191,9 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let meant = SYNONYMS.iter().find(|(name, _)| *name == key).map_or(key, |(_, meant)| *meant);
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if key == "sweep" && section.is_empty() {
-        detail = "this file is a sweep of several jobs, and only one job is accepted here: submit a sweep with `lockstep submit FILE` or POST /api/v1/sweeps".into();
+        detail = "this file is a sweep of several jobs, and only one job is accepted here: submit a sweep with `lockstep submit FILE` \
+                  or POST /api/v1/sweeps"
+            .into();
     } else if let Some(near) = nearest(meant, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
     } else if let Some(owner) =
@@ -242,7 +245,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     match (spec.train.batch_size, spec.train.global_batch_size) {
         (Some(_), Some(_)) => mistake(
             "/train/global_batch_size",
-            "give either batch_size (a rank) or global_batch_size, not both".into(),
+            "give either batch_size (per rank) or global_batch_size, not both".into(),
         ),
         (None, Some(global)) => {
             let parts = spec.parallel.data_ranks().saturating_mul(spec.train.accumulate).max(1);
@@ -373,8 +376,8 @@ fn check_muon(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     if spec.model.freeze_norm {
         mistake(
             "/model/freeze_norm",
-            "muon sets the norms of filters, which only a batch norm that is trained evens out: set freeze_norm = false, \
-             or choose another optimizer"
+            "muon sets the norms of filters, which needs batch norms that are trained: set freeze_norm = false, or choose \
+             another optimizer"
                 .into(),
         );
     }
@@ -430,7 +433,7 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     {
         let pointer =
             if *validation_size == Some(odd) { "/data/validation_size" } else { "/data/image_size" };
-        mistake(pointer, format!("{odd} is odd: where a run has several sizes, give even ones"));
+        mistake(pointer, format!("{odd} is odd: all sizes of a run with several sizes must be even"));
     }
     if let (Some(resize_size), Some(size)) = (*resize_size, spec.data.effective_validation_size())
         && resize_size < size

@@ -27,8 +27,8 @@ pub struct DataSpec {
     /// Number of the fold on which the job is validated, 1 to `folds`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fold: Option<u32>,
-    /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, in which each size begins in
-    /// its epoch; the dataset's own size when absent.
+    /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`: each size applies from its epoch on, and the
+    /// first epoch is 1. When absent, the dataset's own size.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image_size: Option<ImageSize>,
     /// Height and width of the input in validation and in predictions; when absent, `image_size` or the last size of
@@ -57,7 +57,9 @@ pub struct DataSpec {
     pub alternating_flip: bool,
     /// Mirror a random half of the training pictures top to bottom.
     pub vertical_flip: bool,
-    /// How far brightness, contrast, saturation and hue may change (torchvision's `ColorJitter`).
+    /// Strengths of the random changes of brightness, contrast, saturation and hue (torchvision's `ColorJitter`). With strength `s`, each
+    /// of the first three is multiplied by a factor from `1 - s` (at least 0) to `1 + s`; hue moves by up to `s` of a full turn of
+    /// the colour circle. 0: no change.
     pub color_jitter: [f32; 4],
     /// How training pictures are changed at random: `trivial` applies one operation of random strength to each picture (torchvision's
     /// `TrivialAugmentWide()`), `rand` two operations of strength 9 (`RandAugment(2, 9)`), `none` no operation.
@@ -86,7 +88,7 @@ pub struct ValidationDivision {
     pub dataset: String,
     pub validation: Validation,
     pub validation_seed: u64,
-    /// The number of the fold on which the job is validated (from 1), and the number of folds.
+    /// The fold on which the job is validated, counted from 1, and the number of folds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fold: Option<(u32, u32)>,
 }
@@ -113,7 +115,7 @@ impl ValidationDivision {
 #[serde(rename_all = "snake_case")]
 pub enum Augment {
     None,
-    /// One operation of any strength (Müller, Hutter 2021): `TrivialAugmentWide()`.
+    /// One operation of random strength (Müller, Hutter 2021): `TrivialAugmentWide()`.
     Trivial,
     /// Two operations of strength 9 (Cubuk et al. 2019): `RandAugment(2, 9)`.
     Rand,

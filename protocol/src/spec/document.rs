@@ -11,23 +11,23 @@ use toml_parser::{Source, lexer::TokenKind};
 /// # Errors
 /// A syntax error, or nesting beyond the limits, with its line and column.
 pub fn toml_document(text: &str) -> Result<Value, SpecError> {
-    let failed = |at: Option<usize>, detail: &str| {
-        let at = at.map_or_else(String::new, |at| {
-            let before = text.get(..at).unwrap_or(text);
+    let error = |offset: Option<usize>, detail: &str| {
+        let place = offset.map_or_else(String::new, |offset| {
+            let before = text.get(..offset).unwrap_or(text);
             let line = before.matches('\n').count() + 1;
             let column = before.chars().rev().take_while(|c| *c != '\n').count() + 1;
             format!("line {line}, column {column}: ")
         });
-        SpecError { pointer: String::new(), detail: format!("{at}{detail}") }
+        SpecError { pointer: String::new(), detail: format!("{place}{detail}") }
     };
-    measure(text).map_err(|(at, detail)| failed(Some(at), &detail))?;
+    check_nesting(text).map_err(|(offset, detail)| error(Some(offset), &detail))?;
     let table: toml::Table = toml::from_str(text)
-        .map_err(|e| failed(e.span().map(|span| span.start), &e.message().replace('\n', " ")))?;
+        .map_err(|e| error(e.span().map(|span| span.start), &e.message().replace('\n', " ")))?;
     Ok(json_of(toml::Value::Table(table)))
 }
 
-/// Checks the nesting depth of a document, token by token. An error has its byte offset.
-fn measure(text: &str) -> Result<(), (usize, String)> {
+/// Checks the nesting depth of a document, token by token. An error has the byte offset of the token that is nested too deep.
+fn check_nesting(text: &str) -> Result<(), (usize, String)> {
     let (mut nesting, mut parts) = (0, 1);
     for token in Source::new(text).lex() {
         match token.kind() {

@@ -3,7 +3,7 @@
 use super::JobSpec;
 
 impl JobSpec {
-    /// Pictures of all ranks in a micro-batch.
+    /// Number of pictures of all ranks in a micro-batch.
     fn micro_batch_of_all_ranks(&self) -> u64 {
         u64::from(self.micro_batch_size()) * u64::from(self.parallel.ranks)
     }
@@ -45,8 +45,7 @@ pub(super) fn mistake(spec: &JobSpec) -> Option<String> {
         if !is_on {
             return Some(format!(
                 "with parallel.{key} = false the loss depends on the number of ranks, so training on fewer ranks would give another \
-                 result: \
-                 set parallel.{key} = true, or leave min_ranks out"
+                 result: set parallel.{key} = true, or leave min_ranks out"
             ));
         }
     }

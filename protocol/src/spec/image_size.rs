@@ -1,4 +1,4 @@
-//! The size of the network's input: one for the whole run, or larger ones as it proceeds (progressive resizing).
+//! The size of the network's input: one size for the whole run, or sizes that grow during the run (progressive resizing).
 
 use super::mistake::describe_value;
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use utoipa::{
     openapi::{ArrayBuilder, RefOr, Schema},
 };
 
-/// The largest number of sizes in a run: an engine keeps memory and plans for each size.
+/// Maximum number of sizes in a run: an engine keeps memory and plans for each size.
 pub const MAX_SIZES: usize = 8;
 
 /// Valid sizes: pixels of a side.
@@ -27,7 +27,7 @@ pub enum ImageSize {
     Schedule(Vec<SizeFrom>),
 }
 
-/// A size and when it begins; in a specification `[epoch, pixels]`.
+/// A size and the epoch in which it begins; in a specification `[epoch, pixels]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u32, u32)", into = "(u32, u32)")]
 pub struct SizeFrom {
@@ -112,7 +112,7 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
                     describe_value(size)
                 ));
             }
-            _ => return Err(format!("{form}; entry {number} is not of that form")),
+            _ => return Err(format!("{form}; entry {number} is not [epoch, pixels]")),
         };
         let Some(epoch) = within(epoch, EPOCHS) else {
             return Err(format!(

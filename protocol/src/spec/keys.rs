@@ -40,7 +40,7 @@ pub enum Kind {
         excludes_min: bool,
         excludes_max: bool,
     },
-    /// One or three numbers, one a channel.
+    /// One or three numbers, one per channel.
     Channels {
         positive: bool,
     },
@@ -73,9 +73,9 @@ pub struct Section {
     pub keys: &'static [(&'static str, Kind)],
 }
 
-const FINITE: f64 = f32::MAX as f64;
+const MAX_FLOAT32: f64 = f32::MAX as f64;
 const MAX_STEPS: i64 = 1_000_000_000;
-/// The largest number of folds.
+/// Maximum number of folds.
 const MAX_FOLDS: i64 = 100;
 /// The highest learning rate.
 pub(super) const MAX_LR: f64 = 1e4;
@@ -85,10 +85,10 @@ pub(super) const MAX_JITTER: f64 = 10.0;
 const MAX_ALPHA: f64 = 100.0;
 /// The highest loss scale.
 pub(super) const MAX_LOSS_SCALE: f64 = 1e9;
-/// The largest length of a list of epochs.
+/// Maximum number of epochs in a list.
 pub(super) const MAX_LISTED_EPOCHS: usize = 1000;
 
-/// The largest number of trials of a sweep.
+/// Maximum number of trials of a sweep.
 pub(super) const MAX_TRIALS: i64 = 500;
 
 const fn whole(min: i64, max: i64) -> Kind {
@@ -281,10 +281,10 @@ impl Kind {
     /// # Errors
     /// What the value must be and what it is.
     pub(super) fn check(self, value: &Value) -> Result<(), String> {
-        let is = |what: &str| Err(format!("must be {what}, is {}", describe_value(value)));
+        let must_be = |what: &str| Err(format!("must be {what}, is {}", describe_value(value)));
         match self {
             Kind::Text { min, max } => match value.as_str() {
-                None => is("text"),
+                None => must_be("text"),
                 Some(t) if t.chars().any(char::is_control) => {
                     Err("must not contain control characters".into())
                 }
@@ -296,18 +296,18 @@ impl Kind {
             Kind::Project => match value.as_str() {
                 Some(name) => labels::project_mistake(name)
                     .map_or(Ok(()), |mistake| Err(format!("{mistake}; is {}", describe_value(value)))),
-                None => is("text"),
+                None => must_be("text"),
             },
             Kind::Tags => {
                 match value.as_array().map(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>())
                 {
                     Some(Some(tags)) => labels::tags_mistake(&tags).map_or(Ok(()), Err),
-                    _ => is("a list of texts, such as [\"baseline\", \"sweep\"]"),
+                    _ => must_be("a list of texts, such as [\"baseline\", \"sweep\"]"),
                 }
             }
             Kind::Notes => match value.as_str() {
                 Some(notes) => labels::notes_mistake(notes).map_or(Ok(()), Err),
-                None => is("text"),
+                None => must_be("text"),
             },
             Kind::Word(words) => match value.as_str() {
                 Some(word) if words.contains(&word) => Ok(()),
@@ -319,25 +319,25 @@ impl Kind {
                     };
                     Err(format!("must be {}, is {}{near}", one_of(words), describe_value(value)))
                 }
-                None => is(&one_of(words)),
+                None => must_be(&one_of(words)),
             },
             Kind::Bool if value.is_boolean() => Ok(()),
-            Kind::Bool => is("true or false"),
+            Kind::Bool => must_be("true or false"),
             Kind::Whole { min, max } => match value.as_i64() {
                 Some(n) if (min..=max).contains(&n) => Ok(()),
-                _ => is(&format!("a whole number from {} to {}", grouped(min), grouped(max))),
+                _ => must_be(&format!("a whole number from {} to {}", grouped(min), grouped(max))),
             },
             Kind::Seed if value.is_u64() => Ok(()),
-            Kind::Seed => is("a whole number from 0 to 2^64 - 1"),
+            Kind::Seed => must_be("a whole number from 0 to 2^64 - 1"),
             Kind::Number { min, max, excludes_min, excludes_max } => match value.as_f64() {
                 Some(n)
-                    if n.abs() <= FINITE
+                    if n.abs() <= MAX_FLOAT32
                         && (if excludes_min { n > min } else { n >= min })
                         && (if excludes_max { n < max } else { n <= max }) =>
                 {
                     Ok(())
                 }
-                _ => is(&format!(
+                _ => must_be(&format!(
                     "a number {} {min} and {} {max}",
                     if excludes_min { "above" } else { "of at least" },
                     if excludes_max { "below" } else { "of at most" }
@@ -348,10 +348,10 @@ impl Kind {
                     |v: &Value| v.as_f64().is_some_and(|n| n.abs() <= 1000.0 && (!positive || n > 0.0));
                 match value.as_array() {
                     Some(list) if [1, 3].contains(&list.len()) && list.iter().all(fits) => Ok(()),
-                    _ => is(if positive {
-                        "a list of 1 or 3 positive numbers, one a channel"
+                    _ => must_be(if positive {
+                        "a list of 1 or 3 positive numbers, one per channel"
                     } else {
-                        "a list of 1 or 3 numbers, one a channel"
+                        "a list of 1 or 3 numbers, one per channel"
                     }),
                 }
             }
@@ -388,7 +388,7 @@ impl Kind {
                     {
                         Ok(())
                     }
-                    _ => is(&format!(
+                    _ => must_be(&format!(
                         "a list of at most {} ascending epochs, 1 to 100,000, such as [30, 60, 80]",
                         grouped(MAX_LISTED_EPOCHS as i64)
                     )),
@@ -403,12 +403,12 @@ impl Kind {
                     Ok(())
                 }
                 Value::Number(n) if n.as_f64().is_some_and(|f| f > 0.0 && f < 1.0) => Ok(()),
-                _ => is("a split such as \"test\", \"none\", or a fraction above 0 and below 1"),
+                _ => must_be("a split such as \"test\", \"none\", or a fraction above 0 and below 1"),
             },
             Kind::LossScale => match value {
                 Value::String(word) if word == "dynamic" => Ok(()),
                 Value::Number(n) if n.as_f64().is_some_and(|f| f > 0.0 && f <= MAX_LOSS_SCALE) => Ok(()),
-                _ => is(&format!(
+                _ => must_be(&format!(
                     "\"dynamic\", or a number above 0 and of at most {}, such as 1024",
                     grouped(MAX_LOSS_SCALE as i64)
                 )),

@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::{collections::BTreeMap, ops::RangeInclusive};
 use utoipa::ToSchema;
 
-/// The largest number of weights in a specification.
+/// Maximum number of weights in a specification.
 pub(super) const MAX_WEIGHTS: usize = 10_000;
 /// The smallest and the largest weight of a class.
 pub(super) const WEIGHT_RANGE: RangeInclusive<f64> = 1e-6..=1e6;
@@ -22,7 +22,7 @@ pub struct LossSpec {
     /// Below 1, each step computes logits only for the classes of its labels and for this share of all classes, drawn at random (Partial
     /// FC, An et al. 2022). Each rank draws from its own classes. The loss, the accuracy of training and all gradients are those of a
     /// classifier of these classes. Weights, biases and optimizer state of all other classes stay unchanged, also without weight
-    /// decay. Evaluations and predictions have all classes. On GPUs a share below 1 needs `parallel.model` =
+    /// decay. Evaluations and predictions use all classes. On GPUs a share below 1 needs `parallel.model` =
     /// `parallel.ranks` and `train.accumulate` = 1.
     pub sample_share: f64,
     /// `softmax`: cross-entropy of the logits. `arcface` and `cosface`, for embeddings of faces or products: logits are `scale` times the
@@ -31,8 +31,8 @@ pub struct LossSpec {
     pub kind: LossKind,
     /// `arcface` and `cosface`: the factor of the cosines.
     pub scale: f32,
-    /// `arcface`: angle that is added for the label's class, in radians; 0.5 when absent. `cosface`: amount subtracted from its cosine; 0.4
-    /// when absent.
+    /// `arcface`: angle, in radians, that is added to the angle of the label's class; 0.5 when absent. `cosface`: number that is subtracted
+    /// from the cosine of the label's class; 0.4 when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub margin: Option<f32>,
     /// Weights of the classes in the loss of training, as in PyTorch's `CrossEntropyLoss(weight=...)`; all 1 when absent. `balanced`: the
@@ -50,15 +50,15 @@ pub enum ClassWeights {
     Rule(String),
     /// In the order of the classes.
     InOrder(Vec<f32>),
-    /// By name; all others have weight 1.
+    /// By class name; all other classes have weight 1.
     ByName(BTreeMap<String, f32>),
 }
 
 impl ClassWeights {
-    /// The weight of each of `classes`, which have `counts` training pictures.
+    /// The weight of each class in `classes`. `counts` has the number of training pictures of each class.
     ///
     /// # Errors
-    /// The weights are for other classes, or a class has no picture from which its weight could follow.
+    /// The weights are for other classes, or the rule `balanced` meets a class without training pictures.
     pub fn of(&self, classes: &[String], counts: &[u64]) -> Result<Vec<f32>, String> {
         match self {
             Self::Rule(_) => {
@@ -89,19 +89,19 @@ impl ClassWeights {
 
 /// Checks the value of `class_weights`.
 pub(super) fn check_weights(value: &Value) -> Result<(), String> {
-    let fits = |value: &Value| value.as_f64().is_some_and(|weight| WEIGHT_RANGE.contains(&weight));
-    let is_right = match value {
+    let is_weight = |value: &Value| value.as_f64().is_some_and(|weight| WEIGHT_RANGE.contains(&weight));
+    let is_valid = match value {
         Value::String(rule) => rule == "balanced",
-        Value::Array(list) => (1..=MAX_WEIGHTS).contains(&list.len()) && list.iter().all(fits),
-        Value::Object(table) => (1..=MAX_WEIGHTS).contains(&table.len()) && table.values().all(fits),
+        Value::Array(list) => (1..=MAX_WEIGHTS).contains(&list.len()) && list.iter().all(is_weight),
+        Value::Object(table) => (1..=MAX_WEIGHTS).contains(&table.len()) && table.values().all(is_weight),
         _ => false,
     };
-    if is_right {
+    if is_valid {
         return Ok(());
     }
     Err(format!(
-        "must be \"balanced\", a list such as [1.0, 2.5] or a table such as {{cat = 1.0, dog = 2.5}}, at most {MAX_WEIGHTS} weights \
-         from {} to {}, is {}",
+        "must be \"balanced\", a list such as [1.0, 2.5] or a table such as {{cat = 1.0, dog = 2.5}}, with at most {MAX_WEIGHTS} weights \
+         from {} to {}; is {}",
         WEIGHT_RANGE.start(),
         WEIGHT_RANGE.end(),
         describe_value(value)
@@ -126,7 +126,7 @@ impl Default for LossSpec {
 }
 
 impl LossSpec {
-    /// The margin; by default the value of the paper's authors.
+    /// The margin; by default the value in the loss's publication.
     pub fn margin(&self) -> f32 {
         self.margin.unwrap_or(if self.kind == LossKind::ArcFace { 0.5 } else { 0.4 })
     }
@@ -178,7 +178,8 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake("/train/optimizer", detail);
     }
     if spec.train.label_smoothing > 0.0 {
-        let detail = "spreads a label over all classes, and a step with loss.sample_share has only some: give 0, or leave sample_share out";
+        let detail = "spreads a label over all classes, and a step with loss.sample_share has only some of them: give 0, or leave \
+                      sample_share out";
         mistake("/train/label_smoothing", detail.into());
     }
 }

@@ -8,32 +8,33 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSpec {
-    /// The network, by its name in torchvision (`resnet18` to `wide_resnet101_2`) or by its name in the CIFAR family of
-    /// He et al. 2015 (`resnet20` to `resnet110`), which is for pictures of about 32 pixels. `cifarnet` is a small network for short runs
-    /// on pictures of 32 pixels; its first convolution is computed from training pictures and not trained.
+    /// Name of the network: torchvision's (`resnet18` to `wide_resnet101_2`), or the name in the CIFAR family of He et al. 2015
+    /// (`resnet20` to `resnet110`), whose networks are for pictures of about 32 x 32 pixels. `cifarnet` is a small network for short runs
+    /// on pictures of 32 x 32 pixels; the filters of its first convolution are computed from training pictures and not trained.
     pub arch: Arch,
     /// The first layers. `imagenet`: a 7x7 convolution of stride 2 and max pooling. `cifar`: a 3x3 convolution of
-    /// stride 1. `auto`: `cifar` for the CIFAR family and for inputs below 96 pixels, otherwise `imagenet`.
+    /// stride 1. `auto`: `cifar` for the CIFAR family and for inputs of less than 96 x 96 pixels, otherwise `imagenet`.
     pub stem: Stem,
     /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
     pub zero_init_residual: bool,
     /// Path of a safetensors file with torchvision's tensor names (timm has the same), a checkpoint's id, a version of a registered model
     /// (`models:/shoes@champion`), or (from the command line) the name of weights that `lockstep weights get` has downloaded, such as
-    /// `resnet18`. All names may share a prefix, such as `module.`. The last layer (`fc`) is initialised randomly if the file has no such
-    /// layer of the same shape. For grey pictures, a first convolution for RGB is summed over its channels. The log lists everything that
-    /// was not loaded unchanged.
+    /// `resnet18`. All tensor names may share a prefix, such as `module.`. The last layer (`fc`) is initialised randomly if the file has
+    /// no `fc` of the same shape. For grey pictures, a first convolution for RGB is summed over its input channels. The log lists all
+    /// tensors that were not loaded unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pretrained: Option<String>,
-    /// Keep batch norms as they are in the `pretrained` file, like torchvision's `FrozenBatchNorm2d`: training normalises with their
-    /// running statistics and changes neither these statistics nor their weights and biases. For fine-tuning with small batches.
+    /// Keep batch norms as they are in the `pretrained` file, like torchvision's `FrozenBatchNorm2d`: training normalises with the
+    /// running statistics, and changes neither these statistics nor the batch norms' weights and biases. For fine-tuning with small
+    /// batches.
     pub freeze_norm: bool,
 }
 
-/// From this image size on, `auto` chooses the stem `imagenet`.
+/// The smallest image size, in pixels of a side, for which `auto` chooses the stem `imagenet`.
 const IMAGENET_STEM_FROM: usize = 96;
 
 impl ModelSpec {
-    /// The stem for pictures of `image_size` pixels; never [`Stem::Auto`].
+    /// The stem for pictures of `image_size` x `image_size` pixels; never [`Stem::Auto`].
     pub fn stem_for(&self, image_size: usize) -> Stem {
         match self.stem {
             Stem::Auto if self.arch.is_cifar_family() || image_size < IMAGENET_STEM_FROM => Stem::Cifar,
@@ -102,7 +103,7 @@ impl Arch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Stem {
-    /// `cifar` for the CIFAR family and for images under 96 pixels, else `imagenet`.
+    /// `cifar` for the CIFAR family and for pictures of less than 96 x 96 pixels, otherwise `imagenet`.
     Auto,
     /// 7x7 convolution of stride 2, then 3x3 max pooling of stride 2.
     Imagenet,

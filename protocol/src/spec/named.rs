@@ -1,7 +1,7 @@
 //! Enums whose values are words in specifications, messages and the database.
 
-/// Gives an enum the constants `ALL` and `NAMES` and the method `name`. The names must equal serde's; the test below
-/// compares them, so add each new enum to its list.
+/// Gives an enum the constants `ALL` and `NAMES` and the method `name`. The names must equal serde's names. The test below
+/// compares them: add each new enum to the list in the test.
 macro_rules! named {
     ($kind:ident: $($variant:ident = $name:literal),+ $(,)?) => {
         impl $kind {
@@ -24,7 +24,7 @@ macro_rules! named {
 pub(super) use named;
 
 /// Gives an enum the constant `ALL`, the method `as_str`, `Display` and `FromStr`. `$noun` names the enum in the error for an unknown word.
-/// As for `named`, the words must equal serde's.
+/// As for `named`, the words must equal serde's names.
 #[macro_export]
 macro_rules! words {
     ($kind:ident, $noun:literal: $($variant:ident = $word:literal),+ $(,)?) => {

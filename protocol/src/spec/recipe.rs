@@ -180,8 +180,8 @@ impl Recipe {
     /// Sets each key that `document` does not give to the recipe's value. The document's keys must have the right
     /// types. The learning rate is left out, because it follows from the job's batch size ([`Recipe::lr_for`]).
     ///
-    /// If the job gives another number of epochs, settings that are epochs keep their share of the run; a warm-up is
-    /// never longer than the recipe's.
+    /// If the job gives another number of epochs, settings that are epochs keep their share of the run, except that a warm-up
+    /// is never longer than the recipe's.
     pub(super) fn fill(self, document: &mut Map<String, Value>) {
         let mut keys = self.keys();
         let given = |section: &str, key: &str| document.get(section).is_some_and(|s| s.get(key).is_some());
@@ -207,13 +207,13 @@ impl Recipe {
         }
         let Value::Object(sections) = keys else { return };
         for (section, table) in sections {
-            let (Value::Object(table), Some(into)) =
+            let (Value::Object(table), Some(target)) =
                 (table, document.entry(section).or_insert_with(|| Value::Object(Map::new())).as_object_mut())
             else {
                 continue;
             };
             for (key, value) in table {
-                into.entry(key).or_insert(value);
+                target.entry(key).or_insert(value);
             }
         }
     }
@@ -228,14 +228,14 @@ impl Recipe {
         self.settings().lr
     }
 
-    /// The learning rate for the number of pictures in a step of the job.
+    /// The recipe's learning rate, scaled to the number of pictures in a step of the job.
     pub fn lr_for(self, spec: &JobSpec) -> f64 {
         let (lr, pictures) = self.settings().lr;
         lr * spec.global_batch_size() as f64 / pictures
     }
 }
 
-/// Scales epochs of a run of `recipe_epochs` epochs to a run of `epochs` epochs: at least 1, without duplicates.
+/// Scales milestones from a run of `recipe_epochs` epochs to a run of `epochs` epochs. The results are at least 1, without duplicates.
 fn scale_epochs(milestones: &[Value], epochs: u64, recipe_epochs: u64) -> Vec<u64> {
     let old = milestones.iter().filter_map(Value::as_u64);
     let mut scaled: Vec<u64> = old.map(|epoch| (epoch * epochs / recipe_epochs.max(1)).max(1)).collect();
@@ -247,10 +247,10 @@ fn scale_epochs(milestones: &[Value], epochs: u64, recipe_epochs: u64) -> Vec<u6
 /// same epoch, only the later size is kept.
 fn scale_sizes(sizes: &[Value], epochs: u64, recipe_epochs: u64) -> Value {
     let mut scaled: Vec<Value> = Vec::new();
-    for (number, entry) in sizes.iter().enumerate() {
-        let passed = entry[0].as_u64().unwrap_or(1).saturating_sub(1) * epochs / recipe_epochs.max(1);
-        let epoch = if number == 0 { 1 } else { passed + 1 };
-        scaled.retain(|before| before[0] != epoch);
+    for (index, entry) in sizes.iter().enumerate() {
+        let epochs_before = entry[0].as_u64().unwrap_or(1).saturating_sub(1) * epochs / recipe_epochs.max(1);
+        let epoch = if index == 0 { 1 } else { epochs_before + 1 };
+        scaled.retain(|earlier| earlier[0] != epoch);
         scaled.push(json!([epoch, entry[1]]));
     }
     match &scaled[..] {

@@ -172,7 +172,7 @@ impl Kind {
             ),
             Kind::Channels { positive } => {
                 let positive = if positive { "positive " } else { "" };
-                format!("list of 1 or 3 {positive}numbers, one a channel")
+                format!("list of 1 or 3 {positive}numbers, one per channel")
             }
             Kind::Range { min, max } => {
                 format!("list of two ascending numbers, {} to {}", plain(min), plain(max))

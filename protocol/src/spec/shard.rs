@@ -1,4 +1,4 @@
-//! Hybrid parallel: which ranks share one copy of the network, and which operators are split over them.
+//! Hybrid parallelism: which ranks share one copy of the network, and which operators are split over these ranks.
 
 use super::{BrokenFiles, JobSpec, ParallelSpec, mistake::describe_value, named::named, nearest::nearest};
 use crate::numbers::plural;
@@ -8,11 +8,11 @@ use utoipa::ToSchema;
 
 /// Values of `parallel.mode`.
 pub(super) const MODES: [&str; 3] = ["data", "hybrid", "auto"];
-/// The largest number of strategies in a job.
+/// Maximum number of strategies in a job.
 pub const MAX_SHARDS: usize = 64;
 /// torchvision's name of the last layer of every network that can be split.
 const LAST_LAYER: &str = "fc";
-/// The largest number of characters in a pattern.
+/// Maximum number of characters in a pattern.
 const MATCH_CHARS: usize = 100;
 
 /// A strategy: how the operators that a pattern matches are split over the ranks that share a copy of the network.
@@ -60,8 +60,8 @@ impl ShardSpec {
 }
 
 fn is_pattern(text: &str) -> bool {
-    let known = |c: char| c.is_ascii_alphanumeric() || "._*-".contains(c);
-    (1..=MATCH_CHARS).contains(&text.len()) && text.chars().all(known)
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._*-".contains(c);
+    (1..=MATCH_CHARS).contains(&text.len()) && text.chars().all(is_allowed)
 }
 
 impl ParallelSpec {
@@ -77,7 +77,7 @@ impl ParallelSpec {
         Self { mode, pipeline, height, model, shard, ..self.clone() }
     }
 
-    /// Whether the mode is `hybrid`: ranks share, or may share, copies of the network.
+    /// Whether the mode is `hybrid`: several ranks may share one copy of the network.
     pub fn is_hybrid(&self) -> bool {
         self.mode == MODES[1]
     }
@@ -98,8 +98,8 @@ impl ParallelSpec {
         self.ranks_of_stage() / self.height.max(1)
     }
 
-    /// Which set of pictures `rank` has, from 0. Ranks are numbered with `model` fastest, then `height`, then copies of the network, then
-    /// stages.
+    /// Index of the set of pictures that `rank` has, from 0. In the numbering of ranks, `model` changes fastest, then `height`, then the
+    /// copy of the network, then the stage.
     pub fn data_rank(&self, rank: u32) -> u32 {
         let (height, model, rank) =
             (self.height.max(1), self.model.max(1), rank % self.ranks_of_stage().max(1));
@@ -119,8 +119,8 @@ impl ParallelSpec {
         let kept = plural(stages.min(micro_batches).into(), "micro-batch");
         (stages > 1).then(|| {
             format!(
-                "{stages} stages x {}: each stage waits for {bubble:.0} % of a step (the bubble), and the first stage keeps the activations of \
-                 {kept}",
+                "{stages} stages x {}: each stage waits for {bubble:.0} % of a step (the bubble), and the first stage keeps the \
+                 activations of {kept}",
                 plural(micro_batches.into(), "micro-batch")
             )
         })
@@ -135,17 +135,17 @@ impl ParallelSpec {
         };
         let is_split = self.is_hybrid() && self.model > 1 && split == Some(Split::Out);
         (is_split && classes < self.model as usize).then(|| {
-            let most =
+            let largest_divisor =
                 (1..=classes as u32).rev().find(|model| self.model.is_multiple_of(*model)).unwrap_or(1);
             format!(
-                "{} cannot be divided over {} ranks: set parallel.model to {most}",
+                "{} cannot be divided over {} ranks: set parallel.model to {largest_divisor}",
                 plural(classes as u64, "class"),
                 self.model
             )
         })
     }
 
-    /// Whether `rank` is the first of the ranks of its stage that have the same pictures.
+    /// Whether `rank` counts its pictures: among the ranks of a stage that have the same pictures, only the first does.
     pub fn counts_pictures(&self, rank: u32) -> bool {
         (rank / self.model.max(1)).is_multiple_of(self.height.max(1))
     }
@@ -169,18 +169,18 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
             continue;
         };
         if !table.get("match").and_then(Value::as_str).is_some_and(is_pattern) {
-            let is = table.get("match").map_or_else(|| "missing".into(), describe_value);
+            let given = table.get("match").map_or_else(|| "missing".into(), describe_value);
             mistakes.push(format!(
-                "entry {number}: match must be the name of an operator, such as \"fc\" or \"layer4.*\", is {is}"
+                "entry {number}: match must be the name of an operator, such as \"fc\" or \"layer4.*\", is {given}"
             ));
         }
         let split = table.get("split").and_then(Value::as_str);
         if !split.is_some_and(|split| Split::NAMES.contains(&split)) {
-            let is = table.get("split").map_or_else(|| "missing".into(), describe_value);
+            let given = table.get("split").map_or_else(|| "missing".into(), describe_value);
             let near = split.and_then(|split| nearest(split, Split::NAMES.into_iter()));
             let near = near.map(|near| format!("; did you mean {near:?}?")).unwrap_or_default();
             mistakes.push(format!(
-                "entry {number}: split must be one of {}, is {is}{near}",
+                "entry {number}: split must be one of {}, is {given}{near}",
                 Split::NAMES.join(", ")
             ));
         }
@@ -243,7 +243,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             ),
         );
     }
-    // A search decides itself about the settings below.
+    // In mode `auto`, the search for a plan takes the settings below into account.
     if parallel.is_auto() {
         return;
     }
@@ -265,8 +265,8 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake(
             "/data/broken_files",
             format!(
-                "\"skip\" cannot be combined with parallel.{shares_pictures}: ranks that have the same pictures may not all be able to read them. \
-                 Give \"fail\", and remove the broken files"
+                "\"skip\" cannot be combined with parallel.{shares_pictures}: ranks that have the same pictures may not all be able to \
+                 read them. Give \"fail\", and remove the broken files"
             ),
         );
     }
@@ -291,7 +291,7 @@ mod tests {
 
     #[test]
     fn a_pattern_matches_names() {
-        for (pattern, name, is) in [
+        for (pattern, name, is_match) in [
             ("fc", "fc", true),
             ("fc", "fc2", false),
             ("*", "layer1.0.conv1", true),
@@ -304,7 +304,7 @@ mod tests {
             ("a*a", "a", false),
         ] {
             let shard = ShardSpec { pattern: pattern.into(), split: Split::Out };
-            assert_eq!(shard.matches(name), is, "{pattern} {name}");
+            assert_eq!(shard.matches(name), is_match, "{pattern} {name}");
         }
     }
 }

@@ -15,8 +15,8 @@ pub(super) fn maximizes(metric: &str, goal: Option<&str>) -> bool {
     goal.map_or(!metric.ends_with("loss"), |goal| goal == GOALS[0])
 }
 
-/// Early stopping: the run ends, as succeeded, after `patience` validations in a row without an improvement. Without this section it does
-/// all its steps.
+/// Early stopping: the run ends, as succeeded, after `patience` validations in a row without an improvement. Without this section, the
+/// run does all its steps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct StopSpec {
@@ -25,12 +25,13 @@ pub struct StopSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub patience: Option<u32>,
     /// The metric that has to improve, `val_accuracy` when absent. `val_ema_accuracy` and `val_ema_loss` are measured with the averaged
-    /// weights and need
-    /// `train.ema_decay`.
+    /// weights and need `train.ema_decay`.
     pub metric: String,
-    /// A value is an improvement if it is better than the last improvement by more than this; 0 when absent. Accuracies are from 0 to 1.
+    /// A value is an improvement if it is better than the last improvement by more than `min_delta`; 0 when absent. Accuracies are from
+    /// 0 to 1.
     pub min_delta: f64,
-    /// `maximize` if larger values are better, `minimize` if smaller ones are. When absent: `maximize` for accuracies, `minimize` for losses.
+    /// `maximize` if larger values are better, `minimize` if smaller values are. When absent: `maximize` for accuracies, `minimize`
+    /// for losses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub goal: Option<String>,
 }

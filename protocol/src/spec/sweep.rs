@@ -15,9 +15,9 @@ use std::{
 };
 use utoipa::ToSchema;
 
-/// The largest number of trials of a sweep.
+/// Maximum number of trials of a sweep.
 pub const MAX_TRIALS: u32 = keys::MAX_TRIALS as u32;
-/// The largest number of parameters of a sweep.
+/// Maximum number of parameters of a sweep.
 const MAX_PARAMETERS: usize = 16;
 /// The keys of a parameter.
 const PARAMETER_KEYS: [&str; 4] = ["values", "min", "max", "distribution"];
@@ -33,7 +33,7 @@ pub enum SweepMethod {
     Asha,
 }
 
-/// What trials are compared by.
+/// The metric by which trials are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SweepMetric {
     /// `val_accuracy` or `val_loss`.
@@ -74,27 +74,28 @@ pub struct SweepSpec {
     /// after each rung only the best 1/`reduction` of the trials continue, and the others end but keep their checkpoints.
     #[schema(value_type = String)]
     pub method: SweepMethod,
-    /// What trials are compared by: `name` is `val_accuracy` (when absent) or `val_loss`, `goal` is `maximize` or
-    /// `minimize`; when absent, accuracies are maximized and losses minimized.
+    /// The metric by which trials are compared: `name` is `val_accuracy` (when absent) or `val_loss`; `goal` is `maximize` or
+    /// `minimize` (when absent, accuracies are maximized and losses minimized).
     #[schema(value_type = Object)]
     pub metric: SweepMetric,
-    /// A table for each key of the job file that differs: `values`, a list; or `min` and `max`, for whole numbers or
-    /// fractions, with `distribution = "log"` where orders of magnitude matter.
+    /// A table for each key of the job file that differs between trials. The table has `values`, a list, or `min` and `max`. If `min` and
+    /// `max` are whole numbers, so are the values. With `distribution = "log"`, the logarithms of the values are spread evenly; when
+    /// absent, the values are.
     #[schema(value_type = Object)]
     parameters: BTreeMap<String, Parameter>,
-    /// Seed of the settings that `random` and `asha` draw. The same file has the same settings.
+    /// Seed of the settings that `random` and `asha` draw. The same section always gives the same settings.
     pub seed: u64,
-    /// The largest number of trials. Required if a parameter has `min` and `max`; otherwise the default is every
+    /// Maximum number of trials. Required if a parameter has `min` and `max`; otherwise the default is every
     /// combination, at most 500.
     pub max_trials: Option<u32>,
-    /// The largest number of trials that wait for slots or train at the same time. Default: all.
+    /// Maximum number of trials that wait for slots or train at the same time. Default: all.
     pub max_concurrent: Option<u32>,
     /// With `asha`: one in `reduction` trials continues after each rung. The last rung is the end of training. The epoch
-    /// of each earlier rung is that of the next rung divided by `reduction`, rounded down.
+    /// of each earlier rung is the epoch of the next rung divided by `reduction`, rounded down.
     pub reduction: u32,
-    /// With `asha`: no rung is before this epoch.
+    /// With `asha`: the earliest epoch that may be a rung.
     pub min_epochs: u32,
-    /// With `asha`: the largest number of rungs, including the end of training.
+    /// With `asha`: the maximum number of rungs, including the end of training.
     pub rungs: u32,
 }
 
@@ -119,7 +120,7 @@ pub fn read_sweep(section: &Value) -> Result<SweepSpec, Vec<SpecError>> {
     let mut table = table.clone();
     let known_keys: Vec<&str> =
         SWEEP.keys.iter().map(|(key, _)| *key).chain(["metric", "parameters"]).collect();
-    check_section(&mut table, &SWEEP, "sweep", &known_keys, &mut errors);
+    check_section(&mut table, &SWEEP, &known_keys, &mut errors);
     let method = match table.get("method").and_then(Value::as_str) {
         Some("random") => SweepMethod::Random,
         Some("asha") => SweepMethod::Asha,
@@ -146,7 +147,7 @@ pub fn read_sweep(section: &Value) -> Result<SweepSpec, Vec<SpecError>> {
     if errors.is_empty() { Ok(sweep) } else { Err(errors) }
 }
 
-/// Defaults of the keys of the same names.
+/// Defaults of the keys `reduction`, `min_epochs` and `rungs`.
 pub(super) const REDUCTION: u32 = 3;
 pub(super) const MIN_EPOCHS: u32 = 1;
 pub(super) const RUNGS: u32 = 5;
@@ -346,15 +347,15 @@ impl SweepSpec {
 
     /// The settings of all trials, in the order in which trials start. A function of the section only.
     pub fn settings(&self) -> Vec<Setting> {
-        let most = u64::from(self.max_trials.unwrap_or(MAX_TRIALS).min(MAX_TRIALS));
+        let max_trials = u64::from(self.max_trials.unwrap_or(MAX_TRIALS).min(MAX_TRIALS));
         let mut random = Random(self.seed);
         match (self.method, self.combinations()) {
             (SweepMethod::Grid, Some(all)) => {
-                (0..all.min(most)).map(|index| self.combination(index)).collect()
+                (0..all.min(max_trials)).map(|index| self.combination(index)).collect()
             }
             (_, Some(all)) => {
                 let (mut seen, mut settings) = (BTreeSet::new(), Vec::new());
-                while (settings.len() as u64) < all.min(most) {
+                while (settings.len() as u64) < all.min(max_trials) {
                     let index = random.below(all);
                     if seen.insert(index) {
                         settings.push(self.combination(index));
@@ -362,11 +363,11 @@ impl SweepSpec {
                 }
                 settings
             }
-            (_, None) => (0..most).map(|_| self.draw(&mut random)).collect(),
+            (_, None) => (0..max_trials).map(|_| self.draw(&mut random)).collect(),
         }
     }
 
-    /// The combination with this number, counted with the last key changing fastest.
+    /// The combination with this index, from 0. The last key changes fastest.
     fn combination(&self, mut index: u64) -> Setting {
         let mut setting = Setting::new();
         for (key, parameter) in self.parameters.iter().rev() {
@@ -406,7 +407,7 @@ impl Parameter {
                 };
                 match is_whole {
                     true => json!(drawn.round().clamp(*min, *max) as i64),
-                    // Six digits are read and compared more easily.
+                    // Six digits are easier to read and compare than all digits.
                     false => json!(format!("{drawn:.5e}").parse().unwrap_or(drawn).clamp(*min, *max)),
                 }
             }
@@ -426,7 +427,7 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number of `0..end`.
+    /// A number in `0..end`.
     fn below(&mut self, end: u64) -> u64 {
         self.next() % end.max(1)
     }

@@ -5,46 +5,47 @@ use super::recipe::Recipe;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Epochs of a job that gives neither epochs nor steps.
+/// Number of epochs of a job that gives neither `epochs` nor `steps`.
 pub(super) const DEFAULT_EPOCHS: u32 = 10;
 
 /// How the network is optimised.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSpec {
-    /// The recipe, whose settings replace defaults in all sections. A job that is stored or shown has these settings
-    /// among its keys.
+    /// Name of a recipe: a group of settings that replace the defaults of keys in several sections. Stored and shown jobs contain
+    /// the recipe's settings as if the job file had given them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recipe: Option<Recipe>,
-    /// Passes over the training data; 10 when neither this nor `steps` is given.
+    /// Number of passes over the training data; 10 when neither this key nor `steps` is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<u32>,
-    /// Optimizer steps, instead of `epochs`.
+    /// Number of optimizer steps, instead of `epochs`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
-    /// Pictures of a rank in one micro-batch; 32 when neither this key nor `global_batch_size` is given.
+    /// Number of pictures of a rank in one micro-batch; 32 when neither this key nor `global_batch_size` is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<u32>,
-    /// Pictures of all ranks in one optimizer step, instead of `batch_size`; a multiple of `ranks` x `accumulate`.
+    /// Number of pictures of all ranks in one optimizer step, instead of `batch_size`; a multiple of `parallel.ranks` x `accumulate`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub global_batch_size: Option<u32>,
-    /// The optimizer: PyTorch's SGD (`momentum`, `nesterov`) and `AdamW` (`adamw`); `lars` and `lamb` have layer-wise
-    /// adaptive rates for large batches; `muon` makes the update of each convolution's filters an orthogonal matrix, and updates all
-    /// other parameters as `nesterov` does.
+    /// The optimizer. `momentum` and `nesterov`: PyTorch's SGD. `adamw`: PyTorch's `AdamW`. `lars` and `lamb`: layer-wise adaptive
+    /// rates, for large batches. `muon`: the update of each convolution's filters is an orthogonal matrix, and all other parameters
+    /// are updated as with `nesterov`.
     pub optimizer: OptimizerKind,
-    /// The highest learning rate of the run; `schedule` changes it over the run. A recipe's learning rate is the
-    /// default of its jobs, in proportion to the pictures of a step.
+    /// The highest learning rate of the run; `schedule` gives the rate of each step. With a recipe, the default is the recipe's
+    /// learning rate, scaled in proportion to the number of pictures in a step.
     pub lr: f32,
-    /// Momentum of `momentum`, `nesterov` and `lars`, and with `muon` of all parameters except filters.
+    /// `momentum`, `nesterov` and `lars`: the momentum. `muon`: the momentum of all parameters except filters.
     pub momentum: f32,
     /// `muon`: momentum of filters.
     pub filter_momentum: f32,
-    /// `muon`: learning rate of batch norms and biases, as a multiple of `lr`.
+    /// `muon`: learning rate of batch norms, and of biases except those of linear layers, as a multiple of `lr`.
     pub bias_lr: f32,
-    /// `muon`: learning rate of linear layers, as a multiple of `lr`.
+    /// `muon`: learning rate of linear layers (weights and biases), as a multiple of `lr`.
     pub head_lr: f32,
-    /// L2 penalty as in PyTorch's optimizers; `adamw` and `lamb` decouple it from the gradient. With `muon` every parameter except
-    /// filters decays by `lr` times this number per step, independent of its own learning rate.
+    /// Weight decay. It is added to the gradient as an L2 penalty, as in PyTorch's SGD; with `adamw` and `lamb` it is decoupled from the
+    /// gradient, as in PyTorch's `AdamW`. With `muon` its rate is `lr` for every parameter, whatever `bias_lr` and `head_lr` are, and
+    /// filters have no weight decay.
     pub weight_decay: f32,
     /// False excludes batch norm's parameters and biases from weight decay, and with `lamb` also from layer-wise
     /// adaptation (`lars` always excludes them from both).
@@ -55,12 +56,12 @@ pub struct TrainSpec {
     pub beta2: f64,
     /// `adamw` and `lamb`: added to the denominator, the square root of the running mean of squares.
     pub epsilon: f64,
-    /// How the learning rate changes. `constant`: not at all; `step`: by `gamma` at `milestones`; `cosine`: along half
-    /// a cosine down to `final_lr_fraction`; `one_cycle`: up to `lr` and down again.
+    /// How the learning rate changes. `constant`: not at all; `step`: multiplied by `gamma` at each of the `milestones`; `cosine`: along
+    /// half a cosine down to `final_lr_fraction`; `one_cycle`: up to `lr` and down again.
     pub schedule: ScheduleKind,
-    /// Linear warm-up from 0, in epochs, before `schedule` applies.
+    /// Length of the linear warm-up, in epochs: the learning rate rises from 0 to `lr` before `schedule` applies.
     pub warmup_epochs: f32,
-    /// `step`: multiply the learning rate by `gamma` at each of these epochs.
+    /// `step`: the numbers of epochs after which the learning rate is multiplied by `gamma`.
     pub milestones: Vec<u32>,
     /// `step`: the factor at each milestone.
     pub gamma: f32,
@@ -76,8 +77,9 @@ pub struct TrainSpec {
     /// for each step from Beta(`mixup`, `mixup`). 0: off.
     pub mixup: f32,
     /// cutmix (Yun et al. 2019), torchvision's `RandomCutMix`: in each picture of a step, a rectangle is replaced by
-    /// the same rectangle of the previous picture. Its area is `1 - lambda` of the picture before it is cut at the
-    /// borders. 0: off. With mixup also on, each step applies one of the two, with equal probability.
+    /// the same rectangle of the previous picture. The rectangle has the fraction `1 - lambda` of the picture's area, before its part
+    /// outside the picture is cut off. `lambda` is drawn for each step from Beta(`cutmix`, `cutmix`). 0: off. If mixup is also on, each
+    /// step applies one of the two, with equal probability.
     pub cutmix: f32,
     /// Decay of an exponential moving average (EMA) of the weights and running statistics: each update computes `average =
     /// ema_decay average + (1 - ema_decay) weights`. Until the first update after the warm-up, the average is a copy of the
@@ -86,11 +88,11 @@ pub struct TrainSpec {
     pub ema_decay: f64,
     /// Steps between two updates of the moving average (torchvision's `--model-ema-steps`).
     pub ema_steps: u64,
-    /// Micro-batches of a rank in a step (gradient accumulation).
+    /// Number of micro-batches of a rank in a step (gradient accumulation).
     pub accumulate: u32,
-    /// Arithmetic of the convolutions. `auto`: on GPUs the fastest that keeps fp32's accuracy; on CPU cores fp32. CPU cores compute in
-    /// `bf16` only on processors with AVX512-BF16, and a server starts such jobs on CPU cores only with `parallel.device = "cpu"`; on other
-    /// processors the job fails at its start.
+    /// Floating-point format of the convolutions. `auto`: on GPUs the fastest format that keeps the accuracy of fp32; on CPU cores fp32.
+    /// On CPU cores, `bf16` needs a processor with AVX512-BF16; on other processors the job fails at its start. A server starts a `bf16`
+    /// job on CPU cores only if the job has `parallel.device = "cpu"`.
     pub precision: Precision,
     /// With `fp16`: the factor by which the loss is multiplied before the backward pass; `dynamic` adapts it.
     pub loss_scale: LossScale,
@@ -102,7 +104,7 @@ pub struct TrainSpec {
 }
 
 impl TrainSpec {
-    /// Passes over the training data of a job without `steps`.
+    /// Number of passes over the training data, if the job does not give `steps`.
     pub fn epochs(&self) -> u32 {
         self.epochs.unwrap_or(DEFAULT_EPOCHS)
     }
@@ -112,7 +114,7 @@ impl TrainSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerKind {
-    /// v = m v + g + wd w; w -= lr v (PyTorch's SGD).
+    /// PyTorch's SGD: v = m v + g + d w; w -= lr v, with momentum m, gradient g and weight decay d.
     Momentum,
     /// PyTorch's SGD with `nesterov=True`.
     Nesterov,
@@ -124,9 +126,9 @@ pub enum OptimizerKind {
     /// trust ratio is |w| / |update| without bounds, and 1 where either is 0, as in timm's `Lamb(always_adapt=True,
     /// max_grad_norm=None)`. Gradients are not clipped.
     Lamb,
-    /// Momentum orthogonalised by Newton-Schulz (Jordan et al. 2024), for the filters of convolutions: v = m v + g, u = g + m v;
-    /// three quintic iterations bring the singular values of u, as a matrix with a row for each output channel, near 1;
-    /// w = sqrt(rows) w / |w| - lr u. Filters have no weight decay, because each step sets their norm.
+    /// Momentum orthogonalised by Newton-Schulz iterations (Jordan et al. 2024), for the filters of convolutions. A convolution's
+    /// filters w are a matrix with one row per output channel. v = m v + g; u = g + m v; three quintic iterations bring the singular
+    /// values of u near 1; then w = sqrt(rows) w / |w| - lr u. Filters have no weight decay, because each step sets their norm.
     Muon,
 }
 
@@ -151,7 +153,7 @@ pub enum ScheduleKind {
 
 named!(ScheduleKind: Constant = "constant", Step = "step", Cosine = "cosine", OneCycle = "one_cycle");
 
-/// Arithmetic of the convolutions.
+/// Floating-point format of the convolutions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {

@@ -12,7 +12,7 @@ fn transforms_are_accepted_up_to_their_limits() {
         "color_jitter = [10, 10, 10, 0.5]",
         "color_jitter = [0, 0, 0, 0]",
     ] {
-        let spec = from_toml(&with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
+        let spec = from_toml(&job_with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
         assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec), "{line}");
     }
 }

@@ -24,7 +24,7 @@ fn one_mistake(toml: &str, pointer: &str, parts: &[&str]) {
 }
 
 /// A valid document with `line` added to `section`.
-fn with(section: &str, line: &str) -> String {
+fn job_with(section: &str, line: &str) -> String {
     if section == "data" {
         format!("[data]\ndataset = \"d\"\n{line}\n")
     } else {
@@ -55,12 +55,12 @@ fn image_size_is_one_number_or_a_schedule() {
         ("validation_size = 4096", 4096),
         (&entries(8), 30),
     ] {
-        let spec = from_toml(&with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
+        let spec = from_toml(&job_with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
         assert_eq!(spec.data.effective_validation_size(), Some(last), "{line}");
         assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec.clone()), "{line}");
         assert_eq!(from_toml(&toml::to_string(&spec).expect("TOML")), Ok(spec), "{line}");
     }
-    let plain = from_toml(&with("data", "image_size = 224")).expect("a job");
+    let plain = from_toml(&job_with("data", "image_size = 224")).expect("a job");
     let stored = serde_json::to_value(&plain).expect("plain data");
     assert_eq!(stored["data"]["image_size"], 224);
     assert!(stored["data"].get("validation_size").is_none(), "an absent key is not stored");
@@ -69,10 +69,10 @@ fn image_size_is_one_number_or_a_schedule() {
     for (value, expected) in [
         ("[]", &["1 to 8 sizes, has 0"][..]),
         (&entries(9)["image_size = ".len()..], &["1 to 8 sizes, has 9"]),
-        ("[128, 192]", &["entry 1 is not of that form", "[epoch, pixels]", "[[1, 128], [14, 192]]"]),
-        ("[[1]]", &["entry 1 is not of that form"]),
-        ("[[1, 128, 1]]", &["entry 1 is not of that form"]),
-        ("[{ epoch = 1 }]", &["entry 1 is not of that form"]),
+        ("[128, 192]", &["entry 1 is not [epoch, pixels]", "[epoch, pixels]", "[[1, 128], [14, 192]]"]),
+        ("[[1]]", &["entry 1 is not [epoch, pixels]"]),
+        ("[[1, 128, 1]]", &["entry 1 is not [epoch, pixels]"]),
+        ("[{ epoch = 1 }]", &["entry 1 is not [epoch, pixels]"]),
         ("[[1, 128], { epoch = 13, size = 192 }]", &["entry 2 is a table: write [13, 192]"]),
         ("[[2, 128]]", &["begin in epoch 1, begins in 2"]),
         ("[[0, 128]]", &["epoch must be a whole number from 1 to 100,000, is 0"]),
@@ -85,14 +85,14 @@ fn image_size_is_one_number_or_a_schedule() {
         ("[[1, 127], [2, 192]]", &["127 is odd"]),
         ("[[1, 14], [2, 32]]", &["14 is too small for resnet50"]),
     ] {
-        one_mistake(&with("data", &image_size(value)), "/data/image_size", expected);
+        one_mistake(&job_with("data", &image_size(value)), "/data/image_size", expected);
     }
     let late = "steps = 5\n[data]\ndataset = \"d\"\nimage_size = [[1, 128], [99, 192]]";
     assert!(
         from_toml(&format!("[train]\n{late}")).is_ok(),
         "the number of epochs is unknown if steps are given"
     );
-    let sizes = |line: &str| with("data", &format!("image_size = 176\n{line}"));
+    let sizes = |line: &str| job_with("data", &format!("image_size = 176\n{line}"));
     one_mistake(
         &sizes("validation_size = 174"),
         "/data/validation_size",
@@ -110,7 +110,7 @@ fn image_size_is_one_number_or_a_schedule() {
 
 #[test]
 fn a_stored_specification_is_read_back_unchanged() {
-    let spec = from_toml(&with("train", "global_batch_size = 64\nseed = 18446744073709551615")).err();
+    let spec = from_toml(&job_with("train", "global_batch_size = 64\nseed = 18446744073709551615")).err();
     // TOML's integers end at 2^63 - 1; JSON's do not.
     assert!(spec.is_some());
     let spec = from_json(&json!({"data": {"dataset": "d"}, "train": {"seed": u64::MAX}})).expect("valid");
@@ -128,15 +128,15 @@ fn all_mistakes_are_reported_at_once() {
 
 #[test]
 fn errors_for_unknown_keys_suggest_the_nearest_key() {
-    one_mistake(&with("train", "batchsize = 8"), "/train/batchsize", &["did you mean \"batch_size\""]);
+    one_mistake(&job_with("train", "batchsize = 8"), "/train/batchsize", &["did you mean \"batch_size\""]);
     one_mistake(
-        &with("data", "lr = 0.1"),
+        &job_with("data", "lr = 0.1"),
         "/data/lr",
         &["belongs to [train]: move it to that section (with --set: train.lr=VALUE)"],
     );
-    one_mistake(&with("train", "learning_rate = 0.1"), "/train/learning_rate", &["did you mean \"lr\""]);
-    one_mistake(&with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are recipe, epochs, steps"]);
-    one_mistake(&with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);
+    one_mistake(&job_with("train", "learning_rate = 0.1"), "/train/learning_rate", &["did you mean \"lr\""]);
+    one_mistake(&job_with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are recipe, epochs, steps"]);
+    one_mistake(&job_with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);
 }
 
 #[test]
@@ -311,9 +311,12 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
         ),
         ("model", "arch = \"resnet-50\"", "arch", &["did you mean \"resnet50\"", "resnet110"]),
     ] {
-        one_mistake(&with(section, line), &format!("/{section}/{key}"), expected);
+        one_mistake(&job_with(section, line), &format!("/{section}/{key}"), expected);
     }
-    assert!(from_toml(&with("parallel", "mode = \"hybrid\"\nheight = 2\nranks = 2")).is_ok(), "also on GPUs");
+    assert!(
+        from_toml(&job_with("parallel", "mode = \"hybrid\"\nheight = 2\nranks = 2")).is_ok(),
+        "also on GPUs"
+    );
     one_mistake("name = \"\"\n[data]\ndataset = \"d\"", "/name", &["1 to 200 characters"]);
     one_mistake("name = \"a\\u0007b\"\n[data]\ndataset = \"d\"", "/name", &["control characters"]);
     for (document, pointer) in [
@@ -332,14 +335,14 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
 
 #[test]
 fn combinations_that_cannot_work_are_refused() {
-    one_mistake(&with("train", "epochs = 1\nsteps = 1"), "/train/steps", &["not both"]);
+    one_mistake(&job_with("train", "epochs = 1\nsteps = 1"), "/train/steps", &["not both"]);
     one_mistake(
-        &with("train", "batch_size = 1\nglobal_batch_size = 1"),
+        &job_with("train", "batch_size = 1\nglobal_batch_size = 1"),
         "/train/global_batch_size",
         &["not both"],
     );
     one_mistake(
-        &with("checkpoint", "every_epochs = 1\nevery_steps = 1"),
+        &job_with("checkpoint", "every_epochs = 1\nevery_steps = 1"),
         "/checkpoint/every_steps",
         &["not both"],
     );
@@ -357,8 +360,8 @@ fn combinations_that_cannot_work_are_refused() {
         from_toml("[data]\ndataset = \"d\"\n[parallel]\ndevice = \"cpu\"\n[train]\nprecision = \"bf16\"")
             .is_ok()
     );
-    one_mistake(&with("train", "schedule = \"step\""), "/train/milestones", &["such as [30, 60, 80]"]);
-    one_mistake(&with("data", "mean = [0.5]\nstd = [0.5, 0.5, 0.5]"), "/data/std", &["mean has 1"]);
+    one_mistake(&job_with("train", "schedule = \"step\""), "/train/milestones", &["such as [30, 60, 80]"]);
+    one_mistake(&job_with("data", "mean = [0.5]\nstd = [0.5, 0.5, 0.5]"), "/data/std", &["mean has 1"]);
 }
 
 #[test]
@@ -393,22 +396,22 @@ fn settings_from_the_command_line_override_the_file() {
 
 #[test]
 fn freeze_norm_needs_pretrained_weights() {
-    let frozen = |more: &str| with("model", &format!("freeze_norm = true\n{more}"));
+    let frozen = |more: &str| job_with("model", &format!("freeze_norm = true\n{more}"));
     one_mistake(&frozen(""), "/model/freeze_norm", &["set model.pretrained", "freeze_norm = false"]);
     let spec = from_toml(&frozen("pretrained = \"weights.safetensors\"")).expect("a job");
     assert!(spec.model.freeze_norm);
     assert!(!JobSpec::default().model.freeze_norm);
-    assert!(from_toml(&with("model", "freeze_norm = false")).is_ok());
+    assert!(from_toml(&job_with("model", "freeze_norm = false")).is_ok());
 }
 
 #[test]
 fn histograms_are_off_or_at_least_ten_steps_apart() {
     for steps in [0, 10, 11, 1_000_000_000] {
-        let spec = from_toml(&with("log", &format!("histograms = {steps}"))).expect("a job");
+        let spec = from_toml(&job_with("log", &format!("histograms = {steps}"))).expect("a job");
         assert_eq!(spec.log.histograms, steps);
     }
     for steps in [1, 9] {
-        let text = with("log", &format!("histograms = {steps}"));
+        let text = job_with("log", &format!("histograms = {steps}"));
         one_mistake(
             &text,
             "/log/histograms",

@@ -346,7 +346,7 @@ async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
     stream
         .until(|f| {
             f["reason"].as_str().is_some_and(|r| {
-                r.contains("needs 4 slots; the online machines have enough together, but others cannot reach a: start that agent")
+                r.contains("needs 4 slots; the online machines have enough together, but other machines cannot reach a: start that agent")
                     && r.contains("--advertise ADDRESS")
             })
         })

@@ -62,8 +62,9 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
             Ok(FileKind::File { size_bytes }) => size_bytes,
             _ => 0,
         };
-        let (all, largest) = paths.iter().map(size).fold((0, 0), |(all, most), n| (all + n, n.max(most)));
-        packed::check_fits(all + largest)
+        let (sum, largest) =
+            paths.iter().map(size).fold((0, 0), |(sum, largest), n| (sum + n, n.max(largest)));
+        packed::check_fits(sum + largest)
             .map_err(|detail| DataError::Invalid(format!("{}: its split {name} {detail}", dir.display())))?;
         let (mut pixels, mut labels, mut broken) = (Vec::new(), Vec::new(), Vec::new());
         for file in paths {
@@ -95,7 +96,8 @@ fn append(bytes: &[u8], layout: &Layout, pixels: &mut Vec<u8>, labels: &mut Vec<
     let record = layout.label_bytes + 3 * PLANE;
     if bytes.is_empty() || !bytes.len().is_multiple_of(record) {
         return Err(format!(
-            "has {} bytes, which is not a multiple of the {record} bytes of a record: it is cut off or not a CIFAR binary file; download it again",
+            "has {} bytes, which is not a multiple of the {record} bytes of a record: it is cut off or not a CIFAR binary file; \
+             download it again",
             bytes.len()
         ));
     }

@@ -16,7 +16,7 @@ pub(super) fn is_unfinished(dir: &Path) -> bool {
     dir.join(UNFINISHED).is_file()
 }
 
-/// The used part of a record.
+/// The part of a record that is used here.
 #[derive(Deserialize)]
 struct Record {
     /// The shards by file name.
@@ -29,16 +29,16 @@ struct Shard {
 }
 
 /// How a complete copy differs from its record. `None` if it does not differ, or if `dir` has no copy. `size_of`
-/// returns the size of a shard in bytes, or `None` for a shard that is not read; if `all`, every shard must exist.
+/// returns the size of a shard in bytes, or `None` for a shard that was not found; this is damage only if `needs_all`.
 /// Only the record is opened.
-pub(super) fn damage(dir: &Path, all: bool, size_of: impl Fn(&str) -> Option<u64>) -> Option<String> {
+pub(super) fn damage(dir: &Path, needs_all: bool, size_of: impl Fn(&str) -> Option<u64>) -> Option<String> {
     // The file may come from another program and only have the same name.
-    let text = files::read(&dir.join(PREPARED), MAX_BYTES).ok()?;
-    let record = serde_json::from_slice::<Record>(&text).ok()?;
+    let bytes = files::read(&dir.join(PREPARED), MAX_BYTES).ok()?;
+    let record = serde_json::from_slice::<Record>(&bytes).ok()?;
     let found = record.shards.iter().find_map(|(file, written)| match size_of(file) {
         Some(size) if size == written.bytes => None,
         Some(size) => Some(format!("{file} has {size} bytes and was written with {}", written.bytes)),
-        None if all => Some(format!("{file} is missing")),
+        None if needs_all => Some(format!("{file} is missing")),
         None => None,
     })?;
     Some(format!(

@@ -16,16 +16,19 @@ pub use super::picture::{
     jpeg::{CpuDecodeReason, MAX_SIDE, Stored, Subsampling},
 };
 
-/// A JPEG file, and the part to decode from it: an upright rectangle, which is resized and optionally mirrored.
+/// A JPEG file, and the rectangle that is cut out of it, resized and optionally mirrored. The rectangle is in the upright picture:
+/// the stored picture after its EXIF orientation is applied.
 #[derive(Debug)]
 pub struct Encoded<'a> {
     pub bytes: &'a [u8],
     pub stored: Stored,
-    /// The column of the upright picture at which the column table begins.
+    /// The column of the upright picture that is input 0 of `columns`.
     pub left: u32,
-    /// The row of the upright picture at which the row table begins.
+    /// The row of the upright picture that is input 0 of `rows`.
     pub top: u32,
+    /// The weights by which rows of the upright picture become rows of the output.
     pub rows: &'a ScaleTable,
+    /// The same for columns.
     pub columns: &'a ScaleTable,
     /// Whether the picture is mirrored left to right after resizing.
     pub flip: bool,
@@ -74,7 +77,7 @@ pub struct Decoded {
     /// Whether the device has failed too often, so that only cores decode from now on.
     pub given_up: bool,
     /// The number of batches that failed since the last success.
-    failures: u32,
+    consecutive_failures: u32,
 }
 
 impl fmt::Display for Decoded {
@@ -110,11 +113,11 @@ impl OnDevice {
     }
 
     pub(super) fn decoded(&self) -> Decoded {
-        self.with(|decoded| decoded.clone())
+        self.with_decoded(|decoded| decoded.clone())
     }
 
     pub(super) fn is_in_use(&self) -> bool {
-        self.with(|decoded| !decoded.given_up)
+        self.with_decoded(|decoded| !decoded.given_up)
     }
 
     /// Counts pictures that are left to cores.
@@ -122,32 +125,32 @@ impl OnDevice {
         if pictures == 0 {
             return;
         }
-        self.with(|decoded| *decoded.by_cores.entry(why).or_insert(0) += pictures);
+        self.with_decoded(|decoded| *decoded.by_cores.entry(why).or_insert(0) += pictures);
     }
 
     /// Counts pictures that the device has decoded, and pictures that it refused.
     pub(super) fn count_decoded(&self, pictures: u64, refused: u64) {
-        self.with(|decoded| {
+        self.with_decoded(|decoded| {
             decoded.by_device += pictures;
-            decoded.failures = 0;
+            decoded.consecutive_failures = 0;
         });
         if refused > 0 {
             self.count_for_cores(CpuDecodeReason::Refused, refused);
         }
     }
 
-    /// Counts pictures of a batch that failed. `is_first`: no other pictures of the batch have failed before.
-    pub(super) fn count_failed(&self, why: String, pictures: u64, is_first: bool) {
+    /// Counts pictures of a batch that failed. `is_first_of_batch`: no other pictures of the batch have failed before.
+    pub(super) fn count_failed(&self, why: String, pictures: u64, is_first_of_batch: bool) {
         tracing::warn!("the GPU could not decode {pictures} pictures; CPU cores decode them: {why}");
         self.count_for_cores(CpuDecodeReason::Failed, pictures);
-        self.with(|decoded| {
+        self.with_decoded(|decoded| {
             decoded.failure = Some(why);
-            decoded.failures += u32::from(is_first);
-            decoded.given_up |= decoded.failures >= MAX_FAILURES;
+            decoded.consecutive_failures += u32::from(is_first_of_batch);
+            decoded.given_up |= decoded.consecutive_failures >= MAX_FAILURES;
         });
     }
 
-    fn with<T>(&self, look: impl FnOnce(&mut Decoded) -> T) -> T {
-        look(&mut lock(&self.decoded))
+    fn with_decoded<T>(&self, action: impl FnOnce(&mut Decoded) -> T) -> T {
+        action(&mut lock(&self.decoded))
     }
 }

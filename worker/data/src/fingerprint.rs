@@ -46,8 +46,8 @@ impl Catalog {
                     picture_bytes += count * u64::from(*height) * u64::from(*width) * u64::from(*channels);
                 }
                 Samples::Listed(listing) => {
-                    for number in 0..listing.len() {
-                        let (name, size, content) = listing.identity(number);
+                    for index in 0..listing.len() {
+                        let (name, size, content) = listing.identity(index);
                         add(name.as_os_str().as_encoded_bytes());
                         add(&size.to_le_bytes());
                         add(&content.to_le_bytes());

@@ -6,7 +6,7 @@
 //! approximate, and a class with few pictures may have none held out.
 //! Folds are equal parts of each class and of the whole split, up to one picture. Pictures of a class with the same
 //! content (in folders, the same name) are in the same fold, so duplicates make the parts less equal. Folds depend on
-//! all pictures, so adding or removing pictures moves others.
+//! all pictures, so adding or removing pictures moves other pictures, too.
 
 use super::{Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, listing::Listing};
 use lockstep_protocol::{
@@ -38,13 +38,14 @@ pub(crate) fn hold_out(division: &ValidationDivision, pictures: &[Identity], lab
     let Some((fold, folds)) = division.fold else {
         return pictures.iter().map(|picture| is_held_out(division, *picture)).collect();
     };
-    let in_random_order = |place: &usize| {
+    // By class, and at random within a class.
+    let sort_key = |place: &usize| {
         let picture = pictures[*place];
-        let number = Random::new(&[division.validation_seed, FOLD, picture.key]).next_u64();
-        (labels[*place], number, picture)
+        let random = Random::new(&[division.validation_seed, FOLD, picture.key]).next_u64();
+        (labels[*place], random, picture)
     };
     let mut order: Vec<usize> = (0..pictures.len()).collect();
-    order.sort_by_cached_key(in_random_order);
+    order.sort_by_cached_key(sort_key);
     // Numbering continues from class to class, so without duplicates the sizes of whole folds also differ by at most
     // one.
     let mut held_out = vec![false; pictures.len()];
@@ -88,9 +89,9 @@ pub(super) fn validation_split_name(spec: &DataSpec) -> &str {
 
 /// The identities of encoded pictures. `labels` has the class of each picture.
 pub(super) fn identities_of_files(listing: &Listing, labels: &[u32], classes: &[String]) -> Vec<Identity> {
-    let one = |(number, label): (usize, &u32)| {
-        let content = listing.content(number);
-        let key = match listing.file_name(number) {
+    let identity = |(index, label): (usize, &u32)| {
+        let content = listing.content(index);
+        let key = match listing.file_name(index) {
             Some(name) => {
                 let class = classes.get(*label as usize).map_or("", String::as_str);
                 let digest = Sha256::new()
@@ -104,16 +105,16 @@ pub(super) fn identities_of_files(listing: &Listing, labels: &[u32], classes: &[
         };
         Identity { key, content }
     };
-    labels.iter().enumerate().map(one).collect()
+    labels.iter().enumerate().map(identity).collect()
 }
 
 /// The identities of uncompressed pictures of `size` bytes each, stored one after another.
 pub(super) fn identities_of_packed(pixels: &[u8], size: usize) -> Vec<Identity> {
-    let one = |picture: &[u8]| {
+    let identity = |picture: &[u8]| {
         let content = content_hash(picture);
         Identity { key: content, content }
     };
-    pixels.par_chunks_exact(size.max(1)).map(one).collect()
+    pixels.par_chunks_exact(size.max(1)).map(identity).collect()
 }
 
 /// The fingerprint of pictures with their classes, independent of their order. `None` if there are no pictures.

@@ -73,7 +73,8 @@ fn read(
             && (*height, *width) != size
         {
             return Err(DataError::Invalid(format!(
-                "{} has pictures of {} x {}, but those of the training split are {width} x {height}: they do not belong together",
+                "{} has pictures of {} x {}, but those of the training split are {width} x {height}: they do not belong \
+                 together",
                 pictures.path.display(),
                 size.1,
                 size.0
@@ -111,8 +112,8 @@ impl IdxFile {
             return Err(broken(format!("has {size} bytes; at most {MAX_BYTES} are allowed")));
         }
         let mut file = BufReader::with_capacity(BUFFER_BYTES, file);
-        let begun = file.fill_buf().map_err(|e| broken(files::cannot_be_read(e)))?;
-        let mut data: Box<dyn Read> = match begun.starts_with(&[0x1f, 0x8b]) {
+        let first_bytes = file.fill_buf().map_err(|e| broken(files::cannot_be_read(e)))?;
+        let mut data: Box<dyn Read> = match first_bytes.starts_with(&[0x1f, 0x8b]) {
             true => Box::new(MultiGzDecoder::new(file).take(MAX_BYTES)),
             false => Box::new(file.take(MAX_BYTES)),
         };
@@ -143,10 +144,10 @@ impl IdxFile {
         self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX)
     }
 
-    /// Fails if the memory does not suffice for the data that the header announces, at `each` bytes per byte of the
-    /// file.
-    fn check_fits(&self, each: u64) -> Result<(), DataError> {
-        let bytes = (self.data_bytes() as u64).saturating_mul(each);
+    /// Fails if the memory does not suffice for the data that the header announces. Each byte of the file needs
+    /// `memory_bytes` bytes of memory.
+    fn check_fits(&self, memory_bytes: u64) -> Result<(), DataError> {
+        let bytes = (self.data_bytes() as u64).saturating_mul(memory_bytes);
         packed::check_fits(bytes).map_err(|detail| self.broken(detail))
     }
 

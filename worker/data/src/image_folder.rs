@@ -40,7 +40,7 @@ const SPLITS: [(&str, &str); 7] = [
 /// The split denoted by a folder's name, if any.
 pub(super) fn split_of(folder: &Path) -> Option<&'static str> {
     let name = folder.file_name()?;
-    SPLITS.iter().find(|(usual, _)| name.eq_ignore_ascii_case(usual)).map(|(_, split)| *split)
+    SPLITS.iter().find(|(known, _)| name.eq_ignore_ascii_case(known)).map(|(_, split)| *split)
 }
 
 /// The folder of the training split, if there is one.
@@ -86,8 +86,8 @@ fn names_split(folder: &Path) -> bool {
 /// split.
 fn is_plain(dir: &Path) -> bool {
     let all = entries(dir).unwrap_or_default();
-    let hold = all.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
-    !all.iter().any(|path| names_split(path)) && hold.take(2).count() == 2
+    let with_pictures = all.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
+    !all.iter().any(|path| names_split(path)) && with_pictures.take(2).count() == 2
 }
 
 /// Finds the pictures in `dir/<class>/`, all of them for training; `None` unless the folder is [plain](is_plain).
@@ -148,10 +148,10 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
     for path in folders {
         let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
         let split = split_of(&path).unwrap_or(name);
-        let always = split_of(&path).is_some();
+        let is_named_split = split_of(&path).is_some();
         match files::stat(&path) {
             Ok(FileKind::Folder) => {}
-            Err(detail) if always => {
+            Err(detail) if is_named_split => {
                 broken.push(broken_file(&path, detail));
                 continue;
             }
@@ -160,12 +160,12 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
         }
         let found = match classes(&path) {
             Ok(found) => found,
-            Err(error) if always => return Err(error),
+            Err(error) if is_named_split => return Err(error),
             Err(_) => continue,
         };
         // Other folders are ignored. A folder is a split if it has the name of a split, or if the training split has
         // all of its classes.
-        if !always && (found.folders.is_empty() || !found.folders.keys().all(|c| names.contains(c))) {
+        if !is_named_split && (found.folders.is_empty() || !found.folders.keys().all(|c| names.contains(c))) {
             continue;
         }
         if splits.iter().any(|before| before.name == split) {
@@ -218,7 +218,7 @@ fn examine(
         let mut labels = Vec::new();
         for ((label, folder), entries) in all.by_ref().take(count) {
             if entries.is_empty() && !folder.has_broken {
-                return Err(empty(&dir.join(&folder.path)));
+                return Err(empty_class(&dir.join(&folder.path)));
             }
             listing.add_container(&folder.path, ContainerKind::Folder);
             for entry in entries {
@@ -241,7 +241,8 @@ fn examine(
     Ok(found)
 }
 
-fn empty(folder: &Path) -> DataError {
+/// The error for a class folder without a picture.
+fn empty_class(folder: &Path) -> DataError {
     DataError::Invalid(format!(
         "class folder {} has no picture: add pictures ({}), or move the folder out of the dataset",
         folder.display(),
@@ -281,7 +282,7 @@ fn list_split(
         let (files, unexpected) = match listed {
             None => (Vec::new(), Vec::new()),
             Some((files, unexpected)) if files.is_empty() && unexpected.is_empty() => {
-                return Err(empty(&folder));
+                return Err(empty_class(&folder));
             }
             Some(found) => found,
         };
@@ -344,7 +345,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         Err(detail) => return (Vec::new(), vec![broken_file(folder, detail)]),
     };
     let opened = files::Folder::open(folder);
-    let look = |path: &PathBuf| match opened.stat_with_time(path)? {
+    let examine = |path: &PathBuf| match opened.stat_with_time(path)? {
         (FileKind::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
             name: name.to_owned(),
             size: size_bytes,
@@ -359,7 +360,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
             )),
         },
     };
-    let examined: Vec<Result<Option<FoundFile>, String>> = all.par_iter().map(look).collect();
+    let examined: Vec<Result<Option<FoundFile>, String>> = all.par_iter().map(examine).collect();
     let (mut files, mut broken) = (Vec::new(), Vec::new());
     for (path, found) in all.iter().zip(examined) {
         match found {

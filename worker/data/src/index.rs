@@ -74,22 +74,22 @@ pub(super) fn describe_files(
     store: &IndexStore,
     began: SystemTime,
 ) -> Vec<Vec<Entry>> {
-    let CachedFolders { facts, folders: mut same } = cached;
+    let CachedFolders { facts, folders: mut unchanged } = cached;
     let mut known = match_files(&facts, root, folders);
     drop(facts);
     let missing = known.iter().flatten().filter(|slot| matches!(slot, Slot::Unknown)).count();
     let mut builder = None;
     let files = folders.iter().map(|f| f.files.len()).sum::<usize>()
-        + same.values().map(|(_, entries)| entries.len()).sum::<usize>();
+        + unchanged.values().map(|(_, entries)| entries.len()).sum::<usize>();
     if missing > 0
         && store.keeps(files, missing)
-        && let Some((begun, facts)) = begin(store, root)
+        && let Some((new_builder, facts)) = begin(store, root)
     {
         known = match_files(&facts, root, folders);
-        builder = Some(begun);
+        builder = Some(new_builder);
     }
     for (folder, slots) in folders.iter().zip(&mut known) {
-        if let Some((_, entries)) = same.remove(&folder.path) {
+        if let Some((_, entries)) = unchanged.remove(&folder.path) {
             *slots = entries.into_iter().map(Slot::Known).collect();
         }
     }
@@ -110,9 +110,11 @@ pub(super) fn describe_files(
     entries
 }
 
-/// A file, known from the index or not.
+/// A file of a folder.
 enum Slot {
+    /// The index has the file.
     Known(Entry),
+    /// The file must be read.
     Unknown,
     NoPicture,
 }
@@ -129,7 +131,7 @@ fn log_not_stored(error: &std::io::Error) {
 }
 
 fn match_files(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
-    let one = |folder: &Folder| -> Vec<Slot> {
+    let slots_of = |folder: &Folder| -> Vec<Slot> {
         let mut by_name: HashMap<Vec<u8>, Entry> = HashMap::with_capacity(folder.files.len());
         for block in facts.of(folder.path.as_os_str().as_bytes()) {
             by_name.extend(block.entries.into_iter().map(|entry| (entry.name.clone(), entry)));
@@ -145,31 +147,31 @@ fn match_files(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>>
         };
         folder.files.iter().map(slot).collect()
     };
-    folders.par_iter().map(one).collect()
+    folders.par_iter().map(slots_of).collect()
 }
 
-/// Whether a file is certainly not a picture. A file that cannot be read may be one.
+/// Whether a file is certainly not a picture. A file that cannot be read may be a picture.
 fn is_not_a_picture(path: &Path) -> bool {
     picture::head(path).is_ok_and(|head| picture::format_of(&head).is_none())
 }
 
 /// Reads the unknown pictures in parts, and stores the results.
 fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut builder: Option<IndexBuilder>) {
-    let unknown = |(f, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
-        let here = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
-        here.map(|(i, _)| (f, i)).collect()
+    let unknown_of_folder = |(folder, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
+        let unknown = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
+        unknown.map(|(file, _)| (folder, file)).collect()
     };
-    let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown).collect();
+    let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown_of_folder).collect();
     let total: u64 = known.iter().map(|slots| slots.len() as u64).sum();
-    let (mut done, mut learned) = (total - unknown.len() as u64, false);
+    let (mut done, mut has_new_facts) = (total - unknown.len() as u64, false);
     for part in unknown.chunks(PART_PICTURES) {
-        let one = |&(folder, file): &(usize, usize)| {
+        let examine_file = |&(folder, file): &(usize, usize)| {
             let Folder { path, files, .. } = &folders[folder];
             examine(&root.join(path).join(&files[file].name), &files[file])
         };
-        let examined: Vec<Entry> = part.par_iter().map(one).collect();
+        let examined: Vec<Entry> = part.par_iter().map(examine_file).collect();
         done += part.len() as u64;
-        learned |= examined.iter().any(|entry| !entry.is_transient);
+        has_new_facts |= examined.iter().any(|entry| !entry.is_transient);
         if let Some(index) = &mut builder {
             index.publish(Progress { done, total });
             let mut rest = &examined[..];
@@ -192,8 +194,8 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut bu
             known[*folder][*file] = Slot::Known(entry);
         }
     }
-    // The index is rewritten only if something was learned: files that could not be read are retried each time.
-    if let Some(builder) = builder.filter(|_| learned) {
+    // Files that could not be read are retried at each start, and do not need a new index.
+    if let Some(builder) = builder.filter(|_| has_new_facts) {
         let blocks = folders.iter().zip(known.iter()).map(|(folder, slots)| {
             let entries = slots.iter().filter_map(|slot| match slot {
                 Slot::Known(entry) => Some(entry),
@@ -241,8 +243,8 @@ pub(super) fn describe(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     }
 }
 
-/// Describes the members of each shard (named relative to the dataset's root). `read` reads one shard. `dataset` names
-/// the index.
+/// Describes the members of each shard (named relative to the dataset's root). `read` reads one shard. `dataset` is the path
+/// to which the index belongs.
 pub(super) fn describe_shards(
     dataset: &Path,
     shards: &[(PathBuf, Stamp)],
@@ -250,25 +252,25 @@ pub(super) fn describe_shards(
     read: impl Fn(&Path) -> Members + Sync,
 ) -> Vec<Members> {
     let recall = |facts: &Facts| -> Vec<Option<Members>> {
-        let one = |(path, stamp): &(PathBuf, Stamp)| {
+        let stored_members = |(path, stamp): &(PathBuf, Stamp)| {
             let blocks = facts.of(path.as_os_str().as_bytes());
             let valid = blocks.filter(|block: &Block| block.stamp == Some(*stamp)).last()?;
             Some(Members { entries: valid.entries, shard_error: valid.shard_error, is_transient: false })
         };
-        shards.par_iter().map(one).collect()
+        shards.par_iter().map(stored_members).collect()
     };
     let mut known = recall(&store.load(dataset));
     if known.iter().any(Option::is_none) {
-        let pictures = |size: u64| (size / ESTIMATED_PICTURE_BYTES) as usize;
-        let all = shards.iter().map(|(_, stamp)| stamp.size).sum();
+        let estimated_pictures = |bytes: u64| (bytes / ESTIMATED_PICTURE_BYTES) as usize;
+        let all_bytes = shards.iter().map(|(_, stamp)| stamp.size).sum();
         let missing = shards.iter().zip(&known).filter(|(_, known)| known.is_none());
-        let missing = missing.map(|((_, stamp), _)| stamp.size).sum();
+        let missing_bytes = missing.map(|((_, stamp), _)| stamp.size).sum();
         let mut builder = None;
-        if store.keeps(pictures(all), pictures(missing))
-            && let Some((begun, facts)) = begin(store, dataset)
+        if store.keeps(estimated_pictures(all_bytes), estimated_pictures(missing_bytes))
+            && let Some((new_builder, facts)) = begin(store, dataset)
         {
             known = recall(&facts);
-            builder = Some(begun);
+            builder = Some(new_builder);
         }
         let unknown: Vec<usize> = (0..shards.len()).filter(|i| known[*i].is_none()).collect();
         let mut done = (shards.len() - unknown.len()) as u64;
@@ -289,8 +291,9 @@ pub(super) fn describe_shards(
                 known[*i] = Some(members);
             }
         }
-        let learned = unknown.iter().any(|i| known[*i].as_ref().is_some_and(|members| !members.is_transient));
-        if let Some(builder) = builder.filter(|_| learned) {
+        let has_new_facts =
+            unknown.iter().any(|i| known[*i].as_ref().is_some_and(|members| !members.is_transient));
+        if let Some(builder) = builder.filter(|_| has_new_facts) {
             let blocks = shards.iter().zip(&known).filter_map(|((path, stamp), members)| {
                 let members = members.as_ref().filter(|members| !members.is_transient)?;
                 let block = block_of(Some(*stamp), members.shard_error.as_deref(), members.entries.iter());

@@ -50,11 +50,11 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let (mut mean, mut std) = (Vec::new(), Vec::new());
     for split in &mut catalog.splits {
         broken.append(&mut split.broken);
-        let train = split.name == "train";
+        let is_train = split.name == "train";
         match &split.samples {
             Samples::Memory { pixels, measured, height, width, channels } => {
                 sizes.push((*height, *width, *channels));
-                if train {
+                if is_train {
                     let (size, channels) = ((height * width * channels) as usize, *channels as usize);
                     (mean, std) = match measured {
                         Some(measured) => measured.statistics.mean_std(),
@@ -64,30 +64,30 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
             }
             Samples::Listed(listing) => {
                 let every = listing.len().div_ceil(STATISTICS_SAMPLES).max(1);
-                let all = listing.len() <= MAX_DECODED;
+                let decodes_all = listing.len() <= MAX_DECODED;
                 let examine = |i: usize| -> Result<(Size, Option<Moments>), DataError> {
                     let (width, height) = listing.dimensions(i);
-                    let counted = train && i.is_multiple_of(every);
-                    if !all && !counted {
+                    let is_measured = is_train && i.is_multiple_of(every);
+                    if !decodes_all && !is_measured {
                         return Ok(((height, width, 3), None));
                     }
                     let picture = listing.picture(i)?;
                     // A job uses the central square of a picture, at a size that is not known here and makes little
                     // difference.
                     let side = width.min(height);
-                    let seen = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
-                    Ok(((height, width, 3), counted.then(|| seen(picture))))
+                    let moments = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
+                    Ok(((height, width, 3), is_measured.then(|| moments(picture))))
                 };
                 let examined: Vec<_> = (0..listing.len()).into_par_iter().map(examine).collect();
                 let mut kept = Vec::with_capacity(listing.len());
                 let mut moments = Moments::default();
                 for (i, result) in examined.into_iter().enumerate() {
                     match result {
-                        Ok((size, counted)) => {
+                        Ok((size, measured)) => {
                             sizes.push(size);
                             kept.push(split.labels[i]);
-                            if let Some(counted) = counted {
-                                moments.add(&counted);
+                            if let Some(measured) = measured {
+                                moments.add(&measured);
                             }
                         }
                         Err(DataError::File { path, detail }) => {
@@ -97,7 +97,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                     }
                 }
                 split.labels = kept;
-                if train {
+                if is_train {
                     (mean, std) = moments.mean_std();
                 }
             }
@@ -167,7 +167,7 @@ impl Statistics {
 
     /// Mean and standard deviation of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
-        let one = |counts: &[u64; 256]| {
+        let of_channel = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
             let mean =
                 counts.iter().enumerate().map(|(v, c)| v as f64 / 255.0 * *c as f64).sum::<f64>() / total;
@@ -179,7 +179,7 @@ impl Statistics {
                 / total;
             (mean as f32, standard_deviation(variance))
         };
-        self.0.iter().map(one).unzip()
+        self.0.iter().map(of_channel).unzip()
     }
 }
 
@@ -188,14 +188,14 @@ impl Statistics {
 #[derive(Debug, Default)]
 pub(super) struct Moments {
     pictures: u64,
-    /// Sums over pictures.
+    /// For each channel, the sums over pictures of the mean and of the mean square.
     channels: Vec<(f64, f64)>,
 }
 
 impl Moments {
     /// The moments of one picture.
     pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
-        let one = |counts: &[u64; 256]| {
+        let of_channel = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
             let (mut sum, mut squares) = (0.0, 0.0);
             for (value, count) in counts.iter().enumerate() {
@@ -205,7 +205,7 @@ impl Moments {
             }
             (sum / total, squares / total)
         };
-        Self { pictures: 1, channels: Statistics::of(pixels, channels).0.iter().map(one).collect() }
+        Self { pictures: 1, channels: Statistics::of(pixels, channels).0.iter().map(of_channel).collect() }
     }
 
     pub(super) fn add(&mut self, other: &Self) {
@@ -219,11 +219,11 @@ impl Moments {
     /// Mean and standard deviation of pixels scaled to 0..1.
     pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
         let pictures = self.pictures.max(1) as f64;
-        let one = |(sum, squares): &(f64, f64)| {
+        let of_channel = |(sum, squares): &(f64, f64)| {
             let mean = sum / pictures;
             (mean as f32, standard_deviation(squares / pictures - mean * mean))
         };
-        self.channels.iter().map(one).unzip()
+        self.channels.iter().map(of_channel).unzip()
     }
 }
 

@@ -7,7 +7,7 @@ pub(super) const CLASSES: u32 = 100_000;
 /// Maximum length of a class's number or name.
 pub(super) const LABEL_BYTES: u64 = 4096;
 
-/// The number of `labels` of each class.
+/// The number of times that each class occurs in `labels`.
 pub(super) fn class_counts(classes: usize, labels: impl Iterator<Item = u32>) -> Vec<u64> {
     let mut counts = vec![0; classes];
     labels.for_each(|label| counts[label as usize] += 1);

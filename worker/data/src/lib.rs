@@ -182,41 +182,41 @@ impl Catalog {
     }
 
     fn open_reading(path: &Path, store: &IndexStore, reading: Reading) -> Result<Self, DataError> {
-        let usable = |catalog: Catalog| {
-            let wrong = match catalog.splits.iter().any(|s| s.name == "train") {
+        let checked = |catalog: Catalog| {
+            let mistake = match catalog.splits.iter().any(|s| s.name == "train") {
                 true => class_names_mistake(&catalog.classes),
                 false => Some(no_training_split(&catalog)),
             };
-            match wrong {
+            match mistake {
                 None => Ok(catalog),
-                Some(wrong) => Err(DataError::Invalid(format!("{} {wrong}", path.display()))),
+                Some(mistake) => Err(DataError::Invalid(format!("{} {mistake}", path.display()))),
             }
         };
         if let Some(found) = shards::open_named(path, store) {
-            return found.and_then(usable);
+            return found.and_then(checked);
         }
         if !path.is_dir() {
             let what = if path.exists() { "is a file; give its folder" } else { "does not exist" };
             return Err(DataError::file(path, what));
         }
-        // An archive unpacks into its own folder. Accept that folder and the folder around it.
+        // An archive unpacks into its own folder. Accept that folder and its parent.
         for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
             if let Some(found) = cifar::find(&dir)
                 .or_else(|| idx::find(&dir, reading))
                 .or_else(|| image_folder::find(&dir, store))
             {
-                return found.and_then(usable);
+                return found.and_then(checked);
             }
         }
         // Shards are checked last, because files of other formats may be next to the archive from which they were
         // unpacked. A repository of the Hugging Face hub has its shards in `data`.
         for dir in [path.to_owned(), path.join("data")] {
             if let Some(found) = shards::find(path, &dir, store) {
-                return found.and_then(usable);
+                return found.and_then(checked);
             }
         }
         if let Some(found) = image_folder::find_plain(path, store) {
-            return found.and_then(usable);
+            return found.and_then(checked);
         }
         let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
             "; this is CIFAR's Python version, which contains pickles: download the binary version"
@@ -227,10 +227,10 @@ impl Catalog {
         } else {
             ""
         };
-        let there = image_folder::entries(path).unwrap_or_default();
-        let first = there.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
+        let entries = image_folder::entries(path).unwrap_or_default();
+        let with_pictures = entries.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
         let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
-            first.partition(|path| image_folder::split_of(path).is_some());
+            with_pictures.partition(|path| image_folder::split_of(path).is_some());
         let hint = if !classes.is_empty() {
             let hold = if classes.len() == 1 { "holds" } else { "hold" };
             format!(
@@ -246,7 +246,7 @@ impl Catalog {
             image_folder::validation_only_advice(path).unwrap_or_else(|| hint.to_owned())
         };
         let it_has =
-            if there.is_empty() { String::new() } else { format!("; it has {}", list_names(&there)) };
+            if entries.is_empty() { String::new() } else { format!("; it has {}", list_names(&entries)) };
         Err(DataError::Invalid(format!(
             "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
              train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ or two and more <class>/ (pictures), *.tar (WebDataset) and \
@@ -277,7 +277,7 @@ fn has_pictures(folder: &Path) -> bool {
     files.map(|file| file.path()).any(|path| has_picture_extension(&path))
 }
 
-/// The names of the first files and folders, and the number of the others.
+/// The names of the first files and folders, and the number of further ones.
 fn list_names(paths: &[impl AsRef<Path>]) -> String {
     const NAMED: usize = 5;
     let name = |path: &Path| {
@@ -325,7 +325,7 @@ pub fn exists(path: &Path) -> bool {
     pattern::fixed_part(path).map_or_else(|| path.exists(), |(folder, rest)| pattern::exists(&folder, &rest))
 }
 
-/// The progress of building a dataset's index. `None` if it is not being built, or the dataset is small.
+/// The progress of building a dataset's index. `None` if no index is being built, or the dataset is small.
 pub fn index_progress(path: &Path) -> Option<Progress> {
     IndexStore::of_user().progress(path)
 }
@@ -333,7 +333,7 @@ pub fn index_progress(path: &Path) -> Option<Progress> {
 /// Size limit of a file of class names. Such a file normally has a few kilobytes.
 const MAX_NAMES_BYTES: u64 = 16 << 20;
 
-/// Class names from a text file with one name per line. Numbers if there is no such file.
+/// Class names from a text file with one name per line. If there is no such file, the classes are named by their numbers.
 fn names_from(path: &Path, classes: usize) -> Result<Vec<String>, DataError> {
     if fs::symlink_metadata(path).is_err() {
         return Ok((0..classes).map(|c| c.to_string()).collect());
@@ -346,9 +346,9 @@ fn names_from(path: &Path, classes: usize) -> Result<Vec<String>, DataError> {
     Ok(names)
 }
 
-/// The lines of a file of class names that are not empty.
+/// The lines of a file of class names, without empty lines.
 fn read_names(path: &Path) -> Result<Vec<String>, DataError> {
-    let text = files::read(path, MAX_NAMES_BYTES).map_err(|detail| DataError::file(path, detail))?;
-    let text = String::from_utf8(text).map_err(|_| DataError::file(path, "is not UTF-8"))?;
+    let bytes = files::read(path, MAX_NAMES_BYTES).map_err(|detail| DataError::file(path, detail))?;
+    let text = String::from_utf8(bytes).map_err(|_| DataError::file(path, "is not UTF-8"))?;
     Ok(text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect())
 }

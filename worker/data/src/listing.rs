@@ -98,60 +98,60 @@ impl Listing {
     }
 
     /// Width and height in pixels, according to the index.
-    pub(crate) fn dimensions(&self, number: usize) -> (u32, u32) {
-        (self.rows[number].width, self.rows[number].height)
+    pub(crate) fn dimensions(&self, index: usize) -> (u32, u32) {
+        (self.rows[index].width, self.rows[index].height)
     }
 
     /// Whether a picture is a JPEG file, according to the index.
-    pub(crate) fn is_jpeg(&self, number: usize) -> bool {
-        self.rows[number].format == picture::JPEG
+    pub(crate) fn is_jpeg(&self, index: usize) -> bool {
+        self.rows[index].format == picture::JPEG
     }
 
     /// The path of the file. For a member of a shard: the path of the shard, then the path in the shard.
-    pub(crate) fn name(&self, number: usize) -> String {
-        self.path(number).display().to_string()
+    pub(crate) fn name(&self, index: usize) -> String {
+        self.path(index).display().to_string()
     }
 
     /// Adds the identity of a picture to `hash`: name, size and content. The identity is equal on other machines.
-    pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher, number: usize) {
-        let (name, size, content) = self.identity(number);
+    pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher, index: usize) {
+        let (name, size, content) = self.identity(index);
         hash.update(name.as_os_str().as_encoded_bytes());
         hash.update(&size.to_le_bytes());
         hash.update(&content.to_le_bytes());
     }
 
-    /// The name as in [`Listing::name`], but relative to the dataset; the size in bytes; the hash of the content.
-    pub(super) fn identity(&self, number: usize) -> (PathBuf, u64, u64) {
-        let row = &self.rows[number];
-        (self.containers[row.container as usize].path.join(self.own_name(number)), row.size, row.hash)
+    /// A picture's name (as in [`Listing::name`], but relative to the dataset), its size in bytes, and the hash of its content.
+    pub(super) fn identity(&self, index: usize) -> (PathBuf, u64, u64) {
+        let row = &self.rows[index];
+        (self.containers[row.container as usize].path.join(self.own_name(index)), row.size, row.hash)
     }
 
     /// The hash of the picture's bytes.
-    pub(super) fn content(&self, number: usize) -> u64 {
-        self.rows[number].hash
+    pub(super) fn content(&self, index: usize) -> u64 {
+        self.rows[index].hash
     }
 
     /// The name of the picture's file. `None` if the picture is part of a shard.
-    pub(super) fn file_name(&self, number: usize) -> Option<&OsStr> {
-        let container = &self.containers[self.rows[number].container as usize];
-        matches!(container.kind, ContainerKind::Folder).then(|| self.own_name(number))
+    pub(super) fn file_name(&self, index: usize) -> Option<&OsStr> {
+        let container = &self.containers[self.rows[index].container as usize];
+        matches!(container.kind, ContainerKind::Folder).then(|| self.own_name(index))
     }
 
     /// The picture's bytes, still encoded.
     ///
     /// # Errors
     /// [`DataError::File`]: the picture cannot be read, or differs from the index.
-    pub(crate) fn read(&self, number: usize) -> Result<Vec<u8>, DataError> {
-        let row = &self.rows[number];
+    pub(crate) fn read(&self, index: usize) -> Result<Vec<u8>, DataError> {
+        let row = &self.rows[index];
         let container = &self.containers[row.container as usize];
         let found = match &container.kind {
-            ContainerKind::Folder => read_file(&self.path(number), row, &self.folder_cache),
+            ContainerKind::Folder => read_file(&self.path(index), row, &self.folder_cache),
             ContainerKind::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
             ContainerKind::Parquet(stamp, file) => {
                 read_row(row, &self.root.join(&container.path), *stamp, file)
             }
         };
-        found.map_err(|detail| self.broken(number, detail))
+        found.map_err(|detail| self.broken(index, detail))
     }
 
     /// Whether pictures are rows of Parquet files, which are read fastest in the order of the file.
@@ -163,26 +163,26 @@ impl Listing {
     pub(super) fn read_run(&self, first: usize, count: usize) -> Vec<Result<Vec<u8>, DataError>> {
         let rows = &self.rows[first..first + count];
         let run = || -> Option<Vec<Vec<u8>>> {
-            let (begin, last) = (rows.first()?, rows.last()?);
-            let container = &self.containers[begin.container as usize];
+            let (first_row, last_row) = (rows.first()?, rows.last()?);
+            let container = &self.containers[first_row.container as usize];
             let ContainerKind::Parquet(stamp, known) = &container.kind else { return None };
             // Rows that are not pictures may lie in between.
-            let length = last.offset.checked_sub(begin.offset)?.checked_add(1)?;
-            if begin.container != last.container || length > 2 * count as u64 {
+            let length = last_row.offset.checked_sub(first_row.offset)?.checked_add(1)?;
+            if first_row.container != last_row.container || length > 2 * count as u64 {
                 return None;
             }
             let (file, found) = open(&self.root.join(&container.path)).ok()?;
-            let read = known.read_run(file, found.size, begin.offset, length).ok()?;
-            let one = |row: &Row| {
-                let bytes = read.get((row.offset - begin.offset) as usize)?.clone()?;
+            let read = known.read_run(file, found.size, first_row.offset, length).ok()?;
+            let unchanged_bytes = |row: &Row| {
+                let bytes = read.get((row.offset - first_row.offset) as usize)?.clone()?;
                 (bytes.len() as u64 == row.size && content_hash(&bytes) == row.hash).then_some(bytes)
             };
-            (found == *stamp).then(|| rows.iter().map(one).collect())?
+            (found == *stamp).then(|| rows.iter().map(unchanged_bytes).collect())?
         };
         match run() {
             Some(read) => read.into_iter().map(Ok).collect(),
             // Read one by one, to find the reason for each picture.
-            None => (first..first + count).map(|number| self.read(number)).collect(),
+            None => (first..first + count).map(|index| self.read(index)).collect(),
         }
     }
 
@@ -190,8 +190,8 @@ impl Listing {
     ///
     /// # Errors
     /// [`DataError::File`]: as [`Listing::read`], or the picture cannot be decoded.
-    pub(crate) fn picture(&self, number: usize) -> Result<Picture, DataError> {
-        Picture::decode(&self.read(number)?).map_err(|detail| self.broken(number, detail))
+    pub(crate) fn picture(&self, index: usize) -> Result<Picture, DataError> {
+        Picture::decode(&self.read(index)?).map_err(|detail| self.broken(index, detail))
     }
 
     /// Removes the pictures for which `keep` is false.
@@ -200,26 +200,26 @@ impl Listing {
             return;
         }
         let (mut names, mut rows) = (Vec::new(), Vec::new());
-        for number in (0..self.len()).filter(|number| keep.get(*number) == Some(&true)) {
-            names.extend_from_slice(self.own_name(number).as_bytes());
-            rows.push(Row { name_end: names.len() as u64, ..self.rows[number] });
+        for index in (0..self.len()).filter(|index| keep.get(*index) == Some(&true)) {
+            names.extend_from_slice(self.own_name(index).as_bytes());
+            rows.push(Row { name_end: names.len() as u64, ..self.rows[index] });
         }
         (self.names, self.rows) = (names, rows);
     }
 
     /// An error about a picture.
-    pub(crate) fn broken(&self, number: usize, detail: String) -> DataError {
-        DataError::File { path: self.name(number), detail }
+    pub(crate) fn broken(&self, index: usize, detail: String) -> DataError {
+        DataError::File { path: self.name(index), detail }
     }
 
-    fn own_name(&self, number: usize) -> &OsStr {
-        let begin = number.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
-        OsStr::from_bytes(&self.names[begin as usize..self.rows[number].name_end as usize])
+    fn own_name(&self, index: usize) -> &OsStr {
+        let begin = index.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
+        OsStr::from_bytes(&self.names[begin as usize..self.rows[index].name_end as usize])
     }
 
-    fn path(&self, number: usize) -> PathBuf {
-        let container = &self.containers[self.rows[number].container as usize];
-        self.root.join(&container.path).join(self.own_name(number))
+    fn path(&self, index: usize) -> PathBuf {
+        let container = &self.containers[self.rows[index].container as usize];
+        self.root.join(&container.path).join(self.own_name(index))
     }
 }
 
@@ -242,9 +242,9 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
         known.read(file, found.size, row.offset)?
     } else {
         // The file has changed, so its pages may be at other offsets.
-        let now = known.reopen(path, found);
-        let now = now.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
-        now.read(file, found.size, row.offset)?
+        let reopened = known.reopen(path, found);
+        let reopened = reopened.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
+        reopened.read(file, found.size, row.offset)?
     };
     // Always checked: with a wrong offset index in the file, another row's picture would get this row's class.
     if bytes.len() as u64 != row.size || content_hash(&bytes) != row.hash {
@@ -260,7 +260,6 @@ fn open(shard: &Path) -> Result<(File, Stamp), String> {
 }
 
 fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<Vec<u8>, String> {
-    // For a link, this is the time of its target.
     let bytes = files::read(path, picture::MAX_BYTES).inspect_err(|_| folder_cache.forget())?;
     if bytes.len() as u64 != row.size {
         folder_cache.forget();
@@ -270,7 +269,7 @@ fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<V
             bytes.len()
         ));
     }
-    // A new modification time with the same content is not a change.
+    // A new modification time (of a link: of its target) with the same content is not a change.
     let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
         folder_cache.forget();

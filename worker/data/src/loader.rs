@@ -37,7 +37,7 @@ mod splits;
 mod view;
 mod workers;
 
-/// A dataset opened for a job. Every rank opens the same files; which pictures a rank gets depends on its rank.
+/// A dataset opened for a job. Every rank opens the same files, and gets its own part of the pictures.
 #[derive(Debug)]
 pub struct DataSource {
     /// Classes, sizes and counts, as found when the dataset was opened.
@@ -127,9 +127,9 @@ impl DataSource {
         class_counts(self.shape.classes.len(), labels)
     }
 
-    /// The position in the split of training picture `number`, which is below [`Shape::train_samples`].
-    pub fn training_place(&self, number: u64) -> u64 {
-        self.train.chosen[number as usize].into()
+    /// The position in the split of the training picture with this index. The index must be below [`Shape::train_samples`].
+    pub fn training_place(&self, index: u64) -> u64 {
+        self.train.chosen[index as usize].into()
     }
 
     /// Sets the weight of each class in the loss.

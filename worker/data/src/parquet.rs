@@ -1,6 +1,5 @@
 //! Pictures in Parquet files (parquet.apache.org), as written by Hugging Face's `datasets` and by pyarrow. A row
-//! contains a picture and its class. A picture is identified by its row; reading it decodes only the page that contains
-//! it.
+//! contains a picture and its class. A picture is identified by its row. To read a picture, only its page is decoded.
 
 mod columns;
 mod pages;
@@ -52,7 +51,7 @@ const MAX_FOOTER_BYTES: u64 = 256 << 20;
 pub(crate) struct ParquetFile {
     metadata: ParquetMetaData,
     columns: Columns,
-    /// The number of the first row of each row group, and finally the number of all rows.
+    /// The index of the first row of each row group, and finally the number of all rows.
     first_rows: Vec<u64>,
     /// The footer after the file was rewritten or got a new modification time, cached so that it is not read for each
     /// picture.
@@ -151,7 +150,7 @@ impl ParquetFile {
         Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
     }
 
-    /// The file's contents at `path`, whose stamp is now `found`. The footer is read once for each stamp.
+    /// The footer of the file at `path`, whose stamp is now `found`. The footer is read once for each stamp.
     pub(super) fn reopen(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
         let mut newer = lock(&self.newer);
         if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
@@ -180,11 +179,11 @@ impl ParquetFile {
             return Err(format!("no longer exists: its file now has {} rows", self.rows()));
         }
         let group = self.first_rows.partition_point(|first| *first <= row) - 1;
-        let before = (row - self.first_rows[group]) as usize;
+        let rows_before = (row - self.first_rows[group]) as usize;
         let source = Arc::new(Source::new(file, size));
         let read = || {
             let mut column = self.pictures(&source, group)?;
-            column.skip_records(before)?;
+            column.skip_records(rows_before)?;
             let (mut levels, mut values) = (Vec::new(), Vec::new());
             column.read_records(1, Some(&mut levels), None, &mut values)?;
             Ok(values.pop().map(|value| value.data().to_vec()))
@@ -208,7 +207,7 @@ impl ParquetFile {
         let group = self.first_rows.partition_point(|row| *row <= first).saturating_sub(1);
         let end = self.first_rows.get(group + 1).copied().unwrap_or(0);
         if first.checked_add(count).is_none_or(|last| last > end) {
-            return Err("has other row groups".into());
+            return Err("has these rows in several row groups".into());
         }
         let source = Arc::new(Source::new(file, size));
         let read = || {
@@ -250,12 +249,12 @@ impl ParquetFile {
 /// Fails for files that are not Parquet files, encrypted or truncated.
 fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let (mut head, mut tail) = ([0; 4], [0; TAIL_BYTES as usize]);
-    let at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
+    let read_at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
         read => read.map_err(|error| UnusableFile::transient(files::cannot_be_read(error))),
     };
-    at(&mut head, 0)?;
-    at(&mut tail, source.size().saturating_sub(TAIL_BYTES))?;
+    read_at(&mut head, 0)?;
+    read_at(&mut tail, source.size().saturating_sub(TAIL_BYTES))?;
     if source.size() == 0 {
         return Err(UnusableFile::permanent("is empty"));
     }

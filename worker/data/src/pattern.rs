@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// Maximum number of shards of a dataset.
 pub(super) const MAX_SHARDS: usize = 100_000;
-/// Maximum number of a pattern's names whose existence is checked.
+/// Maximum number of files of a pattern whose existence is checked.
 const MAX_CHECKED: usize = 64;
 
 /// The folder before the first brace, and the pattern after it. `None` if `path` has no braces, or is the name of an

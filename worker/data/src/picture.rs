@@ -31,7 +31,7 @@ const UNSUPPORTED: [&str; 21] = [
     "exr", "dng", "cr2", "cr3", "nef", "arw", "raw",
 ];
 
-/// A decoded picture: height, width, channels; one byte per value.
+/// A decoded picture, in the order of height, width and channels, with one byte per value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Picture {
     pub width: u32,
@@ -40,7 +40,7 @@ pub struct Picture {
     pub pixels: Vec<u8>,
 }
 
-/// A view of a decoded picture: height, width, channels; one byte per value.
+/// A view of a decoded picture, in the order of height, width and channels, with one byte per value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PictureRef<'a> {
     pub(super) width: u32,
@@ -77,9 +77,9 @@ fn extension(path: &Path) -> String {
 }
 
 fn not_a_picture_detail(bytes: &[u8]) -> String {
-    let text =
+    let is_text =
         !bytes.is_empty() && bytes.iter().take(64).all(|b| b.is_ascii_graphic() || b.is_ascii_whitespace());
-    match (bytes.is_empty(), text, bytes) {
+    match (bytes.is_empty(), is_text, bytes) {
         (true, ..) => "is empty".into(),
         (_, _, [_, _, _, _, b'f', b't', b'y', b'p', b'h' | b'm' | b'a', b'e' | b'i' | b'v', ..]) => {
             format!("is a HEIF or AVIF picture, which is not supported; convert it to {FORMATS}")
@@ -197,10 +197,10 @@ impl PictureRef<'_> {
         if self.width == side && self.height == side {
             return None;
         }
-        let cut = self.width.min(self.height);
-        let left = f64::from((self.width - cut) / 2);
-        let top = f64::from((self.height - cut) / 2);
-        Some(Area::Window(left, top, cut.into(), cut.into()))
+        let short_side = self.width.min(self.height);
+        let left = f64::from((self.width - short_side) / 2);
+        let top = f64::from((self.height - short_side) / 2);
+        Some(Area::Window(left, top, short_side.into(), short_side.into()))
     }
 
     /// The area that is visible when the short side is resized to `resize` pixels and a centred square of `side` is

@@ -98,8 +98,8 @@ fn prepare_with(
     let catalog = Catalog::open_with(path, store)?;
     let sources = sources(path, &catalog)?;
     let names = class_names(path, &catalog.classes)?;
-    let of_splits = catalog.splits.iter().flat_map(|split| &split.broken);
-    let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(of_splits).cloned().collect();
+    let broken_in_splits = catalog.splits.iter().flat_map(|split| &split.broken);
+    let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(broken_in_splits).cloned().collect();
     if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
             "{file} {detail}{}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)",
@@ -130,10 +130,10 @@ fn prepare_with(
     let mut prepared =
         Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };
     let mut done = 0;
-    for (number, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
-        let order = order::shuffle(number, listing, destination.per_shard(number));
+    for (index, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
+        let order = order::shuffle(index, listing, destination.per_shard(index));
         let (mut pictures, mut left_out) = (0, 0);
-        for (file, range) in planned_shards(name, listing.len(), destination.per_shard(number)) {
+        for (file, range) in planned_shards(name, listing.len(), destination.per_shard(index)) {
             let order = &order[range.clone()];
             let task = shard::Task { file: &file, first: range.start, order, labels, listing };
             let finished = match destination.find_finished(&file) {
@@ -169,7 +169,7 @@ fn prepare_with(
 
 fn check_settings(settings: &PrepareSettings) -> Result<(), DataError> {
     let wrong = |name: &str, given: u64, from: u64, to: u64| {
-        Err(DataError::Invalid(format!("{name} is {given}; it is from {from} to {to}")))
+        Err(DataError::Invalid(format!("{name} must be from {from} to {to}, is {given}")))
     };
     if !SHORT_SIDES.contains(&settings.short_side) {
         let (from, to) = SHORT_SIDES.into_inner();
@@ -183,7 +183,7 @@ fn check_settings(settings: &PrepareSettings) -> Result<(), DataError> {
 }
 
 fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a Listing)>, DataError> {
-    let one = |split: &'a Split| match &split.samples {
+    let source_of = |split: &'a Split| match &split.samples {
         Samples::Memory { .. } => Err(DataError::Invalid(format!(
             "{} is {}, whose pictures are small and kept in memory: train on it directly",
             path.display(),
@@ -196,7 +196,7 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
         ))),
         Samples::Listed(listing) => Ok((split, listing)),
     };
-    catalog.splits.iter().map(one).collect()
+    catalog.splits.iter().map(source_of).collect()
 }
 
 /// The content of `classes.txt`.
@@ -217,8 +217,8 @@ fn class_names(path: &Path, classes: &[String]) -> Result<String, DataError> {
 /// The number of a split's pictures that make a shard of about the requested size.
 fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
     let every = listing.len().div_ceil(MAX_MEASURED).max(1);
-    let size = |encoder: &mut Encoder, number: usize| -> Option<u64> {
-        let bytes = encoder.convert(listing.read(number).ok()?).ok()?;
+    let size = |encoder: &mut Encoder, index: usize| -> Option<u64> {
+        let bytes = encoder.convert(listing.read(index).ok()?).ok()?;
         Some(shard::sample_bytes(bytes.len() as u64))
     };
     let sizes: Vec<u64> = (0..listing.len())
@@ -228,10 +228,10 @@ fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
         .flatten()
         .collect();
     let mean = sizes.iter().sum::<u64>() / (sizes.len() as u64).max(1);
-    let fits = (settings.shard_bytes / mean.max(1)).max(1);
+    let fitting_pictures = (settings.shard_bytes / mean.max(1)).max(1);
     // All shards get about the same number of pictures, so that the last shard is not small.
-    let count = (listing.len() as u64).div_ceil(fits).clamp(1, pattern::MAX_SHARDS as u64);
-    (listing.len() as u64).div_ceil(count).max(1) as u32
+    let shards = (listing.len() as u64).div_ceil(fitting_pictures).clamp(1, pattern::MAX_SHARDS as u64);
+    (listing.len() as u64).div_ceil(shards).max(1) as u32
 }
 
 /// The shards of a split: file name, and range in the order.

@@ -94,7 +94,7 @@ fn read(
         let detail = "is an incomplete copy: run its `lockstep dataset prepare` again to continue it";
         return Err(DataError::file(root, detail));
     }
-    let any = shards.iter().any(|shard| split_in_path(shard).is_some());
+    let has_named_splits = shards.iter().any(|shard| split_in_path(shard).is_some());
     let (mut broken, mut found_shards) = (Vec::new(), Vec::new());
     let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();
     let sizes: HashMap<&Path, u64> = shards
@@ -110,7 +110,7 @@ fn read(
         match (stamp, split_in_path(&shard)) {
             (Err(detail), _) => broken.push(broken_file(&root.join(shard), detail)),
             // The folder may have other archives, but a job must not silently ignore what could be training data.
-            (Ok(_), None) if any => broken.push(broken_file(
+            (Ok(_), None) if has_named_splits => broken.push(broken_file(
                 &root.join(shard),
                 "has no split in its name as other shards have: rename it to train-..., val-... or test-..., or remove it",
             )),
@@ -128,12 +128,12 @@ fn read(
             found_shards.iter().map(|(_, shard, _)| shard.as_path()).zip(opened).collect()
         }
     };
-    let look = |shard: &Path| match opened.get(shard) {
+    let read_shard = |shard: &Path| match opened.get(shard) {
         None => members::read_members(&root.join(shard)),
         Some(Ok(file)) => parquet::read_members(file, &root.join(shard)),
         Some(Err(error)) => error.clone().into(),
     };
-    let members = index::describe_shards(dataset, &stamped, store, look);
+    let members = index::describe_shards(dataset, &stamped, store, read_shard);
     let mut splits: BTreeMap<&str, Found> = BTreeMap::new();
     for ((split, shard, stamp), members) in found_shards.iter().zip(members) {
         let found = splits.entry(*split).or_insert_with(|| Found::new(root));
@@ -228,12 +228,12 @@ impl Found {
         }
     }
 
-    /// Moves samples to the broken files if `is_none` is true for their labels.
-    fn leave_out(&mut self, is_none: impl Fn(&str) -> bool) {
-        let keep: Vec<bool> = self.labels.iter().map(|label| !is_none(label)).collect();
-        for (number, label) in self.labels.iter().enumerate().filter(|(number, _)| !keep[*number]) {
+    /// Moves samples to the broken files if `is_no_class` is true for their labels.
+    fn leave_out(&mut self, is_no_class: impl Fn(&str) -> bool) {
+        let keep: Vec<bool> = self.labels.iter().map(|label| !is_no_class(label)).collect();
+        for (index, label) in self.labels.iter().enumerate().filter(|(index, _)| !keep[*index]) {
             let detail = format!("has the label {label}, which is not a class of the training split");
-            self.broken.push(BrokenFile { file: self.listing.name(number), detail });
+            self.broken.push(BrokenFile { file: self.listing.name(index), detail });
             self.without_label += 1;
         }
         self.listing.retain(&keep);

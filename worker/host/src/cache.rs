@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-/// `$LOCKSTEP_CACHE`, or `lockstep` in the user's cache directory. `None` if no environment variable names either.
+/// `$LOCKSTEP_CACHE`, or `lockstep` in the user's cache directory. `None` if no environment variable gives one of the two.
 pub fn dir() -> Option<PathBuf> {
     let from = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     from("LOCKSTEP_CACHE")

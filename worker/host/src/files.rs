@@ -54,7 +54,7 @@ pub fn stat_with_time(path: &Path) -> Result<(FileKind, i64), String> {
     Ok((FileKind::File { size_bytes: found.len() }, modified))
 }
 
-/// An open folder. Its files are examined relative to it, which avoids resolving the whole path for each file.
+/// An open folder. Its files are examined relative to the folder, which avoids resolving the whole path for each file.
 #[derive(Debug)]
 pub struct Folder(Option<OwnedFd>);
 
@@ -72,9 +72,9 @@ impl Folder {
     pub fn stat_with_time(&self, path: &Path) -> Result<(FileKind, i64), String> {
         let found = self.0.as_ref().zip(path.file_name());
         let found = found.and_then(|(folder, name)| rustix::fs::statat(folder, name, AtFlags::empty()).ok());
-        let plain = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
+        let regular = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
         // Anything other than a regular file is examined by its full path.
-        let Some(found) = plain else { return stat_with_time(path) };
+        let Some(found) = regular else { return stat_with_time(path) };
         let changed = newest(
             (found.st_mtime, found.st_mtime_nsec as i64),
             (found.st_ctime, found.st_ctime_nsec as i64),
@@ -155,12 +155,13 @@ pub fn read_opened((file, size): (File, u64), max_bytes: u64) -> Result<Vec<u8>,
     if bytes.len() as u64 > max_bytes { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
 }
 
+/// Describes an error of the operating system, as a phrase to follow the file's name.
 pub fn cannot_be_read(error: io::Error) -> String {
     format!("{UNREAD}{error}")
 }
 
-/// Whether `detail` is an error of the operating system (see [`cannot_be_read`]), which the next attempt may not
-/// meet. Other details concern the kind or the content of the file.
+/// Whether `detail` describes an error of the operating system (see [`cannot_be_read`]), which may not occur again at the next
+/// attempt. Other details concern the kind or the content of the file.
 pub fn is_unread(detail: &str) -> bool {
     detail.contains(UNREAD)
 }

@@ -14,7 +14,7 @@ pub fn nccl_variable() -> Option<String> {
 /// only excludes interfaces.
 ///
 /// # Errors
-/// No interface with such a name has an address; a sentence.
+/// A sentence: no interface with such a name has an address.
 pub fn interface_of_environment() -> Result<Option<(String, IpAddr)>, String> {
     let Some(value) = nccl_variable() else { return Ok(None) };
     let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
@@ -25,7 +25,7 @@ pub fn interface_of_environment() -> Result<Option<(String, IpAddr)>, String> {
 /// whose name begins with `eth`, and commas separate names. `None` for `^eth`, which excludes interfaces and chooses none.
 ///
 /// # Errors
-/// No interface with such a name has an address; a sentence.
+/// A sentence: no interface with such a name has an address.
 pub fn interface_of_variable(
     all: &[(String, IpAddr)],
     value: &str,
@@ -35,7 +35,7 @@ pub fn interface_of_variable(
     }
     let (exact, list) = value.strip_prefix('=').map_or((false, value), |list| (true, list));
     let is_named =
-        |name: &str| list.split(',').any(|of| if exact { name == of } else { name.starts_with(of) });
+        |name: &str| list.split(',').any(|part| if exact { name == part } else { name.starts_with(part) });
     first_address(all, is_named).map(Some).map_err(|why| format!("{NCCL_INTERFACE}={value}: {why}"))
 }
 
@@ -80,7 +80,7 @@ fn speed_below(folder: &Path, interface: &str) -> Option<u32> {
 /// Each interface's name with each of its addresses, as getifaddrs(3) lists them.
 ///
 /// # Errors
-/// The system does not list them.
+/// The system does not list the interfaces.
 pub fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
     let all = if_addrs::get_if_addrs()?;
     Ok(all.into_iter().map(|interface| (interface.name.clone(), interface.ip())).collect())

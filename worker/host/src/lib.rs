@@ -40,8 +40,8 @@ pub fn own_program() -> io::Result<PathBuf> {
     Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
-/// Environment variables of a server or an agent that contain credentials. Processes of jobs do not get them, because
-/// they read files written by others.
+/// Environment variables of a server or an agent that contain credentials. Processes of jobs do not get these variables, because
+/// they read files that other people have written.
 pub const SECRETS: [&str; 5] = [
     "LOCKSTEP_TOKEN",
     "LOCKSTEP_TOKEN_FILE",
@@ -93,7 +93,7 @@ pub fn boot_id() -> String {
 }
 
 /// Identifies a network stack: the boot id and the network namespace of this process. Processes with the same id
-/// reach each other over loopback; each container normally has its own. `None` if the system does not report it.
+/// reach each other over loopback; each container normally has its own id. `None` if the system does not report it.
 pub fn network_id() -> Option<String> {
     let namespace = fs::read_link("/proc/self/ns/net").ok()?;
     Some(format!("{} {}", boot_id(), namespace.display()))
@@ -115,7 +115,8 @@ pub fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
     write_with(path, content, 0o644)
 }
 
-/// Each process has its own temporary file, because several processes may write the same file at the same time.
+/// Writes a file with these permissions atomically. Each process has its own temporary file, because several processes may write
+/// the same file at the same time.
 fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".");

@@ -21,10 +21,10 @@ pub fn listener_owners(address: IpAddr, port: u16) -> Vec<u32> {
 fn owners(table: &str, address: IpAddr, port: u16) -> Vec<u32> {
     let row = |line: &str| -> Option<u32> {
         let columns: Vec<&str> = line.split_whitespace().collect();
-        let (host, its_port) = columns.get(1)?.split_once(':')?;
-        let takes = |host: IpAddr| host.to_canonical() == address || host.is_unspecified();
-        let fits = u16::from_str_radix(its_port, 16).ok()? == port && takes(parse(host)?);
-        (fits && *columns.get(3)? == LISTEN).then(|| columns.get(7)?.parse().ok())?
+        let (host, row_port) = columns.get(1)?.split_once(':')?;
+        let includes_address = |host: IpAddr| host.to_canonical() == address || host.is_unspecified();
+        let is_match = u16::from_str_radix(row_port, 16).ok()? == port && includes_address(parse(host)?);
+        (is_match && *columns.get(3)? == LISTEN).then(|| columns.get(7)?.parse().ok())?
     };
     table.lines().skip(1).filter_map(row).collect()
 }

@@ -30,7 +30,7 @@ pub struct Usage {
     pub rates: Rates,
 }
 
-/// Memory of this machine or container.
+/// Memory of this machine, or of this container if it has a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
     pub used_bytes: u64,
@@ -39,7 +39,7 @@ pub struct Memory {
     pub host_bytes: u64,
 }
 
-/// In bytes per second.
+/// Rates in bytes per second.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rates {
     pub disk_read: Option<f64>,
@@ -148,7 +148,7 @@ fn cpu_line(line: &str) -> Option<(usize, &str)> {
     Some((number.parse().ok()?, times))
 }
 
-/// Busy and total time of the CPUs `allowed`. An empty list means all.
+/// Busy and total time of the CPUs in `allowed`. An empty list means all CPUs.
 fn busy(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
     let counted = |cpu: usize| allowed.is_empty() || allowed.contains(&cpu);
     let mut sums = None;
@@ -240,7 +240,7 @@ fn is_disk(name: &str) -> bool {
     !is_path && !NOT_DISKS.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Bytes read from and written to the disks `names`.
+/// Bytes read from and written to the disks with these names.
 fn disks(diskstats: &str, names: &[String]) -> Option<(u64, u64)> {
     let mut sums = None;
     for line in diskstats.lines() {

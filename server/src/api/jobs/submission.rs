@@ -111,7 +111,7 @@ pub(crate) async fn resolve_version(
     };
     let versions = store.model_versions(Some(&name.model)).await?;
     let seen = versions.iter().filter(|row| caller.sees_owned(&row.owned));
-    match seen.map(|row| &row.version).find(|version| name.which.is(version)) {
+    match seen.map(|row| &row.version).find(|version| name.which.matches(version)) {
         Some(version) => {
             spec.model.pretrained = Some(version.checkpoint.clone());
             Ok(None)

@@ -112,7 +112,7 @@ async fn find(store: &dyn Store, caller: &Caller, model: &str, which: &Which) ->
     if versions.is_empty() {
         return Err(no_such_model());
     }
-    let found = versions.into_iter().find(|version| which.is(version));
+    let found = versions.into_iter().find(|version| which.matches(version));
     found.ok_or_else(|| {
         Error::NotFound(match which {
             Which::Number(number) => format!("the model {model:?} has no version {number}"),

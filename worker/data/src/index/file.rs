@@ -6,9 +6,9 @@
 //!
 //! ```text
 //! 8 bytes           "LSINDEX" and the format's version, 3
-//! then blocks:      u32 length of the payload, u32 its CRC-32 (both little-endian), payload
+//! then blocks:      u32 length of the payload, u32 CRC-32 of the payload (both little-endian), payload
 //! payload:          u32 length of the container's name, the name, then MessagePack:
-//!                   [stamp, trouble, [entry, ...]]
+//!                   [stamp, shard_error, [entry, ...]]
 //! entry:            [name, size, modified_ns, offset, format, width, height, hash, label, broken]
 //! ```
 //!
@@ -99,6 +99,7 @@ pub(crate) fn content_hash(bytes: &[u8]) -> u64 {
 pub(super) struct Facts {
     /// The files' contents. The flag tells whether the current version of the reader wrote the file.
     buffers: Vec<(Vec<u8>, bool)>,
+    /// The blocks of each container: index in `buffers`, and position of the block's body.
     blocks: HashMap<Vec<u8>, Vec<(usize, Range<usize>)>>,
 }
 
@@ -106,24 +107,24 @@ impl Facts {
     /// Adds the facts in `file`. Returns the number of bytes in complete blocks.
     pub(super) fn add(&mut self, file: &Path, dataset: &Path, reader: u32) -> u64 {
         let Ok(bytes) = lockstep_host::files::read(file, MAX_BYTES) else { return 0 };
-        let number = self.buffers.len();
-        let (mut at, mut ours) = (MAGIC.len(), false);
+        let buffer = self.buffers.len();
+        let (mut at, mut is_current) = (MAGIC.len(), false);
         if !bytes.starts_with(MAGIC) {
             return 0;
         }
         while let Some((container, body)) = block_at(&bytes, at) {
-            let first = at == MAGIC.len();
-            if first && bytes[container.clone()] != *dataset.as_os_str().as_encoded_bytes() {
+            let is_first = at == MAGIC.len();
+            if is_first && bytes[container.clone()] != *dataset.as_os_str().as_encoded_bytes() {
                 return 0;
             }
             at = body.end;
-            if first {
-                ours = bytes[body] == reader.to_le_bytes();
+            if is_first {
+                is_current = bytes[body] == reader.to_le_bytes();
             } else {
-                self.blocks.entry(bytes[container].to_vec()).or_default().push((number, body));
+                self.blocks.entry(bytes[container].to_vec()).or_default().push((buffer, body));
             }
         }
-        self.buffers.push((bytes, ours));
+        self.buffers.push((bytes, is_current));
         if at == MAGIC.len() { 0 } else { at as u64 }
     }
 
@@ -131,21 +132,22 @@ impl Facts {
     pub(super) fn of(&self, container: &[u8]) -> impl Iterator<Item = Block> {
         let all = self.blocks.get(container).into_iter().flatten();
         all.filter_map(|(buffer, body)| {
-            let (bytes, ours) = &self.buffers[*buffer];
+            let (bytes, is_current) = &self.buffers[*buffer];
             let mut block: Block = rmp_serde::from_slice(&bytes[body.clone()]).ok()?;
-            if !ours && block.stamp.is_some() {
+            if !is_current && block.stamp.is_some() {
                 // A shard is read as a whole, so its block is used only if nothing in it was broken for the other
                 // version.
-                let whole = block.shard_error.is_none() && block.entries.iter().all(|e| e.broken.is_none());
-                return whole.then_some(block);
+                let is_intact =
+                    block.shard_error.is_none() && block.entries.iter().all(|e| e.broken.is_none());
+                return is_intact.then_some(block);
             }
-            block.entries.retain(|entry| *ours || entry.broken.is_none());
+            block.entries.retain(|entry| *is_current || entry.broken.is_none());
             Some(block)
         })
     }
 }
 
-/// The container and body of the block at `at`, if the block is complete.
+/// The positions of the container's name and of the body of the block at offset `at`, if the block is complete.
 fn block_at(bytes: &[u8], at: usize) -> Option<(Range<usize>, Range<usize>)> {
     let word = |at: usize| {
         let found = bytes.get(at..at.checked_add(4)?)?;
@@ -161,14 +163,16 @@ fn block_at(bytes: &[u8], at: usize) -> Option<(Range<usize>, Range<usize>)> {
 }
 
 pub(super) fn write_block(to: &mut impl Write, container: &[u8], body: &[u8]) -> io::Result<()> {
-    let short = |length: usize| u32::try_from(length).map_err(|_| io::Error::other("a block of 4 GiB"));
-    let mut check = crc32fast::Hasher::new();
-    let name_length = short(container.len())?.to_le_bytes();
+    let in_32_bits = |length: usize| {
+        u32::try_from(length).map_err(|_| io::Error::other("a block of a dataset's index has 4 GiB or more"))
+    };
+    let mut checksum = crc32fast::Hasher::new();
+    let name_length = in_32_bits(container.len())?.to_le_bytes();
     for part in [&name_length[..], container, body] {
-        check.update(part);
+        checksum.update(part);
     }
-    to.write_all(&short(4 + container.len() + body.len())?.to_le_bytes())?;
-    to.write_all(&check.finalize().to_le_bytes())?;
+    to.write_all(&in_32_bits(4 + container.len() + body.len())?.to_le_bytes())?;
+    to.write_all(&checksum.finalize().to_le_bytes())?;
     to.write_all(&name_length)?;
     to.write_all(container)?;
     to.write_all(body)

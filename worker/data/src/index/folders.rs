@@ -42,7 +42,8 @@ impl FolderStamp {
         })
     }
 
-    /// Whether the last change was at least `min_age` before `now`, so that any later change gets another time.
+    /// Whether the folder's last change is more than `min_age` before `now` (always true without `min_age`). A change after `now`
+    /// then certainly changes the stamp.
     fn is_older_than(self, min_age: Option<Duration>, now: SystemTime) -> bool {
         let Some(min_age) = min_age else { return true };
         let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -63,11 +64,11 @@ struct Known {
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Record {
     version: u32,
-    /// By path in the dataset.
+    /// The key is the path in the dataset.
     folders: BTreeMap<String, Known>,
 }
 
-fn check(entries: &[Entry]) -> u32 {
+fn checksum(entries: &[Entry]) -> u32 {
     let mut hash = crc32fast::Hasher::new();
     for entry in entries {
         hash.update(&(entry.name.len() as u64).to_le_bytes());
@@ -99,24 +100,24 @@ impl CachedFolders {
 pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
     let facts = store.load(root);
     let record = if store.trusts_folders { store.folder_cache(root).read() } else { Record::default() };
-    let same = |(path, known): (&String, &Known)| {
+    let unchanged = |(path, known): (&String, &Known)| {
         if FolderStamp::of(&root.join(path)) != Some(known.stamp) {
             return None;
         }
         let entries = ordered_entries(&facts, path.as_bytes());
-        let whole = entries.len() as u64 == known.files && check(&entries) == known.check;
-        whole.then(|| (PathBuf::from(path), (known.stamp, entries)))
+        let is_complete = entries.len() as u64 == known.files && checksum(&entries) == known.check;
+        is_complete.then(|| (PathBuf::from(path), (known.stamp, entries)))
     };
-    let folders = record.folders.par_iter().filter_map(same).collect();
+    let folders = record.folders.par_iter().filter_map(unchanged).collect();
     CachedFolders { facts, folders }
 }
 
-/// The entries of a folder in the index, by name.
+/// The entries that the index has for a folder, sorted by name.
 fn ordered_entries(facts: &Facts, container: &[u8]) -> Vec<Entry> {
     let mut blocks: Vec<_> = facts.of(container).collect();
-    let ordered = |entries: &[Entry]| entries.is_sorted_by(|a, b| a.name < b.name);
+    let is_ordered = |entries: &[Entry]| entries.is_sorted_by(|a, b| a.name < b.name);
     if let [block] = &mut blocks[..]
-        && ordered(&block.entries)
+        && is_ordered(&block.entries)
     {
         return std::mem::take(&mut block.entries);
     }
@@ -145,8 +146,8 @@ impl FolderCacheFile {
     }
 
     fn read(&self) -> Record {
-        let text = self.path.as_ref().and_then(|path| files::read(path, MAX_BYTES).ok());
-        let record: Option<Record> = text.and_then(|text| rmp_serde::from_slice(&text).ok());
+        let bytes = self.path.as_ref().and_then(|path| files::read(path, MAX_BYTES).ok());
+        let record: Option<Record> = bytes.and_then(|bytes| rmp_serde::from_slice(&bytes).ok());
         record.filter(|record| record.version == VERSION).unwrap_or_default()
     }
 
@@ -163,18 +164,18 @@ impl FolderCacheFile {
             // Folders with broken files are left out: a repair in place changes the file's size and time, but not the
             // folder.
             let is_intact = |entry: &Entry| !entry.is_transient && entry.broken.is_none();
-            let whole = !entries.is_empty() && entries.iter().all(is_intact);
-            let fits = whole && stamp.is_older_than(min_age, began);
-            let known = || Known { stamp, files: entries.len() as u64, check: check(entries) };
-            Some((path.to_str().filter(|_| fits)?.to_owned(), known()))
+            let is_complete = !entries.is_empty() && entries.iter().all(is_intact);
+            let is_stored = is_complete && stamp.is_older_than(min_age, began);
+            let known = || Known { stamp, files: entries.len() as u64, check: checksum(entries) };
+            Some((path.to_str().filter(|_| is_stored)?.to_owned(), known()))
         });
         let record = Record { version: VERSION, folders: known.collect() };
-        let Ok(text) = rmp_serde::to_vec(&record) else { return };
-        if fs::read(path).is_ok_and(|before| before == text) {
+        let Ok(bytes) = rmp_serde::to_vec(&record) else { return };
+        if fs::read(path).is_ok_and(|before| before == bytes) {
             return;
         }
         // The cache only saves time.
-        if let Err(error) = lockstep_host::write_whole(path, &text) {
+        if let Err(error) = lockstep_host::write_whole(path, &bytes) {
             tracing::warn!("{error}; the dataset's files will be examined again at the next start");
         }
     }

@@ -18,21 +18,23 @@ use std::{
 const READER_VERSION: u32 = 1;
 /// Minimum number of pictures of a dataset with an index. Reading fewer pictures takes little time.
 const MIN_PICTURES: usize = 1000;
-/// Minimum number of unknown pictures for which results are stored.
+/// Minimum number of pictures that the index lacks for the results of reading them to be stored.
 const MIN_UNKNOWN: usize = 64;
-/// Maximum number of indexes kept for different folders at one path.
+/// Maximum number of indexes kept for one path. Different folders that were at the path have different indexes.
 const MAX_INDEXES_PER_PATH: usize = 64;
 /// Age of last use after which an index is removed.
 const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
-/// Times of file systems have a granularity of up to two seconds, within which a second change is not visible.
+/// A folder is trusted only if its last change is at least this old. File systems store times with a granularity of up to two
+/// seconds, so a second change shortly after the first may not change the time.
 const MIN_AGE: Duration = Duration::from_secs(3);
+/// Minimum time between two writes of the progress.
 const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 
 /// Where indexes are stored.
 #[derive(Debug, Clone)]
 pub(crate) struct IndexStore {
-    /// `None` if nothing is stored.
+    /// The cache directory. `None` if nothing is stored.
     pub(super) dir: Option<PathBuf>,
     pub(super) min_pictures: usize,
     pub(super) min_unknown: usize,
@@ -105,30 +107,32 @@ impl IndexStore {
     /// The cache directory is not writable.
     pub(super) fn begin(&self, dataset: &Path) -> io::Result<Option<(IndexBuilder, Facts)>> {
         let Some(dir) = &self.dir else { return Ok(None) };
-        let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
-        fs::create_dir_all(dir).map_err(|e| named(dir, e))?;
+        let with_path =
+            |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+        fs::create_dir_all(dir).map_err(|e| with_path(dir, e))?;
         let file = |extension| self.file(dataset, extension).unwrap_or_default();
         let lock_path = file("lock");
-        let lock = open_lock(&lock_path).map_err(|e| named(&lock_path, e))?;
+        let lock = open_lock(&lock_path).map_err(|e| with_path(&lock_path, e))?;
         // If the file system does not support locks, several processes may do the same work. Each file is still
         // written atomically.
         let _ = lock.lock();
         let mut facts = Facts::default();
         facts.add(&file("index"), dataset, self.reader);
         let part_path = file("part");
-        let whole = facts.add(&part_path, dataset, self.reader);
+        // A killed process may have left an incomplete block at the end.
+        let complete_bytes = facts.add(&part_path, dataset, self.reader);
         // A killed process may have left the file behind.
         let _ = fs::remove_file(file("progress"));
-        let open = || -> io::Result<File> {
+        let open_part = || -> io::Result<File> {
             let mut part = File::options().create(true).truncate(false).write(true).open(&part_path)?;
-            part.set_len(whole)?;
+            part.set_len(complete_bytes)?;
             part.seek(SeekFrom::End(0))?;
-            if whole == 0 {
+            if complete_bytes == 0 {
                 write_head(&mut part, dataset, self.reader)?;
             }
             Ok(part)
         };
-        let part = open().map_err(|e| named(&part_path, e))?;
+        let part = open_part().map_err(|e| with_path(&part_path, e))?;
         let builder = IndexBuilder {
             dataset: dataset.to_owned(),
             reader: self.reader,
@@ -142,15 +146,15 @@ impl IndexStore {
         Ok(Some((builder, facts)))
     }
 
-    /// The progress of building a dataset's index. `None` if it is not being built.
+    /// The progress of building a dataset's index. `None` if no index is being built.
     pub(crate) fn progress(&self, dataset: &Path) -> Option<Progress> {
-        let text = fs::read(self.file(dataset, "progress")?).ok()?;
+        let bytes = fs::read(self.file(dataset, "progress")?).ok()?;
         // The lock is held while an index is built. A killed process leaves its progress file behind.
         let lock = File::open(self.file(dataset, "lock")?).ok()?;
         if lock.try_lock_shared().is_ok() {
             return None;
         }
-        serde_json::from_slice(&text).ok()
+        serde_json::from_slice(&bytes).ok()
     }
 }
 
@@ -173,10 +177,11 @@ fn folder_of(dataset: &Path) -> Option<String> {
     Some(hex::encode(&key.finalize()[..8]))
 }
 
-/// Updates the time by which unused indexes are removed.
+/// Sets a file's modification time to now, unless it is less than a day old. By this time, [`remove_unused`] recognises unused
+/// indexes.
 fn mark_used(file: &Path) {
-    let old = |found: fs::Metadata| found.modified().is_ok_and(|t| t.elapsed().is_ok_and(|t| t > DAY));
-    if fs::metadata(file).is_ok_and(old) {
+    let is_old = |found: fs::Metadata| found.modified().is_ok_and(|t| t.elapsed().is_ok_and(|t| t > DAY));
+    if fs::metadata(file).is_ok_and(is_old) {
         // Fails for another user's index, which is left to its user.
         let _ = File::options().write(true).open(file).and_then(|file| file.set_modified(SystemTime::now()));
     }
@@ -196,8 +201,8 @@ fn remove_unused(index: &Path, dataset: &Path) {
         .filter_map(|path| Some((fs::metadata(&path).ok()?.modified().ok()?, path)))
         .collect();
     others.sort_by(|a, b| b.cmp(a));
-    for (number, (used, path)) in others.into_iter().enumerate() {
-        if number + 1 >= MAX_INDEXES_PER_PATH || used.elapsed().is_ok_and(|since| since > MAX_UNUSED) {
+    for (newer_others, (used, path)) in others.into_iter().enumerate() {
+        if newer_others + 1 >= MAX_INDEXES_PER_PATH || used.elapsed().is_ok_and(|since| since > MAX_UNUSED) {
             for extension in ["index", "folders", "part", "lock", "progress"] {
                 let _ = fs::remove_file(path.with_extension(extension));
             }
@@ -205,7 +210,7 @@ fn remove_unused(index: &Path, dataset: &Path) {
     }
 }
 
-/// The progress of building an index: number of examined pictures (or shards), and of all.
+/// The progress of building an index: the number of pictures (or shards) examined so far, and the number of all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     pub done: u64,
@@ -238,8 +243,8 @@ impl IndexBuilder {
         if self.published.is_none_or(|published| published.elapsed() >= PROGRESS_EVERY) {
             self.published = Some(Instant::now());
             // The progress is only informative, so errors are ignored.
-            let text = serde_json::to_vec(&progress).unwrap_or_default();
-            let _ = lockstep_host::write_whole(&self.progress_path, &text);
+            let bytes = serde_json::to_vec(&progress).unwrap_or_default();
+            let _ = lockstep_host::write_whole(&self.progress_path, &bytes);
         }
     }
 

@@ -24,8 +24,8 @@ pub(super) fn prepare_ahead(
             let work = move || {
                 for number in (lane..count).step_by(threads) {
                     let batch = make(number);
-                    let last = batch.is_err();
-                    if sender.send(batch).is_err() || last {
+                    let has_failed = batch.is_err();
+                    if sender.send(batch).is_err() || has_failed {
                         break;
                     }
                 }
@@ -39,10 +39,10 @@ pub(super) fn prepare_ahead(
         if number == count {
             return None;
         }
-        let (lane, refused) = &lanes[number % threads];
+        let (receiver, spawn_error) = &lanes[number % threads];
         number += 1;
-        Some(lane.recv().unwrap_or_else(|_| {
-            let why = refused
+        Some(receiver.recv().unwrap_or_else(|_| {
+            let why = spawn_error
                 .as_ref()
                 .map_or_else(|| "a thread that prepares data ended".to_owned(), ToString::to_string);
             number = count;

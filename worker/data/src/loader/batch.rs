@@ -49,8 +49,8 @@ pub struct Batch {
     pub mix_params: Option<MixParams>,
     /// The position of each picture in its split, for tests and error messages.
     pub indices: Vec<u64>,
-    /// The number of pictures in this micro-batch over all ranks, by which engines divide. The number follows from the
-    /// plan, so ranks need not exchange it. A single rank counts `labels` instead.
+    /// The number of pictures in this micro-batch over all ranks, by which engines divide the sum of losses. The number follows
+    /// from the plan, so ranks need not exchange it. A single rank counts `labels` instead.
     pub global_samples: usize,
     /// With class weights: the sum of the weights of this micro-batch's labels over all ranks, by which engines divide
     /// instead of by `global_samples`. The sum follows from the plan too. `None` if pictures are mixed: PyTorch divides
@@ -173,8 +173,8 @@ enum Outputs<'a> {
 }
 
 impl Pictures<'_> {
-    /// Makes the pictures `numbers` of the batch. `begun` tells how far each picture of the batch is prepared; empty if
-    /// no picture is.
+    /// Makes the pictures with the indices `numbers` in the batch. `begun` tells how far each picture of the batch is prepared. It is
+    /// empty if no picture is.
     fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
         let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;

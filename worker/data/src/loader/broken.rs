@@ -17,7 +17,7 @@ pub(super) struct Broken {
 
 #[derive(Debug, Default)]
 pub(super) struct BrokenCounts {
-    /// Number of pictures requested so far, at most the number of all.
+    /// Number of pictures requested so far, at most the number of the part's pictures.
     pub(super) asked: usize,
     /// Positions of broken pictures in the split.
     pub(super) broken: BTreeSet<u32>,

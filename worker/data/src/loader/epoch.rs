@@ -152,7 +152,7 @@ impl DataSource {
         let mut kept = lock(&self.workers);
         let has_device = self.device.is_some();
         let wanted = (threads, has_device);
-        let workers = match kept.as_ref().filter(|(of, _)| *of == wanted) {
+        let workers = match kept.as_ref().filter(|(key, _)| *key == wanted) {
             Some((_, workers)) => workers.clone(),
             None => Arc::new(Workers::pool(threads, has_device)?),
         };

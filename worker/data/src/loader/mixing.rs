@@ -17,7 +17,7 @@ const MIXING: u64 = 9;
 /// The sum of both weights in fixed-point arithmetic on bytes.
 const ONE: u32 = 1 << 16;
 
-/// The alpha of lambda's Beta distribution for mixup and for cutmix. 0 disables either.
+/// For mixup and for cutmix, the parameter alpha of lambda's distribution Beta(alpha, alpha). 0 disables mixup or cutmix.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Mixing {
     pub mixup: f64,
@@ -44,8 +44,8 @@ impl Mixing {
         let mut random = Random::new(&[seed, MIXING, u64::from(epoch), first as u64]);
         let coin = random.below(2) == 1;
         let centre = [(); 2].map(|()| random.below(side as u64) as usize);
-        let cuts = self.mixup <= 0.0 || (coin && self.cutmix > 0.0);
-        Some(match cuts {
+        let is_cutmix = self.mixup <= 0.0 || (coin && self.cutmix > 0.0);
+        Some(match is_cutmix {
             true => Mix::cutmix(beta(&mut random, self.cutmix), centre, side),
             false => Mix { lambda: beta(&mut random, self.mixup) as f32, cut: None },
         })
@@ -53,8 +53,8 @@ impl Mixing {
 }
 
 impl Mix {
-    /// A rectangle with the fraction `1 - lambda` of a square picture's area, and its proportions, around `centre`
-    /// (row, column). It is clipped at the borders: lambda becomes the fraction of pixels that remain.
+    /// A square with the fraction `1 - lambda` of the area of a picture of `side` x `side` pixels, around `centre` (row, column). It
+    /// is clipped at the picture's borders: lambda becomes the fraction of pixels that remain.
     pub fn cutmix(lambda: f64, centre: [usize; 2], side: usize) -> Self {
         let half = (0.5 * (1.0 - lambda).sqrt() * side as f64) as usize;
         let [rows, columns] = centre.map(|at| at.saturating_sub(half)..(at + half).min(side));
@@ -94,14 +94,14 @@ impl Mix {
         let (row, size) = (side * channels, side * side * channels);
         let Some(count) = (values.len() / size).checked_sub(1) else { return };
         // From the last to the first, so that each picture is mixed with the unmixed previous picture.
-        for number in (0..count).rev() {
-            let (own, other) = match number {
+        for index in (0..count).rev() {
+            let (own, other) = match index {
                 0 => {
                     let (own, others) = values.split_at_mut(size);
                     (own, &others[others.len() - size..])
                 }
                 _ => {
-                    let (others, own) = values.split_at_mut(number * size);
+                    let (others, own) = values.split_at_mut(index * size);
                     (&mut own[..size], &others[others.len() - size..])
                 }
             };
@@ -109,8 +109,8 @@ impl Mix {
                 None => own.iter_mut().zip(other).for_each(|(own, other)| *own = blend(*own, *other)),
                 Some([rows, columns]) => {
                     for y in rows.clone() {
-                        let of = y * row + columns.start * channels..y * row + columns.end * channels;
-                        own[of.clone()].copy_from_slice(&other[of]);
+                        let range = y * row + columns.start * channels..y * row + columns.end * channels;
+                        own[range.clone()].copy_from_slice(&other[range]);
                     }
                 }
             }

@@ -53,7 +53,7 @@ struct CropParams {
     flip: bool,
 }
 
-/// Makes the pictures with these numbers in the batch. The last argument tells how far each picture of the batch is
+/// Makes the pictures with these indices in the batch. The last argument tells how far each picture of the batch is
 /// prepared.
 type Fill<'a> = &'a (dyn Fn(Work, &[usize], &[PartialPicture<'_>]) -> Result<(), DataError> + Sync);
 
@@ -61,8 +61,7 @@ type Fill<'a> = &'a (dyn Fn(Work, &[usize], &[PartialPicture<'_>]) -> Result<(),
 /// fail on the device are decoded on cores.
 ///
 /// # Errors
-/// [`DataError::File`], with the place of the picture: a picture cannot be read. Also the errors of `fill`, which
-/// finds pictures that cannot be decoded.
+/// [`DataError::File`]: a picture cannot be read. Also the errors of `fill`, which finds pictures that cannot be decoded.
 pub(super) fn make(
     device: &OnDevice,
     part: &Part,
@@ -110,7 +109,7 @@ pub(super) fn make(
     let queue = Queue::new(of_device);
     let work = DeviceWork { device, output: &output, files: &files, read: &read, queue, has_failed, fill };
     thread::scope(|scope| {
-        let feeding: Vec<_> = (0..device.decoder.at_a_time())
+        let feeders: Vec<_> = (0..device.decoder.at_a_time())
             .map_while(|_| {
                 let feed = || work.feed();
                 thread::Builder::new().name("pictures on the GPU".into()).spawn_scoped(scope, feed).ok()
@@ -119,8 +118,8 @@ pub(super) fn make(
         let on_cores = fill(Work::Decoding, &of_cores, &read);
         // The system may have refused to start the threads above.
         work.feed();
-        for feeding in feeding {
-            feeding.join().unwrap_or_else(|panic| resume_unwind(panic));
+        for feeder in feeders {
+            feeder.join().unwrap_or_else(|panic| resume_unwind(panic));
         }
         on_cores
     })?;
@@ -148,8 +147,8 @@ impl DeviceWork<'_> {
             let mut filled = None;
             let outcome = self.device.decoder.decode(
                 self.output.size,
-                &mut |most| {
-                    claimed.set(self.queue.claim(most));
+                &mut |max| {
+                    claimed.set(self.queue.claim(max));
                     self.inputs(self.queue.numbers(claimed.get()))
                 },
                 &mut |made| filled = Some(self.complete(self.queue.numbers(claimed.get()), made)),
@@ -167,12 +166,12 @@ impl DeviceWork<'_> {
                 filled = None;
             }
             let on_cores = || (self.fill)(Work::Decoding, self.queue.numbers(claimed.get()), self.read);
-            let done = filled.unwrap_or_else(on_cores);
-            self.queue.note(claimed.get().0, done);
+            let result = filled.unwrap_or_else(on_cores);
+            self.queue.note(claimed.get().0, result);
         }
     }
 
-    /// The input of the device for the pictures `numbers`.
+    /// The input of the device for the pictures with the indices `numbers` in the batch.
     fn inputs(&self, numbers: &[usize]) -> Vec<Encoded<'_>> {
         let input = |number: &usize| match &self.files[*number] {
             File::OnDevice(bytes, CropParams { stored, left, top, rows, columns, flip }) => {
@@ -185,8 +184,8 @@ impl DeviceWork<'_> {
 
     /// Completes the pictures `numbers` that the device has decoded. Cores make the pictures that it has refused.
     fn complete(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
-        let done = made.iter().flatten().count() as u64;
-        self.device.count_decoded(done, made.len() as u64 - done);
+        let decoded = made.iter().flatten().count() as u64;
+        self.device.count_decoded(decoded, made.len() as u64 - decoded);
         let mut begun = self.read.to_vec();
         for (number, made) in numbers.iter().zip(made) {
             if let Some(pixels) = made {

@@ -6,7 +6,7 @@ use super::{
     broken::Broken,
     part::{Part, Pixels},
     shape::Shape,
-    splits::{self, Opened, normalisation, open_splits, sizes},
+    splits::{self, Opened, common_size, normalisation, open_splits},
 };
 use crate::{
     Catalog, ChangeDetection, DataError, Random,
@@ -25,10 +25,10 @@ use std::{
 impl DataSource {
     /// Reads the dataset's index and, if they fit in memory, its pictures.
     /// With padded crops, CIFAR and IDX pictures are cropped at their own size and then scaled to the epoch's
-    /// `image_size`. Square files of equal size that are not larger than the network's largest input are treated alike.
+    /// `image_size`. Square files of equal size that are not larger than the network's largest input are treated in the same way.
     /// For other files, the largest centred square is first scaled to that largest input, and then cropped. Random
     /// resized crops are taken from the whole picture. Validation pictures that are resized and cropped at their centre
-    /// are also taken from the whole picture. In both cases files are decoded in each step.
+    /// are also taken from the whole picture. In these two cases files are decoded in each step.
     ///
     /// # Errors
     /// There are broken files and `data.broken_files` is `fail`, or splits or sizes do not fit the job.
@@ -73,18 +73,19 @@ impl DataSource {
             let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
             let why = if catalog.unlabelled.contains(name) { " that has labels" } else { "" };
             return Err(DataError::Invalid(format!(
-                "data.validation: the dataset has no split {name:?}{why}; it has {}. Give one of these, a fraction such as 0.1, or \"none\"",
+                "data.validation: the dataset has no split {name:?}{why}; it has {}. Give one of these, a fraction such as 0.1, or \
+                 \"none\"",
                 names.join(", ")
             )));
         }
         let needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
         catalog.splits.retain(|s| needed(&s.name));
-        let of_splits = catalog.splits.iter().flat_map(|s| &s.broken);
-        let mut skipped: Vec<String> =
-            catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
-        let sizes = sizes(&catalog, &skipped)?;
-        let whole = spec.random_resized_crop || spec.resize_size.is_some();
-        let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
+        let broken_in_splits = catalog.splits.iter().flat_map(|s| &s.broken);
+        let broken = catalog.broken.iter().chain(broken_in_splits);
+        let mut skipped: Vec<String> = broken.map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let common_size = common_size(&catalog, &skipped)?;
+        let needs_whole = spec.random_resized_crop || spec.resize_size.is_some();
+        let opened = open_splits(&mut catalog, common_size, spec, needs_whole, room, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
                 "{}: {}{}. Repair or remove {}, or set data.broken_files = \"skip\"",
@@ -111,14 +112,14 @@ impl DataSource {
         };
         let (height, width, channels) = (train.height, train.width, train.channels);
         let (training_sizes, side) = network_sizes(spec, height, width)?;
-        let all = |count: usize| (0..count as u32).collect::<Vec<_>>();
+        let all_places = |count: usize| (0..count as u32).collect::<Vec<_>>();
         let division = ValidationDivision::of(spec);
         let is_held_out = match division.holds_out() {
             true => held_out::hold_out(&division, &train.identities, &train.labels),
             false => vec![false; train.labels.len()],
         };
         let (held_out, train_chosen): (Vec<u32>, Vec<u32>) =
-            all(train.labels.len()).into_iter().partition(|place| is_held_out[*place as usize]);
+            all_places(train.labels.len()).into_iter().partition(|place| is_held_out[*place as usize]);
         let notes = match (&division.fold, &spec.validation) {
             (Some((_, folds)), _) => check_folds(&catalog.classes, &train.labels, &held_out, *folds)?,
             (None, Validation::Fraction(fraction)) => {
@@ -143,7 +144,7 @@ impl DataSource {
         let (pixels, labels) = (train.pixels.clone(), train.labels.clone());
         let (identities, validation) = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
-                let chosen = all(split.labels.len());
+                let chosen = all_places(split.labels.len());
                 let validation =
                     part(split.pixels, split.labels, split.files_digest, chosen, resize.is_some());
                 (split.identities, validation)
@@ -349,7 +350,8 @@ fn network_sizes(
     }
     if !spec.random_resized_crop && spec.crop_padding as usize >= height.min(width) {
         return Err(DataError::Invalid(format!(
-            "data.crop_padding: {} pixels around pictures of {width} x {height} would make crops of nothing but padding; 1/8 of a side is usual",
+            "data.crop_padding: {} pixels around pictures of {width} x {height} would make crops of nothing but padding; 1/8 of a side \
+             is usual",
             spec.crop_padding
         )));
     }

@@ -27,7 +27,7 @@ pub(super) struct Part {
     pub(super) files_digest: Option<u32>,
     /// The labels of the whole split.
     pub(super) labels: Arc<Vec<u32>>,
-    /// The positions of these pictures in the split, in ascending order.
+    /// The positions of the part's pictures in the split, in ascending order.
     pub(super) chosen: Vec<u32>,
     /// Height, width and channels of a picture in memory, or of the square made from a file.
     pub(super) size: [usize; 3],
@@ -46,7 +46,7 @@ pub(super) struct Opener {
 }
 
 impl Part {
-    /// Adds contents, labels and names to `hash`, in order.
+    /// Adds the contents, labels and names of the part's pictures to `hash`, in the order of their positions.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher) {
         match (&self.pixels, self.files_digest) {
             (_, Some(digest)) => hash.update(&digest.to_le_bytes()),
@@ -73,14 +73,14 @@ impl Part {
     ) -> Result<PictureRef<'a>, DataError> {
         let [height, width, channels] = self.size;
         let size = height * width * channels;
-        let of = |pixels: &'a [u8]| PictureRef {
+        let in_memory = |pixels: &'a [u8]| PictureRef {
             width: width as u32,
             height: height as u32,
             channels: channels as u32,
             pixels,
         };
         match &self.pixels {
-            Pixels::Memory(bytes) => Ok(of(&bytes[place * size..][..size])),
+            Pixels::Memory(bytes) => Ok(in_memory(&bytes[place * size..][..size])),
             Pixels::Files { files, .. } => self.decode(place, &files.read(place)?, opener),
         }
     }
@@ -96,16 +96,17 @@ impl Part {
             Some(files) => files.broken(place, detail),
             None => DataError::Invalid(detail),
         };
-        let whole = opener.decoder.decode(bytes).map_err(broken)?;
+        let decoded = opener.decoder.decode(bytes).map_err(broken)?;
         let size = self.size.iter().product();
         let square = self.square().filter(|_| !self.whole);
-        match square.and_then(|side| Some((side, whole.centre_square(side)?))) {
+        match square.and_then(|side| Some((side, decoded.centre_square(side)?))) {
             Some((side, area)) => {
                 opener.square.resize(size, 0);
-                opener.resize.run(whole, area, (side, side), &mut opener.square);
-                Ok(PictureRef { width: side, height: side, channels: whole.channels, pixels: &opener.square })
+                opener.resize.run(decoded, area, (side, side), &mut opener.square);
+                let (channels, pixels) = (decoded.channels, &opener.square[..]);
+                Ok(PictureRef { width: side, height: side, channels, pixels })
             }
-            None if self.whole || whole.pixels.len() == size => Ok(whole),
+            None if self.whole || decoded.pixels.len() == size => Ok(decoded),
             None => Err(broken("has changed its size since the job began".into())),
         }
     }

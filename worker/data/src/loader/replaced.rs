@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 
 /// Purpose number of the random stream (see `shard.rs` for others).
 const REPLACEMENT: u64 = 10;
-/// Number of pictures that may be broken in a split of any size, unless all are.
+/// Number of pictures that may be broken in a split of any size, unless all its pictures are broken.
 const MIN_ALLOWED: usize = 16;
 /// One in this many pictures of a larger split may be broken. If more are broken, the disk has probably failed, and
 /// training on the rest is useless.
@@ -95,12 +95,12 @@ impl Part {
         let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &self.pixels) else {
             return Err(error);
         };
-        let look = |opener: &mut Opener, place: &u32| match self.picture(*place as usize, opener) {
+        let examine = |opener: &mut Opener, place: &u32| match self.picture(*place as usize, opener) {
             Err(DataError::File { path, detail }) => Some((*place, format!("{path} {detail}"))),
             _ => None,
         };
         let mut found: Vec<_> =
-            places.par_iter().map_init(Opener::default, look).filter_map(|found| found).collect();
+            places.par_iter().map_init(Opener::default, examine).filter_map(|found| found).collect();
         if found.is_empty() {
             // The picture could be read this time. It still counts as broken, because every epoch reads it.
             let named = places.iter().find(|place| files.name(**place as usize) == *path);

@@ -34,8 +34,8 @@ pub struct Shape {
     /// Whether the pictures are in a packed file and not square. Whole pictures are then scaled to the network's square
     /// input.
     pub whole_pictures: bool,
-    /// The length to which the short side of validation pictures is resized before the centre crop. If absent, their
-    /// largest centred square is scaled.
+    /// The length to which the short side of validation pictures is resized before the centre crop. If absent, the largest
+    /// centred square of each picture is scaled.
     pub resize: Option<u32>,
 }
 

@@ -28,6 +28,8 @@ pub(super) struct Opened {
     pub(super) channels: usize,
 }
 
+/// Mean and standard deviation of each channel: the job's values, otherwise measured on training pictures. `size` is the number of
+/// bytes of a picture in memory.
 pub(super) fn normalisation(
     spec: &DataSpec,
     train: &Opened,
@@ -42,7 +44,7 @@ pub(super) fn normalisation(
             Pixels::Files { files, square } => {
                 // Few pictures give three digits. Decoding more would delay the first step.
                 let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
-                let look = |i: usize| {
+                let moments_of = |i: usize| {
                     let picture = files.picture(i).ok()?;
                     let picture = match square {
                         Some(side) => picture.centre_square(*side),
@@ -51,7 +53,7 @@ pub(super) fn normalisation(
                     Some(Moments::of(&picture.pixels, channels))
                 };
                 let counted: Vec<_> =
-                    (0..files.len()).into_par_iter().step_by(every).filter_map(look).collect();
+                    (0..files.len()).into_par_iter().step_by(every).filter_map(moments_of).collect();
                 let mut all = Moments::default();
                 counted.iter().for_each(|one| all.add(one));
                 all.mean_std()
@@ -67,8 +69,8 @@ pub(super) fn normalisation(
     (fit(&spec.mean, found_mean), fit(&spec.std, found_std))
 }
 
-/// The size of all pictures, if they have the same size.
-pub(super) fn sizes(catalog: &Catalog, skipped: &[String]) -> Result<Option<(u32, u32)>, DataError> {
+/// The width and height of the pictures, if all pictures have the same size.
+pub(super) fn common_size(catalog: &Catalog, skipped: &[String]) -> Result<Option<(u32, u32)>, DataError> {
     let (mut first, mut same) = (None, true);
     for split in &catalog.splits {
         let mut add = |size: (u32, u32)| same &= *first.get_or_insert(size) == size;
@@ -93,8 +95,8 @@ fn no_readable_picture(split: &str, skipped: &[String]) -> DataError {
 
 /// The pixels of each file, or of its centred square scaled to the side `square`.
 fn decode_all(files: &Listing, square: Option<u32>) -> Vec<Result<Vec<u8>, DataError>> {
-    let decode = |number: usize| {
-        files.picture(number).map(|picture| match square {
+    let decode = |index: usize| {
+        files.picture(index).map(|picture| match square {
             Some(side) => picture.centre_square(side).pixels,
             None => picture.pixels,
         })
@@ -115,12 +117,12 @@ fn remove_broken(
     labels.retain(|_| good.next().unwrap_or(false));
 }
 
-/// Opens the splits. Splits that fit in `room` bytes are decoded, unless each step needs the `whole` pictures.
+/// Opens the splits. Splits that fit in `room` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
 pub(super) fn open_splits(
     catalog: &mut Catalog,
-    common: Option<(u32, u32)>,
+    common_size: Option<(u32, u32)>,
     spec: &DataSpec,
-    whole: bool,
+    needs_whole: bool,
     room: usize,
     skipped: &mut Vec<String>,
 ) -> Result<Vec<Opened>, DataError> {
@@ -142,7 +144,7 @@ pub(super) fn open_splits(
             }
             Samples::Listed(mut files) => {
                 let largest = spec.image_size.as_ref().and(spec.effective_validation_size());
-                let (square, width, height) = match (common, largest) {
+                let (square, width, height) = match (common_size, largest) {
                     (Some((width, height)), None) => (None, width, height),
                     (Some((width, height)), Some(side)) if width == height && width <= side => {
                         (None, width, height)
@@ -155,12 +157,12 @@ pub(super) fn open_splits(
                     }
                 };
                 let size = width as usize * height as usize * 3;
-                let is_kept_decoded = !whole && files.len().saturating_mul(size) <= room;
+                let is_kept_decoded = !needs_whole && files.len().saturating_mul(size) <= room;
                 let decoded = is_kept_decoded.then(|| decode_all(&files, square));
                 if let Some(decoded) = &decoded {
                     remove_broken(&mut files, &mut labels, decoded, skipped);
                     let mut hash = crc32fast::Hasher::new();
-                    (0..files.len()).for_each(|number| files.add_to(&mut hash, number));
+                    (0..files.len()).for_each(|index| files.add_to(&mut hash, index));
                     files_digest = Some(hash.finalize());
                 }
                 if has_validation {

@@ -15,7 +15,7 @@ pub struct View {
 }
 
 impl View {
-    /// The views of `evaluate.views`: 1, 2 or 6.
+    /// The views if `evaluate.views` is `count`: 1, 2 or 6.
     pub fn of(count: u32) -> Vec<Self> {
         let shifts: &[(i8, f32)] = match count {
             6 => &[(0, 0.5), (-1, 0.25), (1, 0.25)],

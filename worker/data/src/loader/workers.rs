@@ -48,9 +48,9 @@ impl Workers {
                 .build()
                 .map_err(|e| DataError::Invalid(format!("threads that decode pictures: {e}")))
         };
-        let others = threads.div_ceil(2);
-        let side_pool = has_device.then(|| pool(others)).transpose()?;
-        Ok(Self { pool: Some(pool(threads)?), side_pool, scratch: scratch(threads + others) })
+        let side_threads = threads.div_ceil(2);
+        let side_pool = has_device.then(|| pool(side_threads)).transpose()?;
+        Ok(Self { pool: Some(pool(threads)?), side_pool, scratch: scratch(threads + side_threads) })
     }
 
     /// `None`: the calling thread does the work.

@@ -62,9 +62,9 @@ fn find_named(
     names: &[&str],
     fits: impl Fn(&ColumnDescriptor) -> bool,
 ) -> Option<usize> {
-    let called =
+    let position_of =
         |name: &&str| all.iter().position(|column| top(column).eq_ignore_ascii_case(name) && fits(column));
-    names.iter().find_map(called)
+    names.iter().find_map(position_of)
 }
 
 /// The only column for which `fits` is true.
@@ -103,7 +103,7 @@ fn is_text(column: &ColumnDescriptor) -> bool {
 
 /// The columns, for a message.
 fn describe_columns(all: &[&ColumnDescriptor]) -> String {
-    let one = |column: &&ColumnDescriptor| {
+    let describe = |column: &&ColumnDescriptor| {
         let kind = match column.physical_type() {
             Type::BYTE_ARRAY if is_text(column) => "text".to_owned(),
             Type::BYTE_ARRAY => "bytes".to_owned(),
@@ -112,7 +112,7 @@ fn describe_columns(all: &[&ColumnDescriptor]) -> String {
         let list = if column.max_rep_level() > 0 { "list of " } else { "" };
         format!("{} ({list}{kind})", column.path().string())
     };
-    let mut words: Vec<String> = all.iter().take(MAX_NAMED_COLUMNS).map(one).collect();
+    let mut words: Vec<String> = all.iter().take(MAX_NAMED_COLUMNS).map(describe).collect();
     if all.len() > MAX_NAMED_COLUMNS {
         words.push(format!("and {} more", all.len() - MAX_NAMED_COLUMNS));
     }

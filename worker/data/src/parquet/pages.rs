@@ -19,7 +19,7 @@ use std::{
 pub(super) const MAX_PAGE_BYTES: u64 = 2 * crate::picture::MAX_BYTES;
 /// The first bytes of a gzip stream (RFC 1952).
 const GZIP_MAGIC: [u8; 3] = [0x1f, 0x8b, 8];
-/// Maximum number of occurrences of these bytes in a page at which decompression is tried.
+/// Maximum number of occurrences of [`GZIP_MAGIC`] in a page at which decompression is tried.
 const BEGINS: usize = 16;
 
 /// The error for a page that is too large.
@@ -98,8 +98,8 @@ impl ChunkReader for Pages {
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
         let bytes = self.source.get_bytes(start, length)?;
         let header = if self.indexed { check_header(&bytes, self.max_bytes) } else { Ok(()) };
-        let all = if self.gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
-        all.map_err(|page| ParquetError::External(Box::new(io::Error::other(page))))?;
+        let checked = if self.gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
+        checked.map_err(|page| ParquetError::External(Box::new(io::Error::other(page))))?;
         Ok(bytes)
     }
 }
@@ -125,7 +125,7 @@ impl Read for Header {
 /// The first two fields are 32-bit integers. `None` if the bytes are something else.
 fn uncompressed(head: &[u8]) -> Option<u64> {
     let mut bytes = head.iter().copied();
-    let mut number = || -> Option<i64> {
+    let mut read_number = || -> Option<i64> {
         let mut value = 0u64;
         for shift in (0..35).step_by(7) {
             let byte = bytes.next()?;
@@ -140,10 +140,10 @@ fn uncompressed(head: &[u8]) -> Option<u64> {
     for _ in 0..2 {
         // A field header: one more than the previous field id (0x10), type i32 (5). Read as a zigzag number, 0x15 is
         // -11.
-        if number()? != -11 {
+        if read_number()? != -11 {
             return None;
         }
-        last = number()?;
+        last = read_number()?;
     }
     u64::try_from(last).ok()
 }

@@ -30,21 +30,21 @@ pub(crate) fn read_members(file: &ParquetFile, path: &Path) -> Members {
     };
     let source = Arc::new(Source::new(handle, size));
     let mut members = Members::default();
-    let mut troubles = 0;
+    let mut failed_groups = 0;
     for group in 0..file.metadata.num_row_groups() {
         // Other row groups may be intact.
         if let Err(UnusableFile { detail, is_transient }) =
             file.examine_group(&source, group, &mut members.entries)
         {
             members.is_transient |= is_transient;
-            troubles += 1;
+            failed_groups += 1;
             let rows = (file.first_rows[group], file.first_rows[group + 1]);
             let place = format!("in its row group {group} (rows {} to {})", rows.0, rows.1.saturating_sub(1));
             members.shard_error.get_or_insert_with(|| format!("{detail}. This is {place}"));
         }
     }
-    if let Some(shard_error) = members.shard_error.as_mut().filter(|_| troubles > 1) {
-        shard_error.push_str(&format!(" and in {} others", troubles - 1));
+    if let Some(shard_error) = members.shard_error.as_mut().filter(|_| failed_groups > 1) {
+        shard_error.push_str(&format!(" and in {} others", failed_groups - 1));
     }
     members.is_transient |= members.entries.iter().any(|entry| entry.is_transient);
     members
@@ -93,9 +93,9 @@ pub(super) fn next<T: DataType>(
     let Some(highest) = levels.iter().max().copied().filter(|_| values.len() < count) else {
         return Ok(values.into_iter().map(Some).collect());
     };
-    let there = if values.is_empty() { i16::MAX } else { highest };
+    let level_of_values = if values.is_empty() { i16::MAX } else { highest };
     let mut values = values.into_iter();
-    Ok(levels.iter().map(|level| if *level == there { values.next() } else { None }).collect())
+    Ok(levels.iter().map(|level| if *level == level_of_values { values.next() } else { None }).collect())
 }
 
 fn next_labels(column: &mut ColumnReader, count: usize) -> Result<Vec<Option<String>>, ParquetError> {

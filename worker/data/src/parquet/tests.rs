@@ -32,8 +32,8 @@ fn listing(catalog: &Catalog, split: usize) -> &Listing {
 }
 
 fn broken(catalog: &Catalog) -> Vec<String> {
-    let of_splits = catalog.splits.iter().flat_map(|split| &split.broken);
-    catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
+    let broken_in_splits = catalog.splits.iter().flat_map(|split| &split.broken);
+    catalog.broken.iter().chain(broken_in_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
 }
 
 /// A folder with a copy of a fixture.
@@ -140,7 +140,7 @@ fn errors_for_missing_columns_list_the_columns_of_the_file() {
 }
 
 #[test]
-fn files_with_different_class_names_are_open_error() {
+fn files_with_different_class_names_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let hub = fixtures().join("hub/data/train-00000-of-00002.parquet");
     fs::copy(&hub, dir.path().join("train-0.parquet")).unwrap();
@@ -246,7 +246,7 @@ mod full {
 }
 
 #[test]
-fn changed_files_are_detected_and_touched_ones_accepted() {
+fn changed_files_are_detected_and_touched_files_are_accepted() {
     let (dir, file) = copy_fixture("plain/train-none.parquet");
     let catalog = open(dir.path()).expect("opens");
     let listing = listing(&catalog, 0);
@@ -329,10 +329,10 @@ fn an_unlabelled_test_split_is_omitted_and_reported() {
     use lockstep_protocol::spec::{DataSpec, Validation};
 
     let dir = tempfile::tempdir().unwrap();
-    let place = |split: &str| dir.path().join(format!("{split}-00000-of-00001.parquet"));
-    write(&place("train"), &[0, 1, 0, 1]);
-    write(&place("validation"), &[1, 0]);
-    write(&place("test"), &[-1, -1, -1]);
+    let path_of = |split: &str| dir.path().join(format!("{split}-00000-of-00001.parquet"));
+    write(&path_of("train"), &[0, 1, 0, 1]);
+    write(&path_of("validation"), &[1, 0]);
+    write(&path_of("test"), &[-1, -1, -1]);
     let info = inspect(dir.path()).expect("opens");
     assert_eq!((info.splits.len(), info.broken_count, info.unlabelled.join(" ")), (2, 0, "test".into()));
     let note = info.unlabelled_note().expect("a note");
@@ -348,10 +348,10 @@ fn an_unlabelled_test_split_is_omitted_and_reported() {
     let message = open("test").expect_err("refused").to_string();
     assert!(message.contains("no split \"test\" that has labels; it has train, validation"), "{message}");
     // A training split is never left out, and neither is a split in which only some samples have no label.
-    write(&place("test"), &[-1, 0, -1]);
+    write(&path_of("test"), &[-1, 0, -1]);
     let info = inspect(dir.path()).expect("opens");
     assert_eq!((info.splits.len(), info.broken_count, info.unlabelled_note()), (3, 2, None));
-    write(&place("train"), &[-1, -1]);
+    write(&path_of("train"), &[-1, -1]);
     let catalog = Catalog::open_with(dir.path(), &no_index()).expect("opens");
     assert_eq!((broken(&catalog).len(), catalog.unlabelled.len()), (4, 0));
 }

@@ -265,7 +265,8 @@ fn to_rgb(kind: ColorType, stored: &[u8], rgb: &mut [u8]) -> Result<(), String> 
         // A picture with a single value may be intended.
         if most < 1 << 12 && least < most {
             return Err(format!(
-                "has values of up to {most} in 16 bits, of which only the upper 8 are used, so it would be nearly black; scale its values up to 65535"
+                "has values of up to {most} in 16 bits, of which only the upper 8 are used, so it would be nearly black; scale its \
+                 values up to 65535"
             ));
         }
     }

@@ -47,20 +47,21 @@ pub enum CpuDecodeReason {
     Failed,
 }
 
+/// Describes pictures, as in `3 progressive, 12 damaged`.
 impl fmt::Display for CpuDecodeReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             CpuDecodeReason::OtherFormat => "not JPEG",
             CpuDecodeReason::Progressive => "progressive",
-            CpuDecodeReason::RareCoding => "of a rare coding",
+            CpuDecodeReason::RareCoding => "with a rare coding",
             CpuDecodeReason::Grey => "grey",
             CpuDecodeReason::Cmyk => "CMYK",
             CpuDecodeReason::StoredAsRgb => "stored as RGB",
-            CpuDecodeReason::AmbiguousColours => "of ambiguous colour markers",
-            CpuDecodeReason::RareSubsampling => "of a rare subsampling",
+            CpuDecodeReason::AmbiguousColours => "with ambiguous colour markers",
+            CpuDecodeReason::RareSubsampling => "with a rare subsampling",
             CpuDecodeReason::SeveralScans => "in several scans",
             CpuDecodeReason::Large => "larger than 8192 pixels",
-            CpuDecodeReason::LongBatch => "past 512 MiB of files in a batch",
+            CpuDecodeReason::LongBatch => "beyond the first 512 MiB of a batch's files",
             CpuDecodeReason::Damaged => "damaged",
             CpuDecodeReason::Refused => "refused by nvJPEG",
             CpuDecodeReason::Failed => "in batches that the GPU could not decode",
@@ -121,7 +122,7 @@ pub(super) struct Frame<'a> {
     /// Three bytes per channel: the channel's id, sampling factors (horizontal in the upper four bits, vertical in the
     /// lower), and quantisation table.
     channels: &'a [u8],
-    /// Whether the channels are R, G and B, or C, M, Y and K. Otherwise they are YCbCr (and K).
+    /// Whether three channels are R, G and B, and four channels are C, M, Y and K. Otherwise the first three are Y, Cb and Cr.
     is_rgb: bool,
     /// Whether `zune-jpeg` chooses the same colour space as libjpeg.
     zune_agrees: bool,
@@ -130,7 +131,7 @@ pub(super) struct Frame<'a> {
     tables: [Option<&'a [u8]>; 8],
     /// Number of MCUs between restart markers, or 0.
     restart_interval: usize,
-    /// The channels of the first scan, two bytes each: the id and the numbers of its tables.
+    /// The channels of the first scan, two bytes each: the channel's id, and the numbers of its DC and AC tables (four bits each).
     scan: &'a [u8],
     /// The offset of the first scan's data.
     data: usize,
@@ -167,9 +168,9 @@ impl<'a> Frame<'a> {
                 0xe1 if segment.starts_with(b"Exif\0\0") => frame.exif = frame.exif.or(Some(segment)),
                 0xee if segment.starts_with(b"Adobe") => adobe = segment.get(11).copied(),
                 0xc4 => frame.add_tables(segment)?,
-                // An extension, and the definition of arithmetic coding, whose numbers lie among the frame markers.
+                // JPG (an extension) and DAC (arithmetic coding) are not frame markers, although their numbers are in the same range.
                 0xc8 | 0xcc => {}
-                0xc0..=0xcf => frame.describe(marker, segment)?,
+                0xc0..=0xcf => frame.read_header(marker, segment)?,
                 0xdd => {
                     let interval = segment.first_chunk().ok_or(CpuDecodeReason::Damaged)?;
                     frame.restart_interval = u16::from_be_bytes(*interval).into();
@@ -194,8 +195,8 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Reads the segment of a frame marker.
-    fn describe(&mut self, marker: u8, segment: &'a [u8]) -> Result<(), CpuDecodeReason> {
+    /// Reads the segment of a frame marker: precision, size and channels.
+    fn read_header(&mut self, marker: u8, segment: &'a [u8]) -> Result<(), CpuDecodeReason> {
         let &[precision, h1, h0, w1, w0, count, ref channels @ ..] = segment else {
             return Err(CpuDecodeReason::Damaged);
         };
@@ -208,12 +209,12 @@ impl<'a> Frame<'a> {
     }
 
     fn add_tables(&mut self, mut segment: &'a [u8]) -> Result<(), CpuDecodeReason> {
-        while let [place, rest @ ..] = segment {
+        while let [class_and_id, rest @ ..] = segment {
             let counts = rest.get(..16).ok_or(CpuDecodeReason::Damaged)?;
             let length = 16 + counts.iter().map(|count| usize::from(*count)).sum::<usize>();
             let (table, rest) = rest.split_at_checked(length).ok_or(CpuDecodeReason::Damaged)?;
-            let number = usize::from(place >> 4) * 4 + usize::from(place & 15);
-            *self.tables.get_mut(number).ok_or(CpuDecodeReason::Damaged)? = Some(table);
+            let index = usize::from(class_and_id >> 4) * 4 + usize::from(class_and_id & 15);
+            *self.tables.get_mut(index).ok_or(CpuDecodeReason::Damaged)? = Some(table);
             segment = rest;
         }
         Ok(())
@@ -268,12 +269,12 @@ impl<'a> Frame<'a> {
     /// than the first channel, `zune-jpeg` produces stripes or panics. It also mistakes the channels of some files for
     /// R, G and B.
     pub(super) fn is_decoded_by_zune(&self) -> bool {
-        let usual = |luma| matches!(luma, 0x11 | 0x21 | 0x22 | 0x12);
+        let is_supported = |luma| matches!(luma, 0x11 | 0x21 | 0x22 | 0x12);
         let mut sampling = self.sampling();
         let first = sampling.next().unwrap_or(0);
         let has_supported_sampling = match self.channels.len() / 3 {
             1 => first == 0x11,
-            3 => usual(first) && sampling.eq([0x11; 2]),
+            3 => is_supported(first) && sampling.eq([0x11; 2]),
             _ => first == 0x11 && sampling.eq([0x11; 3]),
         };
         has_supported_sampling && self.zune_agrees && (self.coding == 0xc2 || self.is_interleaved())
@@ -298,10 +299,10 @@ impl<'a> Frame<'a> {
     /// Why no decoder supports the file, as a phrase to follow its name. `None` if a decoder supports it.
     pub(super) fn refusal(&self) -> Option<String> {
         let what = match (self.coding, self.precision, self.channels.len() / 3) {
-            // The conversion is lossless.
             (0xc9..=0xcf, ..) => {
                 return Some(
-                    "is an arithmetic-coded JPEG picture, which is not supported; `jpegtran FILE >NEW` converts it losslessly".into(),
+                    "is an arithmetic-coded JPEG picture, which is not supported; `jpegtran FILE >NEW` converts it losslessly"
+                        .into(),
                 );
             }
             (0xc3 | 0xc5..=0xc7, ..) => "lossless or hierarchical".into(),

@@ -9,6 +9,7 @@ use std::ops::Range;
 pub struct ScaleTable {
     /// For each output: the first input, the number of inputs, then `taps` weights. Uploaded to the GPU unchanged.
     pub entries: Vec<i32>,
+    /// The largest number of inputs of an output.
     pub taps: u32,
     /// Number of fraction bits of a weight.
     pub shift: u32,
@@ -26,33 +27,34 @@ impl ScaleTable {
         // The same computation as in the host's resizer, for equal rounding.
         let scale = ((first + length) - first) / f64::from(to);
         let radius = scale.max(1.0);
-        let narrow = 1.0 / radius;
-        let room = radius.ceil() as usize * 2 + 1;
+        let inverse_radius = 1.0 / radius;
+        let max_taps = radius.ceil() as usize * 2 + 1;
         // The first input and the weights of each output.
         let (mut starts, mut counts) = (Vec::with_capacity(to as usize), Vec::with_capacity(to as usize));
-        let mut weights = Vec::with_capacity(to as usize * room);
+        let mut weights = Vec::with_capacity(to as usize * max_taps);
         for out in 0..to {
             let centre = first + (f64::from(out) + 0.5) * scale;
-            let begin = (centre - radius).floor().max(0.0) as u32;
-            let end = (centre + radius).ceil().min(f64::from(from)) as u32;
-            let from_centre = centre - 0.5;
-            let own = weights.len();
-            let mut start = begin;
-            for x in begin..end {
-                let weight = (1.0 - ((f64::from(x) - from_centre) * narrow).abs()).max(0.0);
-                if weight == 0.0 && weights.len() == own {
+            let inputs = (centre - radius).floor().max(0.0) as u32
+                ..(centre + radius).ceil().min(f64::from(from)) as u32;
+            let middle = centre - 0.5;
+            let first_weight = weights.len();
+            let mut start = inputs.start;
+            for x in inputs {
+                let weight = (1.0 - ((f64::from(x) - middle) * inverse_radius).abs()).max(0.0);
+                // Inputs with weight 0 at both ends are left out.
+                if weight == 0.0 && weights.len() == first_weight {
                     start = x + 1;
                 } else {
                     weights.push(weight);
                 }
             }
-            while weights.len() > own && weights.last() == Some(&0.0) {
+            while weights.len() > first_weight && weights.last() == Some(&0.0) {
                 weights.pop();
             }
-            let total: f64 = weights[own..].iter().sum();
-            weights[own..].iter_mut().for_each(|w| *w /= total);
+            let total: f64 = weights[first_weight..].iter().sum();
+            weights[first_weight..].iter_mut().for_each(|w| *w /= total);
             starts.push(start as i32);
-            counts.push(weights.len() - own);
+            counts.push(weights.len() - first_weight);
         }
         let largest = weights.iter().fold(0.0f64, |a, b| a.max(*b));
         // The largest number of bits for which every weight is below 2^15, at most 21, because sums of bytes must fit
@@ -63,8 +65,8 @@ impl ScaleTable {
         let mut weights = weights.into_iter();
         for (start, count) in starts.into_iter().zip(counts) {
             entries.extend([start, count as i32]);
-            let own = weights.by_ref().take(count);
-            entries.extend(own.map(|w| (w * f64::from(1u32 << shift)).round() as i32));
+            let weights_of_output = weights.by_ref().take(count);
+            entries.extend(weights_of_output.map(|w| (w * f64::from(1u32 << shift)).round() as i32));
             entries.resize(entries.len() + taps - count, 0);
         }
         Self { entries, taps: taps as u32, shift }

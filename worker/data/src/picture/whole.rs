@@ -105,9 +105,9 @@ mod tests {
         let whole = encode(ImageFormat::Jpeg);
         let thumbnail = encode(ImageFormat::Jpeg);
         let length = u16::try_from(thumbnail.len() + 2).unwrap().to_be_bytes();
-        let with = [&whole[..2], &[0xff, 0xe1], &length, &thumbnail, &whole[2..]].concat();
-        assert!(jpeg(&with));
-        assert!(!jpeg(&with[..with.len() - 2]));
+        let with_thumbnail = [&whole[..2], &[0xff, 0xe1], &length, &thumbnail, &whole[2..]].concat();
+        assert!(jpeg(&with_thumbnail));
+        assert!(!jpeg(&with_thumbnail[..with_thumbnail.len() - 2]));
         // A truncated picture, followed by another complete picture.
         assert!(!jpeg(&[&whole[..whole.len() / 2], &whole[..]].concat()));
     }

@@ -26,8 +26,8 @@ pub(super) fn shuffle(split: usize, listing: &Listing, per_shard: u32) -> Vec<u3
 
 fn in_runs(split: usize, count: usize, per_shard: usize) -> Vec<u32> {
     let runs = Random::new(&[ORDER_SEED, split as u64]).permutation(count.div_ceil(RUN));
-    let run = |number: u32| {
-        let first = number as usize * RUN;
+    let run = |index: u32| {
+        let first = index as usize * RUN;
         first as u32..(first + RUN).min(count) as u32
     };
     let mut order: Vec<u32> = runs.into_iter().flat_map(run).collect();
@@ -35,7 +35,7 @@ fn in_runs(split: usize, count: usize, per_shard: usize) -> Vec<u32> {
     for (number, window) in (1..).zip(windows) {
         let mixed = Random::new(&[ORDER_SEED, split as u64, number]).permutation(window.len());
         let before = window.to_vec();
-        window.iter_mut().zip(mixed).for_each(|(place, from)| *place = before[from as usize]);
+        window.iter_mut().zip(mixed).for_each(|(position, from)| *position = before[from as usize]);
     }
     order
 }

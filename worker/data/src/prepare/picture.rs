@@ -1,4 +1,4 @@
-//! Converts one picture to its bytes in a copy.
+//! Converts a picture of the dataset to the JPEG file that the prepared copy contains.
 
 use super::PrepareSettings;
 use crate::picture::{Area, Decoder, Resize, is_plain_jpeg};
@@ -25,6 +25,8 @@ impl Encoder {
         }
     }
 
+    /// Converts the picture in a file with these `bytes`.
+    ///
     /// # Errors
     /// Why the picture cannot be converted, as a phrase to follow its name.
     pub(super) fn convert(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>, String> {
@@ -32,8 +34,8 @@ impl Encoder {
         // trains on the copy.
         let picture = self.decoder.decode(&bytes)?;
         let (width, height) = output_size(picture.width, picture.height, self.short_side);
-        let same_size = (width, height) == (picture.width, picture.height);
-        if same_size && is_plain_jpeg(&bytes) {
+        let keeps_size = (width, height) == (picture.width, picture.height);
+        if keeps_size && is_plain_jpeg(&bytes) {
             return Ok(bytes);
         }
         let side = |length: u32| {
@@ -41,19 +43,19 @@ impl Encoder {
             u16::try_from(length).map_err(|_| too_long())
         };
         let (jpeg_width, jpeg_height) = (side(width)?, side(height)?);
-        let pixels = if same_size {
+        let pixels = if keeps_size {
             picture.pixels
         } else {
             self.pixels.resize(width as usize * height as usize * 3, 0);
             self.resize.run(picture, Area::Whole, (width, height), &mut self.pixels);
             &self.pixels[..]
         };
-        let mut to = Vec::with_capacity(pixels.len() / 4);
-        let mut encoder = jpeg_encoder::Encoder::new(&mut to, self.quality);
+        let mut output = Vec::with_capacity(pixels.len() / 4);
+        let mut encoder = jpeg_encoder::Encoder::new(&mut output, self.quality);
         encoder.set_sampling_factor(SamplingFactor::R_4_2_0);
         let encoded = encoder.encode(pixels, jpeg_width, jpeg_height, ColorType::Rgb);
         encoded.map_err(|error| format!("cannot be written as JPEG: {error}"))?;
-        Ok(to)
+        Ok(output)
     }
 }
 

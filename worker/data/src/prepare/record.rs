@@ -49,9 +49,9 @@ const PIECE_BYTES: u64 = 4096;
 pub(super) fn sample_checksum(file: &File) -> io::Result<u32> {
     let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
     let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
-    for number in 0..PIECES {
-        let at = if number == PIECES - 1 { last } else { last / (PIECES - 1) * number };
-        let read = file.read_at(&mut piece, at)?;
+    for index in 0..PIECES {
+        let offset = if index == PIECES - 1 { last } else { last / (PIECES - 1) * index };
+        let read = file.read_at(&mut piece, offset)?;
         sum.update(&piece[..read]);
     }
     Ok(sum.finalize())
@@ -104,8 +104,8 @@ impl Destination {
         let mut record = None;
         for name in [UNFINISHED, PREPARED] {
             if record.is_none() && found.iter().any(|found| found == name) {
-                let text = files::read(&dir.join(name), MAX_BYTES).map_err(wrong)?;
-                let read = serde_json::from_slice::<Record>(&text);
+                let bytes = files::read(&dir.join(name), MAX_BYTES).map_err(wrong)?;
+                let read = serde_json::from_slice::<Record>(&bytes);
                 let read = read.map_err(|error| {
                     wrong(format!("has a {name} that cannot be read ({error}); give another folder"))
                 })?;
@@ -133,9 +133,9 @@ impl Destination {
                 )),
             };
         };
-        let instead = "give another folder, or remove this one";
+        let advice = "give another folder, or remove this one";
         if *version != VERSION {
-            return wrong(format!("was begun by another version of lockstep; {instead}"));
+            return wrong(format!("was begun by another version of lockstep; {advice}"));
         }
         for (what, begun, given) in [
             ("a short side", begun.short_side, plan.short_side),
@@ -149,7 +149,7 @@ impl Destination {
         }
         if begun.source != plan.source {
             return wrong(format!(
-                "contains a copy of another dataset, or the dataset's files have changed; {instead}"
+                "contains a copy of another dataset, or the dataset's files have changed; {advice}"
             ));
         }
         Ok(true)
@@ -168,9 +168,9 @@ impl Destination {
     pub(super) fn find_finished(&self, file: &str) -> Option<Finished> {
         let found = self.record.as_ref()?.shards.get(file)?;
         let shard = File::open(self.dir.join(file)).ok()?;
-        let whole = shard.metadata().is_ok_and(|there| there.is_file() && there.len() == found.bytes);
-        let same = || sample_checksum(&shard).is_ok_and(|sampled| sampled == found.sampled);
-        (whole && same()).then(|| found.clone())
+        let has_size = shard.metadata().is_ok_and(|status| status.is_file() && status.len() == found.bytes);
+        let has_checksum = || sample_checksum(&shard).is_ok_and(|sampled| sampled == found.sampled);
+        (has_size && has_checksum()).then(|| found.clone())
     }
 
     pub(super) fn add(&mut self, file: &str, shard: Finished) -> Result<(), DataError> {
@@ -191,7 +191,7 @@ impl Destination {
 
     fn save(&self) -> Result<(), DataError> {
         let path = self.dir.join(UNFINISHED);
-        let text = serde_json::to_vec(&self.record).unwrap_or_default();
-        write_whole(&path, &text).map_err(|error| super::cannot_be_written(&path, &error))
+        let bytes = serde_json::to_vec(&self.record).unwrap_or_default();
+        write_whole(&path, &bytes).map_err(|error| super::cannot_be_written(&path, &error))
     }
 }

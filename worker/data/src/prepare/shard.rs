@@ -29,7 +29,7 @@ pub(super) fn sample_bytes(picture: u64) -> u64 {
 /// A shard to write.
 pub(super) struct Task<'a> {
     pub(super) file: &'a str,
-    /// The number of the shard's first sample in the split.
+    /// The number of the shard's first sample, counted from 0 in the split's copy.
     pub(super) first: usize,
     /// The positions of the shard's pictures in the listing.
     pub(super) order: &'a [u32],
@@ -52,27 +52,27 @@ impl Task<'_> {
         left_out: usize,
         report: &impl Fn(usize),
     ) -> Result<Finished, DataError> {
-        let (whole, part) = (to.join(self.file), to.join(format!("{}.part", self.file)));
-        let written = self.write_part(&part, settings, left_out, report).and_then(|finished| {
-            fs::rename(&part, &whole).map_err(|error| cannot_be_written(&whole, &error))?;
+        let (path, temporary) = (to.join(self.file), to.join(format!("{}.part", self.file)));
+        let written = self.write_temporary(&temporary, settings, left_out, report).and_then(|finished| {
+            fs::rename(&temporary, &path).map_err(|error| cannot_be_written(&path, &error))?;
             Ok(finished)
         });
         if written.is_err() {
             // If the disk is full, the temporary file must not keep it full.
-            let _ = fs::remove_file(&part);
+            let _ = fs::remove_file(&temporary);
         }
         written
     }
 
-    fn write_part(
+    fn write_temporary(
         &self,
-        part: &Path,
+        path: &Path,
         settings: &PrepareSettings,
         left_out: usize,
         report: &impl Fn(usize),
     ) -> Result<Finished, DataError> {
-        let unwritten = |error: io::Error| cannot_be_written(part, &error);
-        let file = File::create(part).map_err(unwritten)?;
+        let unwritten = |error: io::Error| cannot_be_written(path, &error);
+        let file = File::create(path).map_err(unwritten)?;
         let mut tar = tar::Builder::new(BufWriter::with_capacity(1 << 20, file));
         let mut finished = Finished::default();
         let (mut waiting, mut done) = (Vec::new(), 0);
@@ -118,11 +118,11 @@ impl Task<'_> {
         let file = written.map_err(unwritten)?;
         file.sync_all().map_err(unwritten)?;
         finished.bytes = file.metadata().map_err(unwritten)?.len();
-        finished.sampled = File::open(part).and_then(|file| sample_checksum(&file)).map_err(unwritten)?;
+        finished.sampled = File::open(path).and_then(|file| sample_checksum(&file)).map_err(unwritten)?;
         Ok(finished)
     }
 
-    /// Returns the samples in the order of `places`. They are read in ascending order.
+    /// Returns the samples in the order of `places`. The pictures are read in ascending order.
     fn make(
         &self,
         places: &[u32],
@@ -135,12 +135,12 @@ impl Task<'_> {
         let runs: Vec<&[u32]> = runs(&ascending).collect();
         let run = |encoder: &mut Encoder, run: &&[u32]| -> Vec<Result<(u32, Vec<u8>), DataError>> {
             let read = self.listing.read_run(run[0] as usize, run.len());
-            let one = |(place, bytes): (&u32, Result<Vec<u8>, DataError>)| {
+            let convert = |(place, bytes): (&u32, Result<Vec<u8>, DataError>)| {
                 let prepared = encoder.convert(bytes?);
                 let bytes = prepared.map_err(|detail| self.listing.broken(*place as usize, detail))?;
                 Ok((self.labels[*place as usize], bytes))
             };
-            run.iter().zip(read).map(one).collect()
+            run.iter().zip(read).map(convert).collect()
         };
         let made: Vec<Vec<_>> = runs.par_iter().map_init(|| Encoder::new(settings), run).collect();
         let numbers = by_place.into_iter().map(|(_, number)| number);

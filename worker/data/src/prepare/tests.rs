@@ -83,13 +83,13 @@ fn files_of(dir: &Path) -> BTreeMap<String, Vec<u8>> {
 
 fn members(shard: &Path) -> Vec<(String, Vec<u8>)> {
     let mut archive = tar::Archive::new(fs::File::open(shard).unwrap());
-    let one = |entry: std::io::Result<tar::Entry<'_, fs::File>>| {
+    let name_and_content = |entry: std::io::Result<tar::Entry<'_, fs::File>>| {
         let mut entry = entry.unwrap();
         let mut content = Vec::new();
         entry.read_to_end(&mut content).unwrap();
         (entry.path().unwrap().display().to_string(), content)
     };
-    archive.entries().unwrap().map(one).collect()
+    archive.entries().unwrap().map(name_and_content).collect()
 }
 
 /// Settings for shards of about ten of `folder`'s pictures.
@@ -128,18 +128,18 @@ fn a_copy_is_read_like_its_source() {
                 (original.labels[i], pixels)
             })
             .collect();
-        for (number, label) in split.labels.iter().enumerate() {
-            let picture = listing(split).picture(number).unwrap();
+        for (index, label) in split.labels.iter().enumerate() {
+            let picture = listing(split).picture(index).unwrap();
             assert_eq!((picture.width, picture.height), (30, 20));
             let distance = |pixels: &[u8]| -> u32 {
                 pixels.iter().zip(&picture.pixels).map(|(a, b)| u32::from(a.abs_diff(*b))).sum()
             };
-            let same = expected.iter().enumerate().filter(|(_, (l, _))| l == label);
+            let same_class = expected.iter().enumerate().filter(|(_, (l, _))| l == label);
             let (distance, nearest) =
-                same.map(|(i, (_, pixels))| (distance(pixels), i)).min().expect("a picture is left");
+                same_class.map(|(i, (_, pixels))| (distance(pixels), i)).min().expect("a picture is left");
             // Pillow's JPEG of this quality differs by 1.4 on average; the next picture is brighter by 9 in red.
             let mean = f64::from(distance) / f64::from(30 * 20 * 3);
-            assert!(mean < 3.0, "{number} of {} is {mean} from the source's nearest", split.name);
+            assert!(mean < 3.0, "{index} of {} is {mean} from the source's nearest", split.name);
             expected.remove(nearest);
         }
     }
@@ -161,11 +161,11 @@ fn rows_of_parquet_files_are_copied_in_a_fixed_shuffled_order() {
     // The classes and colours of all pictures, sorted.
     let all = |catalog: &Catalog| {
         let listing = listing(&catalog.splits[0]);
-        let one = |(number, label): (usize, &u32)| {
-            let pixels = listing.picture(number).unwrap().pixels;
+        let class_and_colour = |(index, label): (usize, &u32)| {
+            let pixels = listing.picture(index).unwrap().pixels;
             (*label, pixels.iter().map(|p| u32::from(*p)).sum::<u32>() / pixels.len() as u32)
         };
-        catalog.splits[0].labels.iter().enumerate().map(one).collect::<Vec<_>>()
+        catalog.splits[0].labels.iter().enumerate().map(class_and_colour).collect::<Vec<_>>()
     };
     let (before, after) = (all(&source), all(&copy));
     assert_ne!(before, after, "shuffled");

@@ -85,9 +85,9 @@ pub(super) fn classes(
     }
     if let Some(names) = names {
         return if names.len() < count as usize {
-            let of = root.display();
             Err(DataError::Invalid(format!(
-                "{of} names {} classes, but has a label {}",
+                "{} names {} classes, but has a label {}",
+                root.display(),
                 names.len(),
                 count - 1
             )))

@@ -71,12 +71,12 @@ pub(super) struct FolderContents {
 }
 
 pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String> {
-    let is_one = |path: &Path| Kind::of(path) == Some(kind);
+    let is_shard = |path: &Path| Kind::of(path) == Some(kind);
     // Parquet files are compressed internally.
     let is_compressed = |path: &Path| kind == Kind::Tar && is_compressed(path);
     let mut found = FolderContents { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
     for path in entries(dir)? {
-        if is_one(&path) {
+        if is_shard(&path) {
             found.shards.push(path);
         } else if is_compressed(&path) {
             found.compressed.push(path);
@@ -97,7 +97,7 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
                     let (compressed, others): (Vec<_>, _) =
                         inside.into_iter().partition(|p| is_compressed(p));
                     found.compressed.extend(compressed);
-                    found.shards.extend(others.into_iter().filter(|path| is_one(path)));
+                    found.shards.extend(others.into_iter().filter(|path| is_shard(path)));
                 }
                 Err(detail) => found.unread.push(broken_file(&path, detail)),
             }
@@ -123,7 +123,7 @@ pub(super) fn split_in_path(path: &Path) -> Option<&'static str> {
     })
 }
 
-/// Whether shards whose names begin with `name` are read as the split of this name.
+/// Whether shards whose names begin with `name` are read as the split `name`.
 pub(crate) fn names_split(name: &str) -> bool {
     split_in_path(Path::new(name)) == Some(name)
 }

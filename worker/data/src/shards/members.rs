@@ -24,12 +24,14 @@ const MAX_JSON_BYTES: u64 = 1 << 20;
 const MAX_TRAILING_BYTES: u64 = 1 << 20;
 
 /// Appended to errors about members whose names have more than one dot.
-const FIRST_DOT: &str = "; names that are the same up to their first dot are one sample, as in WebDataset: if these are several samples, rename them";
+const FIRST_DOT: &str = "; names that are the same up to their first dot are one sample, as in WebDataset: if these are several \
+                         samples, rename them";
 /// The first bytes of compressed files.
 const COMPRESSED: [(&[u8], &str); 4] =
     [(b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\xfd7zXZ\0", "xz"), (b"BZh", "bzip2")];
 
-pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
+pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \
+                                   \"label\") beside it";
 
 /// Reads all members of the shard at `path`.
 pub(super) fn read_members(path: &Path) -> Members {
@@ -177,9 +179,9 @@ fn not_a_tar_detail(file: &File) -> String {
 /// Reports samples whose picture and class are not consecutive members.
 fn report_scattered(samples: &mut [Sample]) {
     let mut seen = HashSet::new();
-    let again = samples.iter().filter(|sample| !seen.insert(&sample.key));
-    let again: HashSet<Vec<u8>> = again.map(|sample| sample.key.clone()).collect();
-    for sample in samples.iter_mut().filter(|sample| again.contains(&sample.key)) {
+    let repeated = samples.iter().filter(|sample| !seen.insert(&sample.key));
+    let repeated_keys: HashSet<Vec<u8>> = repeated.map(|sample| sample.key.clone()).collect();
+    for sample in samples.iter_mut().filter(|sample| repeated_keys.contains(&sample.key)) {
         let has_class = sample.class.is_some() || sample.json_class.is_some();
         match (&sample.picture, has_class) {
             (Some(_), false) => {
@@ -210,8 +212,9 @@ fn parts(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
     let file = name.iter().rposition(|b| *b == b'/').map_or(0, |slash| slash + 1);
     let dot = file + name[file..].iter().position(|b| *b == b'.')?;
     let last = name.iter().rposition(|b| *b == b'.')?;
-    let first = name.split(|b| *b == b'/').next().unwrap_or_default();
-    if dot == file || first.len() >= 4 && first.starts_with(b"__") && first.ends_with(b"__") {
+    let first_part = name.split(|b| *b == b'/').next().unwrap_or_default();
+    let is_metadata = first_part.len() >= 4 && first_part.starts_with(b"__") && first_part.ends_with(b"__");
+    if dot == file || is_metadata {
         return None;
     }
     let extension = String::from_utf8_lossy(&name[last + 1..]).to_lowercase();

@@ -27,22 +27,18 @@ fn samples(catalog: &Catalog) -> Vec<(String, String, String, Picture)> {
     let mut all = Vec::new();
     for split in &catalog.splits {
         let Samples::Listed(listing) = &split.samples else { panic!("{split:?}") };
-        for (number, label) in split.labels.iter().enumerate() {
+        for (index, label) in split.labels.iter().enumerate() {
             let class = catalog.classes[*label as usize].clone();
-            all.push((
-                split.name.clone(),
-                listing.name(number),
-                class,
-                listing.picture(number).expect("decodes"),
-            ));
+            let picture = listing.picture(index).expect("decodes");
+            all.push((split.name.clone(), listing.name(index), class, picture));
         }
     }
     all
 }
 
 fn broken(catalog: &Catalog) -> Vec<String> {
-    let of_splits = catalog.splits.iter().flat_map(|split| &split.broken);
-    catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
+    let broken_in_splits = catalog.splits.iter().flat_map(|split| &split.broken);
+    catalog.broken.iter().chain(broken_in_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
 }
 
 /// Compares all samples with the written samples.
@@ -107,20 +103,20 @@ fn complete_samples_of_a_truncated_shard_are_read() {
     let dir = tempfile::tempdir().unwrap();
     let whole = fs::read(fixtures().join("numbers/train-000000.tar")).unwrap();
     let shard = dir.path().join("train-0.tar");
-    let cut = |length: usize| {
+    let read_truncated = |length: usize| {
         fs::write(&shard, &whole[..length]).unwrap();
         let catalog = open(dir.path()).expect("opens");
         (catalog.splits[0].labels.len(), broken(&catalog).join("\n"))
     };
     // A sample has seven blocks: three headers, a class, a picture of two blocks, and a text.
-    assert_eq!(cut(whole.len()), (6, String::new()));
-    let (samples, message) = cut(512 * 7 * 3 + 512 * 3 + 100);
+    assert_eq!(read_truncated(whole.len()), (6, String::new()));
+    let (samples, message) = read_truncated(512 * 7 * 3 + 512 * 3 + 100);
     assert!(
         samples == 3 && message.contains("is cut off in the middle of 000003.jpg"),
         "{samples} {message}"
     );
     assert!(!message.contains('\n'), "there is only one error: {message}");
-    let (samples, message) = cut(512 * 7 * 3);
+    let (samples, message) = read_truncated(512 * 7 * 3);
     assert!(samples == 3 && message.contains("ends without a tar's closing blocks"), "{samples} {message}");
     let mut damaged = whole.clone();
     damaged[512 * 7 * 2..512 * 7 * 2 + 512].fill(b'x');

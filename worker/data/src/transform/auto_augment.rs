@@ -48,21 +48,21 @@ impl Policy {
                     enhance: 0.9,
                     posterize: 4.0,
                 };
-                let mut one = || {
+                let mut draw_one = || {
                     let operation = random.below(OPERATIONS);
                     ranges.operation(operation, 9.0 / LAST_BIN, random.below(2) == 1)
                 };
-                vec![one(), one()]
+                vec![draw_one(), draw_one()]
             }
         }
     }
 }
 
 impl Ranges {
-    /// The operation `number`. `strength` is between 0 and 1.
-    fn operation(&self, number: u64, strength: f64, negative: bool) -> Op {
-        let signed = |limit: f64| if negative { -limit * strength } else { limit * strength };
-        match number {
+    /// The operation with this index, in the order of torchvision's table. `strength` is between 0 and 1.
+    fn operation(&self, index: u64, strength: f64, is_negative: bool) -> Op {
+        let signed = |limit: f64| if is_negative { -limit * strength } else { limit * strength };
+        match index {
             0 => Op::Identity,
             1 => Op::ShearX(signed(self.shear)),
             2 => Op::ShearY(signed(self.shear)),

@@ -56,7 +56,7 @@ pub(super) fn sharpness(pixels: &mut [u8], side: usize, channels: usize, factor:
                     + u32::from(scratch[start + channels])
             };
             let sum = line(at - row) + line(at) + line(at + row) + 4 * u32::from(scratch[at]);
-            // The sum in thirteenths, rounded.
+            // A thirteenth of the sum, rounded: the nine weights sum to 13.
             let smooth = ((2 * sum + 13) / 26) as u8;
             pixels[at] = blend(smooth, scratch[at], factor as f32);
         }
@@ -76,7 +76,7 @@ pub(super) fn hue(pixels: &mut [u8], channels: usize, turns: f64) {
     }
 }
 
-/// Pillow's `convert("HSV")`, which computes in float32 and truncates.
+/// Converts RGB to HSV as Pillow's `convert("HSV")`, which computes in float32 and truncates. A hue of 255 is a full turn.
 fn hsv([r, g, b]: [u8; 3]) -> [u8; 3] {
     let (max, min) = (r.max(g).max(b), r.min(g).min(b));
     if max == min {
@@ -96,7 +96,7 @@ fn hsv([r, g, b]: [u8; 3]) -> [u8; 3] {
     [(f64::from(hue) * 255.0) as u8, (f64::from(saturation) * 255.0) as u8, max]
 }
 
-/// Pillow's conversion from HSV.
+/// Converts HSV to RGB as Pillow does.
 fn rgb([h, s, v]: [u8; 3]) -> [u8; 3] {
     if s == 0 {
         return [v, v, v];

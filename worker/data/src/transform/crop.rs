@@ -29,10 +29,10 @@ pub(super) fn random_resized_crop(
         }
     }
     let [narrowest, widest] = ratio;
-    let own = f64::from(width) / f64::from(height);
-    let (w, h) = if own < narrowest {
+    let picture_ratio = f64::from(width) / f64::from(height);
+    let (w, h) = if picture_ratio < narrowest {
         (width, rounded(f64::from(width) / narrowest).clamp(1, height.into()) as u32)
-    } else if own > widest {
+    } else if picture_ratio > widest {
         (rounded(f64::from(height) * widest).clamp(1, width.into()) as u32, height)
     } else {
         (width, height)
@@ -59,9 +59,9 @@ pub(super) fn random_erasing(
     })
 }
 
-/// Draws an area, and an aspect ratio that is above 1 as often as below.
-fn draw(random: &mut Random, whole: f64, scale: [f64; 2], ratio: [f64; 2]) -> (f64, f64) {
-    let area = whole * random.uniform(scale[0], scale[1]);
+/// Draws an area, and an aspect ratio whose logarithm is uniformly distributed.
+fn draw(random: &mut Random, picture_area: f64, scale: [f64; 2], ratio: [f64; 2]) -> (f64, f64) {
+    let area = picture_area * random.uniform(scale[0], scale[1]);
     // `libm` gives the same bits on every machine.
     let aspect = libm::exp(random.uniform(libm::log(ratio[0]), libm::log(ratio[1])));
     (area, aspect)

@@ -30,7 +30,7 @@ pub(super) struct Transform {
     pub(super) channels: usize,
     /// The side of the network's input.
     pub(super) side: usize,
-    /// The first step in training.
+    /// The crop with which training begins.
     pub(super) crop: Crop,
     /// In evaluation, the length of the short side before the centre crop. `None`: pictures are scaled as a whole.
     pub(super) resize: Option<u32>,
@@ -55,7 +55,7 @@ pub(super) struct Transform {
 pub(super) enum Crop {
     /// A crop of the picture's own size, from the picture with a border of this width; scaled afterwards.
     Padded(usize),
-    /// torchvision's `RandomResizedCrop`: the fraction of the picture's area, and width over height.
+    /// torchvision's `RandomResizedCrop`: the smallest and the largest fraction of the picture's area, and width over height.
     RandomResized { scale: [f64; 2], ratio: [f64; 2] },
 }
 

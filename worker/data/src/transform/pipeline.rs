@@ -3,7 +3,7 @@
 use super::{AugmentParams, Crop, Transform, geometry};
 use crate::picture::{Area, PictureRef, Resize};
 
-/// Runs the transform. Each thread has one, because it keeps its buffers.
+/// Runs the transform. Each thread has its own pipeline, which keeps its buffers.
 #[derive(Debug, Default)]
 pub(crate) struct Pipeline {
     resize: Resize,
@@ -24,17 +24,17 @@ impl Pipeline {
         let square = (side as u32, side as u32);
         match transform.crop {
             Crop::Padded(padding) => {
-                let crops = padding > 0 || params.flip;
-                let scales = height != side || width != side;
-                if crops {
+                let is_cropped = padding > 0 || params.flip;
+                let is_scaled = height != side || width != side;
+                if is_cropped {
                     self.padded_crop(transform, padding, picture.pixels, params);
                 }
-                let cropped = if crops { &self.cropped } else { picture.pixels };
-                if !scales && !transform.changes_after_crop() {
+                let cropped = if is_cropped { &self.cropped } else { picture.pixels };
+                if !is_scaled && !transform.changes_after_crop() {
                     return cropped;
                 }
                 self.made.resize(side * side * channels, 0);
-                if scales {
+                if is_scaled {
                     let cropped = PictureRef { pixels: cropped, ..picture };
                     self.resize.run(cropped, Area::Whole, square, &mut self.made);
                 } else {
@@ -83,7 +83,7 @@ impl Pipeline {
         &self.made
     }
 
-    /// Copies the drawn window of the padded picture to `cropped`, flipped if drawn so.
+    /// Copies the window of the padded picture that `params` determine to `cropped`, flipped if `params.flip`.
     fn padded_crop(&mut self, transform: &Transform, padding: usize, pixels: &[u8], params: &AugmentParams) {
         let Transform { height, width, channels, .. } = *transform;
         let AugmentParams { top, left, flip, .. } = *params;
@@ -118,8 +118,9 @@ impl Pipeline {
     }
 }
 
-/// Copies a window of the size of `picture` (height, width, channels) that is shifted down and right by `shift` pixels, mirrored
-/// left to right with `flip`. Beyond its border the picture is mirrored, as in PyTorch's `reflect` padding; shifts are less than its sides.
+/// Copies a window of the size of `picture` (height, width, channels) that is shifted by `down` and `right` pixels, mirrored left to
+/// right with `flip`. Beyond its border the picture is mirrored, as in PyTorch's `reflect` padding. A shift must be less than the
+/// picture's side.
 pub(crate) fn reflected_window<T: Copy>(
     picture: &[T],
     [height, width, channels]: [usize; 3],

@@ -50,7 +50,7 @@ pub fn open(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, (
 /// # Errors
 /// Why the file cannot be used, as a phrase to follow its name.
 fn open_without_links(path: &Path) -> Result<(File, u64), String> {
-    let failed = |error: Errno| super::cannot_be_read(io::Error::from(error));
+    let cannot_open = |error: Errno| super::cannot_be_read(io::Error::from(error));
     let is_plain = |part: &Component<'_>| matches!(part, Component::Normal(_));
     let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
         return Err("is a folder, not a file".into());
@@ -58,15 +58,15 @@ fn open_without_links(path: &Path) -> Result<(File, u64), String> {
     if !path.is_absolute() || !path.components().skip(1).all(|part| is_plain(&part)) {
         return Err("is not an absolute path without links".into());
     }
-    // The folders in between need not be readable.
+    // The folders on the way to the file need not be readable.
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let mut at = rustix::fs::open("/", flags, Mode::empty()).map_err(failed)?;
+    let mut at = rustix::fs::open("/", flags, Mode::empty()).map_err(cannot_open)?;
     for part in folder.iter().skip(1) {
-        at = rustix::fs::openat(&at, part, flags, Mode::empty()).map_err(failed)?;
+        at = rustix::fs::openat(&at, part, flags, Mode::empty()).map_err(cannot_open)?;
     }
     // These flags prevent blocking at a pipe, and acquiring a controlling terminal.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let file = File::from(rustix::fs::openat(&at, name, flags, Mode::empty()).map_err(failed)?);
+    let file = File::from(rustix::fs::openat(&at, name, flags, Mode::empty()).map_err(cannot_open)?);
     if file.metadata().is_ok_and(|found| found.is_dir()) {
         return Err("is a folder, not a file".into());
     }

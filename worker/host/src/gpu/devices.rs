@@ -1,6 +1,6 @@
 //! The GPUs of this machine, and which of them to use.
 //! GPUs are listed by NVML. It creates no context and allocates no GPU memory, so an agent may list GPUs at any time.
-//! The CUDA driver lists them instead if NVML is missing or its order cannot be matched with CUDA's.
+//! The CUDA driver lists GPUs instead if NVML is missing, or if NVML's order of GPUs cannot be matched with CUDA's.
 #![allow(unsafe_code)] // The driver's calls; each follows `libraries::ready`.
 
 use super::libraries::{self, Libraries, Library};
@@ -20,7 +20,7 @@ const MAX_LINKS: u32 = 36;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
-    /// The number among all GPUs of this machine in the order of their PCI addresses, as in `nvidia-smi`.
+    /// The index among all GPUs of this machine in the order of their PCI addresses, as in `nvidia-smi`.
     pub index: u32,
     /// For example, `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`.
     pub uuid: String,
@@ -38,7 +38,7 @@ pub struct Gpu {
 /// The connection between two GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// The numbers of the GPUs, as in `nvidia-smi`.
+    /// The indices of the two GPUs, as in `nvidia-smi`.
     pub between: (u32, u32),
     /// For example, `NVLink`, `PCIe switch`, `PCIe host bridge` or `across CPUs`.
     pub by: String,
@@ -136,8 +136,8 @@ pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     let gpus = all(libraries)?;
     let variable = |name: &str| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned());
     let visible = variable(VISIBLE);
-    let same = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
-    if !same && variable(DEVICE_ORDER).as_deref() != Some("PCI_BUS_ID") {
+    let have_same_name = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
+    if !have_same_name && variable(DEVICE_ORDER).as_deref() != Some("PCI_BUS_ID") {
         // Fastest first: only CUDA knows how it ranks GPUs.
         let order = list_by_driver()?;
         return Ok(order
@@ -175,7 +175,7 @@ fn choose(gpus: &[Gpu], entries: &[&str]) -> Result<Vec<Gpu>, String> {
     let mut chosen: Vec<Gpu> = Vec::new();
     for entry in entries {
         let gpu = match entry.parse::<usize>() {
-            Ok(number) => gpus.get(number).ok_or_else(|| match gpus.len() {
+            Ok(index) => gpus.get(index).ok_or_else(|| match gpus.len() {
                 0 => "there is no GPU".to_owned(),
                 1 => format!("no GPU {entry}; there is one, number 0"),
                 n => format!("no GPU {entry}; there are {n}, 0 to {}", n - 1),
@@ -216,8 +216,8 @@ pub struct Usable {
     pub hindrance: Option<String>,
 }
 
-/// The GPUs that an agent can offer: visible, selected by `list` (as for [`select`]) and not divided. There are none if
-/// a library that ranks need is missing.
+/// The GPUs that an agent can offer: visible, selected by `list` (as for [`select`]) and not divided. If a library that ranks
+/// need is missing, no GPU can be offered.
 ///
 /// # Errors
 /// `list` names a GPU that does not exist.
@@ -242,7 +242,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
 /// The connection between each pair of `gpus`.
 ///
 /// # Errors
-/// NVML is missing or fails; a sentence.
+/// A sentence: NVML is missing or fails.
 pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
     let nvml = libraries.get(Library::Nvml).ok_or("NVML was not found")?;
     let ask = || -> Result<Vec<Link>, NvmlError> {

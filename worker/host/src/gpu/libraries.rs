@@ -112,7 +112,7 @@ impl Library {
         }
     }
 
-    /// The libraries that a rank of a job of `ranks` ranks needs.
+    /// The libraries that a rank needs in a job with `ranks` ranks.
     pub fn needed(ranks: u32) -> &'static [Self] {
         const ALL: [Library; 4] = [Library::Nvrtc, Library::Driver, Library::Cudnn, Library::Nccl];
         let first = usize::from(cache::installed().is_some());
@@ -142,22 +142,22 @@ impl Libraries {
         Self::find_in(&folders(&|name| std::env::var_os(name)), true)
     }
 
-    /// Searches `folders`, those of the setting first, and the dynamic linker's own list if `linker`.
-    fn find_in(folders: &Folders, linker: bool) -> Self {
+    /// Searches `folders`, those of the setting first, and the dynamic linker's own list if `asks_linker`.
+    fn find_in(folders: &Folders, asks_linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Library::ALL {
             let in_folders = |list: &[PathBuf], file: &str| {
                 list.iter().map(|dir| dir.join(file)).find(|path| path.is_file())
             };
             let library = which.files().iter().find_map(|file| {
-                let elsewhere = |path| FoundLibrary { which, path, by_itself: false };
+                let in_folder = |path| FoundLibrary { which, path, by_itself: false };
                 in_folders(&folders.setting, file)
-                    .map(elsewhere)
+                    .map(in_folder)
                     .or_else(|| {
-                        let path = linker.then(|| by_linker(file)).flatten()?;
+                        let path = asks_linker.then(|| by_linker(file)).flatten()?;
                         Some(FoundLibrary { which, path, by_itself: true })
                     })
-                    .or_else(|| in_folders(&folders.usual, file).map(elsewhere))
+                    .or_else(|| in_folders(&folders.usual, file).map(in_folder))
             });
             let copied = || {
                 let path = (which == Library::Nvjpeg).then(|| folders.copied_nvjpeg()).flatten()?;
@@ -173,7 +173,7 @@ impl Libraries {
         self.found.iter().find(|library| library.which == which)
     }
 
-    /// The libraries of `needed` that were not found.
+    /// The libraries in `needed` that were not found.
     pub fn missing(&self, needed: &[Library]) -> Vec<Library> {
         needed.iter().copied().filter(|which| self.get(*which).is_none()).collect()
     }
@@ -249,7 +249,7 @@ impl Libraries {
     }
 }
 
-/// Checks that all of `needed` were found.
+/// Checks that all libraries in `needed` were found.
 ///
 /// # Errors
 /// A sentence that names the missing libraries and how to install them.
@@ -265,7 +265,7 @@ pub fn check_found(libraries: &Libraries, needed: &[Library]) -> Result<(), Stri
     Err(format!("{} {verb} not found on this machine. {}", names.join(", "), advice.join(" ")))
 }
 
-/// Checks that cudarc finds the libraries `needed` in this process.
+/// Checks that cudarc finds all libraries in `needed` in this process.
 ///
 /// # Errors
 /// A sentence that names the missing libraries and how to install them.

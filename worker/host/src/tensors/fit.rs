@@ -10,7 +10,7 @@ pub type Shapes = BTreeMap<String, Vec<usize>>;
 
 /// The weights of the first convolution, which every network has.
 const FIRST: &str = "conv1.weight";
-/// Another tensor of every network. No other name ends like it.
+/// Another tensor that every network has. No other tensor's name ends with this name.
 const IN_FIRST_BLOCK: &str = "layer1.0.conv1.weight";
 /// Maximum number of tensors of a kind that a message names.
 const MAX_NAMES: usize = 3;
@@ -45,16 +45,17 @@ pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Ma
     let prefix = if head.is_some() { prefix(given, &trunk)? } else { String::new() };
     let mut sums_channels = false;
     let (mut missing, mut differing) = (Vec::new(), Vec::new());
-    for (name, own) in &trunk {
-        let theirs = format!("{prefix}{name}");
-        match given.get(&theirs) {
-            None => missing.push(theirs),
-            Some(shape) if shape == *own => {}
-            Some(shape) if head.is_some() && *name == FIRST && is_rgb_for_grey(shape, own) => {
+    for (name, wanted_shape) in &trunk {
+        let name_in_file = format!("{prefix}{name}");
+        match given.get(&name_in_file) {
+            None => missing.push(name_in_file),
+            Some(shape) if shape == *wanted_shape => {}
+            Some(shape) if head.is_some() && *name == FIRST && is_rgb_for_grey(shape, wanted_shape) => {
                 sums_channels = true;
             }
             Some(shape) => {
-                differing.push(format!("{theirs} is {shape:?}, wanted {own:?}{}", hint(name, shape, own)));
+                let hint = hint(name, shape, wanted_shape);
+                differing.push(format!("{name_in_file} is {shape:?}, wanted {wanted_shape:?}{hint}"));
             }
         }
     }
@@ -66,7 +67,7 @@ pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Ma
         .cloned()
         .partition(|name| head.is_none() || own_name(name).is_some_and(|own| is_of_trunk(&own)));
     if missing.is_empty() && differing.is_empty() && unknown.is_empty() {
-        let new_head = head.and_then(|head| new_head(given, wanted, &prefix, head));
+        let new_head = head.and_then(|head| head_mistake(given, wanted, &prefix, head));
         return Ok(Mapping { prefix, new_head, left_out, sums_channels });
     }
     let unknown = [unknown, left_out].concat();
@@ -119,7 +120,7 @@ fn first_part(name: &str) -> &str {
 
 /// The prefix under which most tensors of the `trunk` are found.
 fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, String> {
-    let found = |prefix: &str| {
+    let count_found = |prefix: &str| {
         trunk.iter().filter(|(name, _)| given.contains_key(&format!("{prefix}{name}"))).count()
     };
     let candidates: BTreeSet<&str> = given
@@ -128,24 +129,24 @@ fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, St
         .filter(|prefix| prefix.ends_with('.'))
         .chain([""])
         .collect();
-    let most = candidates.iter().map(|prefix| found(prefix)).max().unwrap_or(0);
-    let best: Vec<_> = candidates.into_iter().filter(|prefix| found(prefix) == most).collect();
+    let highest = candidates.iter().map(|prefix| count_found(prefix)).max().unwrap_or(0);
+    let best: Vec<_> = candidates.into_iter().filter(|prefix| count_found(prefix) == highest).collect();
     match &best[..] {
-        [first, second, ..] if most == trunk.len() => Err(format!(
+        [first, second, ..] if highest == trunk.len() => Err(format!(
             "it contains several networks, under {first:?} and {second:?}: keep the tensors of one"
         )),
         _ => Ok(best.first().copied().unwrap_or_default().to_owned()),
     }
 }
 
-/// Why the file's head cannot be used, if it cannot.
-fn new_head(given: &Shapes, wanted: &Shapes, prefix: &str, head: &str) -> Option<String> {
+/// Why the file's head cannot be used; `None` if it can.
+fn head_mistake(given: &Shapes, wanted: &Shapes, prefix: &str, head: &str) -> Option<String> {
     ["weight", "bias"].into_iter().find_map(|suffix| {
         let name = format!("{head}.{suffix}");
-        let own = wanted.get(&name)?;
+        let wanted_shape = wanted.get(&name)?;
         match given.get(&format!("{prefix}{name}")) {
-            Some(shape) if shape == own => None,
-            Some(shape) => Some(format!("its {name} is {shape:?}, this job's is {own:?}")),
+            Some(shape) if shape == wanted_shape => None,
+            Some(shape) => Some(format!("its {name} is {shape:?}, this job's is {wanted_shape:?}")),
             None => Some(format!("it has no {name}")),
         }
     })
@@ -168,7 +169,7 @@ fn hint(name: &str, given: &[usize], wanted: &[usize]) -> String {
     }
 }
 
-/// The first [`MAX_NAMES`] names, and the number of the others.
+/// The first [`MAX_NAMES`] names, and the number of further names.
 fn some_of(all: &[String], separator: &str) -> String {
     let more = all.len().saturating_sub(MAX_NAMES);
     let text = all[..all.len() - more].join(separator);

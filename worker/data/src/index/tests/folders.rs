@@ -13,18 +13,18 @@ fn backdate(fixture: &Fixture) {
 #[test]
 fn unchanged_folders_are_skipped_until_a_change_is_found() {
     let fixture = Fixture::new(2, 4);
-    // Names are not prefixes of each other; one file is text and not a picture.
+    // A picture that is changed below, and a file that is not a picture.
     let odd = fixture.picture("class-0001/odd.png");
     image::RgbImage::new(9, 9).save(&odd).unwrap();
     fs::write(fixture.picture("class-0001/notes"), "no picture").unwrap();
-    let print = |catalog: &Catalog| catalog.fingerprint(fixture.data.path());
+    let fingerprint_of = |catalog: &Catalog| catalog.fingerprint(fixture.data.path());
     assert_eq!(counts(&open_trusting_folders(&fixture)), (9, vec![]), "no folder is known yet");
-    let before = print(&fixture.open().unwrap());
+    let before = fingerprint_of(&fixture.open().unwrap());
     fixture.edit_index(|entry| entry.width = 77);
     // Overwriting a file does not change its folder.
     fs::write(&odd, "I am no picture any more").unwrap();
     let catalog = open_trusting_folders(&fixture);
-    assert_eq!((counts(&catalog), print(&catalog)), ((9, vec![]), before.clone()));
+    assert_eq!((counts(&catalog), fingerprint_of(&catalog)), ((9, vec![]), before.clone()));
     let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
     assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "no file was read");
     assert!((0..8).all(|i| listing.read(i).is_ok()));
@@ -33,35 +33,35 @@ fn unchanged_folders_are_skipped_until_a_change_is_found() {
     assert!(message.contains("odd.png has changed since it was first inspected"), "{message}");
     let now = open_trusting_folders(&fixture);
     assert_eq!(counts(&now).0, 8);
-    assert!(counts(&now).1[0].contains("odd.png is text") && print(&now) != before, "{now:?}");
-    assert_eq!(print(&open_trusting_folders(&fixture)), print(&now));
+    assert!(counts(&now).1[0].contains("odd.png is text") && fingerprint_of(&now) != before, "{now:?}");
+    assert_eq!(fingerprint_of(&open_trusting_folders(&fixture)), fingerprint_of(&now));
 }
 
 #[test]
 fn changes_of_files_are_detected_by_their_folders() {
     let fixture = Fixture::new(3, 4);
-    let look = || counts(&open_trusting_folders(&fixture));
+    let trusting_counts = || counts(&open_trusting_folders(&fixture));
     // Each opening that examines all files stores the folders.
     let examine_all = || {
         backdate(&fixture);
-        assert_eq!(counts(&fixture.open().unwrap()), look());
+        assert_eq!(counts(&fixture.open().unwrap()), trusting_counts());
     };
     examine_all();
     image::RgbImage::new(5, 5).save(fixture.picture("class-0001/new.png")).unwrap();
-    assert_eq!(look().0, 13);
+    assert_eq!(trusting_counts().0, 13);
     examine_all();
     fs::remove_file(fixture.picture("class-0002/000003.png")).unwrap();
-    assert_eq!(look().0, 12);
+    assert_eq!(trusting_counts().0, 12);
     examine_all();
     let other = fixture.data.path().join("other");
     fs::write(&other, "not a picture").unwrap();
     fs::rename(&other, fixture.picture("class-0000/000002.png")).unwrap();
-    let (pictures, broken) = look();
+    let (pictures, broken) = trusting_counts();
     assert!(pictures == 11 && broken[0].contains("class-0000/000002.png is text"), "{broken:?}");
     examine_all();
     fs::create_dir(fixture.picture("class-0000/inner")).unwrap();
     fs::write(fixture.picture("class-0000/inner/x.png"), "x").unwrap();
-    assert_eq!(look().1.len(), 2);
+    assert_eq!(trusting_counts().1.len(), 2);
     // A folder was removed and another added.
     fs::remove_dir_all(fixture.picture("class-0001")).unwrap();
     fs::create_dir(fixture.picture("class-0009")).unwrap();
@@ -90,14 +90,14 @@ fn recently_changed_or_unknown_folders_are_checked() {
     assert_eq!(first(), 20);
     // Without a minimum age, the folders were stored. Now the index is rebuilt.
     rewrite(30);
-    assert_eq!(first(), 20, "the note is used");
+    assert_eq!(first(), 20, "the folder cache is used");
     fixture.open().unwrap();
-    let note = fs::read(fixture.cached_file("folders").unwrap()).unwrap();
+    let cache = fs::read(fixture.cached_file("folders").unwrap()).unwrap();
     rewrite(40);
-    for broken in [&b"nothing"[..], &note[..note.len() / 2], b""] {
+    for broken in [&b"nothing"[..], &cache[..cache.len() / 2], b""] {
         fs::write(fixture.cached_file("folders").unwrap(), broken).unwrap();
         assert_eq!(first(), 40);
     }
-    fs::write(fixture.cached_file("folders").unwrap(), &note).unwrap();
-    assert_eq!(first(), 40, "the note belongs to another index");
+    fs::write(fixture.cached_file("folders").unwrap(), &cache).unwrap();
+    assert_eq!(first(), 40, "the folder cache belongs to another index");
 }

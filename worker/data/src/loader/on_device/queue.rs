@@ -7,7 +7,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// A queue of picture numbers. Each number is claimed once.
+/// A queue of pictures, by their indices in the batch. Each picture is claimed once.
 pub(super) struct Queue {
     numbers: Vec<usize>,
     /// The range in `numbers` that no thread has claimed yet.
@@ -38,12 +38,12 @@ impl Queue {
         &self.numbers[from..to]
     }
 
-    /// Records the outcome for the group that begins at `at`.
-    pub(super) fn note(&self, at: usize, outcome: Result<(), DataError>) {
+    /// Records the outcome for the group that begins at index `start` of the queue.
+    pub(super) fn note(&self, start: usize, outcome: Result<(), DataError>) {
         if let Err(error) = outcome {
             let mut first = lock(&self.first_error);
-            if first.as_ref().is_none_or(|(other, _)| at < *other) {
-                *first = Some((at, error));
+            if first.as_ref().is_none_or(|(other, _)| start < *other) {
+                *first = Some((start, error));
             }
         }
     }

@@ -6,21 +6,22 @@ use super::Frame;
 
 /// Maximum length in bits of codes that are looked up in one step.
 const LOOKUP_BITS: u32 = 10;
-/// A number of coefficients past the end of any block, for "end of block".
+/// The [`Code::step`] of "end of block": more than the number of coefficients in a block.
 const END: u32 = 128;
 
-/// An entry for a Huffman code: the number of bits of the code and the value that follows, and the increment of the
-/// coefficient's number.
+/// A Huffman code and the value that follows it.
 #[derive(Clone, Copy, Default)]
 struct Code {
+    /// The number of bits of both together.
     bits: u8,
+    /// The number of coefficients that both together describe.
     step: u8,
 }
 
 struct Table {
     /// Indexed by the next [`LOOKUP_BITS`] bits. `bits` is 0 if the code is longer.
     short: Vec<Code>,
-    /// Longer codes in ascending order, each with the first bits of its successor, as 16 bits.
+    /// Longer codes in ascending order, each with the code that follows it in this order, as the upper bits of 16 bits.
     long: Vec<(u32, Code)>,
 }
 
@@ -66,8 +67,8 @@ impl Table {
             return Some(code);
         }
         let first = (bits >> 48) as u32;
-        let place = self.long.partition_point(|(end, _)| *end <= first);
-        self.long.get(place).map(|(_, code)| *code)
+        let index = self.long.partition_point(|(end, _)| *end <= first);
+        self.long.get(index).map(|(_, code)| *code)
     }
 }
 
@@ -125,7 +126,8 @@ impl<'a> Bits<'a> {
         }
     }
 
-    fn take(&mut self, table: &Table) -> Option<u32> {
+    /// Skips a code and the value that follows it, and returns their step.
+    fn skip_code(&mut self, table: &Table) -> Option<u32> {
         self.fill();
         let Code { bits, step } = table.code(self.next)?;
         self.next <<= bits;
@@ -134,13 +136,13 @@ impl<'a> Bits<'a> {
     }
 
     /// Skips a block of 64 coefficients. `None` if its codes are invalid.
-    fn block(&mut self, dc: &Table, ac: &Table) -> Option<()> {
-        self.take(dc)?;
-        let mut number = 1;
-        while number < 64 {
-            number += self.take(ac)?;
+    fn skip_block(&mut self, dc: &Table, ac: &Table) -> Option<()> {
+        self.skip_code(dc)?;
+        let mut coefficient = 1;
+        while coefficient < 64 {
+            coefficient += self.skip_code(ac)?;
         }
-        (number == 64 || number >= END).then_some(())
+        (coefficient == 64 || coefficient >= END).then_some(())
     }
 
     /// Whether no bits after the end of the data were used.
@@ -148,15 +150,15 @@ impl<'a> Bits<'a> {
         self.beyond <= self.count
     }
 
-    /// Skips the restart marker `number`.
-    fn restart(&mut self, number: usize) -> Option<()> {
+    /// Skips the restart marker with this number, from 0. `None` if another marker comes first.
+    fn skip_restart_marker(&mut self, number: usize) -> Option<()> {
         let rest = &self.data[self.at..];
         let is_marker = |pair: &[u8]| pair[0] == 0xff && !matches!(pair[1], 0 | 0xff);
-        let place = rest.windows(2).position(is_marker)?;
-        if usize::from(rest[place + 1]) != 0xd0 + number % 8 {
+        let offset = rest.windows(2).position(is_marker)?;
+        if usize::from(rest[offset + 1]) != 0xd0 + number % 8 {
             return None;
         }
-        *self = Self { at: self.at + place + 2, ..Self::new(self.data) };
+        *self = Self { at: self.at + offset + 2, ..Self::new(self.data) };
         Some(())
     }
 }
@@ -179,17 +181,17 @@ pub(super) fn blocks<'a>(frame: &Frame<'a>) -> Option<Vec<[&'a [u8]; 2]>> {
 /// Whether the data of a frame's first scan contains a code for each block. The scan must contain all channels, and
 /// MCUs with these `blocks`.
 pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -> bool {
-    let whole = || {
+    let follow = || {
         let mut tables = Vec::new();
-        let mut place = |spec, is_dc| {
+        let mut table_index = |spec, is_dc| {
             let known = tables.iter().position(|(known, _)| *known == (spec, is_dc));
             known.or_else(|| {
                 tables.push(((spec, is_dc), Table::new(spec, is_dc)?));
                 Some(tables.len() - 1)
             })
         };
-        let places = |[dc, ac]: &[_; 2]| Some([place(*dc, true)?, place(*ac, false)?]);
-        let blocks = blocks.iter().map(places).collect::<Option<Vec<_>>>()?;
+        let table_indices = |[dc, ac]: &[_; 2]| Some([table_index(*dc, true)?, table_index(*ac, false)?]);
+        let blocks = blocks.iter().map(table_indices).collect::<Option<Vec<_>>>()?;
         let side = |length: u32, factors: &mut dyn Iterator<Item = u8>| {
             let factor = if blocks.len() == 1 { 1 } else { factors.max().unwrap_or(1).max(1) };
             length.div_ceil(8 * u32::from(factor)) as usize
@@ -199,10 +201,10 @@ pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -
         let mut bits = Bits::new(bytes.get(frame.data..)?);
         for mcu in 0..across * down {
             if frame.restart_interval > 0 && mcu > 0 && mcu % frame.restart_interval == 0 {
-                bits.restart(mcu / frame.restart_interval - 1)?;
+                bits.skip_restart_marker(mcu / frame.restart_interval - 1)?;
             }
             for [dc, ac] in &blocks {
-                bits.block(&tables[*dc].1, &tables[*ac].1)?;
+                bits.skip_block(&tables[*dc].1, &tables[*ac].1)?;
             }
             if !bits.is_within_data() {
                 return None;
@@ -210,5 +212,5 @@ pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -
         }
         Some(())
     };
-    whole().is_some()
+    follow().is_some()
 }

@@ -21,25 +21,25 @@ pub fn links_dir() -> io::Result<PathBuf> {
         .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))
         .filter(|dir| dir.is_absolute())
         .map(|dir| dir.join("lockstep").join("libraries"));
-    let own = |dir: &Path| -> io::Result<()> {
+    let create_private = |dir: &Path| -> io::Result<()> {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         let about = fs::symlink_metadata(dir)?;
         // Code is loaded from the folder, so no other user may write to it.
-        let mine = about.is_dir() && about.uid() == rustix::process::getuid().as_raw();
-        if !mine || about.mode() & 0o022 != 0 {
-            let text = format!("{}: other users can write to this folder", dir.display());
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+        let is_own = about.is_dir() && about.uid() == rustix::process::getuid().as_raw();
+        if !is_own || about.mode() & 0o022 != 0 {
+            let message = format!("{}: other users can write to this folder", dir.display());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
         }
         Ok(())
     };
     if let Some(dir) = cache
-        && own(&dir).is_ok()
+        && create_private(&dir).is_ok()
     {
         return Ok(dir);
     }
     let uid = rustix::process::getuid().as_raw();
     let dir = std::env::temp_dir().join(format!("lockstep-libraries-{uid}"));
-    own(&dir).map(|()| dir)
+    create_private(&dir).map(|()| dir)
 }
 
 /// Executes this program again, with the same arguments, if it cannot load `needed` or lacks a variable of a rank's
@@ -69,7 +69,7 @@ pub fn reexec_if_needed(needed: &[Library]) {
 
 /// Creates a link, or replaces a link to another target, atomically.
 pub(super) fn link(path: &Path, target: &Path) -> io::Result<()> {
-    if fs::read_link(path).is_ok_and(|is| is == target) {
+    if fs::read_link(path).is_ok_and(|present| present == target) {
         return Ok(());
     }
     let mut temporary = path.as_os_str().to_owned();

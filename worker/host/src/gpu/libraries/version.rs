@@ -7,18 +7,18 @@ impl FoundLibrary {
     /// The version, such as `13.0`, `9.19.0` or `2.28.9`. NVML's version is not queried here.
     ///
     /// # Errors
-    /// The library cannot be loaded, lacks the symbol, or fails; a sentence.
+    /// A sentence: the library cannot be loaded, lacks the function that reports its version, or this function fails.
     pub fn version(&self) -> Result<String, String> {
         let shown = self.path.display();
         // SAFETY: loading one of NVIDIA's libraries runs initialisers that have no preconditions.
         let handle = unsafe { Handle::open(Some(&self.path), RTLD_LAZY | RTLD_LOCAL) }
             .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
-        let lacks = |e: libloading::Error| format!("{shown}: {e}");
+        let symbol_error = |e: libloading::Error| format!("{shown}: {e}");
         let check = |status: i32| match status {
             0 => Ok(()),
             _ => Err(format!("{shown} does not report its version (error {status})")),
         };
-        let three = |v: usize| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100);
+        let three_parts = |v: usize| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100);
         type Pointer = unsafe extern "C" fn(*mut i32) -> i32;
         type Pair = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;
         type Plain = unsafe extern "C" fn() -> usize;
@@ -28,24 +28,28 @@ impl FoundLibrary {
         let version = unsafe {
             match self.which {
                 Library::Driver => {
-                    check(handle.get::<Pointer>(b"cuDriverGetVersion").map_err(lacks)?(&mut a))?;
+                    check(handle.get::<Pointer>(b"cuDriverGetVersion").map_err(symbol_error)?(&mut a))?;
                     format!("{}.{}", a / 1000, a % 1000 / 10)
                 }
                 Library::Nvrtc => {
-                    check(handle.get::<Pair>(b"nvrtcVersion").map_err(lacks)?(&mut a, &mut b))?;
+                    check(handle.get::<Pair>(b"nvrtcVersion").map_err(symbol_error)?(&mut a, &mut b))?;
                     format!("{a}.{b}")
                 }
                 Library::Nccl => {
-                    check(handle.get::<Pointer>(b"ncclGetVersion").map_err(lacks)?(&mut a))?;
-                    three(usize::try_from(a).unwrap_or(0))
+                    check(handle.get::<Pointer>(b"ncclGetVersion").map_err(symbol_error)?(&mut a))?;
+                    three_parts(usize::try_from(a).unwrap_or(0))
                 }
-                Library::Cudnn => three(handle.get::<Plain>(b"cudnnGetVersion").map_err(lacks)?()),
-                Library::CublasLt => three(handle.get::<Plain>(b"cublasLtGetVersion").map_err(lacks)?()),
+                Library::Cudnn => {
+                    three_parts(handle.get::<Plain>(b"cudnnGetVersion").map_err(symbol_error)?())
+                }
+                Library::CublasLt => {
+                    three_parts(handle.get::<Plain>(b"cublasLtGetVersion").map_err(symbol_error)?())
+                }
                 Library::Nvjpeg => {
-                    let ask = handle.get::<Property>(b"nvjpegGetProperty").map_err(lacks)?;
+                    let get_property = handle.get::<Property>(b"nvjpegGetProperty").map_err(symbol_error)?;
                     let mut parts = [0; 3];
-                    for (which, part) in (0..).zip(&mut parts) {
-                        check(ask(which, part))?;
+                    for (property, part) in (0..).zip(&mut parts) {
+                        check(get_property(property, part))?;
                     }
                     parts.map(|part| part.to_string()).join(".")
                 }

@@ -67,9 +67,17 @@ pub struct Rates {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearRate {
-    /// Number of floating-point operations in a step.
+    pub pictures: f64,
+    /// Number of floating-point operations in a step of these pictures.
     pub operations: f64,
     pub flops_per_second: f64,
+}
+
+impl LinearRate {
+    /// In proportion to the number of weights.
+    fn operations_per_picture(&self) -> f64 {
+        self.operations / self.pictures
+    }
 }
 
 /// A connection between ranks: the latency of a short message, and the bandwidth of one rank.
@@ -107,11 +115,13 @@ impl Machine {
             ("flops_per_second", flops_per_second.values().copied().fold(0.0, f64::max)),
         ];
         figures.extend(flops_per_second.iter().map(|(kind, rate)| (kind.as_str(), *rate)));
-        figures.extend(
-            self.rates.linear.iter().flat_map(|rate| {
-                [("operations", rate.operations), ("flops_per_second", rate.flops_per_second)]
-            }),
-        );
+        figures.extend(self.rates.linear.iter().flat_map(|rate| {
+            [
+                ("pictures", rate.pictures),
+                ("operations", rate.operations),
+                ("flops_per_second", rate.flops_per_second),
+            ]
+        }));
         figures.extend(
             links.flat_map(|l| [("latency_us", l.latency_us), ("bytes_per_second", l.bytes_per_second)]),
         );
@@ -168,6 +178,7 @@ impl Rates {
         let secs = sums.values().map(|[_, secs]| secs).sum::<f64>() + memory_secs + update_secs;
         let scale = secs / step_secs;
         let rate = |[operations, secs]: &[f64; 2]| LinearRate {
+            pictures,
             operations: *operations,
             flops_per_second: scale * operations / secs,
         };
@@ -196,8 +207,8 @@ impl Rates {
         }
         // Nothing remains if the step was faster than predicted without the head.
         if head_secs > 0.0 {
-            self.linear.push(LinearRate { operations, flops_per_second: operations / head_secs });
-            self.linear.sort_by(|a, b| a.operations.total_cmp(&b.operations));
+            self.linear.push(LinearRate { pictures, operations, flops_per_second: operations / head_secs });
+            self.linear.sort_by(|a, b| a.operations_per_picture().total_cmp(&b.operations_per_picture()));
         }
     }
 
@@ -209,32 +220,37 @@ impl Rates {
             Some(kind) => {
                 let operations = pictures * operations_of(network, op);
                 let passes = PRODUCTS * weights_of(network, op) * value / self.memory_bytes_per_second;
-                (operations / self.flops_of(kind, operations)).max(passes)
+                (operations / self.flops_of(kind, operations, pictures)).max(passes)
             }
             None => pictures * passes_of(network, op) * value / self.memory_bytes_per_second,
         }
     }
 
     /// The rate of a linear layer of `operations`: interpolated linearly between two measured sizes, with logarithms of
-    /// rate and size.
-    fn linear_of(&self, operations: f64) -> Option<f64> {
-        let larger = self.linear.partition_point(|rate| rate.operations <= operations);
+    /// rate and size. Reading the weights limits the rate of a slow layer, so that more pictures than measured take as long, up to
+    /// the rate of the fastest kind of operation.
+    fn linear_of(&self, operations: f64, pictures: f64) -> Option<f64> {
+        let size = operations / pictures;
+        let larger = self.linear.partition_point(|rate| rate.operations_per_picture() <= size);
         let smaller = larger.checked_sub(1).map(|place| self.linear[place]);
-        match (smaller, self.linear.get(larger)) {
+        let (measured, rate) = match (smaller, self.linear.get(larger)) {
             (Some(a), Some(b)) => {
-                let share = (operations / a.operations).ln() / (b.operations / a.operations).ln();
-                Some(a.flops_per_second * (b.flops_per_second / a.flops_per_second).powf(share))
+                let from = a.operations_per_picture();
+                let share = (size / from).ln() / (b.operations_per_picture() / from).ln();
+                (a, a.flops_per_second * (b.flops_per_second / a.flops_per_second).powf(share))
             }
-            (Some(only), None) | (None, Some(&only)) => Some(only.flops_per_second),
-            (None, None) => None,
-        }
+            (Some(only), None) | (None, Some(&only)) => (only, only.flops_per_second),
+            (None, None) => return None,
+        };
+        let fastest = self.flops_per_second.values().copied().fold(rate, f64::max);
+        Some((rate * (pictures / measured.pictures).max(1.0)).min(fastest))
     }
 
-    /// The rate of `operations` of a kind. For a kind that was not measured, the mean of all measured rates.
-    fn flops_of(&self, kind: &str, operations: f64) -> f64 {
+    /// The rate of `operations` of a kind over `pictures` pictures. For a kind that was not measured, the mean of all measured rates.
+    fn flops_of(&self, kind: &str, operations: f64, pictures: f64) -> f64 {
         let all = &self.flops_per_second;
         if kind == "linear"
-            && let Some(rate) = self.linear_of(operations)
+            && let Some(rate) = self.linear_of(operations, pictures)
         {
             return rate;
         }
@@ -396,11 +412,15 @@ impl StageModel<'_> {
             let trains = weights > 0.0 && !(local.frozen_norm && matches!(op, Op::BatchNorm { .. }));
             let (mut sent, mut memory) = (0.0, std::mem::take(&mut input_bytes));
             if trains {
-                // Sums of gradients over micro-batches are float32. They are read and written for each micro-batch but the first one.
+                // Sums of gradients over micro-batches are float32. They are written for each micro-batch, and read for each but the
+                // first one. On a device, another pass adds the gradient to the sum.
                 let later = work.accumulate.saturating_sub(1) as f64;
                 let gradient = if later > 0.0 { WEIGHT_BYTES } else { value };
-                let passes = later * (2.0 * WEIGHT_BYTES - value) + gradient - value;
-                spent.compute += weights * passes / (later + 1.0) / machine.rates.memory_bytes_per_second;
+                if later > 0.0 {
+                    let added = if machine.shared_memory { 0.0 } else { value + WEIGHT_BYTES };
+                    let passes = later * WEIGHT_BYTES / (later + 1.0) + added;
+                    spent.compute += weights * passes / machine.rates.memory_bytes_per_second;
+                }
                 let (secs, sent_gradient) = self.gradient_reduction(output, weights * gradient);
                 sent += sent_gradient;
                 // With divided state, gradients are reduce-scattered during the backward pass, and weights are gathered
@@ -448,8 +468,11 @@ impl StageModel<'_> {
             last.ms += 1e3 * times * input_exchange.exchange;
             last.sent_bytes += times * input_exchange.sent;
         }
-        // Gradients are reduced during the last micro-batch's backward pass.
-        let gradients = f64::max(0.0, gradient_secs - BACKWARD * all.compute);
+        // Gradients are reduced during the last micro-batch's backward pass, except on devices if they are summed over
+        // micro-batches, or if ranks also exchange activations between kernels.
+        let between = plan.mesh.height * plan.mesh.stage > 1;
+        let hidden = if !machine.shared_memory && (work.accumulate > 1 || between) { 0.0 } else { BACKWARD };
+        let gradients = f64::max(0.0, gradient_secs - hidden * all.compute);
         // In addition, one activation and its gradient are in memory at a time.
         let memory_bytes =
             operators.iter().map(|operator| operator.memory_bytes).sum::<f64>() + 2.0 * largest;
@@ -525,8 +548,11 @@ impl StageModel<'_> {
                 let (Some(own), Some(reached)) = (rows(input), rows(output)) else { return };
                 let others = (reached.end - own.end).max(0) as f64;
                 let row = self.values(input) / (own.end - own.start).max(1) as f64;
-                let group = self.axes_group(HEIGHT);
-                self.add_transfer(group, 2.0, 2.0 * others * row * value, spent);
+                // The activation is copied, and in the backward pass its gradient. Pictures have no gradient.
+                let passes = if self.local.is_pictures(input) { 1.0 } else { 2.0 };
+                let copied = passes * (self.values(input) + self.values(output)) * value;
+                spent.compute += copied / self.machine.rates.memory_bytes_per_second;
+                self.add_transfer(self.axes_group(HEIGHT), passes, passes * others * row * value, spent);
             }
             Op::MeanOfRows { .. } => {
                 let group = self.axes_group(HEIGHT);
@@ -673,8 +699,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rate_of_a_linear_layer_depends_on_its_size() {
-        let rate = |operations, flops_per_second| LinearRate { operations, flops_per_second };
+    fn the_rate_of_a_linear_layer_depends_on_its_size_and_its_pictures() {
+        let rate = |operations, flops_per_second| LinearRate { pictures: 64.0, operations, flops_per_second };
         let mut rates = Rates {
             value_bytes: 2,
             flops_per_second: [("conv1x1".to_owned(), 3e14), ("linear".to_owned(), 1e13)].into(),
@@ -684,11 +710,16 @@ mod tests {
         for (operations, flops) in
             [(1.0, 1e13), (1e9, 1e13), (1e10, 1e13 * 10f64.sqrt()), (1e11, 1e14), (1e12, 4e14), (1e15, 4e14)]
         {
-            let found = rates.flops_of("linear", operations);
+            let found = rates.flops_of("linear", operations, 64.0);
             assert!((found / flops - 1.0).abs() < 1e-9, "{operations}: {found} instead of {flops}");
         }
-        assert_eq!(rates.flops_of("conv1x1", 1e11), 3e14);
+        // The same weights and other numbers of pictures.
+        for (pictures, flops) in [(32.0, 1e14), (128.0, 2e14), (1024.0, 3e14)] {
+            let found = rates.flops_of("linear", 1e11 * pictures / 64.0, pictures);
+            assert!((found / flops - 1.0).abs() < 1e-9, "{pictures} pictures: {found} instead of {flops}");
+        }
+        assert_eq!(rates.flops_of("conv1x1", 1e11, 64.0), 3e14);
         rates.linear.clear();
-        assert_eq!(rates.flops_of("linear", 1e12), 1e13);
+        assert_eq!(rates.flops_of("linear", 1e12, 64.0), 1e13);
     }
 }

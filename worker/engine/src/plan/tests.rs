@@ -83,7 +83,7 @@ fn the_head_of_a_very_wide_classifier_is_split() {
     assert_eq!(best(&network, 2, &far, 64).plan.shards, [out("fc")]);
 }
 
-/// The predicted time of a step with a measured head is the measured time, also if the head is split over ranks with as many pictures.
+/// The predicted time of a step with a measured head is the measured time, also if the head is a rank's part of a larger one.
 #[test]
 fn the_predicted_time_of_a_measured_head_is_the_measured_time() {
     let mut machine = gpus();
@@ -97,17 +97,15 @@ fn the_predicted_time_of_a_measured_head_is_the_measured_time() {
         let found = cost(&network(classes), &Plan::data(1), &machine, &work(256)).unwrap();
         assert!((found.step_ms / (1e3 * secs) - 1.0).abs() < 1e-9, "{classes}: {} ms", found.step_ms);
     }
-    // Half of the classes of twice as many pictures.
+    // As many classes per rank, for the pictures of both ranks: these heads are so slow that reading the weights limits them.
     let link = Some(Link { latency_us: 1e-9, bytes_per_second: 1e20 });
     let near = Machine { within: link, ..machine };
     let work = Workload { pictures: 512, sync_batch_norm: false, ..work(256) };
     let split = Plan::on(mesh(1, 1, 2), vec![out("fc")]);
-    let found = cost(&network(2 * 262_144), &split, &near, &work).unwrap();
-    assert!(
-        (196.5..197.5).contains(&found.step_ms),
-        "the update takes half of the time: {} ms",
-        found.step_ms
-    );
+    for (classes, secs) in &measured[1..] {
+        let found = cost(&network(2 * classes), &split, &near, &work).unwrap();
+        assert!((found.step_ms / (1e3 * secs) - 1.0).abs() < 1e-3, "{classes}: {} ms", found.step_ms);
+    }
 }
 
 #[test]

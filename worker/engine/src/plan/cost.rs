@@ -1,8 +1,8 @@
 //! A cost model of plans: time and memory of each operation on one rank, from the figures of a [`Machine`]. It has few
 //! terms (ParaDL, arXiv 2104.09075). The time of an operation is that of its arithmetic or of its memory traffic,
-//! whichever is longer. An exchange has the latency of a tree and the bytes of a ring. Gradients are reduced
-//! concurrently with the backward pass. Stages wait for the slowest stage. The model does not include the preparation
-//! of pictures, evaluation and checkpoints.
+//! whichever is longer. An exchange has the latency of a tree and the bytes of a ring. Devices also lose time before and
+//! behind an exchange between kernels. Gradients are reduced concurrently with the backward pass of the layers before.
+//! Stages wait for the slowest stage. The model does not include the preparation of pictures, evaluation and checkpoints.
 
 use super::{Mesh, Plan, lower};
 use crate::{
@@ -21,6 +21,21 @@ const STATISTIC_BYTES: f64 = 8.0;
 const PRODUCTS: f64 = 3.0;
 /// The fraction of a step's arithmetic that is in the backward pass, which overlaps with the reduction of gradients.
 const BACKWARD: f64 = 2.0 / 3.0;
+/// What an exchange through NCCL between two kernels takes in addition to its messages: neither kernel overlaps with it, the
+/// ranks wait for the slowest one, and batch norm needs more kernels. H200: 14 to 22 us per batch norm (ResNet-18 and 50,
+/// 224 to 2048 pixels), and about 18 us per exchange of a split last layer.
+const BETWEEN_KERNELS_SECS: f64 = 18e-6;
+/// By what fraction kernels of the backward pass take longer while NCCL reduces gradients on some of the multiprocessors. H200: 0.5
+/// for ResNet-18 and 50 with 1,000,000 classes.
+const REDUCTION_SLOWDOWN: f64 = 0.5;
+/// Messages of a send and its acknowledgement.
+const ACKNOWLEDGED: f64 = 2.0;
+/// The number of products of a device's 7x7 convolution of the pictures, which have four channels, if ranks share rows. Tensor cores
+/// multiply eight channels of 7x7 pixels. Otherwise pictures are folded, and the kernel has 4x4 pixels and 16 channels.
+const UNFOLDED: f64 = (8.0 * 49.0) / (16.0 * 16.0);
+/// A pooling behind the exchange of rows is not fused with the batch norm before it, so the activation between them and its gradient
+/// are each written and read.
+const UNFUSED_POOLING_PASSES: f64 = 4.0;
 const MODEL: Axes = Axes { model: true, height: false };
 const HEIGHT: Axes = Axes { model: false, height: true };
 
@@ -71,6 +86,8 @@ pub struct LinearRate {
     /// Number of floating-point operations in a step of these pictures.
     pub operations: f64,
     pub flops_per_second: f64,
+    /// Memory bandwidth of the update of the weights. Passes over small activations are slower than this.
+    pub update_bytes_per_second: f64,
 }
 
 impl LinearRate {
@@ -92,7 +109,7 @@ impl Link {
     /// Computes a link from measured all-reduces over `ranks` ranks: the microseconds of a short all-reduce, and the bytes
     /// per second of a long all-reduce.
     pub fn of_all_reduce(ranks: usize, short_us: f64, bytes_per_second: f64) -> Self {
-        let group = Group { ranks: ranks.max(2), link: None };
+        let group = Group { ranks: ranks.max(2), link: None, is_local: true };
         Self {
             latency_us: short_us / (2.0 * group.tree_depth()),
             bytes_per_second: group.ring_bytes(bytes_per_second),
@@ -120,6 +137,7 @@ impl Machine {
                 ("pictures", rate.pictures),
                 ("operations", rate.operations),
                 ("flops_per_second", rate.flops_per_second),
+                ("update_bytes_per_second", rate.update_bytes_per_second),
             ]
         }));
         figures.extend(
@@ -181,6 +199,7 @@ impl Rates {
             pictures,
             operations: *operations,
             flops_per_second: scale * operations / secs,
+            update_bytes_per_second: scale * bytes_per_second,
         };
         Ok(Self {
             value_bytes,
@@ -193,21 +212,38 @@ impl Rates {
         })
     }
 
-    /// Adds the rate of the head of `network`, which is wider than the head in [`Rates::fit`]. A step of `pictures`
-    /// pictures took `step_secs`; the time of the head is what remains after subtracting the predicted times of all
-    /// other operations.
-    pub fn add_head(&mut self, network: &Network, pictures: f64, (step_secs, state): (f64, f64)) {
-        let (mut head_secs, mut operations) = (step_secs, 0.0);
+    /// Adds the rates of the head of `network`, which is wider than the head in [`Rates::fit`]. A step of `pictures`
+    /// pictures took `step_secs`. After subtracting the predicted times of all other operations and the head's time in
+    /// `times`, the time of the update of the head remains.
+    pub fn add_head(
+        &mut self,
+        network: &Network,
+        pictures: f64,
+        times: &[LayerTime],
+        (step_secs, state): (f64, f64),
+    ) {
+        let (mut head_secs, mut update_secs) = (0.0, step_secs);
+        let (mut operations, mut weights) = (0.0, 0.0);
         for op in &network.ops {
-            match kind(op) {
-                Some("linear") => operations += pictures * operations_of(network, op),
-                _ => head_secs -= self.secs(network, op, pictures),
+            if let Op::Linear { name, .. } = op {
+                let of_op = times.iter().filter(|time| time.name.as_ref() == Some(name));
+                head_secs += of_op.map(|time| time.micros / 1e6).sum::<f64>();
+                operations += pictures * operations_of(network, op);
+                weights += weights_of(network, op);
+            } else {
+                update_secs -= self.secs(network, op, pictures);
+                update_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
             }
-            head_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
         }
+        update_secs -= head_secs;
         // Nothing remains if the step was faster than predicted without the head.
-        if head_secs > 0.0 {
-            self.linear.push(LinearRate { pictures, operations, flops_per_second: operations / head_secs });
+        if head_secs > 0.0 && update_secs > 0.0 {
+            self.linear.push(LinearRate {
+                pictures,
+                operations,
+                flops_per_second: operations / head_secs,
+                update_bytes_per_second: weights * update_bytes(state) / update_secs,
+            });
             self.linear.sort_by(|a, b| a.operations_per_picture().total_cmp(&b.operations_per_picture()));
         }
     }
@@ -226,33 +262,48 @@ impl Rates {
         }
     }
 
-    /// The rate of a linear layer of `operations`: interpolated linearly between two measured sizes, with logarithms of
-    /// rate and size. Reading the weights limits the rate of a slow layer, so that more pictures than measured take as long, up to
-    /// the rate of the fastest kind of operation.
-    fn linear_of(&self, operations: f64, pictures: f64) -> Option<f64> {
-        let size = operations / pictures;
-        let larger = self.linear.partition_point(|rate| rate.operations_per_picture() <= size);
+    /// The rates of a linear layer with so many operations per picture: interpolated linearly between two measured sizes, with
+    /// logarithms of rates and size.
+    fn linear_of(&self, operations_per_picture: f64) -> Option<LinearRate> {
+        let larger =
+            self.linear.partition_point(|rate| rate.operations_per_picture() <= operations_per_picture);
         let smaller = larger.checked_sub(1).map(|place| self.linear[place]);
-        let (measured, rate) = match (smaller, self.linear.get(larger)) {
+        match (smaller, self.linear.get(larger)) {
             (Some(a), Some(b)) => {
                 let from = a.operations_per_picture();
-                let share = (size / from).ln() / (b.operations_per_picture() / from).ln();
-                (a, a.flops_per_second * (b.flops_per_second / a.flops_per_second).powf(share))
+                let share = (operations_per_picture / from).ln() / (b.operations_per_picture() / from).ln();
+                let between = |a: f64, b: f64| a * (b / a).powf(share);
+                Some(LinearRate {
+                    flops_per_second: between(a.flops_per_second, b.flops_per_second),
+                    update_bytes_per_second: between(a.update_bytes_per_second, b.update_bytes_per_second),
+                    ..a
+                })
             }
-            (Some(only), None) | (None, Some(&only)) => (only, only.flops_per_second),
-            (None, None) => return None,
+            (Some(only), None) | (None, Some(&only)) => Some(only),
+            (None, None) => None,
+        }
+    }
+
+    /// Memory bandwidth of the update of an operation's weights.
+    fn update_bytes_per_second(&self, network: &Network, op: &Op) -> f64 {
+        let rate = match op {
+            Op::Linear { .. } => self.linear_of(operations_of(network, op)),
+            _ => None,
         };
-        let fastest = self.flops_per_second.values().copied().fold(rate, f64::max);
-        Some((rate * (pictures / measured.pictures).max(1.0)).min(fastest))
+        rate.map_or(self.memory_bytes_per_second, |rate| rate.update_bytes_per_second)
     }
 
     /// The rate of `operations` of a kind over `pictures` pictures. For a kind that was not measured, the mean of all measured rates.
+    /// Reading the weights limits the rate of a slow linear layer, so that more pictures than measured take as long, up to the rate of the
+    /// fastest kind of operation.
     fn flops_of(&self, kind: &str, operations: f64, pictures: f64) -> f64 {
         let all = &self.flops_per_second;
         if kind == "linear"
-            && let Some(rate) = self.linear_of(operations, pictures)
+            && let Some(LinearRate { flops_per_second, pictures: measured, .. }) =
+                self.linear_of(operations / pictures)
         {
-            return rate;
+            let fastest = all.values().copied().fold(flops_per_second, f64::max);
+            return (flops_per_second * (pictures / measured).max(1.0)).min(fastest);
         }
         all.get(kind).copied().unwrap_or_else(|| all.values().sum::<f64>() / all.len().max(1) as f64)
     }
@@ -391,7 +442,9 @@ impl StageModel<'_> {
         let (mut operators, mut all, mut largest) = (Vec::new(), Spent::default(), picture);
         // The exchange of the next operation's inputs, and the bytes that are kept of these inputs.
         let (mut input_exchange, mut input_bytes) = (Spent::default(), picture);
-        let (mut gradient_secs, mut update_secs) = (0.0, 0.0);
+        let mut update_secs = 0.0;
+        // By operation: seconds of its backward pass, and of the reduction of its gradient.
+        let mut reductions: Vec<[f64; 2]> = Vec::new();
         // Number of micro-batches between their forward and their backward pass.
         let in_flight = work.accumulate.max(1).min((plan.mesh.stage - number) as u64) as f64;
         if number > 0 {
@@ -411,6 +464,7 @@ impl StageModel<'_> {
             self.add_compute(op, &mut spent);
             let trains = weights > 0.0 && !(local.frozen_norm && matches!(op, Op::BatchNorm { .. }));
             let (mut sent, mut memory) = (0.0, std::mem::take(&mut input_bytes));
+            let mut reduction_secs = 0.0;
             if trains {
                 // Sums of gradients over micro-batches are float32. They are written for each micro-batch, and read for each but the
                 // first one. On a device, another pass adds the gradient to the sum.
@@ -426,16 +480,17 @@ impl StageModel<'_> {
                 // With divided state, gradients are reduce-scattered during the backward pass, and weights are gathered
                 // after the update.
                 if plan.optimizer_sharding && !self.shares_memory() {
-                    gradient_secs += 0.5 * secs;
+                    reduction_secs = 0.5 * secs;
                     update_secs += 0.5 * self.gradient_reduction(output, weights * value).0;
                 } else {
-                    gradient_secs += secs;
+                    reduction_secs = secs;
                 }
                 // Ranks that share one copy of the weights, or that divide the optimizer's state, each update a part.
                 let parts = self.state_parts(output);
-                update_secs +=
-                    weights / parts * update_bytes(work.state as f64) / machine.rates.memory_bytes_per_second;
+                update_secs += weights / parts * update_bytes(work.state as f64)
+                    / machine.rates.update_bytes_per_second(local, op);
             }
+            reductions.push([BACKWARD * spent.compute, reduction_secs]);
             memory += match op {
                 Op::Conv { .. } | Op::Relu { .. } | Op::Gelu { .. } | Op::MaxPool { .. } => bytes,
                 // Logits and their gradient, in float32.
@@ -468,15 +523,35 @@ impl StageModel<'_> {
             last.ms += 1e3 * times * input_exchange.exchange;
             last.sent_bytes += times * input_exchange.sent;
         }
-        // Gradients are reduced during the last micro-batch's backward pass, except on devices if they are summed over
-        // micro-batches, or if ranks also exchange activations between kernels.
-        let between = plan.mesh.height * plan.mesh.stage > 1;
-        let hidden = if !machine.shared_memory && (work.accumulate > 1 || between) { 0.0 } else { BACKWARD };
-        let gradients = f64::max(0.0, gradient_secs - hidden * all.compute);
+        let gradients = self.gradients_secs(&reductions);
         // In addition, one activation and its gradient are in memory at a time.
         let memory_bytes =
             operators.iter().map(|operator| operator.memory_bytes).sum::<f64>() + 2.0 * largest;
         Stage { operators, spent: all, gradients, update: update_secs, memory_bytes }
+    }
+
+    /// Seconds that the reduction of gradients adds to the last micro-batch. By operation, `reductions` has the seconds of its backward
+    /// pass, and of the reduction of its gradient. The reduction begins when the gradient is complete and the preceding reduction has
+    /// ended, or, on devices that sum gradients over micro-batches, after the backward pass.
+    fn gradients_secs(&self, reductions: &[[f64; 2]]) -> f64 {
+        let [backward, all] = [0, 1].map(|part| reductions.iter().map(|secs| secs[part]).sum::<f64>());
+        if self.machine.shared_memory {
+            return f64::max(0.0, all - backward);
+        }
+        if self.work.accumulate > 1 || self.exchanges_between_kernels() {
+            return all;
+        }
+        // When the backward pass of an operation and the reduction of its gradient end.
+        let (mut now, mut reduced, mut slowdown) = (0.0, 0.0, 0.0);
+        for &[own, reduction] in reductions.iter().rev() {
+            let concurrent = f64::min(own, f64::max(0.0, reduced - now) / (1.0 + REDUCTION_SLOWDOWN));
+            slowdown += REDUCTION_SLOWDOWN * concurrent;
+            now += own + REDUCTION_SLOWDOWN * concurrent;
+            if reduction > 0.0 {
+                reduced = f64::max(reduced, now) + reduction;
+            }
+        }
+        slowdown + f64::max(0.0, reduced - now)
     }
 
     /// Number of parts into which ranks divide the optimizer's state of the operation with this output.
@@ -491,8 +566,9 @@ impl StageModel<'_> {
     /// Adds the exchange of an activation or its gradient with the neighbouring stage.
     fn add_stage_transfer(&self, bytes: f64, spent: &mut Spent) {
         let Machine { ranks, within, between, .. } = *self.machine;
-        let link = if self.plan.mesh.ranks() > ranks { between.or(within) } else { within };
-        self.add_transfer(Group { ranks: 2, link }, 1.0, bytes, spent);
+        let is_local = self.plan.mesh.ranks() <= ranks;
+        let link = if is_local { within } else { between.or(within) };
+        self.add_between_kernels(Group { ranks: 2, link, is_local }, 1.0, bytes, spent);
     }
 
     /// Whether all ranks share one copy of the weights.
@@ -509,15 +585,34 @@ impl StageModel<'_> {
 
     fn add_compute(&self, op: &Op, spent: &mut Spent) {
         let pictures = self.values(op.output()) / self.local.tensors[op.output()].len().max(1) as f64;
-        spent.compute += self.machine.rates.secs(self.local, op, pictures);
+        let shares_pictures = self.local.is_pictures(op.inputs()[0]) && self.plan.mesh.height > 1;
+        let is_unfolded = !self.machine.shared_memory && kind(op) == Some("conv7x7") && shares_pictures;
+        let products = if is_unfolded { UNFOLDED } else { 1.0 };
+        spent.compute += products * self.machine.rates.secs(self.local, op, pictures);
         // Sums in shared memory take negligible time.
         let is_synced = self.work.sync_batch_norm && !self.local.frozen_norm && !self.shares_memory();
         if matches!(op, Op::BatchNorm { .. }) && is_synced {
             let channels = self.local.tensors[op.output()].channels as f64;
             let group = self.pictures_group(self.local.axes(op.output()));
             // Two sums per channel, in the forward and in the backward pass.
-            (0..2).for_each(|_| self.add_all_reduce(group, 2.0 * channels * STATISTIC_BYTES, spent));
+            let bytes = 2.0 * channels * STATISTIC_BYTES;
+            let of_others = (group.ranks - 1) as f64 * bytes;
+            (0..2).for_each(|_| match self.uses_peer_memory(group) {
+                true => self.add_transfer(group, 1.0, of_others, spent),
+                false => self.add_all_reduce(group, bytes, spent),
+            });
         }
+    }
+
+    /// Whether each rank writes batch norm's sums to the memory of all others from within a kernel, as devices of one machine do.
+    fn uses_peer_memory(&self, group: Group) -> bool {
+        !self.machine.shared_memory && group.is_local && !self.exchanges_between_kernels()
+    }
+
+    /// Whether devices share rows or have stages, so that they exchange activations on the stream of the kernels. They also sum gradients
+    /// and batch norm's statistics on this stream.
+    fn exchanges_between_kernels(&self) -> bool {
+        self.plan.mesh.height * self.plan.mesh.stage > 1
     }
 
     /// Adds an exchange of activations in the forward pass, and of their gradients in the backward pass.
@@ -541,18 +636,25 @@ impl StageModel<'_> {
                 };
                 let sent = times * (1.0 - share) * whole * value;
                 let group = self.axes_group(MODEL);
-                self.add_transfer(group, 2.0 * group.tree_depth(), 2.0 * sent, spent);
+                (0..2).for_each(|_| self.add_between_kernels(group, group.tree_depth(), sent, spent));
             }
-            Op::Halo { .. } => {
+            Op::Halo { lowest, .. } => {
                 let rows = |tensor: TensorId| self.local.rows(tensor).map(|rows| rows.of_rank[0].clone());
                 let (Some(own), Some(reached)) = (rows(input), rows(output)) else { return };
                 let others = (reached.end - own.end).max(0) as f64;
                 let row = self.values(input) / (own.end - own.start).max(1) as f64;
                 // The activation is copied, and in the backward pass its gradient. Pictures have no gradient.
-                let passes = if self.local.is_pictures(input) { 1.0 } else { 2.0 };
-                let copied = passes * (self.values(input) + self.values(output)) * value;
-                spent.compute += copied / self.machine.rates.memory_bytes_per_second;
-                self.add_transfer(self.axes_group(HEIGHT), passes, passes * others * row * value, spent);
+                let passes = if self.local.is_pictures(input) { 1 } else { 2 };
+                let mut copied = f64::from(passes) * (self.values(input) + self.values(output));
+                let mut messages = 1.0;
+                if !self.machine.shared_memory {
+                    // The rows of each picture are a message of their own.
+                    messages = ACKNOWLEDGED * self.own;
+                    copied += if *lowest { UNFUSED_POOLING_PASSES * self.values(input) } else { 0.0 };
+                }
+                spent.compute += copied * value / self.machine.rates.memory_bytes_per_second;
+                let (group, bytes) = (self.axes_group(HEIGHT), others * row * value);
+                (0..passes).for_each(|_| self.add_between_kernels(group, messages, bytes, spent));
             }
             Op::MeanOfRows { .. } => {
                 let group = self.axes_group(HEIGHT);
@@ -595,7 +697,7 @@ impl StageModel<'_> {
 
     fn group(&self, axes: Axes, data_ranks: usize) -> Group {
         let mesh = self.plan.mesh;
-        let mut group = Group { ranks: 1, link: None };
+        let mut group = Group { ranks: 1, link: None, is_local: true };
         // Number of consecutive ranks that include the group.
         let mut spans = 1;
         for (ranks, stride) in [
@@ -609,12 +711,21 @@ impl StageModel<'_> {
             }
         }
         let within = self.machine.within;
-        group.link = if spans > self.machine.ranks { self.machine.between.or(within) } else { within };
+        group.is_local = spans <= self.machine.ranks;
+        group.link = if group.is_local { within } else { self.machine.between.or(within) };
         group
     }
 
     fn add_all_reduce(&self, group: Group, bytes: f64, spent: &mut Spent) {
-        self.add_transfer(group, 2.0 * group.tree_depth(), group.ring_bytes(bytes), spent);
+        self.add_between_kernels(group, 2.0 * group.tree_depth(), group.ring_bytes(bytes), spent);
+    }
+
+    /// Adds an exchange of `bytes` per rank, in successive `messages`, between two kernels of a device.
+    fn add_between_kernels(&self, group: Group, messages: f64, bytes: f64, spent: &mut Spent) {
+        if group.ranks > 1 && group.link.is_some() && !self.machine.shared_memory {
+            spent.exchange += BETWEEN_KERNELS_SECS;
+        }
+        self.add_transfer(group, messages, bytes, spent);
     }
 
     /// Adds an exchange of `bytes` per rank, in successive `messages`.
@@ -630,6 +741,8 @@ impl StageModel<'_> {
 struct Group {
     ranks: usize,
     link: Option<Link>,
+    /// Whether all ranks are on one machine.
+    is_local: bool,
 }
 
 impl Group {
@@ -700,7 +813,12 @@ mod tests {
 
     #[test]
     fn the_rate_of_a_linear_layer_depends_on_its_size_and_its_pictures() {
-        let rate = |operations, flops_per_second| LinearRate { pictures: 64.0, operations, flops_per_second };
+        let rate = |operations, flops_per_second| LinearRate {
+            pictures: 64.0,
+            operations,
+            flops_per_second,
+            update_bytes_per_second: 1e12,
+        };
         let mut rates = Rates {
             value_bytes: 2,
             flops_per_second: [("conv1x1".to_owned(), 3e14), ("linear".to_owned(), 1e13)].into(),

@@ -213,8 +213,8 @@ impl Rates {
     }
 
     /// Adds the rates of the head of `network`, which is wider than the head in [`Rates::fit`]. A step of `pictures`
-    /// pictures took `step_secs`. After subtracting the predicted times of all other operations and the head's time in
-    /// `times`, the time of the update of the head remains.
+    /// pictures took `step_secs`. The time of the head is what remains after subtracting the predicted times of all other
+    /// operations; without the head's products, whose time is in `times`, the update of its weights remains.
     pub fn add_head(
         &mut self,
         network: &Network,
@@ -222,27 +222,28 @@ impl Rates {
         times: &[LayerTime],
         (step_secs, state): (f64, f64),
     ) {
-        let (mut head_secs, mut update_secs) = (0.0, step_secs);
+        let (mut head_secs, mut product_secs) = (step_secs, 0.0);
         let (mut operations, mut weights) = (0.0, 0.0);
         for op in &network.ops {
             if let Op::Linear { name, .. } = op {
                 let of_op = times.iter().filter(|time| time.name.as_ref() == Some(name));
-                head_secs += of_op.map(|time| time.micros / 1e6).sum::<f64>();
+                product_secs += of_op.map(|time| time.micros / 1e6).sum::<f64>();
                 operations += pictures * operations_of(network, op);
                 weights += weights_of(network, op);
             } else {
-                update_secs -= self.secs(network, op, pictures);
-                update_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
+                head_secs -= self.secs(network, op, pictures);
+                head_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
             }
         }
-        update_secs -= head_secs;
-        // Nothing remains if the step was faster than predicted without the head.
-        if head_secs > 0.0 && update_secs > 0.0 {
+        // Nothing remains if the step was faster than predicted without the head. The step whose operations were timed may have
+        // been slower than `step_secs`, so some time is left for the update.
+        product_secs = f64::min(product_secs, 0.9 * head_secs);
+        if product_secs > 0.0 {
             self.linear.push(LinearRate {
                 pictures,
                 operations,
-                flops_per_second: operations / head_secs,
-                update_bytes_per_second: weights * update_bytes(state) / update_secs,
+                flops_per_second: operations / product_secs,
+                update_bytes_per_second: weights * update_bytes(state) / (head_secs - product_secs),
             });
             self.linear.sort_by(|a, b| a.operations_per_picture().total_cmp(&b.operations_per_picture()));
         }

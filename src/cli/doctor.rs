@@ -122,7 +122,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             ))?;
             if rows.len() > 1 {
                 output::line(format_args!(
-                    "ok       all-reduce  1 KiB in {:.0} us, 16 MiB at {:.2} GB/s",
+                    "ok       all-reduce  1 KiB in {:.0} us, long ones at {:.2} GB/s",
                     gathered.short_us,
                     gathered.bytes_per_second / 1e9
                 ))?;

@@ -46,7 +46,8 @@ pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: 
             ..spec.model.clone()
         },
         image_size: network.image_size,
-        pictures: spec.micro_batch_size().clamp(1, max_pictures) as usize,
+        // As many rows as a rank has.
+        pictures: (spec.micro_batch_size() / spec.parallel.height.max(1)).clamp(1, max_pictures) as usize,
         precision: spec.train.precision,
         threads,
         heads: heads(network.classes),

@@ -293,7 +293,7 @@ fn describe_pair(pair: &Pair) -> String {
     }
     if let Some(Ok(gathered)) = &pair.nccl {
         message += &format!(
-            "; NCCL: 1 KiB in {:.0} us, 16 MiB at {:.2} GB/s",
+            "; NCCL: 1 KiB in {:.0} us, long ones at {:.2} GB/s",
             gathered.short_us,
             gathered.bytes_per_second / 1e9
         );

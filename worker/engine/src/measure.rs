@@ -72,7 +72,7 @@ pub fn measure(
         }
         if HEAD_MEMORY * head_bytes <= memory_bytes as usize {
             let found = time_steps(&wide, &initial, sample, device)?;
-            rates.add_head(&wide, pictures, (found.step_secs, found.state));
+            rates.add_head(&wide, pictures, &found.times, (found.step_secs, found.state));
         }
     }
     Ok((found.device, rates))

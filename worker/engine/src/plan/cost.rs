@@ -1,8 +1,8 @@
 //! A cost model of plans: time and memory of each operation on one rank, from the figures of a [`Machine`]. It has few
 //! terms (ParaDL, arXiv 2104.09075). The time of an operation is that of its arithmetic or of its memory traffic,
-//! whichever is longer. An exchange has the latency of a tree and the bytes of a ring. Gradients are reduced
-//! concurrently with the backward pass. Stages wait for the slowest stage. The model does not include the preparation
-//! of pictures, evaluation and checkpoints.
+//! whichever is longer. An exchange has the latency of a tree and the bytes of a ring. Devices also lose time before and
+//! behind an exchange between kernels. Gradients are reduced concurrently with the backward pass of the layers before.
+//! Stages wait for the slowest stage. The model does not include the preparation of pictures, evaluation and checkpoints.
 
 use super::{Mesh, Plan, lower};
 use crate::{
@@ -21,6 +21,21 @@ const STATISTIC_BYTES: f64 = 8.0;
 const PRODUCTS: f64 = 3.0;
 /// The fraction of a step's arithmetic that is in the backward pass, which overlaps with the reduction of gradients.
 const BACKWARD: f64 = 2.0 / 3.0;
+/// What an exchange through NCCL between two kernels takes in addition to its messages: neither kernel overlaps with it, the
+/// ranks wait for the slowest one, and batch norm needs more kernels. H200: 14 to 22 us per batch norm (ResNet-18 and 50,
+/// 224 to 2048 pixels), and about 18 us per exchange of a split last layer.
+const BETWEEN_KERNELS_SECS: f64 = 18e-6;
+/// By what fraction kernels of the backward pass take longer while NCCL reduces gradients on some of the multiprocessors. H200: 0.5
+/// for ResNet-18 and 50 with 1,000,000 classes.
+const REDUCTION_SLOWDOWN: f64 = 0.5;
+/// Messages of a send and its acknowledgement.
+const ACKNOWLEDGED: f64 = 2.0;
+/// The number of products of a device's 7x7 convolution of the pictures, which have four channels, if ranks share rows. Tensor cores
+/// multiply eight channels of 7x7 pixels. Otherwise pictures are folded, and the kernel has 4x4 pixels and 16 channels.
+const UNFOLDED: f64 = (8.0 * 49.0) / (16.0 * 16.0);
+/// A pooling behind the exchange of rows is not fused with the batch norm before it, so the activation between them and its gradient
+/// are each written and read.
+const UNFUSED_POOLING_PASSES: f64 = 4.0;
 const MODEL: Axes = Axes { model: true, height: false };
 const HEIGHT: Axes = Axes { model: false, height: true };
 
@@ -67,9 +82,19 @@ pub struct Rates {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearRate {
-    /// Number of floating-point operations in a step.
+    pub pictures: f64,
+    /// Number of floating-point operations in a step of these pictures.
     pub operations: f64,
     pub flops_per_second: f64,
+    /// Memory bandwidth of the update of the weights. Passes over small activations are slower than this.
+    pub update_bytes_per_second: f64,
+}
+
+impl LinearRate {
+    /// In proportion to the number of weights.
+    fn operations_per_picture(&self) -> f64 {
+        self.operations / self.pictures
+    }
 }
 
 /// A connection between ranks: the latency of a short message, and the bandwidth of one rank.
@@ -84,7 +109,7 @@ impl Link {
     /// Computes a link from measured all-reduces over `ranks` ranks: the microseconds of a short all-reduce, and the bytes
     /// per second of a long all-reduce.
     pub fn of_all_reduce(ranks: usize, short_us: f64, bytes_per_second: f64) -> Self {
-        let group = Group { ranks: ranks.max(2), link: None };
+        let group = Group { ranks: ranks.max(2), link: None, is_local: true };
         Self {
             latency_us: short_us / (2.0 * group.tree_depth()),
             bytes_per_second: group.ring_bytes(bytes_per_second),
@@ -107,11 +132,14 @@ impl Machine {
             ("flops_per_second", flops_per_second.values().copied().fold(0.0, f64::max)),
         ];
         figures.extend(flops_per_second.iter().map(|(kind, rate)| (kind.as_str(), *rate)));
-        figures.extend(
-            self.rates.linear.iter().flat_map(|rate| {
-                [("operations", rate.operations), ("flops_per_second", rate.flops_per_second)]
-            }),
-        );
+        figures.extend(self.rates.linear.iter().flat_map(|rate| {
+            [
+                ("pictures", rate.pictures),
+                ("operations", rate.operations),
+                ("flops_per_second", rate.flops_per_second),
+                ("update_bytes_per_second", rate.update_bytes_per_second),
+            ]
+        }));
         figures.extend(
             links.flat_map(|l| [("latency_us", l.latency_us), ("bytes_per_second", l.bytes_per_second)]),
         );
@@ -168,8 +196,10 @@ impl Rates {
         let secs = sums.values().map(|[_, secs]| secs).sum::<f64>() + memory_secs + update_secs;
         let scale = secs / step_secs;
         let rate = |[operations, secs]: &[f64; 2]| LinearRate {
+            pictures,
             operations: *operations,
             flops_per_second: scale * operations / secs,
+            update_bytes_per_second: scale * bytes_per_second,
         };
         Ok(Self {
             value_bytes,
@@ -182,22 +212,40 @@ impl Rates {
         })
     }
 
-    /// Adds the rate of the head of `network`, which is wider than the head in [`Rates::fit`]. A step of `pictures`
-    /// pictures took `step_secs`; the time of the head is what remains after subtracting the predicted times of all
-    /// other operations.
-    pub fn add_head(&mut self, network: &Network, pictures: f64, (step_secs, state): (f64, f64)) {
-        let (mut head_secs, mut operations) = (step_secs, 0.0);
+    /// Adds the rates of the head of `network`, which is wider than the head in [`Rates::fit`]. A step of `pictures`
+    /// pictures took `step_secs`. The time of the head is what remains after subtracting the predicted times of all other
+    /// operations; without the head's products, whose time is in `times`, the update of its weights remains.
+    pub fn add_head(
+        &mut self,
+        network: &Network,
+        pictures: f64,
+        times: &[LayerTime],
+        (step_secs, state): (f64, f64),
+    ) {
+        let (mut head_secs, mut product_secs) = (step_secs, 0.0);
+        let (mut operations, mut weights) = (0.0, 0.0);
         for op in &network.ops {
-            match kind(op) {
-                Some("linear") => operations += pictures * operations_of(network, op),
-                _ => head_secs -= self.secs(network, op, pictures),
+            if let Op::Linear { name, .. } = op {
+                let of_op = times.iter().filter(|time| time.name.as_ref() == Some(name));
+                product_secs += of_op.map(|time| time.micros / 1e6).sum::<f64>();
+                operations += pictures * operations_of(network, op);
+                weights += weights_of(network, op);
+            } else {
+                head_secs -= self.secs(network, op, pictures);
+                head_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
             }
-            head_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
         }
-        // Nothing remains if the step was faster than predicted without the head.
-        if head_secs > 0.0 {
-            self.linear.push(LinearRate { operations, flops_per_second: operations / head_secs });
-            self.linear.sort_by(|a, b| a.operations.total_cmp(&b.operations));
+        // Nothing remains if the step was faster than predicted without the head. The step whose operations were timed may have
+        // been slower than `step_secs`, so some time is left for the update.
+        product_secs = f64::min(product_secs, 0.9 * head_secs);
+        if product_secs > 0.0 {
+            self.linear.push(LinearRate {
+                pictures,
+                operations,
+                flops_per_second: operations / product_secs,
+                update_bytes_per_second: weights * update_bytes(state) / (head_secs - product_secs),
+            });
+            self.linear.sort_by(|a, b| a.operations_per_picture().total_cmp(&b.operations_per_picture()));
         }
     }
 
@@ -209,34 +257,54 @@ impl Rates {
             Some(kind) => {
                 let operations = pictures * operations_of(network, op);
                 let passes = PRODUCTS * weights_of(network, op) * value / self.memory_bytes_per_second;
-                (operations / self.flops_of(kind, operations)).max(passes)
+                (operations / self.flops_of(kind, operations, pictures)).max(passes)
             }
             None => pictures * passes_of(network, op) * value / self.memory_bytes_per_second,
         }
     }
 
-    /// The rate of a linear layer of `operations`: interpolated linearly between two measured sizes, with logarithms of
-    /// rate and size.
-    fn linear_of(&self, operations: f64) -> Option<f64> {
-        let larger = self.linear.partition_point(|rate| rate.operations <= operations);
+    /// The rates of a linear layer with so many operations per picture: interpolated linearly between two measured sizes, with
+    /// logarithms of rates and size.
+    fn linear_of(&self, operations_per_picture: f64) -> Option<LinearRate> {
+        let larger =
+            self.linear.partition_point(|rate| rate.operations_per_picture() <= operations_per_picture);
         let smaller = larger.checked_sub(1).map(|place| self.linear[place]);
         match (smaller, self.linear.get(larger)) {
             (Some(a), Some(b)) => {
-                let share = (operations / a.operations).ln() / (b.operations / a.operations).ln();
-                Some(a.flops_per_second * (b.flops_per_second / a.flops_per_second).powf(share))
+                let from = a.operations_per_picture();
+                let share = (operations_per_picture / from).ln() / (b.operations_per_picture() / from).ln();
+                let between = |a: f64, b: f64| a * (b / a).powf(share);
+                Some(LinearRate {
+                    flops_per_second: between(a.flops_per_second, b.flops_per_second),
+                    update_bytes_per_second: between(a.update_bytes_per_second, b.update_bytes_per_second),
+                    ..a
+                })
             }
-            (Some(only), None) | (None, Some(&only)) => Some(only.flops_per_second),
+            (Some(only), None) | (None, Some(&only)) => Some(only),
             (None, None) => None,
         }
     }
 
-    /// The rate of `operations` of a kind. For a kind that was not measured, the mean of all measured rates.
-    fn flops_of(&self, kind: &str, operations: f64) -> f64 {
+    /// Memory bandwidth of the update of an operation's weights.
+    fn update_bytes_per_second(&self, network: &Network, op: &Op) -> f64 {
+        let rate = match op {
+            Op::Linear { .. } => self.linear_of(operations_of(network, op)),
+            _ => None,
+        };
+        rate.map_or(self.memory_bytes_per_second, |rate| rate.update_bytes_per_second)
+    }
+
+    /// The rate of `operations` of a kind over `pictures` pictures. For a kind that was not measured, the mean of all measured rates.
+    /// Reading the weights limits the rate of a slow linear layer, so that more pictures than measured take as long, up to the rate of the
+    /// fastest kind of operation.
+    fn flops_of(&self, kind: &str, operations: f64, pictures: f64) -> f64 {
         let all = &self.flops_per_second;
         if kind == "linear"
-            && let Some(rate) = self.linear_of(operations)
+            && let Some(LinearRate { flops_per_second, pictures: measured, .. }) =
+                self.linear_of(operations / pictures)
         {
-            return rate;
+            let fastest = all.values().copied().fold(flops_per_second, f64::max);
+            return (flops_per_second * (pictures / measured).max(1.0)).min(fastest);
         }
         all.get(kind).copied().unwrap_or_else(|| all.values().sum::<f64>() / all.len().max(1) as f64)
     }
@@ -375,7 +443,9 @@ impl StageModel<'_> {
         let (mut operators, mut all, mut largest) = (Vec::new(), Spent::default(), picture);
         // The exchange of the next operation's inputs, and the bytes that are kept of these inputs.
         let (mut input_exchange, mut input_bytes) = (Spent::default(), picture);
-        let (mut gradient_secs, mut update_secs) = (0.0, 0.0);
+        let mut update_secs = 0.0;
+        // By operation: seconds of its backward pass, and of the reduction of its gradient.
+        let mut reductions: Vec<[f64; 2]> = Vec::new();
         // Number of micro-batches between their forward and their backward pass.
         let in_flight = work.accumulate.max(1).min((plan.mesh.stage - number) as u64) as f64;
         if number > 0 {
@@ -395,27 +465,33 @@ impl StageModel<'_> {
             self.add_compute(op, &mut spent);
             let trains = weights > 0.0 && !(local.frozen_norm && matches!(op, Op::BatchNorm { .. }));
             let (mut sent, mut memory) = (0.0, std::mem::take(&mut input_bytes));
+            let mut reduction_secs = 0.0;
             if trains {
-                // Sums of gradients over micro-batches are float32. They are read and written for each micro-batch but the first one.
+                // Sums of gradients over micro-batches are float32. They are written for each micro-batch, and read for each but the
+                // first one. On a device, another pass adds the gradient to the sum.
                 let later = work.accumulate.saturating_sub(1) as f64;
                 let gradient = if later > 0.0 { WEIGHT_BYTES } else { value };
-                let passes = later * (2.0 * WEIGHT_BYTES - value) + gradient - value;
-                spent.compute += weights * passes / (later + 1.0) / machine.rates.memory_bytes_per_second;
+                if later > 0.0 {
+                    let added = if machine.shared_memory { 0.0 } else { value + WEIGHT_BYTES };
+                    let passes = later * WEIGHT_BYTES / (later + 1.0) + added;
+                    spent.compute += weights * passes / machine.rates.memory_bytes_per_second;
+                }
                 let (secs, sent_gradient) = self.gradient_reduction(output, weights * gradient);
                 sent += sent_gradient;
                 // With divided state, gradients are reduce-scattered during the backward pass, and weights are gathered
                 // after the update.
                 if plan.optimizer_sharding && !self.shares_memory() {
-                    gradient_secs += 0.5 * secs;
+                    reduction_secs = 0.5 * secs;
                     update_secs += 0.5 * self.gradient_reduction(output, weights * value).0;
                 } else {
-                    gradient_secs += secs;
+                    reduction_secs = secs;
                 }
                 // Ranks that share one copy of the weights, or that divide the optimizer's state, each update a part.
                 let parts = self.state_parts(output);
-                update_secs +=
-                    weights / parts * update_bytes(work.state as f64) / machine.rates.memory_bytes_per_second;
+                update_secs += weights / parts * update_bytes(work.state as f64)
+                    / machine.rates.update_bytes_per_second(local, op);
             }
+            reductions.push([BACKWARD * spent.compute, reduction_secs]);
             memory += match op {
                 Op::Conv { .. } | Op::Relu { .. } | Op::Gelu { .. } | Op::MaxPool { .. } => bytes,
                 // Logits and their gradient, in float32.
@@ -448,12 +524,35 @@ impl StageModel<'_> {
             last.ms += 1e3 * times * input_exchange.exchange;
             last.sent_bytes += times * input_exchange.sent;
         }
-        // Gradients are reduced during the last micro-batch's backward pass.
-        let gradients = f64::max(0.0, gradient_secs - BACKWARD * all.compute);
+        let gradients = self.gradients_secs(&reductions);
         // In addition, one activation and its gradient are in memory at a time.
         let memory_bytes =
             operators.iter().map(|operator| operator.memory_bytes).sum::<f64>() + 2.0 * largest;
         Stage { operators, spent: all, gradients, update: update_secs, memory_bytes }
+    }
+
+    /// Seconds that the reduction of gradients adds to the last micro-batch. By operation, `reductions` has the seconds of its backward
+    /// pass, and of the reduction of its gradient. The reduction begins when the gradient is complete and the preceding reduction has
+    /// ended, or, on devices that sum gradients over micro-batches, after the backward pass.
+    fn gradients_secs(&self, reductions: &[[f64; 2]]) -> f64 {
+        let [backward, all] = [0, 1].map(|part| reductions.iter().map(|secs| secs[part]).sum::<f64>());
+        if self.machine.shared_memory {
+            return f64::max(0.0, all - backward);
+        }
+        if self.work.accumulate > 1 || self.exchanges_between_kernels() {
+            return all;
+        }
+        // When the backward pass of an operation and the reduction of its gradient end.
+        let (mut now, mut reduced, mut slowdown) = (0.0, 0.0, 0.0);
+        for &[own, reduction] in reductions.iter().rev() {
+            let concurrent = f64::min(own, f64::max(0.0, reduced - now) / (1.0 + REDUCTION_SLOWDOWN));
+            slowdown += REDUCTION_SLOWDOWN * concurrent;
+            now += own + REDUCTION_SLOWDOWN * concurrent;
+            if reduction > 0.0 {
+                reduced = f64::max(reduced, now) + reduction;
+            }
+        }
+        slowdown + f64::max(0.0, reduced - now)
     }
 
     /// Number of parts into which ranks divide the optimizer's state of the operation with this output.
@@ -468,8 +567,9 @@ impl StageModel<'_> {
     /// Adds the exchange of an activation or its gradient with the neighbouring stage.
     fn add_stage_transfer(&self, bytes: f64, spent: &mut Spent) {
         let Machine { ranks, within, between, .. } = *self.machine;
-        let link = if self.plan.mesh.ranks() > ranks { between.or(within) } else { within };
-        self.add_transfer(Group { ranks: 2, link }, 1.0, bytes, spent);
+        let is_local = self.plan.mesh.ranks() <= ranks;
+        let link = if is_local { within } else { between.or(within) };
+        self.add_between_kernels(Group { ranks: 2, link, is_local }, 1.0, bytes, spent);
     }
 
     /// Whether all ranks share one copy of the weights.
@@ -486,15 +586,34 @@ impl StageModel<'_> {
 
     fn add_compute(&self, op: &Op, spent: &mut Spent) {
         let pictures = self.values(op.output()) / self.local.tensors[op.output()].len().max(1) as f64;
-        spent.compute += self.machine.rates.secs(self.local, op, pictures);
+        let shares_pictures = self.local.is_pictures(op.inputs()[0]) && self.plan.mesh.height > 1;
+        let is_unfolded = !self.machine.shared_memory && kind(op) == Some("conv7x7") && shares_pictures;
+        let products = if is_unfolded { UNFOLDED } else { 1.0 };
+        spent.compute += products * self.machine.rates.secs(self.local, op, pictures);
         // Sums in shared memory take negligible time.
         let is_synced = self.work.sync_batch_norm && !self.local.frozen_norm && !self.shares_memory();
         if matches!(op, Op::BatchNorm { .. }) && is_synced {
             let channels = self.local.tensors[op.output()].channels as f64;
             let group = self.pictures_group(self.local.axes(op.output()));
             // Two sums per channel, in the forward and in the backward pass.
-            (0..2).for_each(|_| self.add_all_reduce(group, 2.0 * channels * STATISTIC_BYTES, spent));
+            let bytes = 2.0 * channels * STATISTIC_BYTES;
+            let of_others = (group.ranks - 1) as f64 * bytes;
+            (0..2).for_each(|_| match self.uses_peer_memory(group) {
+                true => self.add_transfer(group, 1.0, of_others, spent),
+                false => self.add_all_reduce(group, bytes, spent),
+            });
         }
+    }
+
+    /// Whether each rank writes batch norm's sums to the memory of all others from within a kernel, as devices of one machine do.
+    fn uses_peer_memory(&self, group: Group) -> bool {
+        !self.machine.shared_memory && group.is_local && !self.exchanges_between_kernels()
+    }
+
+    /// Whether devices share rows or have stages, so that they exchange activations on the stream of the kernels. They also sum gradients
+    /// and batch norm's statistics on this stream.
+    fn exchanges_between_kernels(&self) -> bool {
+        self.plan.mesh.height * self.plan.mesh.stage > 1
     }
 
     /// Adds an exchange of activations in the forward pass, and of their gradients in the backward pass.
@@ -518,15 +637,25 @@ impl StageModel<'_> {
                 };
                 let sent = times * (1.0 - share) * whole * value;
                 let group = self.axes_group(MODEL);
-                self.add_transfer(group, 2.0 * group.tree_depth(), 2.0 * sent, spent);
+                (0..2).for_each(|_| self.add_between_kernels(group, group.tree_depth(), sent, spent));
             }
-            Op::Halo { .. } => {
+            Op::Halo { lowest, .. } => {
                 let rows = |tensor: TensorId| self.local.rows(tensor).map(|rows| rows.of_rank[0].clone());
                 let (Some(own), Some(reached)) = (rows(input), rows(output)) else { return };
                 let others = (reached.end - own.end).max(0) as f64;
                 let row = self.values(input) / (own.end - own.start).max(1) as f64;
-                let group = self.axes_group(HEIGHT);
-                self.add_transfer(group, 2.0, 2.0 * others * row * value, spent);
+                // The activation is copied, and in the backward pass its gradient. Pictures have no gradient.
+                let passes = if self.local.is_pictures(input) { 1 } else { 2 };
+                let mut copied = f64::from(passes) * (self.values(input) + self.values(output));
+                let mut messages = 1.0;
+                if !self.machine.shared_memory {
+                    // The rows of each picture are a message of their own.
+                    messages = ACKNOWLEDGED * self.own;
+                    copied += if *lowest { UNFUSED_POOLING_PASSES * self.values(input) } else { 0.0 };
+                }
+                spent.compute += copied * value / self.machine.rates.memory_bytes_per_second;
+                let (group, bytes) = (self.axes_group(HEIGHT), others * row * value);
+                (0..passes).for_each(|_| self.add_between_kernels(group, messages, bytes, spent));
             }
             Op::MeanOfRows { .. } => {
                 let group = self.axes_group(HEIGHT);
@@ -569,7 +698,7 @@ impl StageModel<'_> {
 
     fn group(&self, axes: Axes, data_ranks: usize) -> Group {
         let mesh = self.plan.mesh;
-        let mut group = Group { ranks: 1, link: None };
+        let mut group = Group { ranks: 1, link: None, is_local: true };
         // Number of consecutive ranks that include the group.
         let mut spans = 1;
         for (ranks, stride) in [
@@ -583,12 +712,21 @@ impl StageModel<'_> {
             }
         }
         let within = self.machine.within;
-        group.link = if spans > self.machine.ranks { self.machine.between.or(within) } else { within };
+        group.is_local = spans <= self.machine.ranks;
+        group.link = if group.is_local { within } else { self.machine.between.or(within) };
         group
     }
 
     fn add_all_reduce(&self, group: Group, bytes: f64, spent: &mut Spent) {
-        self.add_transfer(group, 2.0 * group.tree_depth(), group.ring_bytes(bytes), spent);
+        self.add_between_kernels(group, 2.0 * group.tree_depth(), group.ring_bytes(bytes), spent);
+    }
+
+    /// Adds an exchange of `bytes` per rank, in successive `messages`, between two kernels of a device.
+    fn add_between_kernels(&self, group: Group, messages: f64, bytes: f64, spent: &mut Spent) {
+        if group.ranks > 1 && group.link.is_some() && !self.machine.shared_memory {
+            spent.exchange += BETWEEN_KERNELS_SECS;
+        }
+        self.add_transfer(group, messages, bytes, spent);
     }
 
     /// Adds an exchange of `bytes` per rank, in successive `messages`.
@@ -604,6 +742,8 @@ impl StageModel<'_> {
 struct Group {
     ranks: usize,
     link: Option<Link>,
+    /// Whether all ranks are on one machine.
+    is_local: bool,
 }
 
 impl Group {
@@ -673,8 +813,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rate_of_a_linear_layer_depends_on_its_size() {
-        let rate = |operations, flops_per_second| LinearRate { operations, flops_per_second };
+    fn the_rate_of_a_linear_layer_depends_on_its_size_and_its_pictures() {
+        let rate = |operations, flops_per_second| LinearRate {
+            pictures: 64.0,
+            operations,
+            flops_per_second,
+            update_bytes_per_second: 1e12,
+        };
         let mut rates = Rates {
             value_bytes: 2,
             flops_per_second: [("conv1x1".to_owned(), 3e14), ("linear".to_owned(), 1e13)].into(),
@@ -684,11 +829,16 @@ mod tests {
         for (operations, flops) in
             [(1.0, 1e13), (1e9, 1e13), (1e10, 1e13 * 10f64.sqrt()), (1e11, 1e14), (1e12, 4e14), (1e15, 4e14)]
         {
-            let found = rates.flops_of("linear", operations);
+            let found = rates.flops_of("linear", operations, 64.0);
             assert!((found / flops - 1.0).abs() < 1e-9, "{operations}: {found} instead of {flops}");
         }
-        assert_eq!(rates.flops_of("conv1x1", 1e11), 3e14);
+        // The same weights and other numbers of pictures.
+        for (pictures, flops) in [(32.0, 1e14), (128.0, 2e14), (1024.0, 3e14)] {
+            let found = rates.flops_of("linear", 1e11 * pictures / 64.0, pictures);
+            assert!((found / flops - 1.0).abs() < 1e-9, "{pictures} pictures: {found} instead of {flops}");
+        }
+        assert_eq!(rates.flops_of("conv1x1", 1e11, 64.0), 3e14);
         rates.linear.clear();
-        assert_eq!(rates.flops_of("linear", 1e12), 1e13);
+        assert_eq!(rates.flops_of("linear", 1e12, 64.0), 1e13);
     }
 }

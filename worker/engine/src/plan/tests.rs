@@ -1,7 +1,7 @@
 //! Plans and their costs, on machines with round figures.
 
 use super::*;
-use crate::net::resnet;
+use crate::{LayerTime, net::resnet};
 use lockstep_protocol::spec::{Arch, ModelSpec};
 
 /// Approximately a machine with eight H200 GPUs.
@@ -83,32 +83,83 @@ fn the_head_of_a_very_wide_classifier_is_split() {
     assert_eq!(best(&network, 2, &far, 64).plan.shards, [out("fc")]);
 }
 
-/// The predicted time of a step with a measured head is the measured time. A split head takes about as long if each of two ranks has
-/// half of the classes and twice as many pictures.
+/// The predicted time of a step with a measured head is the measured time, also if the head is a rank's part of a larger one.
 #[test]
 fn the_predicted_time_of_a_measured_head_is_the_measured_time() {
     let mut machine = gpus();
     let measured = [(1_000, 0.08), (65_536, 0.1), (524_288, 0.2)];
     let network = |classes: usize| resnet(Arch::ResNet50, classes);
     for (classes, secs) in measured {
-        machine.rates.add_head(&network(classes), 256.0, (secs, 1.0));
+        // A quarter of the step is the products of the head. The update is slower than memory.
+        let times = [LayerTime { name: Some("fc".into()), output: 0, micros: 0.25e6 * secs }];
+        machine.rates.add_head(&network(classes), 256.0, &times, (secs, 1.0));
     }
     assert!(machine.rates.linear.len() == 3 && machine.check().is_ok(), "{machine:?}");
     for (classes, secs) in measured {
         let found = cost(&network(classes), &Plan::data(1), &machine, &work(256)).unwrap();
         assert!((found.step_ms / (1e3 * secs) - 1.0).abs() < 1e-9, "{classes}: {} ms", found.step_ms);
     }
-    // Each rank has half of the classes, and the pictures of both ranks.
+    // As many classes per rank, for the pictures of both ranks: these heads are so slow that reading the weights limits them.
     let link = Some(Link { latency_us: 1e-9, bytes_per_second: 1e20 });
     let near = Machine { within: link, ..machine };
     let work = Workload { pictures: 512, sync_batch_norm: false, ..work(256) };
     let split = Plan::on(mesh(1, 1, 2), vec![out("fc")]);
-    let found = cost(&network(2 * 262_144), &split, &near, &work).unwrap();
-    assert!(
-        (196.5..197.5).contains(&found.step_ms),
-        "the update takes half of the time: {} ms",
-        found.step_ms
-    );
+    for (classes, secs) in &measured[1..] {
+        let found = cost(&network(2 * classes), &split, &near, &work).unwrap();
+        let computed = found.step_ms - found.exchange_ms;
+        assert!((computed / (1e3 * secs) - 1.0).abs() < 1e-6, "{classes}: {computed} ms");
+    }
+}
+
+/// GPUs of one machine add statistics within a kernel. Exchanges between kernels take longer: statistics of several machines, features and
+/// losses of a split head, and rows of pictures, which are a message per picture.
+#[test]
+fn gpus_exchange_between_kernels_more_slowly_than_within_a_kernel() {
+    let network = resnet(Arch::ResNet50, 1000);
+    let link = |latency_us| Some(Link { latency_us, bytes_per_second: 1e20 });
+    let near = Machine { within: link(3.0), between: link(15.0), ..gpus() };
+    let far = Machine { ranks: 1, ..near.clone() };
+    let (synced, apart) = (work(8), Workload { sync_batch_norm: false, ..work(8) });
+    let (data, split) = (Plan::data(2), Plan::on(mesh(1, 1, 2), vec![out("fc")]));
+    let rows = Plan::on(mesh(1, 2, 1), Vec::new());
+    // Two exchanges of each of 53 batch norms, five exchanges of the head, and 35 exchanges of the rows of 8 pictures.
+    let norms = 106.0;
+    for (machine, plan, work, micros) in [
+        (&near, &data, &synced, norms * 3.0),
+        (&far, &data, &synced, norms * (18.0 + 2.0 * 15.0)),
+        (&near, &data, &apart, 0.0),
+        (&near, &split, &apart, 2.0 * (18.0 + 3.0) + 3.0 * (18.0 + 2.0 * 3.0)),
+        (&near, &rows, &apart, 35.0 * (18.0 + 2.0 * 8.0 * 3.0) + (18.0 + 2.0 * 3.0)),
+    ] {
+        let found = cost(&network, plan, machine, work).unwrap();
+        assert!((1e3 * found.exchange_ms - micros).abs() < 1e-3, "{plan}: {} ms", found.exchange_ms);
+    }
+    // CPU ranks add statistics in place.
+    let cpu = Machine { shared_memory: true, ..near };
+    assert_eq!(cost(&network, &data, &cpu, &synced).unwrap().exchange_ms, 0.0);
+}
+
+/// GPUs reduce the gradient of a wide head during the backward pass of all other layers, whose kernels then take longer.
+#[test]
+fn the_backward_pass_of_other_layers_hides_the_gradient_of_a_head() {
+    let network = resnet(Arch::ResNet50, 1_000_000);
+    let body = cost(&resnet(Arch::ResNet50, 10), &Plan::data(2), &gpus(), &work(128)).unwrap();
+    let backward = 2.0 / 3.0 * body.compute_ms;
+    let gigabytes = 2e-9 * network.parameter_count() as f64;
+    for (gigabytes_per_second, expected) in [
+        (100.0, 1e3 * gigabytes / 100.0 - backward),
+        // The whole reduction is hidden, during which kernels take 1.5 times as long.
+        (4000.0, 1e3 * gigabytes / 4000.0 * 0.5 / 1.5),
+    ] {
+        let within = Some(Link { latency_us: 3.0, bytes_per_second: 1e9 * gigabytes_per_second });
+        let machine = Machine { within, ..gpus() };
+        let found = cost(&network, &Plan::data(2), &machine, &work(128)).unwrap();
+        assert!(
+            (found.gradients_ms / expected - 1.0).abs() < 0.02,
+            "{} ms, not {expected}",
+            found.gradients_ms
+        );
+    }
 }
 
 #[test]

@@ -200,7 +200,7 @@ export class Facts {
     if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job, reason) };
     switch (job.state) {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
-      case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
+      case "lost": return { tone: "warn", what: "The job's machine is silent.", why: reason, link: ["/machines", "Machines"] };
       case "queued":
       case "restarting": return this.#waitingBanner(reason);
       case "running": break;

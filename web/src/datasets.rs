@@ -31,7 +31,7 @@ pub struct DatasetsPage {
     pub may_add: bool,
     /// Content of the form. Empty unless it has a mistake.
     pub form: DatasetForm,
-    /// This server's URL in the browser, for commands to copy.
+    /// This server's URL in the browser. Commands on the page contain it.
     pub server_url: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
@@ -50,10 +50,10 @@ struct DatasetCard<'a> {
     class_count: String,
     normalisation: String,
     age: String,
-    /// Names of classes, with their numbers of samples in each split.
+    /// For each class, its name and its number of samples in each split.
     classes: Vec<(&'a str, Vec<String>)>,
     more_classes: usize,
-    broken: String,
+    broken_files: String,
 }
 
 impl<'a> DatasetCard<'a> {
@@ -91,7 +91,7 @@ impl<'a> DatasetCard<'a> {
                 })
                 .collect(),
             more_classes: info.classes.len().saturating_sub(Self::CLASSES_SHOWN),
-            broken: match info.broken_count {
+            broken_files: match info.broken_count {
                 0 => String::new(),
                 n => format!("{} cannot be read", plural(n, "file")),
             },

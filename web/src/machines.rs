@@ -66,7 +66,7 @@ pub struct AgentCard {
     pub sample: Option<MachineSample>,
     /// Warnings, the worst first.
     pub warnings: Vec<MachineWarning>,
-    /// Slots, in the order of their numbers.
+    /// Slots, in the order of their indices.
     pub slots: Vec<SlotCell>,
 }
 
@@ -88,12 +88,12 @@ impl MachinesPage {
         self.agents.iter().filter(|other| other.name == card.name).count() > 1
     }
 
-    /// Whether the user may remove the machine: it must be offline and have no slot in use.
+    /// Whether the user may remove the machine: the user is an admin, and the machine is offline.
     fn may_remove(&self, card: &AgentCard) -> bool {
         self.user.is_admin && !card.online
     }
 
-    /// Counts slots and machines: `3 of 8 slots busy on 2 machines`.
+    /// Counts slots and machines: `3 of 8 slots busy · 2 machines online`.
     fn summary(&self) -> String {
         let online = || self.agents.iter().filter(|a| a.online);
         let slots = || online().flat_map(|a| &a.slots);

@@ -31,7 +31,7 @@ pub struct SubmitPage {
     pub datasets: Vec<Dataset>,
     /// Number of slots of all online machines, free or not.
     pub slots: u32,
-    /// This server's URL in the browser, for commands to copy.
+    /// This server's URL in the browser. Commands on the page contain it.
     pub server_url: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
@@ -53,11 +53,11 @@ impl SubmitPage {
             Some(name) => datasets.iter().find(|d| d.name == name),
             None => datasets.iter().max_by_key(|d| (d.info.broken_count == 0, d.added_at)),
         };
-        let of_chosen = chosen.map(slice::from_ref).unwrap_or_default();
+        let only_chosen = chosen.map(slice::from_ref).unwrap_or_default();
         let named = PRESETS.iter().find(|p| Some(p.key) == preset).map(|p| preset_form(p, slots, &datasets));
-        let fitting = || PRESETS.iter().find(|p| p.dataset(of_chosen).is_some());
-        let fitting = || fitting().map(|p| preset_form(p, slots, of_chosen));
-        let mut form = named.or_else(fitting).or_else(|| suggested(chosen)).unwrap_or_else(|| {
+        let matching_preset = || PRESETS.iter().find(|p| p.dataset(only_chosen).is_some());
+        let matching_form = || matching_preset().map(|p| preset_form(p, slots, only_chosen));
+        let mut form = named.or_else(matching_form).or_else(|| suggested(chosen)).unwrap_or_else(|| {
             let mut form = DEFAULTS.clone();
             form.set("name", "my-first-job");
             form.set("data.dataset", chosen.map_or("", |d| &d.name));
@@ -104,8 +104,8 @@ impl SubmitPage {
         format!("more-{}", title.to_lowercase().replace(' ', "-"))
     }
 
-    /// Returns every mistake. If it belongs to a field, also returns the id and the label of the field.
-    fn listed(&self) -> Vec<(Option<(String, &'static str)>, &str)> {
+    /// Returns every mistake, with id and label of its field if the mistake belongs to a field.
+    fn listed_mistakes(&self) -> Vec<(Option<(String, &'static str)>, &str)> {
         self.mistakes
             .iter()
             .map(|mistake| {
@@ -122,7 +122,7 @@ impl SubmitPage {
         has_steps || self.mistakes.iter().any(is_in_more)
     }
 
-    /// Whether the bundled pictures are not registered under their own name.
+    /// Whether no dataset has the name of the bundled pictures.
     fn lacks_bundled(&self) -> bool {
         self.datasets.iter().all(|dataset| dataset.name != "fashion-mnist")
     }
@@ -138,7 +138,7 @@ impl SubmitPage {
         Recipe::NAMES.into_iter().map(|name| (name, recipe_values(name))).collect()
     }
 
-    /// Returns name and description of each dataset, and whether it is selected. Includes an unregistered dataset in the form.
+    /// Returns name and description of each dataset, and whether it is selected. Includes the form's dataset if it is not registered.
     fn datasets(&self) -> Vec<(String, String, bool)> {
         let chosen = self.form.text("data.dataset");
         let mut options: Vec<_> = self

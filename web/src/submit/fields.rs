@@ -167,7 +167,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
     (
         "Training",
         &[
-            field("train.epochs", "Epochs", Kind::Integer, "or steps, under more"),
+            field("train.epochs", "Epochs", Kind::Integer, "or give steps under More settings"),
             field(
                 "train.batch_size",
                 "Batch size per rank",

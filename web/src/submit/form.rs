@@ -47,7 +47,7 @@ impl Form {
         form
     }
 
-    /// Returns the untouched fields after `recipe` (a name, or empty) was chosen. The field of the learning rate is empty, because its
+    /// Returns the fields as `recipe` (a name, or empty) fills them, before the user changes a field. The field of the learning rate is empty, because its
     /// default depends on the batch size.
     fn untouched(recipe: &str) -> Self {
         let mut form = DEFAULTS.clone();
@@ -90,17 +90,21 @@ impl Form {
                 }
             }
         };
-        let of_recipe =
+        let recipe_texts =
             recipe_values(if self.text("train.recipe") == self.filled { &self.filled } else { "" });
         let untouched = (self.text("train.recipe") != self.filled).then(|| Self::untouched(&self.filled));
         for field in fields() {
             let text = self.text(field.key).trim();
             let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
             let is_scaled = IN_PROPORTION.contains(&field.key)
-                && of_recipe.get(field.key).is_some_and(|value| value == text);
-            let is_left = LEFT_TO_SERVER.contains(&field.key)
-                && of_recipe.get(field.key).map_or(DEFAULTS.text(field.key), String::as_str) == text;
-            if text.is_empty() || is_scaled || is_left || (is_untouched && field.key != "train.recipe") {
+                && recipe_texts.get(field.key).is_some_and(|value| value == text);
+            let is_left_to_server = LEFT_TO_SERVER.contains(&field.key)
+                && recipe_texts.get(field.key).map_or(DEFAULTS.text(field.key), String::as_str) == text;
+            if text.is_empty()
+                || is_scaled
+                || is_left_to_server
+                || (is_untouched && field.key != "train.recipe")
+            {
                 continue;
             }
             put(field.key, field.kind.json(text));

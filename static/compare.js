@@ -42,12 +42,12 @@ async function show() {
   await Promise.all(missing.map(async (id) => {
     try { jobs.set(id, await ask(`/api/v1/jobs/${encodeURIComponent(id)}`)); } catch (error) { errors.push(`${id}: ${errorText(error)}`); }
   }));
-  const any = list().length > 0;
-  byId("nothing").hidden = any;
-  byId("compared").hidden = !any;
-  text(byId("compare-about"), errors.join(" ") || (any ? `${plural(list().length, "job")}${list().length === 1 ? ": choose a second job to compare" : ""}` : ""));
+  const hasJobs = list().length > 0;
+  byId("nothing").hidden = hasJobs;
+  byId("compared").hidden = !hasJobs;
+  text(byId("compare-about"), errors.join(" ") || (hasJobs ? `${plural(list().length, "job")}${list().length === 1 ? ": choose a second job to compare" : ""}` : ""));
   picker.draw();
-  if (!any) return;
+  if (!hasJobs) return;
   showCharts();
   redraw();
   await curves.draw();
@@ -88,7 +88,7 @@ for (const button of byId("bands").children) button.addEventListener("click", ()
 
 function drawSelection() {
   const kept = chosen(), all = list().length;
-  byId("selection").hidden = !selection.any;
+  byId("selection").hidden = !selection.hasBrushes;
   text(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
   text(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
   byId("selection-keep").disabled = !kept.size || kept.size === all;

@@ -2,7 +2,7 @@
 // between two words if possible.
 
 /**
- * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters at the end that are kept. It may be
+ * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that are kept at the end, or a number
  * from `least` to `most` if the kept end then begins with a word.
  */
 const DEFAULT = { long: 24, tail: 12, least: 5, most: 20 };
@@ -10,7 +10,7 @@ const DEFAULT = { long: 24, tail: 12, least: 5, most: 20 };
 export const NARROW = { long: 13, tail: 6, least: 3, most: 10 };
 /** For a list at the side with a width of two hundred pixels. */
 export const SIDE = { long: 16, tail: 10, least: 5, most: 14 };
-/** Number of characters that are more than fit on a line. */
+/** A number of characters that do not fit on a line. */
 const LINE = 300;
 /** Separators. A word begins with a separator, or after a space. */
 const SEPARATORS = new Set("/-_");

@@ -52,8 +52,8 @@ function interpolate({ at, values }, x, from) {
 }
 
 /**
- * Returns mean and band of several curves along the axis. At each position, only curves that reach the position count; `counts` has
- * their number. `band`: `std` or `range`.
+ * Returns mean and band of several curves along the axis. At each position, only curves that reach the position count, and `counts`
+ * has the number of these curves. `band`: `std` or `range`.
  */
 export function mean(all, xs, band) {
   const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), positions = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);

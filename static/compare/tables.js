@@ -17,7 +17,7 @@ const COLUMNS = [
 ];
 /** Columns with the newest values. While a job runs, they are marked as not final. */
 const NEWEST = ["loss", "val. loss", "training accuracy", "val. accuracy"];
-/** Columns whose values rest on the validation pictures. */
+/** Columns whose values are measured on the validation pictures. */
 const VALIDATED = ["val. accuracy", "best accuracy"];
 
 export class Tables {
@@ -42,17 +42,17 @@ export class Tables {
   }
 
   #results() {
-    const [key, way] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(({ name }) => name === key) ?? COLUMNS.find(({ name }) => name === "best accuracy");
+    const [key, direction] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(({ name }) => name === key) ?? COLUMNS.find(({ name }) => name === "best accuracy");
     const order = this.jobs().toSorted((a, b) => {
       const [x, y] = [column.get(a), column.get(b)];
-      if (typeof x === "string") return x.localeCompare(y) * (way === "up" ? 1 : -1);
-      return (Number.isNaN(x) - Number.isNaN(y)) || (x - y) * (way === "up" ? 1 : -1);
+      if (typeof x === "string") return x.localeCompare(y) * (direction === "up" ? 1 : -1);
+      return (Number.isNaN(x) - Number.isNaN(y)) || (x - y) * (direction === "up" ? 1 : -1);
     });
     const head = make("tr");
     for (const { name, about } of COLUMNS) {
       const button = make("button", { type: "button", className: "sort", textContent: name, title: about ?? "" }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
-      if (name === column.name) th.setAttribute("aria-sort", way === "up" ? "ascending" : "descending");
-      button.addEventListener("click", () => { write({ sort: `${name}:${name === column.name && way === "down" ? "up" : "down"}` }); this.#results(); });
+      if (name === column.name) th.setAttribute("aria-sort", direction === "up" ? "ascending" : "descending");
+      button.addEventListener("click", () => { write({ sort: `${name}:${name === column.name && direction === "down" ? "up" : "down"}` }); this.#results(); });
       head.append(th);
     }
     head.append(make("td", { className: "num" }));

@@ -186,7 +186,7 @@ export class Facts {
 
   /**
    * Describes the job's place in the queue, and the current reason for waiting. The job's own reason may be why its last attempt ended.
-   * The same as `waiting` in web/src/job.rs.
+   * The same as `waiting_banner` in web/src/job.rs.
    */
   #waitingBanner(reason) {
     const { queue, job } = this, now = queue?.reason?.words, again = job.state === "restarting";

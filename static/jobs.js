@@ -31,13 +31,13 @@ const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dat
 const requestedKey = new Map();
 /** The last known state of every job, including jobs outside the list: a job may leave the list before the stream reports its end. */
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
-/** Ends of jobs of which the reader was notified. The stream may report an end that a request after an interruption has reported. */
+/** Ends of jobs of which the reader was notified. After an interruption, both a request and the stream may report the same end. */
 const notified = new Set();
 /** Number of the newest load. */
 let loads = 0;
 /** Cursor of the next jobs, and whether these jobs are being read. */
 let next = null, reading = false;
-/** Timer of `readSoon`, and the pause before it reads. */
+/** Timer of `readSoon`, and the pause before `readSoon` reads. */
 let reloadTimer = 0, pause = MIN_PAUSE_MS;
 /** Whether the filter or the order has changed since the list was read. */
 let isFilterChanged = true;
@@ -76,18 +76,18 @@ async function load() {
     return showEmpty();
   }
   groups.clear();
-  const mine = ++loads, sorted = isSorted(), whole = isFilterChanged;
-  if (wasInterrupted && !whole && rowOf.size > PART) return loadShown(mine);
-  const response = await part(filter(), null, sorted && !whole ? Math.min(MAX_RELOAD, Math.max(PART, rowOf.size)) : PART);
+  const mine = ++loads, sorted = isSorted(), isNewList = isFilterChanged;
+  if (wasInterrupted && !isNewList && rowOf.size > PART) return loadShown(mine);
+  const response = await part(filter(), null, sorted && !isNewList ? Math.min(MAX_RELOAD, Math.max(PART, rowOf.size)) : PART);
   await firstPaint;
   if (mine !== loads) return;
   isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
   // Rows further down that the reader has reached stay. Jobs that are missing from this part of the list are removed.
-  const stays = (id, row) => !whole && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
+  const stays = (id, row) => !isNewList && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of response.jobs) show(job);
-  if (sorted || whole) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
+  if (sorted || isNewList) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
   if (rowOf.size <= response.jobs.length) next = response.next_cursor;
   drawHeadings();
   showEmpty();
@@ -108,9 +108,9 @@ async function loadShown(mine) {
       cursor = response.next_cursor;
     } while (cursor && listed.length < shownBefore.length);
   } finally { if (catchUpLoad === mine) catchUpLoad = 0; }
-  const there = new Set(listed);
+  const listedIds = new Set(listed);
   // Jobs that the stream reported in the meantime stay. Later parts contain other jobs.
-  for (const id of shownBefore) if (!there.has(id) && jobs.get(id) === before.get(id)) remove(id);
+  for (const id of shownBefore) if (!listedIds.has(id) && jobs.get(id) === before.get(id)) remove(id);
   if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
   next = cursor;
   wasInterrupted = false;
@@ -174,7 +174,7 @@ function handleJob(job) {
   readSoon();
 }
 
-/** Timer of `countSoon`, and the pause before it counts. */
+/** Timer of `countSoon`, and the pause before `countSoon` counts. */
 let counting = 0, countPause = 0;
 /**
  * Shows how many of the jobs that match the other filters are in each state. The server reads all of these jobs, so the pause between
@@ -284,9 +284,9 @@ const toggleState = (states, state) => (!state ? [] : states.includes(state) ? s
 function markStates() {
   const now = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
-    const own = a.dataset.state, on = own ? now.states.includes(own) : !now.states.length;
-    if (on) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams([...parameters({ ...now, states: toggleState(now.states, own) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.on ? [["group_by", groupedBy().join(",")]] : [])]);
+    const { state } = a.dataset, isChosen = state ? now.states.includes(state) : !now.states.length;
+    if (isChosen) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
+    const to = new URLSearchParams([...parameters({ ...now, states: toggleState(now.states, state) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.on ? [["group_by", groupedBy().join(",")]] : [])]);
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -310,11 +310,11 @@ byId("jobs").addEventListener("click", (event) => {
 });
 addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); filterChanged(); isFilterChanged = true; read(); });
 setInterval(fillAll, 15_000);
-// The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, it reports none.
+// The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, the observer reports nothing.
 addEventListener("scroll", () => { if (nearEnd()) loadMore(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) loadMore(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
-// On this page these filters are chips.
+// The script shows these filters as chips.
 for (const id of ["tag-filter", "project-filter"]) byId(id).hidden = true;
 markStates();
 

@@ -23,7 +23,7 @@ const TOGETHER = ["data.validation_size", "data.resize_size"];
 const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 // Keys whose default depends on the dataset: they are sent only if the user has changed them.
 const LEFT_TO_SERVER = ["data.validation"];
-/** Whether the reader has submitted the form. Then all mistakes are shown; before, only those of fields that the reader has changed or left. */
+/** Whether the reader has submitted the form. All mistakes are shown after that; before, only mistakes in fields that the reader has changed or left. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 
@@ -85,8 +85,8 @@ function specification({ defaults }) {
   for (const field of fields) {
     const words = valueOf(field);
     const isUnchanged = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
-    const scaled = isUnchanged && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
-    if (words === "" || (!defaults && isUnchanged) || scaled || (isUnchanged && LEFT_TO_SERVER.includes(field.name))) continue;
+    const isScaled = isUnchanged && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
+    if (words === "" || (!defaults && isUnchanged) || isScaled || (isUnchanged && LEFT_TO_SERVER.includes(field.name))) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     if (table) (spec[table] ??= {})[key] = jsonValue(field); else spec[key] = jsonValue(field);
   }
@@ -121,11 +121,11 @@ let hasTextErrors = false, readTimer = 0;
 /** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
   if (readsOnly) return;
-  const area = byId("spec-text"), words = area.value, json = words.trimStart().startsWith("{");
-  const seen = json ? "json" : "toml";
-  if (seen !== notation) { notation = seen; press(notations, notations.find((b) => b.dataset.notation === seen)); }
+  const area = byId("spec-text"), words = area.value, isJson = words.trimStart().startsWith("{");
+  const written = isJson ? "json" : "toml";
+  if (written !== notation) { notation = written; press(notations, notations.find((b) => b.dataset.notation === written)); }
   try {
-    const response = await fetch("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": json ? "application/json" : "application/toml", accept: "application/json" }, body: words });
+    const response = await fetch("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml", accept: "application/json" }, body: words });
     const content = await response.json();
     if (words !== area.value) return;
     hasTextErrors = !response.ok;
@@ -201,14 +201,14 @@ const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.l
 
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
-  const of = new Map(fields.map((f) => [f, []])), listed = [];
+  const detailsOf = new Map(fields.map((f) => [f, []])), listed = [];
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", ".");
     const field = fields.find((f) => path === f.name || path.startsWith(`${f.name}.`));
-    if (field) of.get(field).push(error.detail);
+    if (field) detailsOf.get(field).push(error.detail);
     listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), error.detail));
   }
-  for (const [field, details] of of) {
+  for (const [field, details] of detailsOf) {
     const shown = sent || touched.has(field) ? details : [];
     const box = field.closest(".field");
     box.classList.toggle("wrong", shown.length > 0);
@@ -219,9 +219,9 @@ function showMistakes(errors) {
     if (box.hidden) findSettings("");
   }
   text(byId("sweep-error"), errors.filter((e) => e.pointer.startsWith("/sweep")).map((e) => e.detail).join("; "));
-  const box = byId("mistakes"), any = sent && errors.length > 0;
-  box.hidden = !any;
-  if (any) {
+  const box = byId("mistakes"), isListShown = sent && errors.length > 0;
+  box.hidden = !isListShown;
+  if (isListShown) {
     text(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
     box.querySelector("ul").replaceChildren(...listed);
   }
@@ -242,7 +242,7 @@ function showPlan(response) {
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} in all`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
-  // The dataset lacks the default split, so the server chose another.
+  // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
@@ -292,7 +292,7 @@ function foundSettings() {
   return fields.filter((field) => `${field.closest(".field").textContent} ${field.name}`.toLowerCase().includes(wanted));
 }
 
-/** Searches the settings: hides the others under "More settings", and shows links to settings above. */
+/** Searches the settings: hides settings without the words under "More settings", and shows links to settings above. */
 function findSettings(words) {
   if (findInput.value !== words) findInput.value = words;
   const found = foundSettings(), above = words.trim() ? found.filter((field) => !field.closest(".more")) : [];
@@ -320,7 +320,7 @@ function unmarkPresets() {
 for (const preset of presets) {
   preset.addEventListener("click", (event) => {
     event.preventDefault();
-    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filled.value, ofRecipe = [...replaced], written = [...touched];
+    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filled.value, replacedBefore = [...replaced], touchedBefore = [...touched];
     for (const field of fields) {
       const value = values[field.name] ?? "";
       put(field, value, "", `${value}, not registered`);
@@ -333,9 +333,9 @@ for (const preset of presets) {
     byId("preset-undo").onclick = () => {
       fields.forEach((field, i) => put(field, before[i], recipe));
       filled.value = recipe;
-      for (const [field, earlier] of ofRecipe) replaced.set(field, earlier);
+      for (const [field, earlier] of replacedBefore) replaced.set(field, earlier);
       showReplaced();
-      for (const field of written) touched.add(field);
+      for (const field of touchedBefore) touched.add(field);
       unmarkPresets();
       preset.focus();
       checkSoon();

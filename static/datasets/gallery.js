@@ -5,6 +5,7 @@ import { count } from "../numbers.js";
 import { read, write } from "../address.js";
 import { figure } from "../job/pictures.js";
 
+/** Number of pictures per request without augmentation. */
 const PART = 48;
 /** Number of pictures that are shown before the reader asks for more. */
 const PREVIEW_PICTURES = 8;
@@ -44,7 +45,7 @@ export class Gallery {
     for (const key of ["split", "class", "order", "augmented"]) at(key).addEventListener("change", () => this.load());
     at("shuffle").addEventListener("click", () => { this.#seed = Math.floor(Math.random() * 2 ** 32); at("order").value = "mixed"; this.load(); });
     at("more").addEventListener("click", () => this.#read(this.#cursor));
-    for (const bar of card.querySelectorAll("[data-class]")) bar.addEventListener("click", () => { at("class").value = bar.dataset.class; at("open").open = true; this.load(); });
+    for (const button of card.querySelectorAll("[data-class]")) button.addEventListener("click", () => { at("class").value = button.dataset.class; at("open").open = true; this.load(); });
     if (read("pictures") === name) at("open").open = true;
   }
 
@@ -54,7 +55,7 @@ export class Gallery {
     try {
       const { samples, classes } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
       at("first").append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, [[classes[s.label]]])));
-    } catch { at("first").hidden = true; /* "Pictures" says why */ }
+    } catch { at("first").hidden = true; /* The section Pictures shows the error. */ }
   }
 
   /** Offers the jobs whose augmentation can be shown. */
@@ -72,7 +73,7 @@ export class Gallery {
     return this.#read(null);
   }
 
-  /** Adds pictures: the first, or those after `cursor`. */
+  /** Adds pictures: the first pictures, or the pictures after `cursor`. */
   async #read(cursor) {
     const mine = ++this.#requests, { at } = this, job = at("augmented").value, grid = at("grid");
     for (const key of ["split", "class", "order", "shuffle"]) at(key).disabled = job !== "";
@@ -93,7 +94,7 @@ export class Gallery {
       grid.classList.toggle("by-five", job !== "");
       this.#offset += job ? AUGMENTED_PICTURES : PART;
       this.#cursor = next_cursor;
-      text(at("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs: seeded, so the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
+      text(at("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs; it is the same in every run, because the augmentation is seeded` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
       at("more").hidden = next_cursor === null;
     } catch (error) { if (mine === this.#requests) text(at("note"), errorText(error)); }
   }

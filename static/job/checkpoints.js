@@ -45,7 +45,7 @@ export class Checkpoints {
   get bytes() { return [...this.#all.values()].reduce((sum, c) => sum + c.size_bytes, 0); }
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 
-  /** Offers the checkpoints in a list of choices, with one chosen by its id. */
+  /** Offers the checkpoints in a list of choices. `chosen`: id of the selected checkpoint. */
   offer(choice, chosen) {
     choice.replaceChildren(...this.sorted.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === chosen)));
   }
@@ -90,7 +90,7 @@ export class Checkpoints {
       for (const button of row.querySelectorAll("[data-do]")) button.setAttribute("aria-label", `${button.textContent}: checkpoint ${label}`);
       return row;
     }));
-    for (const tell of this.changed) tell();
+    for (const callback of this.changed) callback();
     if (this.#uploadsOf && sorted.some((c) => c.stored === "uploading")) this.#refreshTimer ||= setTimeout(() => this.#ask(), ASK_EVERY_MS);
   }
 
@@ -108,10 +108,10 @@ export class Checkpoints {
  */
 async function downloadAll(id, menu) {
   menu.open = false;
-  const at = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(at).catch(() => ({ files: {} }));
+  const url = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(url).catch(() => ({ files: {} }));
   for (const [i, file] of [...Object.keys(files), "MANIFEST.json"].entries()) {
     setTimeout(() => {
-      make("a", { href: `${at}/${file}`, download: `${id}-${file}` }).click();
+      make("a", { href: `${url}/${file}`, download: `${id}-${file}` }).click();
     }, i * 300);
   }
 }

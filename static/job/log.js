@@ -17,7 +17,7 @@ const WARNING = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
 const ERROR = /\b(error|failed|panicked|killed|fatal)\b/i;
 
 export class Log {
-  /** By attempt and rank, the highest number of a received line. */
+  /** For each attempt and rank, the highest number of a received line. */
   #seen = new Map();
   #pending = [];
   #frame = 0;
@@ -29,7 +29,7 @@ export class Log {
   #hasNewer = false;
   #reading = false;
   #lastTop = 0;
-  /** Number of the newest event whose lines are not shown because the reader has scrolled up. */
+  /** Sequence number of the newest event whose lines are not shown because the reader has scrolled up. */
   #heldSeq = 0;
   /** While searching: the cursor of older lines that have not been searched. */
   #cursor = null;
@@ -160,7 +160,7 @@ export class Log {
       this.#markSeen({ attempt, rank, number: line.number });
       if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
     }
-    // A hidden page draws no lines: only the newest are kept until the page is visible again.
+    // A hidden page draws no lines: only the newest lines are kept until the page is visible again.
     if (this.#pending.length > 4 * MAX_LINES) this.#drop();
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
@@ -214,7 +214,7 @@ export class Log {
     this.#drawNote();
   }
 
-  /** Reads older lines. `staysAtEnd`: the log follows its end even so. Returns whether the server responded. */
+  /** Reads older lines. `staysAtEnd`: a log that follows its end stays at its end. Returns whether the server responded. */
   async #loadOlder({ staysAtEnd = false } = {}) {
     if (this.#reading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);

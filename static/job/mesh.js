@@ -10,8 +10,8 @@ const MAX_RANKS = 64;
 
 /** Returns a rank's coordinates. `model` varies fastest with the rank's number, the stage slowest (worker/engine/src/plan/mesh.rs). */
 function place(rank, { pipeline = 1, height = 1, model = 1 }, ranks) {
-  const of_stage = Math.max(1, Math.floor(ranks / pipeline)), within = rank % of_stage;
-  return { stage: Math.floor(rank / of_stage), data: Math.floor(within / (model * height)), row: Math.floor(within / model) % height, part: within % model };
+  const ranksPerStage = Math.max(1, Math.floor(ranks / pipeline)), within = rank % ranksPerStage;
+  return { stage: Math.floor(rank / ranksPerStage), data: Math.floor(within / (model * height)), row: Math.floor(within / model) % height, part: within % model };
 }
 
 /** Describes a rank's place in the mesh of `ranks` ranks, and its part of stages, pictures and layers. Empty if each rank has everything. */
@@ -37,18 +37,18 @@ function square(rank, plan, ranks) {
 
 /** Draws a plan into a list, with an item for each stage. Returns a text that explains the drawing. */
 export function drawMesh(list, plan) {
-  const { pipeline = 1, data, height = 1, model = 1, later_stages: later = [] } = plan, of_copy = height * model;
-  const ranks = pipeline * data * of_copy, copies = Math.min(data, Math.max(1, Math.floor(MAX_RANKS / (pipeline * of_copy))));
+  const { pipeline = 1, data, height = 1, model = 1, later_stages: later = [] } = plan, ranksPerCopy = height * model;
+  const ranks = pipeline * data * ranksPerCopy, copies = Math.min(data, Math.max(1, Math.floor(MAX_RANKS / (pipeline * ranksPerCopy))));
   list.replaceChildren(...Array.from({ length: pipeline }, (_, stage) => {
     const head = pipeline > 1 ? [make("b", { textContent: `stage ${stage}` }), make("small", { textContent: stage ? `from ${later[stage - 1] ?? "?"}` : "from the pictures" })] : [];
     const groups = Array.from({ length: copies }, (_, copy) => {
-      const first = (stage * data + copy) * of_copy, group = make("div", { className: "mesh-copy" }, ...Array.from({ length: of_copy }, (_, at) => square(first + at, plan, ranks)));
+      const first = (stage * data + copy) * ranksPerCopy, group = make("div", { className: "mesh-copy" }, ...Array.from({ length: ranksPerCopy }, (_, at) => square(first + at, plan, ranks)));
       group.style.gridTemplateColumns = `repeat(${model}, auto)`;
       return group;
     });
     return make("li", {}, ...head, make("div", { className: "mesh-copies" }, ...groups));
   }));
-  const words = [of_copy > 1 ? "Ranks in one frame share pictures or layers" : "Each rank has pictures of its own"];
+  const words = [ranksPerCopy > 1 ? "Ranks in one frame share pictures or layers" : "Each rank has pictures of its own"];
   if (height > 1) words.push("the filled height is a rank's share of the rows");
   if (model > 1) words.push("the filled width is its share of the split layers");
   if (copies < data) words.push(`${count(copies)} of ${count(data)} copies are drawn`);

@@ -10,7 +10,7 @@ import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
 const WINDOW = 50;
-/** Factor by which a rank must be slower than the median of the others to be reported in the banner. */
+/** Factor by which a rank must be slower than the median of the other ranks to be reported in the banner. */
 const SLOW_FACTOR = 1.2;
 /** Fraction of a step's time. If ranks wait longer for pictures, the list says that data loading limits the speed. */
 const MAX_DATA_SHARE = 0.05;
@@ -48,7 +48,7 @@ export class Ranks {
     this.#writing.set(event.rank, known);
   }
 
-  /** Returns for how many milliseconds of the last `window` a rank wrote checkpoints. */
+  /** Returns for how many of the last `window` milliseconds a rank wrote checkpoints. */
   #checkpointing(rank, window) {
     const known = this.#writing.get(rank), last = Date.parse(this.#reports.get(rank)?.at);
     if (!known || !Number.isFinite(last)) return 0;
@@ -100,11 +100,11 @@ export class Ranks {
     const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.series("step_ms", s.rank).last?.lastPushed >= WINDOW);
     if (!known.length) return "";
     // All ranks wait for the rank whose pictures arrive last.
-    const pictures = Math.max(...known.map((s) => s.data / s.step));
+    const dataShare = Math.max(...known.map((s) => s.data / s.step));
     // A rank waits for slower ranks and for the transfer of gradients. The slowest rank waits only for the transfer.
     const slowest = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), all_reduce = slowest.wait / slowest.step;
-    if (slowest.wait > slowest.compute && all_reduce > pictures) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
-    if (pictures > MAX_DATA_SHARE) return ` · limited by data loading (${percent(pictures, 0)} of a step)`;
+    if (slowest.wait > slowest.compute && all_reduce > dataShare) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
+    if (dataShare > MAX_DATA_SHARE) return ` · limited by data loading (${percent(dataShare, 0)} of a step)`;
     if (known.length > 1 && known.every((s) => s === slowest || s.wait > s.compute)) return ` · limited by rank ${slowest.rank}: the others wait for it`;
     return " · limited by computing";
   }
@@ -118,17 +118,17 @@ export class Ranks {
     for (const s of splits) {
       const segment = this.metrics.series("step_ms", s.rank).last;
       const others = splits.filter((o) => o !== s);
-      const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
-      const slow = segment.lastPushed >= WINDOW && own > usual * SLOW_FACTOR && own - usual > 1;
+      const own = s.compute + s.data, othersMedian = median(others.map((o) => o.compute + o.data));
+      const slow = segment.lastPushed >= WINDOW && own > othersMedian * SLOW_FACTOR && own - othersMedian > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
       // Earlier points may arrive after newer points.
       this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
-      const share = own / usual - 1;
+      const share = own / othersMedian - 1;
       if (worst && worst.share > share) continue;
       const data = median(others.map((o) => o.data));
-      const cause = s.data - data > (own - usual) / 2
-        ? `It waits for data: ${millis(s.data)} a step, the others ${millis(data)}.`
-        : `It computes for ${millis(s.compute)} a step, the others ${millis(median(others.map((o) => o.compute)))}: check its machine for other load.`;
+      const cause = s.data - data > (own - othersMedian) / 2
+        ? `The rank waits for data for ${millis(s.data)} a step, the other ranks for ${millis(data)}.`
+        : `The rank computes for ${millis(s.compute)} a step, the other ranks for ${millis(median(others.map((o) => o.compute)))}: check the rank's machine for other load.`;
       worst = { rank: s.rank, share, since: this.#slowSince.get(s.rank), cause };
     }
     return worst;

@@ -94,7 +94,7 @@ export class Bulk {
 
   /**
    * Applies `work` to all jobs, then reports all failures. Jobs that succeed are removed from `jobs` and from the selection, so another
-   * press repeats only the others.
+   * press repeats only the failed jobs.
    */
   async #each(jobs, work) {
     const all = [...jobs], results = await Promise.allSettled(all.map(work)), failures = [];

@@ -11,13 +11,13 @@ import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/** Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups. */
+/** Numbers of groups, and of jobs of a group, in a first request. Maximum number of groups or jobs in a request. Maximum number of open groups. */
 const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20;
 /** For each column of numbers, the format of its mean. */
 const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format }]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
-/** For sort keys of the list for which groups have no mean: the sort key of groups that replaces it. */
+/** Sort keys of groups, by the sort keys of the list that they replace because groups have no mean of them. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
@@ -92,9 +92,9 @@ export class Groups {
       try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
         // A column of texts has no mean, but the other columns do.
         const message = error instanceof Problem && error.status === 400 ? error.message : "";
-        const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
-        if (!words) throw error;
-        this.#texts.add(words);
+        const textColumn = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
+        if (!textColumn) throw error;
+        this.#texts.add(textColumn);
       }
     }
   }
@@ -148,15 +148,15 @@ export class Groups {
   }
 
   /** Writes a mean with its spread, `0.412 ± 0.003`, and the number of jobs if not all jobs have a value. */
-  #spread(cell, spread, write, jobs) {
+  #spread(cell, spread, format, jobs) {
     cell.replaceChildren();
     cell.title = "";
     if (!spread || spread.mean === null) return;
     const { n, mean, std, min, max } = spread;
-    cell.append(make("b", { textContent: write(mean) }));
-    if (std !== null) cell.append(" ", make("span", { className: "spread", textContent: `± ${write(std).replace(/ %$/, "")}` }));
+    cell.append(make("b", { textContent: format(mean) }));
+    if (std !== null) cell.append(" ", make("span", { className: "spread", textContent: `± ${format(std).replace(/ %$/, "")}` }));
     if (n !== jobs) cell.append(" ", make("small", { className: "muted", textContent: `n ${n}` }));
-    cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${write(std)}`}, ${write(min)} to ${write(max)}`;
+    cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${format(std)}`}, ${format(min)} to ${format(max)}`;
   }
 
   #fill(entry) {
@@ -164,7 +164,7 @@ export class Groups {
     text(at("c-state"), plural(group.jobs, "job"));
     text(at("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
     at("c-progress").title = at("states").textContent;
-    for (const [name, of] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[of], FORMATS[name], group.jobs);
+    for (const [name, metric] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {
       const cell = make("td", { className: "num c-extra", "data-label": key });

@@ -45,8 +45,8 @@ export class Narrow {
       event.preventDefault();
       const found = condition(input.value), { conditions } = filter();
       if (!found?.value) return text(error, "Write a setting, a sign and a value, such as lr > 0.1.");
-      if (found.value.includes(",")) return text(error, "A value has no comma.");
-      if (conditions.length >= MAX_CONDITIONS) return text(error, `There are ${MAX_CONDITIONS} conditions; remove one first.`);
+      if (found.value.includes(",")) return text(error, "The value must not contain a comma.");
+      if (conditions.length >= MAX_CONDITIONS) return text(error, `At most ${MAX_CONDITIONS} conditions are allowed: remove a condition first.`);
       text(error, "");
       input.value = "";
       change({ where: [...conditions, `${found.key}${found.sign}${found.value}`].join(",") });
@@ -83,10 +83,10 @@ export class Narrow {
 
   /** Offers values, each with its number of jobs. */
   #offer(by, groups) {
-    const now = filter(), chosen = by === "tag" ? "" : now[by], any = { owner: "anybody", project: "any", tag: now.tags.length ? "one more" : "any" }[by];
+    const now = filter(), chosen = by === "tag" ? "" : now[by], anyLabel = { owner: "anybody", project: "any", tag: now.tags.length ? "one more" : "any" }[by];
     const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && now.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
     if (chosen && !known.some(({ value }) => value === chosen)) known.unshift(new Option(chosen, chosen));
-    this[by].replaceChildren(new Option(any, ""), ...known);
+    this[by].replaceChildren(new Option(anyLabel, ""), ...known);
     this[by].value = chosen;
   }
 
@@ -94,7 +94,7 @@ export class Narrow {
   addTag(tag) {
     const { tags } = filter();
     if (tags.includes(tag)) return;
-    if (tags.length >= MAX_TAGS) return text(this.problem, `There are ${MAX_TAGS} tags; remove one first.`);
+    if (tags.length >= MAX_TAGS) return text(this.problem, `At most ${MAX_TAGS} tags are allowed: remove a tag first.`);
     this.change({ tag: [...tags, tag].join(",") });
   }
 

@@ -28,7 +28,7 @@ export function fill(row, job) {
   cut(at("name"), job.name);
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
-  about(at("about"), job.external ? ELSEWHERE : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
+  writeAbout(at("about"), job.external ? ELSEWHERE : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
   // The layout cuts the end of the sentence. Long paths are shortened in the middle, so that the text after them stays visible.
   const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
   sentenceOf(at("reason"), reason, PATH);
@@ -61,7 +61,7 @@ export function fill(row, job) {
 }
 
 /** Writes the description of a job, and its project. If space is short, the project is shortened first. */
-function about(node, words, project) {
+function writeAbout(node, words, project) {
   if (node.dataset.whole === words + project) return;
   node.dataset.whole = node.title = words + project;
   node.classList.add("parts");

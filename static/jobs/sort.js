@@ -59,14 +59,14 @@ export function drawHeads(row, choose) {
       button.addEventListener("click", () => choose(button.dataset.next));
       th.replaceChildren(button);
     }
-    const [by, largestFirst] = sort, on = now === by ? "ascending" : now === `-${by}` ? "descending" : "";
-    button.dataset.next = (on ? on === "ascending" : largestFirst) ? `-${by}` : by;
-    if (on) th.setAttribute("aria-sort", on); else th.removeAttribute("aria-sort");
+    const [by, largestFirst] = sort, direction = now === by ? "ascending" : now === `-${by}` ? "descending" : "";
+    button.dataset.next = (direction ? direction === "ascending" : largestFirst) ? `-${by}` : by;
+    if (direction) th.setAttribute("aria-sort", direction); else th.removeAttribute("aria-sort");
   }
 }
 
-/** Returns a longest ascending subsequence: if only the other numbers move, as few as possible move to get an ascending order. */
-function staying(numbers) {
+/** Returns the indices of a longest ascending subsequence: if these numbers stay, sorting moves the fewest numbers. */
+function longestAscending(numbers) {
   const ends = [], before = new Array(numbers.length).fill(-1), kept = new Set();
   numbers.forEach((n, i) => {
     let low = 0, high = ends.length;
@@ -78,10 +78,10 @@ function staying(numbers) {
   return kept;
 }
 
-/** Moves `first` before the other rows, in this order. Rows that are already in place do not move. */
+/** Moves `first` before the other rows, in the order of `first`. Rows that are already in place do not move. */
 export function arrange(rows, first) {
   const all = [...rows.children], at = new Map(all.map((row, i) => [row, i])), front = new Set(first);
-  const wanted = [...first, ...all.filter((row) => !front.has(row))], stay = staying(wanted.map((row) => at.get(row)));
+  const wanted = [...first, ...all.filter((row) => !front.has(row))], stay = longestAscending(wanted.map((row) => at.get(row)));
   for (let i = wanted.length - 1, after = null; i >= 0; after = wanted[i--]) {
     if (stay.has(i)) continue;
     // `moveBefore` keeps the keyboard focus of the row.

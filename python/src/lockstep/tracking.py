@@ -34,10 +34,10 @@ FINISH_SECS = 30.0
 BACK_OFF_SECS = 30.0
 # Maximum interval between two requests. The server marks a run without requests for ten minutes as failed.
 BEAT_SECS = 120.0
-# Limits of the server: number of a run's metrics, and characters of a metric's name.
+# Limits of the server: maximum number of a run's metrics, and maximum length of a metric's name in characters.
 METRICS = 1000
 NAME_CHARS = 250
-# Number of alerts that are kept.
+# Maximum number of alerts in the summary.
 ALERTS = 50
 # Largest finite value in single precision, in which the server stores values.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -63,7 +63,7 @@ def warn_unsent(sender: Sender, error: Exception) -> None:
     warn_once(f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
 
 
-def _no_service(call: str) -> None:
+def _warn_unsupported(call: str) -> None:
     warn_once(f"{call} has no counterpart in Lockstep and does nothing")
 
 
@@ -226,7 +226,7 @@ class Run:
                     self._step += 1
             else:
                 self._step = max(self._step, step + bool(commit))
-            # The server would refuse the whole request.
+            # For a step outside this range, the server would refuse the whole request.
             if not 0 <= step < MAX_EXACT_INT:
                 return warn_once(f"a step must be 0 to 2^53 - 1: the values of step {step} are not logged")
             if not values:
@@ -235,8 +235,8 @@ class Run:
             if self._mode == "disabled":
                 return
             if self._defined:
-                for own_step, own in self._by_step(step, values).items():
-                    self._buffer.append((own_step, at, own))
+                for own_step, own_values in self._by_step(step, values).items():
+                    self._buffer.append((own_step, at, own_values))
             else:
                 self._buffer.append((step, at, values))
         if not self._logged.is_set():
@@ -253,7 +253,7 @@ class Run:
         if found is None:
             return warn_once(f"{name} is not logged: {type(value).__name__} is not a number")
         if name not in self._names:
-            # The server would refuse the whole request.
+            # For an invalid name or too many names, the server would refuse the whole request.
             if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
                 return warn_once(f"{name!r} is not logged: a name has 1 to {NAME_CHARS} printable characters")
             if len(self._names) >= METRICS:
@@ -345,7 +345,7 @@ class Run:
 
     def watch(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: Lockstep does not store gradients of other programs."""
-        _no_service("watch")
+        _warn_unsupported("watch")
 
     def unwatch(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing, like `watch`."""
@@ -360,9 +360,9 @@ class Run:
         """Stores files in their current state with the run, and returns their paths within the run.
 
         `glob_str`: a path, or a pattern such as `out/*.safetensors`; with `glob=False` always a path. `base_path`: the
-        folder to which paths are relative (default: the working folder); a file outside this folder has only its name.
-        A file that is saved again replaces the earlier one. The files are copied into the run's folder before this
-        returns, and sent in the background.
+        folder to which paths are relative (default: the working folder); a file outside this folder keeps only its
+        name. A file that is saved again replaces the earlier file. The files are copied into the run's folder before
+        this method returns, and sent in the background.
         """
         base = os.path.abspath(base_path or ".")
         kept: list[str] = []
@@ -384,7 +384,7 @@ class Run:
         type: str | None = None,
         **ignored: Any,
     ) -> Artifact:
-        """Stores the files of an `Artifact`, a file or a folder with the run, like `save`, in a folder with its name.
+        """Stores the files of an `Artifact`, a file or a folder with the run, like `save`, in a folder of its own.
 
         `name`: the folder (default: the name of the artifact, file or folder). Artifacts have no versions here.
         """
@@ -413,7 +413,7 @@ class Run:
 
     def log_code(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: Lockstep does not store code of other programs."""
-        _no_service("log_code")
+        _warn_unsupported("log_code")
 
     # The end.
 
@@ -469,7 +469,7 @@ class Run:
 
     def _require_unfinished(self) -> None:
         if self._has_ended:
-            raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
+            raise LockstepError(f"run {self.id} is finished: call lockstep.init to begin another run")
 
     def _note_change(self) -> None:
         if not self._is_forked:
@@ -478,14 +478,15 @@ class Run:
             self._logged.set()
 
     def _start(self, sender: Sender | None) -> None:
-        self._writer = threading.Thread(target=self._write_on, name="lockstep-writer", daemon=True)
+        self._writer = threading.Thread(target=self._write_until_end, name="lockstep-writer", daemon=True)
         self._writer.start()
         if sender is not None:
             self._sender = sender
-            self._sending = threading.Thread(target=self._send_on, args=(sender,), name="lockstep-sender", daemon=True)
+            send = self._send_until_end
+            self._sending = threading.Thread(target=send, args=(sender,), name="lockstep-sender", daemon=True)
             self._sending.start()
 
-    def _write_on(self) -> None:
+    def _write_until_end(self) -> None:
         last_tries = 10
         while True:
             # After a failure, the thread tries again without a signal.
@@ -533,7 +534,7 @@ class Run:
             raise
         self._written.set()
 
-    def _send_on(self, sender: Sender) -> None:
+    def _send_until_end(self, sender: Sender) -> None:
         assert self._writer is not None
         pause, sent_at, ends_by = SEND_SECS, time.monotonic(), math.inf
         while True:

@@ -2,8 +2,8 @@
 // between two words if possible.
 
 /**
- * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that are kept at the end, or a number
- * from `least` to `most` if the kept end then begins with a word.
+ * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that are kept at the end, or a
+ * number from `least` to `most` if the kept end then begins with a word.
  */
 const DEFAULT = { long: 24, tail: 12, least: 5, most: 20 };
 /** For a column with a width of a hundred pixels. */
@@ -16,7 +16,7 @@ const LINE = 300;
 const SEPARATORS = new Set("/-_");
 const startsWord = (all, at) => (SEPARATORS.has(all[at]) && !SEPARATORS.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
 
-/** Returns the number of characters at the end that are kept: `least` to `most`, from the beginning of a word that is nearest to `wanted`, or `wanted`. */
+/** Returns the number of characters to keep at the end: the number nearest to `wanted` at which a word begins, or `wanted` if no word begins. */
 function tailLength(all, { tail: wanted, least, most }) {
   let best = 0;
   for (let n = least; n <= most && n < all.length; n++) {

@@ -23,7 +23,7 @@ const TOGETHER = ["data.validation_size", "data.resize_size"];
 const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 // Keys whose default depends on the dataset: they are sent only if the user has changed them.
 const LEFT_TO_SERVER = ["data.validation"];
-/** Whether the reader has submitted the form. All mistakes are shown after that; before, only mistakes in fields that the reader has changed or left. */
+/** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 

@@ -5,7 +5,7 @@ import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
 
-/** In pixels: heights of the title, of a row of the legend (or of the vertical axis's name) and of the horizontal axis's name, and the margin. */
+/** In pixels: heights of the title, of a row of the legend (or of the vertical axis's name), of the horizontal axis's name; and the margin. */
 const TITLE = 30, ROW = 18, FOOT = 22, EDGE = 12;
 /** Maximum number of names in a legend. */
 const MAX_NAMES = 24;

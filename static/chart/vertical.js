@@ -12,7 +12,7 @@ export function span(parts) {
   return high > -Infinity ? [low, high] : [0, 1];
 }
 
-/** Returns the amount of data between `low` and `high`: the largest numbers of points and of buckets of a layer, and whether all points are exact. */
+/** Returns the largest numbers of points and of buckets that a layer has between `low` and `high`, and whether all points are exact. */
 export function amount(gathered, low, high) {
   let shown = 0, buckets = 0, exact = true;
   for (const { parts } of gathered) {

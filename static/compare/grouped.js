@@ -29,7 +29,7 @@ export function groups(jobs, key) {
   return [...found].map(([label, members]) => ({ id: `group:${key}:${label}`, label, jobs: members })).sort((a, b) => a.label.localeCompare(b.label, undefined, { numeric: true }));
 }
 
-/** Returns a job's curve over all its attempts. Each attempt replaces the points from its first step on. `xs`: positions of a segment on the axis. */
+/** Returns a job's curve over all attempts. Each attempt replaces the points from its first step on. `xs`: positions of a segment on the axis. */
 function curve(series, xs) {
   let at = [], values = [];
   for (const segment of series.segments.filter((g) => g.length)) {
@@ -40,7 +40,10 @@ function curve(series, xs) {
   return { at, values };
 }
 
-/** Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts, moved on by each call; `x` must ascend. */
+/**
+ * Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts. Each call increases the index, so
+ * `x` must ascend.
+ */
 function interpolate({ at, values }, x, from) {
   let i = from.i;
   while (i < at.length && at[i] < x) i++;

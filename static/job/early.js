@@ -1,6 +1,6 @@
 // Requests the points of the loss chart while the page's other scripts are loading. The chart is not laid out yet, so the width of its plot is
-// computed: above 1240 px, the chart has half of the page (styles/job.css), which is at most 1800 px wide (styles/base.css). 85 and 120 px are the
-// space beside the plot.
+// computed: above 1240 px, the chart has half of the page (styles/job.css), and the page is at most 1800 px wide (styles/base.css). The space
+// beside the plot is 85 or 120 px.
 {
   const width = innerWidth > 1240 ? Math.min(innerWidth, 1800) / 2 - 85 : innerWidth - 120;
   const points = Math.round(Math.max(100, width) * Math.min(2, devicePixelRatio || 1));

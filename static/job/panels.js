@@ -13,7 +13,7 @@ const MAX_PANELS = 24;
 /** Returns the metric from which a line is computed: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
 
-/** Returns a metric's sort key among default panels: accuracies, then losses, then other metrics. In each group, validation metrics come first. */
+/** Returns a metric's sort key among default panels: accuracies, losses, other metrics. In each group, validation metrics come first. */
 const place = (name) => (/acc/i.test(name) ? 0 : /loss/i.test(name) ? 2 : 4) + (/val|test/i.test(name) ? 0 : 1);
 
 /** Returns the default panel of a metric, for runs without configured panels. Its chart is about as high as a job's chart of the loss. */
@@ -28,7 +28,7 @@ export class Panels {
   #saves = 0;
   #drag = null;
 
-  /** `initial`: `{ from, panels }`, the panels in the rendered page (`Panels` in web/src/job.rs). `mayChange`: whether the reader may change panels. */
+  /** `initial`: the panels in the rendered page (`Panels` in web/src/job.rs). `mayChange`: whether the reader may change panels. */
   constructor(job, charts, metrics, initial, mayChange) {
     Object.assign(this, { job, charts, metrics, from: initial.from, mayChange });
     charts.panelled = () => [...new Set(this.list.flatMap((panel) => panel.metrics.map(source)))];
@@ -201,7 +201,7 @@ export class Panels {
     this.#order(list, entry);
   }
 
-  /** Makes a panel draggable. It is dropped before the target, the panel under the pointer, or after the target if the pointer is in the right half. */
+  /** Makes a panel draggable. It is dropped before the panel under the pointer, or after that panel if the pointer is in the right half. */
   #draggable(handle, entry) {
     const target = (event) => {
       const card = document.elementFromPoint(event.clientX, event.clientY)?.closest(".panel"), over = this.#shown.find((e) => e.card === card);

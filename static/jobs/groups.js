@@ -11,7 +11,7 @@ import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/** Numbers of groups, and of jobs of a group, in a first request. Maximum number of groups or jobs in a request. Maximum number of open groups. */
+/** Numbers of groups, and of a group's jobs, in a first request. Maximum number of groups or jobs in a request. Maximum number of open groups. */
 const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20;
 /** For each column of numbers, the format of its mean. */
 const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format }]) => [name, format])), best: percent, speed: rate };

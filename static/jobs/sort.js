@@ -14,7 +14,7 @@ const OWN = {
   "c-state": ["state", false], "c-name": ["name", false], "c-progress": ["step", true], "c-loss": ["loss", false],
   "c-best": ["best", true], "c-speed": ["speed", true], "c-age": ["created", true],
 };
-/** Added columns whose sort key is their own name, and whether the first click sorts in descending order. A setting's sort key begins with `spec.`. */
+/** Added columns whose name is the sort key, and whether the first click sorts in descending order. Keys of settings begin with `spec.`. */
 const METRICS = {
   ...Object.fromEntries(Object.keys(ALL).map((name) => [name, !/(^|_)loss$/.test(name)])), step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false,
 };

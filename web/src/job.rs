@@ -107,7 +107,8 @@ impl JobPage {
         }
     }
 
-    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's time zone.
+    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's time
+    /// zone.
     fn about(&self) -> String {
         let job = &self.job;
         if job.external.is_some() {
@@ -149,9 +150,9 @@ impl JobPage {
         }
     }
 
-    /// Returns the results of a run from elsewhere for the row of numbers: first results with an entry in the run's summary, then the newest
-    /// values of other metrics. In both groups, losses and accuracies come first. Names that begin with `_` are left out: these entries are
-    /// W&B's own. The same as `ownResults` in `static/job/facts.js`.
+    /// Returns the results of a run from elsewhere for the row of numbers: first results with an entry in the run's summary, then the
+    /// newest values of other metrics. In both groups, losses and accuracies come first. Names that begin with `_` are left out: these
+    /// entries are W&B's own. The same as `ownResults` in `static/job/facts.js`.
     fn own_results(&self) -> Vec<(String, String)> {
         const MAX_RESULTS: usize = 4;
         let Some(External { summary, .. }) = &self.job.external else { return Vec::new() };

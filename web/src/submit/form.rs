@@ -47,8 +47,8 @@ impl Form {
         form
     }
 
-    /// Returns the fields as `recipe` (a name, or empty) fills them, before the user changes a field. The field of the learning rate is empty,
-    /// because its default depends on the batch size.
+    /// Returns the fields as `recipe` (a name, or empty) fills them, before the user changes a field. The field of the learning rate is
+    /// empty, because its default depends on the batch size.
     fn untouched(recipe: &str) -> Self {
         let mut form = DEFAULTS.clone();
         for (key, value) in recipe_values(recipe) {

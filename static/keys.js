@@ -1,7 +1,7 @@
 // The script that every page loads: keyboard shortcuts (`?` lists them), notifications, and the wrapping of long names.
 
 import { ask, byId, make, openDialog, store, stored } from "./page.js";
-import { wrap } from "./cut.js";
+import { writeWrapped } from "./cut.js";
 import { notifications } from "./notify.js";
 
 const PAGES = { j: "/jobs", q: "/queue", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
@@ -69,7 +69,7 @@ document.addEventListener("keydown", (event) => {
 
 notifications();
 // Lets paths and long names wrap between two words.
-for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) wrap(node, node.textContent);
+for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) writeWrapped(node, node.textContent);
 // On a phone, the links to pages are one row that scrolls.
 document.querySelector(".bar nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
 

@@ -3,7 +3,7 @@
 import { colour, dash, swatch } from "./colours.js";
 import { titleOf } from "./names.js";
 import { ask, byId, make, text } from "../page.js";
-import { cut, middle } from "../cut.js";
+import { writeShortened, shortenMiddle } from "../cut.js";
 import { clock, count } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
 import { saveMenu, tools } from "../chart/export.js";
@@ -77,7 +77,7 @@ export class Curves {
   #layers(metric) {
     const chosen = this.chosen(), isSelective = chosen.size > 0 && chosen.size < this.jobs().length, alpha = (isSelected) => (isSelective && !isSelected ? 0.15 : 1);
     if (!this.groupBy) {
-      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: middle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
+      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: shortenMiddle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
     }
     return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({ series: this.#mean(id, metric, jobs), id, label, jobs })).map(({ series, id, label, jobs }) => ({
       label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
@@ -152,7 +152,7 @@ export class Curves {
   #legend() {
     const item = (id, label, href) => {
       const name = href ? make("a", { href }) : make("span");
-      cut(name, label);
+      writeShortened(name, label);
       return make("li", {}, swatch(id), name);
     };
     const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(id, `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(job.id, titleOf(job, this.jobs()), `/jobs/${job.id}`));

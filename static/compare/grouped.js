@@ -65,10 +65,10 @@ export function mean(all, xs, band) {
   for (let k = 0; k < positions.length; k += stride) {
     const x = positions[Math.floor(k)], values = curves.map((c, i) => interpolate(c, x, from[i])).filter(Number.isFinite), n = values.length;
     if (!n) continue;
-    const middle = values.reduce((a, b) => a + b, 0) / n;
-    const std = n > 1 ? Math.sqrt(values.reduce((sum, v) => sum + (v - middle) ** 2, 0) / (n - 1)) : 0;
-    const [low, high] = band === "std" ? [middle - std, middle + std] : [Math.min(...values), Math.max(...values)];
-    segment.push(x, low, high, middle);
+    const average = values.reduce((a, b) => a + b, 0) / n;
+    const std = n > 1 ? Math.sqrt(values.reduce((sum, v) => sum + (v - average) ** 2, 0) / (n - 1)) : 0;
+    const [low, high] = band === "std" ? [average - std, average + std] : [Math.min(...values), Math.max(...values)];
+    segment.push(x, low, high, average);
     series.counts.push(n);
   }
   return series;

@@ -5,7 +5,7 @@ import { swatch } from "./colours.js";
 import { settings, titleOf, withSummary } from "./names.js";
 import { RESULTS } from "./columns.js";
 import { byId, make, text } from "../page.js";
-import { cut } from "../cut.js";
+import { writeShortened } from "../cut.js";
 import { read, write } from "../address.js";
 import { formatted } from "../settings.js";
 import { uncertainty } from "../numbers.js";
@@ -37,7 +37,7 @@ export class Tables {
 
   #swatch(job) {
     const link = make("a", { href: `/jobs/${job.id}` });
-    cut(link, titleOf(job, this.jobs()));
+    writeShortened(link, titleOf(job, this.jobs()));
     return make("span", { className: "job-name" }, swatch(job.id), link);
   }
 

@@ -75,16 +75,16 @@ export class Checkpoints {
     const rows = new Map([...body.children].map((row) => [row.dataset.id, row]));
     body.replaceChildren(...sorted.map((c) => {
       const row = rows.get(c.id) ?? byId("checkpoint-row").content.firstElementChild.cloneNode(true);
-      const at = (name) => row.querySelector(`[data-f="${name}"]`), label = `${c.epoch}-${c.step}`;
+      const element = (name) => row.querySelector(`[data-f="${name}"]`), label = `${c.epoch}-${c.step}`;
       row.dataset.id = c.id;
-      text(at("label"), label);
-      at("best").hidden = !c.best;
-      at("uploading").hidden = c.stored !== "uploading";
-      text(at("accuracy"), c.val_accuracy == null ? "" : c.validation ? accuracyOf(c.val_accuracy, c.validation.pictures) : percent(c.val_accuracy));
-      text(at("size"), bytes(c.size_bytes));
-      at("size").title = `${count(c.size_bytes)} bytes`;
-      for (const [name, file] of Object.entries(FILES)) at(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);
-      const average = at("average");
+      text(element("label"), label);
+      element("best").hidden = !c.best;
+      element("uploading").hidden = c.stored !== "uploading";
+      text(element("accuracy"), c.val_accuracy == null ? "" : c.validation ? accuracyOf(c.val_accuracy, c.validation.pictures) : percent(c.val_accuracy));
+      text(element("size"), bytes(c.size_bytes));
+      element("size").title = `${count(c.size_bytes)} bytes`;
+      for (const [name, file] of Object.entries(FILES)) element(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);
+      const average = element("average");
       if (average) average.hidden = c.step < Number(average.dataset.from);
       row.querySelector("summary").setAttribute("aria-label", `Download checkpoint ${label}`);
       for (const button of row.querySelectorAll("[data-do]")) button.setAttribute("aria-label", `${button.textContent}: checkpoint ${label}`);

@@ -3,7 +3,7 @@
 import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { ELSEWHERE, isResult, ownMetrics } from "./names.js";
-import { sentenceOf } from "../cut.js";
+import { writeSentence } from "../cut.js";
 import { isActive, isFinal, waits } from "./states.js";
 import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
 
@@ -177,7 +177,7 @@ export class Facts {
     const { tone, what, why, link = ["#panels", this.job.external ? "Details" : "Log"] } = content;
     banner.dataset.tone = tone;
     text(byId("banner-what"), why && /^[a-z]/.test(why) ? what.replace(/\.$/, ":") : what);
-    sentenceOf(byId("banner-why"), why ?? "");
+    writeSentence(byId("banner-why"), why ?? "");
     say(byId("banner-status"), `${what} ${why ?? ""}`.trim());
     const a = byId("banner-link");
     a.setAttribute("href", link[0]);

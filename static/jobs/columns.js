@@ -1,7 +1,7 @@
 // The columns of the list: default columns, and any setting, metric or tag. The choice is in the URL, and the browser keeps it for the
 // next visit.
 
-import { cut, NARROW } from "../cut.js";
+import { writeShortened, NARROW } from "../cut.js";
 import { count, rate, uncertainty } from "../numbers.js";
 import { ask, byId, closable, make, Problem, errorText, store, stored, text } from "../page.js";
 import { dotted, flat, setting, formatted } from "../settings.js";
@@ -127,7 +127,7 @@ export class Columns {
     }
     for (const cell of row.querySelectorAll(".c-extra")) {
       const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
-      cut(span, words, NARROW);
+      writeShortened(span, words, NARROW);
       text(cell.lastChild, cell.dataset.key === "val_accuracy" && words ? uncertainty(job.last.val_accuracy, job.last.val_pictures) : "");
     }
   }

@@ -5,7 +5,7 @@ import { ask, make, Problem, serverNow, text } from "../page.js";
 import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
-import { cut } from "../cut.js";
+import { writeShortened } from "../cut.js";
 import { alsoRead, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
 import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
@@ -130,7 +130,7 @@ export class Groups {
   #createEntry(group, key) {
     const cell = (className, ...children) => make("td", { className }, ...children), words = describeGroup(group.values);
     const name = make("span"), toggle = make("button", { type: "button", className: "group-name", "aria-label": words, "aria-expanded": "false" }, name);
-    cut(name, words);
+    writeShortened(name, words);
     const box = make("input", { type: "checkbox", "aria-label": `Select the jobs of ${words}` });
     const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress", make("span", { className: "states" })), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
     const entry = { group, key, words, rows: [], toggle, head, body: make("tbody", { className: "group" }, head) };
@@ -160,19 +160,19 @@ export class Groups {
   }
 
   #fill(entry) {
-    const { group, head, body, words } = entry, at = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
-    text(at("c-state"), plural(group.jobs, "job"));
-    text(at("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
-    at("c-progress").title = at("states").textContent;
-    for (const [name, metric] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
+    const { group, head, body, words } = entry, element = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
+    text(element("c-state"), plural(group.jobs, "job"));
+    text(element("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
+    element("c-progress").title = element("states").textContent;
+    for (const [name, metric] of Object.entries(OWN)) this.#spread(element(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {
       const cell = make("td", { className: "num c-extra", "data-label": key });
       this.#spread(cell, group.metrics[metrics.get(key)], FORMATS[key] ?? plain, group.jobs);
-      at("c-age").before(cell);
+      element("c-age").before(cell);
     }
-    text(at("c-age"), age(Date.parse(group.newest_at), serverNow()));
-    at("c-age").title = `The newest: ${group.newest_at}`;
+    text(element("c-age"), age(Date.parse(group.newest_at), serverNow()));
+    element("c-age").title = `The newest: ${group.newest_at}`;
     body.setAttribute("aria-label", words);
   }
 

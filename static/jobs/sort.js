@@ -1,7 +1,7 @@
 // The order of the list: a click on a column's heading sorts by the column, and another click reverses the order. The order is in the URL.
 
 import { read } from "../address.js";
-import { cut, NARROW } from "../cut.js";
+import { writeShortened, NARROW } from "../cut.js";
 import { ALL } from "../job/names.js";
 import { make, text } from "../page.js";
 import { setting } from "../settings.js";
@@ -55,7 +55,7 @@ export function drawHeads(row, choose) {
     if (!button) {
       const label = th.textContent, name = make("span");
       button = make("button", { type: "button", className: "sort" });
-      if (th.matches(".c-extra")) { cut(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else text(button, label);
+      if (th.matches(".c-extra")) { writeShortened(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else text(button, label);
       button.addEventListener("click", () => choose(button.dataset.next));
       th.replaceChildren(button);
     }

@@ -46,6 +46,7 @@ impl DatasetsPage {
 struct DatasetCard<'a> {
     dataset: &'a Dataset,
     format: &'static str,
+    /// Size and colours of the pictures: `28 × 28, grey`.
     pictures: String,
     class_count: String,
     normalisation: String,
@@ -53,6 +54,7 @@ struct DatasetCard<'a> {
     /// For each class, its name and its number of samples in each split.
     classes: Vec<(&'a str, Vec<String>)>,
     more_classes: usize,
+    /// Text with the number of files that cannot be read. Empty if all files can be read.
     broken_files: String,
 }
 

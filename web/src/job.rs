@@ -211,7 +211,7 @@ impl JobPage {
                 Shown::sentence(&unreadable(flaw, &self.job, &reason)),
             ));
         }
-        let (mut what, why) = match self.job.state {
+        let (mut title, sentence) = match self.job.state {
             JobState::Failed => ("The job failed.".to_owned(), reason),
             JobState::Lost => ("The job's machine is silent.".to_owned(), reason),
             JobState::Restarting | JobState::Queued => waiting_banner(&self.job)?,
@@ -225,11 +225,11 @@ impl JobPage {
             _ => return None,
         };
         // If the sentence is in lower case, the title ends with a colon.
-        if why.starts_with(|c: char| c.is_ascii_lowercase()) && what.ends_with('.') {
-            what.pop();
-            what.push(':');
+        if sentence.starts_with(|c: char| c.is_ascii_lowercase()) && title.ends_with('.') {
+            title.pop();
+            title.push(':');
         }
-        Some((what, Shown::sentence(&why)))
+        Some((title, Shown::sentence(&sentence)))
     }
 
     /// Returns the banner's colour: `bad` or `warn`.
@@ -276,14 +276,14 @@ fn own_result(name: &str, v: f64) -> String {
 /// Returns the banner of a waiting job: the job's place in the queue, and the current reason for waiting. The same as `#waitingBanner` in
 /// `static/job/facts.js`.
 fn waiting_banner(job: &Job) -> Option<(String, String)> {
-    let again = job.state == JobState::Restarting;
-    let why = waits_for(job);
-    if job.queue.is_none() && why.is_none() && !again {
+    let is_restart = job.state == JobState::Restarting;
+    let reason = waits_for(job);
+    if job.queue.is_none() && reason.is_none() && !is_restart {
         return None;
     }
     let place = job.queue.as_ref().map(|queue| format!(", number {} in the queue", queue.place));
-    let what = if again { "Starting again" } else { "Waiting" };
-    Some((format!("{what}{}.", place.unwrap_or_default()), why.unwrap_or_default()))
+    let title = if is_restart { "Starting again" } else { "Waiting" };
+    Some((format!("{title}{}.", place.unwrap_or_default()), reason.unwrap_or_default()))
 }
 
 /// Describes a job that this version cannot read. The same as `unreadable` in `static/job/facts.js`.

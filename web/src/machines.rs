@@ -147,7 +147,7 @@ impl AgentCard {
     fn slot_gauges(&self, slot: &Slot) -> Vec<Gauge> {
         let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|seen| seen.slot == slot.index);
         let all = gauges::slot_gauges(sample, slot.memory_bytes);
-        // A slot of CPU cores has no temperature.
+        // A slot of CPU cores has only the first two gauges, use and memory.
         let shown = if slot.uuid.is_some() { all.len() } else { 2 };
         all.into_iter().take(shown).collect()
     }

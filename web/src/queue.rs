@@ -30,6 +30,7 @@ pub struct QueuePage {
     pub owner: String,
     /// Waiting jobs that the user may change.
     pub changeable: HashSet<JobId>,
+    /// Whether this is the first page.
     pub is_first: bool,
     /// Cursor of the next page.
     pub next: Option<String>,

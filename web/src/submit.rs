@@ -71,12 +71,12 @@ impl SubmitPage {
 
     /// Returns the fields that are always shown, in groups.
     fn groups(&self) -> Vec<(&'static str, Vec<FieldView>)> {
-        self.groups_of(|field| !field.more)
+        self.groups_of(|field| !field.is_in_more)
     }
 
     /// Returns the fields below "More settings", in groups.
     fn more_groups(&self) -> Vec<(&'static str, Vec<FieldView>)> {
-        self.groups_of(|field| field.more)
+        self.groups_of(|field| field.is_in_more)
     }
 
     fn groups_of(&self, is_included: fn(&Field) -> bool) -> Vec<(&'static str, Vec<FieldView>)> {
@@ -118,7 +118,7 @@ impl SubmitPage {
     /// Whether "More settings" must be open: the section contains a mistake, or the key that sets the job's length.
     fn more_is_needed(&self) -> bool {
         let has_steps = self.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
-        let is_in_more = |mistake: &SpecError| fields::fields().any(|f| f.more && belongs(mistake, f));
+        let is_in_more = |mistake: &SpecError| fields::fields().any(|f| f.is_in_more && belongs(mistake, f));
         has_steps || self.mistakes.iter().any(is_in_more)
     }
 

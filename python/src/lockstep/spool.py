@@ -78,14 +78,15 @@ class Spool:
         self._lock = _lock(path)
         self._file = open(path / RECORDS, "ab", buffering=0)
         # The number of records, and the size of all complete lines.
-        self.records, self._size_bytes = 0, 0
+        self.record_count, self._size_bytes = 0, 0
         # The largest step of all records, or -1. The last record may have a smaller step.
         self.last_step = -1
         with open(path / RECORDS, "rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    self.records, self._size_bytes = self.records + 1, self._size_bytes + len(line)
-                    record = _record(line, f"{path / RECORDS}, line {self.records}")
+                    self.record_count += 1
+                    self._size_bytes += len(line)
+                    record = _record(line, f"{path / RECORDS}, line {self.record_count}")
                     self.last_step = max(self.last_step, int(record.get("step", -1)))
         # A killed process may have left an incomplete line.
         self._file.truncate(self._size_bytes)
@@ -103,7 +104,7 @@ class Spool:
 
     def pad(self, acknowledged: int) -> None:
         """Appends placeholders until the folder has as many records as the server: `acknowledged`."""
-        self.append(PLACEHOLDER * max(acknowledged - self.records, 0))
+        self.append(PLACEHOLDER * max(acknowledged - self.record_count, 0))
 
     def write_run(self, text: str) -> None:
         """Replaces `run.json` atomically."""

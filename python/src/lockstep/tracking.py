@@ -99,7 +99,7 @@ class Run:
     """
 
     def __init__(self, run: Json, mode: Mode, spool: Spool | None, step: int, is_resumed: bool) -> None:
-        self._run = run
+        self._fields = run
         self._mode: Mode = mode
         self._spool = spool
         self._step = step
@@ -123,8 +123,8 @@ class Run:
         self._failure: Exception | None = None
         # Set when data is to be written, when data was written, and when the run ends.
         self._logged, self._written, self._ends = threading.Event(), threading.Event(), threading.Event()
-        self._writer: threading.Thread | None = None
-        self._sending: threading.Thread | None = None
+        self._writer_thread: threading.Thread | None = None
+        self._sender_thread: threading.Thread | None = None
         self._sender: Sender | None = None
 
     # Properties.
@@ -132,12 +132,12 @@ class Run:
     @property
     def id(self) -> str:
         """The id: with it, `init(id=..., resume="must")` continues the run."""
-        return str(self._run["id"])
+        return str(self._fields["id"])
 
     @property
     def name(self) -> str:
         """The name on the dashboard."""
-        return str(self._run["name"])
+        return str(self._fields["name"])
 
     @name.setter
     def name(self, name: str) -> None:
@@ -146,18 +146,18 @@ class Run:
     @property
     def project(self) -> str:
         """The project."""
-        return str(self._run["project"])
+        return str(self._fields["project"])
 
     @property
     def notes(self) -> str | None:
         """The notes."""
-        notes: str | None = self._run["notes"]
+        notes: str | None = self._fields["notes"]
         return notes
 
     @property
     def tags(self) -> tuple[str, ...]:
         """The tags."""
-        return tuple(self._run["tags"])
+        return tuple(self._fields["tags"])
 
     @property
     def step(self) -> int:
@@ -189,7 +189,7 @@ class Run:
         return self._url
 
     def __repr__(self) -> str:
-        return f"<Run {self.id} {self.name!r}, {self._run['state']}, step {self._step}>"
+        return f"<Run {self.id} {self.name!r}, {self._fields['state']}, step {self._step}>"
 
     # Logging.
 
@@ -441,27 +441,27 @@ class Run:
             if self._has_ended:
                 return
             self._has_ended = True
-        self._run |= {"state": state, "reason": reason, "ended_at": time.time_ns() // 1_000_000}
+        self._fields |= {"state": state, "reason": reason, "ended_at": time.time_ns() // 1_000_000}
         self._has_changed = True
         self._ends.set()
         self._logged.set()
-        if self._spool is None or self._writer is None:
+        if self._spool is None or self._writer_thread is None:
             return
-        self._writer.join()
+        self._writer_thread.join()
         command = f"python -m lockstep sync {self._spool.path}"
-        if self._sending is None or self._sender is None:
+        if self._sender_thread is None or self._sender is None:
             say(f"run {self.id} is kept in its folder; send it by: {command}")
         else:
             self._written.set()
-            self._sending.join(FINISH_SECS + SEND_SECS)
-            if self._sending.is_alive() and not isinstance(self._failure, Unreachable):
+            self._sender_thread.join(FINISH_SECS + SEND_SECS)
+            if self._sender_thread.is_alive() and not isinstance(self._failure, Unreachable):
                 # A file is still being uploaded. Without its end, the run would count as failed later.
                 with contextlib.suppress(LockstepError):
                     self._sender.send_end()
-            if self._sending.is_alive() or self._failure is not None:
+            if self._sender_thread.is_alive() or self._failure is not None:
                 why = f" ({self._failure})" if self._failure else ""
                 say(f"run {self.id} was not sent completely{why}; nothing is lost, send it by: {command}")
-            if self._sending.is_alive():
+            if self._sender_thread.is_alive():
                 return
         self._spool.close()
 
@@ -478,13 +478,14 @@ class Run:
             self._logged.set()
 
     def _start(self, sender: Sender | None) -> None:
-        self._writer = threading.Thread(target=self._write_until_end, name="lockstep-writer", daemon=True)
-        self._writer.start()
+        write = self._write_until_end
+        self._writer_thread = threading.Thread(target=write, name="lockstep-writer", daemon=True)
+        self._writer_thread.start()
         if sender is not None:
             self._sender = sender
             send = self._send_until_end
-            self._sending = threading.Thread(target=send, args=(sender,), name="lockstep-sender", daemon=True)
-            self._sending.start()
+            self._sender_thread = threading.Thread(target=send, args=(sender,), name="lockstep-sender", daemon=True)
+            self._sender_thread.start()
 
     def _write_until_end(self) -> None:
         last_tries = 10
@@ -525,7 +526,7 @@ class Run:
             # Written after the records, so that a folder of an ended run has all records.
             if has_changed:
                 with self._lock:
-                    text = json.dumps(self._run, indent=1, default=str)
+                    text = json.dumps(self._fields, indent=1, default=str)
                 self._spool.write_run(text)
             if is_last:
                 self._spool.make_durable()
@@ -535,13 +536,13 @@ class Run:
         self._written.set()
 
     def _send_until_end(self, sender: Sender) -> None:
-        assert self._writer is not None
+        assert self._writer_thread is not None
         pause, sent_at, ends_by = SEND_SECS, time.monotonic(), math.inf
         while True:
             self._written.clear()
             if is_last := self._ends.is_set():
                 # After the writer has ended, the folder is complete.
-                self._writer.join()
+                self._writer_thread.join()
                 ends_by = min(ends_by, time.monotonic() + FINISH_SECS)
             try:
                 if sender.send():

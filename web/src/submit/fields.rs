@@ -34,8 +34,8 @@ pub(super) struct Field {
     pub(super) kind: Kind,
     /// Unit or meaning in a few words.
     pub(super) hint: &'static str,
-    /// Whether the field is under `More settings`.
-    pub(super) more: bool,
+    /// Whether the field is under "More settings".
+    pub(super) is_in_more: bool,
 }
 
 impl Field {
@@ -46,11 +46,11 @@ impl Field {
 }
 
 const fn field(key: &'static str, label: &'static str, kind: Kind, hint: &'static str) -> Field {
-    Field { key, label, kind, hint, more: false }
+    Field { key, label, kind, hint, is_in_more: false }
 }
 
 const fn more(key: &'static str, label: &'static str, kind: Kind, hint: &'static str) -> Field {
-    Field { key, label, kind, hint, more: true }
+    Field { key, label, kind, hint, is_in_more: true }
 }
 
 /// The empty choice, and every recipe.

@@ -57,12 +57,12 @@ impl Form {
         form
     }
 
-    fn flatten(&mut self, at: &str, value: &Value) {
-        let is_field = fields().any(|field| field.key == at);
+    fn flatten(&mut self, path: &str, value: &Value) {
+        let is_field = fields().any(|field| field.key == path);
         if let (Value::Object(map), false) = (value, is_field) {
             for (key, value) in map {
-                let path = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
-                self.flatten(&path, value);
+                let inner = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                self.flatten(&inner, value);
             }
             return;
         }
@@ -70,11 +70,11 @@ impl Form {
             Value::String(text) => text.clone(),
             // Tables are shown as JSON.
             Value::Array(items) if items.iter().any(Value::is_object) => value.to_string(),
-            Value::Array(items) => items.iter().map(item).collect::<Vec<_>>().join(", "),
+            Value::Array(items) => items.iter().map(item_text).collect::<Vec<_>>().join(", "),
             Value::Null => String::new(),
             other => other.to_string(),
         };
-        self.values.insert(at.to_owned(), text);
+        self.values.insert(path.to_owned(), text);
     }
 
     /// Converts the form to a specification as JSON, for `spec::from_json`. Empty fields are left out. Text of the wrong type stays text,
@@ -135,7 +135,7 @@ const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "da
 const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
 
 /// Formats an entry of a list: a number, or an epoch and the size that starts there.
-fn item(value: &Value) -> String {
+fn item_text(value: &Value) -> String {
     match (value.as_array().map(Vec::as_slice), value.as_str()) {
         (Some([epoch, size]), _) => format!("{epoch}: {size}"),
         (_, Some(word)) => word.to_owned(),

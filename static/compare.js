@@ -74,8 +74,8 @@ function applyGrouping() {
   press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
   if (wanted) {
     const lines = groups(list(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
-    // If there are enough colours, groups do not reuse the colours of jobs in the scatter plot. Otherwise solid lines are assigned before
-    // dashed lines.
+    // If there are enough colours, groups get other colours than jobs, which the scatter plot shows. Otherwise groups may reuse the colours of
+    // jobs, so that their lines are solid.
     assign(all.length <= COLOURS ? all : lines);
   }
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
@@ -101,8 +101,8 @@ byId("selection-keep").addEventListener("click", () => { const kept = chosen(); 
 // --- controls -----------------------------------------------------------------------------------------
 
 /**
- * Default metric: the validation accuracy, or else the loss, if a job has it. Otherwise a metric that all jobs have, preferably a loss or an
- * accuracy.
+ * Returns the default metric: the validation accuracy if a job has it, otherwise the loss if a job has it, otherwise a metric that all jobs
+ * have, preferably a loss or an accuracy.
  */
 function defaultMetric() {
   const ofJobs = list().map(ownMetrics), all = [...new Set(ofJobs.flat())].sort((a, b) => isResult(b) - isResult(a));

@@ -19,7 +19,7 @@ import { register } from "./job/register.js";
 import { isFinal, waits } from "./job/states.js";
 import { Tabs } from "./job/tabs.js";
 
-/** Number of events by which the page may lag behind. If it lags further, it reads the history over REST again instead of each event. */
+/** Number of events by which the page may lag behind. If the page lags further, it reads the history over REST again instead of each event. */
 const MAX_MISSED_EVENTS = 20_000;
 const FACTS_EVERY_MS = 200;
 

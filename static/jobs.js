@@ -41,7 +41,7 @@ let next = null, reading = false;
 let reloadTimer = 0, pause = MIN_PAUSE_MS;
 /** Whether the filter or the order has changed since the list was read. */
 let isFilterChanged = true;
-/** Whether the stream was interrupted, and the number of the load that reads what was missed; 0 if there is none. */
+/** Whether the stream was interrupted, and the number of the load that reads what was missed; 0 without such a load. */
 let wasInterrupted = false, catchUpLoad = 0;
 /** Resolves after the first rows are painted. No row is changed before. */
 const firstPaint = drawn();

@@ -194,7 +194,7 @@ export function openDialog(id, title, content, ...links) {
 /** Returns a value that the browser stores; null without a value, or if the browser refuses access to its storage. */
 export const stored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
 
-/** Stores a value, or removes it for null. Returns whether the browser allows it. */
+/** Stores a value, or removes it for null. Returns whether the browser allows this. */
 export function store(key, value) {
   try { if (value === null) localStorage.removeItem(key); else localStorage.setItem(key, value); return true; } catch { return false; }
 }

@@ -91,7 +91,7 @@ export class Stream {
     this.#open();
   }
 
-  /** Closes the connection. `reconnect` opens it again. */
+  /** Closes the connection. `reconnect` opens a new connection. */
   hold() {
     const old = this.#socket;
     this.#socket = null;

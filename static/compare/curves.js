@@ -61,7 +61,7 @@ export class Curves {
     const chart = new Chart(place, this.view, {
       label: `${label} of the jobs`, describe, format, tick, limits,
       layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
-      // In the CSV file of groups, positions are in the axis's unit; in that of jobs, they are steps.
+      // In the CSV file of groups, positions are in the axis's unit. In the CSV file of jobs, positions are steps.
       column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
       empty: () => "None of these jobs has a value of this metric yet.",
       onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
@@ -96,7 +96,7 @@ export class Curves {
     return series;
   }
 
-  /** Called when a job has newer points than those that were read. */
+  /** Called when a job has newer points than the page has read. */
   changed(id) { this.#news.set(id, (this.#news.get(id) ?? 0) + 1); }
 
   #places(segment) {

@@ -9,7 +9,7 @@ export class Selection extends EventTarget {
 
   constructor(jobs) { super(); this.jobs = jobs; }
 
-  /** Applies `changes`, a list of `[column, range]`: sets a column's brush to a range of positions from 0 to 1, or removes it for null. */
+  /** Applies `changes`, a list of `[column, range]`: sets a column's brush to a range of positions from 0 to 1, or removes the brush for null. */
   set(changes) {
     for (const [column, range] of changes) {
       if (!range) { this.brushes.delete(column.key); continue; }

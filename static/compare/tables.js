@@ -15,7 +15,7 @@ const COLUMNS = [
   { name: "job", get: (j) => j.name, format: (v) => v }, { name: "state", get: (j) => j.state, format: (v) => v },
   ...RESULTS.map(({ name, get, format, about }) => ({ name, get: (j) => get(j) ?? NaN, format, about })),
 ];
-/** Columns with the newest values. While a job runs, they are marked as not final. */
+/** Columns with the newest values. While a job runs, these values are marked as not final. */
 const NEWEST = ["loss", "val. loss", "training accuracy", "val. accuracy"];
 /** Columns whose values are measured on the validation pictures. */
 const VALIDATED = ["val. accuracy", "best accuracy"];

@@ -40,8 +40,8 @@ function describeFolder({ info }) {
 }
 
 /**
- * Sends the request again until the server has inspected the files, shows the progress, and returns the response. With `/api/v1/datasets` this
- * registers the dataset. The first inspection of a million pictures takes minutes.
+ * Sends the request again until the server has inspected the files, shows the progress, and returns the response. A request to
+ * `/api/v1/datasets` registers the dataset. The first inspection of a million pictures takes minutes.
  */
 export async function postUntilInspected(path, body, signal, onProgress) {
   for (;;) {

@@ -7,7 +7,7 @@ import { accuracyOf, bytes, count, percent } from "../numbers.js";
 const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
 
 /**
- * Describes the best evaluation with its epoch, and the best checkpoint's accuracy if it differs. The same as `best_words` in
+ * Describes the best evaluation with its epoch, and the best checkpoint's accuracy if this accuracy differs. The same as `best_words` in
  * protocol/src/best.rs.
  */
 export function bestWords(best, checkpoint) {

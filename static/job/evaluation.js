@@ -56,7 +56,7 @@ export class Evaluation {
   }
 
   /**
-   * Requests a result for the chosen checkpoint until it is available. Returns nothing if another checkpoint is chosen meanwhile, or after
+   * Requests a result for the chosen checkpoint until the result is available. Returns nothing if another checkpoint is chosen meanwhile, or after
    * a problem, which is shown.
    */
   async #request(what, doing, say) {

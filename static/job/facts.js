@@ -20,7 +20,7 @@ const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.l
 /** The same as `Job::ranks_now` in protocol/src/job.rs. */
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
 
-/** Whether the number of an active job's ranks is known from its reason: without a reason, or with `fewer_ranks`. */
+/** Whether `ranksNow` is exact for an active job: a job without a cause has all ranks, and the cause `fewer_ranks` has their number. */
 export const isRankCountKnown = (job) => !job.cause || job.cause.code === "fewer_ranks";
 
 /**

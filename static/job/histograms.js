@@ -130,7 +130,7 @@ export class Histograms {
   }
 }
 
-/** Returns a table cell with the shape of a histogram. The cells beside it have the range. */
+/** Returns a table cell with the shape of a histogram. The next cells in the row have the range. */
 function profile(counts) {
   const most = Math.max(1, ...counts), points = ["0,20", ...counts.flatMap((n, i) => { const y = (20 - 19 * n / most).toFixed(1); return [`${i},${y}`, `${i + 1},${y}`]; }), `${counts.length},20`].join(" ");
   return make("td", {}, makeSvg("svg", { class: "profile", viewBox: `0 0 ${counts.length} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, makeSvg("polygon", { points })));

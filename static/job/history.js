@@ -34,7 +34,7 @@ function describeEnd({ reason, rank, step, state, next_checkpoint }) {
 
 export class History {
   #requests = 0;
-  /** For each attempt, the reason why the previous attempt ended. Charts show it at the start of the attempt. */
+  /** For each attempt, the reason why the previous attempt ended. Charts show the reason at the start of the attempt. */
   reasons = new Map();
   /** `{ place, reason }` while the job waits. */
   queue = null;

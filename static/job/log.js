@@ -276,7 +276,7 @@ export class Log {
   }
 }
 
-/** Returns the index of the first of about `MAX_LINES` lines to show. It is the first line of an event, because older lines are read by events. */
+/** Returns the index of the first of about `MAX_LINES` lines to show: the first line of an event, because older lines are read by events. */
 function firstShown(lines) {
   let from = Math.max(0, lines.length - MAX_LINES);
   while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;

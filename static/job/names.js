@@ -43,7 +43,7 @@ export const quantity = (name) => about(name).quantity;
 export const ELSEWHERE = "run from elsewhere";
 /** Returns the metrics for which a run from elsewhere has a newest value. `val_pictures` is a number of pictures, which is no curve. */
 export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
-/** Whether a name is that of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */
+/** Whether a name is the name of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */
 export const isResult = (name) => /loss|acc/i.test(name);
 /** Groups in the list of metrics, with the first metric of each group. */
 export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];

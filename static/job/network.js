@@ -40,7 +40,7 @@ function figures({ predicted = {}, measured_step_ms: step, measured_memory_bytes
 const difference = (predicted, measured) => (measured && predicted ? `${measured < predicted ? "−" : "+"}${percent(Math.abs(measured / predicted - 1), 0)}` : "–");
 
 export class Network {
-  /** `onPlan` receives the plan, if the job has one. */
+  /** `onPlan` receives the plan, if the job has a plan. */
   constructor(job, onPlan) { Object.assign(this, { job, onPlan }); }
 
   async load() {

@@ -24,7 +24,7 @@ export class PanelForm {
 
   get #boxes() { return [...field("metrics").querySelectorAll("input")]; }
 
-  /** Opens the form. `put(panel)` stores the panel, or removes it for null, and returns the element to focus. */
+  /** Opens the form. `put(panel)` stores the panel, or removes the panel for null, and returns the element to focus. */
   open(panel, put) {
     const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, robust: false, log: false };
     text(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");

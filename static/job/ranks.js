@@ -26,7 +26,7 @@ export class Ranks {
   plan = null;
   /** Ranks whose lines are emphasised; empty: none. */
   chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
-  /** For each rank, the time at which it began to write a checkpoint, and the intervals of its recent writes. */
+  /** For each rank, when it began the checkpoint that it is writing (`since`; 0: none), and the intervals of recent writes (`spans`). */
   #writing = new Map();
 
   constructor(metrics, onChoose) {
@@ -109,7 +109,7 @@ export class Ranks {
     return " · limited by computing";
   }
 
-  /** Returns the rank that delays the others, `{ rank, share, since, cause }`, or null. */
+  /** Returns the rank that delays the other ranks, `{ rank, share, since, cause }`, or null. */
   findSlowRank() {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => ({ rank: r, ...this.split(r) }))
       .filter((s) => Number.isFinite(s.step));
@@ -135,7 +135,7 @@ export class Ranks {
   }
 
   /**
-   * Returns the step since which a rank has been slower than the others, as far back as the page's points reach. Metrics may have buckets of
+   * Returns the step since which a rank has been slower than the other ranks, as far back as the page's points reach. Metrics may have buckets of
    * different widths, so each step is looked up in each metric.
    */
   #since(rank, others) {
@@ -155,7 +155,7 @@ export class Ranks {
     return since;
   }
 
-  /** Describes a rank's status, or how the rank ended. `status`: the status in its last report. `cause` may name the rank that failed first. */
+  /** Describes a rank's status, or how the rank ended. `status`: the status in the rank's last report. `cause` may name the rank that failed first. */
   #status(rank, status, live, cause) {
     if (live) return status;
     if (cause?.rank === rank) return "ended first";

@@ -242,7 +242,7 @@ export class Groups {
     for (const id of this.jobs.keys()) if (!shown.has(id)) this.jobs.delete(id);
   }
 
-  /** Handles a job from the stream: its rows change at once, and groups are read soon. */
+  /** Handles a job from the stream: the job's rows change at once, and groups are read again soon. */
   handleJob(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {

@@ -9,7 +9,7 @@ const COMPARE = {
   "=": (a, b) => a === b, "!=": (a, b) => a !== b, "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b,
 };
 
-/** Parses `train.lr > 0.1` into key, sign and value; undefined if it is not a condition. */
+/** Parses `train.lr > 0.1` into key, sign and value; undefined if `words` is not a condition. */
 export function condition(words) {
   const found = /^\s*([^=!<>]+?)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*$/.exec(words);
   return found && { key: found[1].replace(/^spec\./, ""), sign: found[2].replace("==", "="), value: found[3] };
@@ -59,7 +59,7 @@ export const alsoRead = () => (metrics ? [["metrics", metrics]] : []);
 
 /** Minimum pause before the list is read again while jobs change. */
 export const MIN_PAUSE_MS = 3000;
-/** Returns the pause after a request that began at this time: it grows with the response time of the server. */
+/** Returns the pause after a request that began at this time: the pause grows with the response time of the server. */
 export const pauseAfter = (began) => Math.min(30_000, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
 
 /** Reads one page of matching jobs, after `cursor` (`next_cursor` of the previous page). */

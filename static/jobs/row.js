@@ -1,4 +1,4 @@
-// A row of the list. The script fills it like the server (web/src/jobs.rs), and again when the job changes.
+// A row of the list. The script fills a row like the server (web/src/jobs.rs), and fills the row again when the job changes.
 
 import { byId, make, serverNow, text } from "../page.js";
 import { writeShortened, writeSentence } from "../cut.js";

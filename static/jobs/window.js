@@ -1,5 +1,5 @@
 // Lays out only rows near the visible part, so that a list of ten thousand rows scrolls like a list of a hundred. `content-visibility` does
-// not work for table rows. So all other rows are hidden, and empty rows above and below have their height.
+// not work for table rows. So all other rows are hidden, and empty rows above and below have the height of the hidden rows.
 
 import { make } from "../page.js";
 

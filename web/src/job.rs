@@ -21,22 +21,22 @@ use lockstep_protocol::{
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 
-/// A checkpoint, with its id for the download link.
+/// A checkpoint, with the id that download links contain.
 #[derive(Debug, Clone, Serialize)]
 pub struct Checkpoint {
     /// The id in `/api/v1/checkpoints/{id}`.
     pub id: String,
     /// The attempt that wrote the checkpoint.
     pub attempt: u32,
-    #[serde(flatten)]
     /// The checkpoint's description.
+    #[serde(flatten)]
     pub info: CheckpointInfo,
     /// State of the checkpoint in the object store (`uploading` or `stored`). `None` without an object store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stored: Option<&'static str>,
 }
 
-/// The agent of a rank, and the rank's newest report if there is any.
+/// The agent of a rank, and the rank's newest report if it has sent a report.
 #[derive(Debug, Clone, Serialize)]
 pub struct RankPlace {
     /// The rank, from 0.
@@ -107,8 +107,8 @@ impl JobPage {
         }
     }
 
-    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's time
-    /// zone.
+    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's
+    /// time zone.
     fn about(&self) -> String {
         let job = &self.job;
         if job.external.is_some() {
@@ -194,8 +194,8 @@ impl JobPage {
         job.external.is_none() && job.step == 0 && job.sparkline.is_empty() && idle.contains(&job.state)
     }
 
-    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `hasPriority` in
-    /// `static/job/actions.js`.
+    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `hasPriority`
+    /// in `static/job/actions.js`.
     fn has_priority(&self) -> bool {
         let state = self.job.state;
         state.is_waiting() || (state.is_active() && self.job.spec.preemptible)

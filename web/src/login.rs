@@ -40,6 +40,6 @@ pub struct ProviderButton {
     pub name: String,
     /// URL that starts the sign-in. The template appends the query, with [`LoginPage::next`].
     pub href: String,
-    /// Why the sign-in at the provider failed. Empty if it did not fail.
+    /// Why the sign-in at the provider failed. Empty if no sign-in failed.
     pub error: String,
 }

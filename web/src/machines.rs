@@ -47,7 +47,7 @@ pub struct SlotCell {
 /// The server's information about an agent.
 #[derive(Debug, Clone)]
 pub struct AgentCard {
-    /// The agent's id, which it keeps over restarts.
+    /// The agent's id, which stays the same after restarts.
     pub id: String,
     /// The agent's name. Two agents may have the same name, for example after an agent's state was lost.
     pub name: String,

@@ -1,4 +1,5 @@
-//! The form for a new job. It works without a script. `static/submit.js` adds checks while the reader types, and the specification as TOML.
+//! The form for a new job. The form works without a script. `static/submit.js` adds checks while the reader types, and the specification as
+//! TOML.
 //!
 //! A field's name is its path in the specification (`train.lr`), so a mistake at `/train/lr` belongs to this field.
 
@@ -398,7 +399,7 @@ mod tests {
         let again = from_json(&form.document()).expect("a specification");
         assert_eq!((again.train.weight_decay, again.train.recipe), (0.0, Some(Recipe::Imagenet)));
 
-        // Except settings that scale with the epochs, unless the user has changed them.
+        // Settings that scale with the epochs are sent only if the user has changed them.
         form.set("train.epochs", "30");
         let shorter = from_json(&form.document()).expect("a specification");
         assert_eq!((shorter.train.epochs, &shorter.train.milestones[..]), (Some(30), &[10, 20][..]));

@@ -32,7 +32,7 @@ pub struct DeliveryLine {
     pub state: &'static str,
     /// Number of attempts so far.
     pub attempts: usize,
-    /// Why the last attempt failed. Empty if it did not fail.
+    /// Why the last attempt failed. Empty if the last attempt succeeded.
     pub error: String,
 }
 

@@ -1,4 +1,4 @@
-"""The server's address and the token for it, found as the command line finds them."""
+"""Finds the server's address and the token in the same places as the command line."""
 
 from __future__ import annotations
 

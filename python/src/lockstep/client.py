@@ -323,7 +323,7 @@ class JobCalls(_Resource, Generic[J, C]):
         while True:
             was_over = self.is_over
             page = await self._get(f"/jobs/{self.id}/{path}", **query)
-            # The last page has no cursor, so it is read again with the elements that were added since.
+            # The last page has no cursor, so that page is read again, with the elements that were added since.
             for element in [element for element in page[key] if element["seq"] > newest]:
                 newest = element["seq"]
                 yield element
@@ -489,11 +489,11 @@ class ClientCalls(Calls, Generic[J]):
 
 
 class Checkpoint(CheckpointCalls, SyncCalls):
-    """A checkpoint of a job. `data` is its JSON (docs/reference/rest.md)."""
+    """A checkpoint of a job. `data` is the checkpoint's JSON (docs/reference/rest.md)."""
 
 
 class Job(JobCalls["Job", Checkpoint], SyncCalls):
-    """A job. `data` is its JSON (docs/reference/rest.md), as last read by `refresh`, `wait` or an action."""
+    """A job. `data` is the job's JSON (docs/reference/rest.md), as last read by `refresh`, `wait` or an action."""
 
     _checkpoint_type = Checkpoint
 
@@ -507,8 +507,8 @@ class Client(ClientCalls[Job], SyncCalls):
     `data_dir`: the data directory of a server on this machine (default: LOCKSTEP_DATA_DIR, or `lockstep-data`).
     LOCKSTEP_CA_FILE names certificates to trust in addition to the system's.
 
-    Every call raises `Problem` if the server refuses it, and `Unreachable` if no server responds. Once the server has
-    responded to a request, requests that can be repeated safely are retried for a minute.
+    Every call raises `Problem` if the server refuses the call, and `Unreachable` if no server responds. Once the server
+    has responded to a request, requests that can be repeated safely are retried for a minute.
     """
 
     _job_type = Job

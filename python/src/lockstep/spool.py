@@ -34,7 +34,7 @@ REQUEST_SECS = 20.0
 # Time limit for each part of a file, and for the server to store the file.
 FILE_SECS = 300.0
 # Fields of `run.json` that are sent before a run's files, and after them. Each group is a request, so that a field that
-# is too large does not block the others.
+# is too large does not block the other fields.
 CHANGES = (("config",), ("summary",))
 END = ("state", "reason", "ended_at")
 # Takes the place of a record that the server already has from another folder.
@@ -228,7 +228,7 @@ class Sender:
         # Files do not block the run's end: a proxy, for example, closes the connection to refuse a large file.
         except (Problem, Unreachable) as error:
             self._refused = self._refused or error
-        # The end is last, so that whoever waits for it finds the files and the alerts, which are in the summary.
+        # The end is sent last. A program that waits for the end then finds the files, and the alerts in the summary.
         has_sent |= self._send_changes(run, END)
         self.sent_records += self._next - before
         if self._refused:
@@ -252,7 +252,7 @@ class Sender:
             self._seek(acknowledged)
 
     def _send_changes(self, run: Json, *groups: tuple[str, ...]) -> bool:
-        """Sends the fields that the server lacks. Returns whether it has accepted any."""
+        """Sends the fields that the server lacks. Returns whether the server has accepted a field."""
         has_sent = False
         for keys in groups:
             known = self._known or {}
@@ -347,7 +347,7 @@ class Sender:
 
 
 def folders(path: Path) -> Iterator[Path]:
-    """Yields folders of runs: `path` itself, and the folders in it and in its `lockstep-runs`."""
+    """Yields folders of runs: `path`, and the folders in `path` and in `path/lockstep-runs`."""
     for pattern in (RUN, f"*/{RUN}", f"lockstep-runs/*/{RUN}"):
         for file in sorted(path.glob(pattern)):
             if (file.parent / RECORDS).exists():

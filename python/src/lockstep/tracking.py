@@ -1,4 +1,4 @@
-"""Runs, which a program logs while it trains by itself.
+"""Runs: trainings that a program runs itself and logs.
 
 `log` only stores values in memory. A thread writes them to the run's folder every 100 ms, and another thread sends
 them from the folder to the server; see `spool`.

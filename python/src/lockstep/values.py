@@ -90,7 +90,7 @@ def to_step(step: Any) -> int:
 
 
 def json_number(value: float) -> float | str:
-    """Returns a number, or a text if the number is not finite, because JSON cannot represent it."""
+    """Returns a number, or a text for a number that is not finite, because JSON has only finite numbers."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

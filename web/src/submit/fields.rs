@@ -3,7 +3,7 @@
 use lockstep_protocol::spec::{Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe};
 use serde_json::{Value, json};
 
-/// The type of a field. It determines how the field's text is converted to JSON.
+/// The type of a field, which determines how the field's text is converted to JSON.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Text,

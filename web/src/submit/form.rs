@@ -13,8 +13,8 @@ pub(super) static DEFAULTS: LazyLock<Form> =
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Form {
     pub(super) values: BTreeMap<String, String>,
-    /// The recipe with which the fields were filled; empty if there was none. If the user chooses another recipe without a script, the
-    /// fields still have this recipe's values.
+    /// The recipe with which the fields were filled; empty if no recipe was chosen. If the user chooses another recipe without a script,
+    /// the fields still have this recipe's values.
     pub(super) filled: String,
 }
 
@@ -127,10 +127,10 @@ impl Form {
     }
 }
 
-/// Keys that a recipe scales with the job's epochs: they are sent only if the user has changed them.
+/// Keys that a recipe scales with the job's epochs. These keys are sent only if the user has changed them.
 const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 
-/// Keys whose default depends on the dataset: they are sent only if the user has changed them. The same as `LEFT_TO_SERVER` in
+/// Keys whose default depends on the dataset. They are sent only if the user has changed them. The same as `LEFT_TO_SERVER` in
 /// `static/submit.js`.
 const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
 

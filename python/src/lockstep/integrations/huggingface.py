@@ -25,7 +25,7 @@ def _renamed(logs: dict[str, Any]) -> dict[str, Any]:
 class LockstepCallback(TrainerCallback):  # type: ignore[misc]
     """Logs the values that a `Trainer` logs: `Trainer(..., callbacks=[LockstepCallback(project="glue")])`.
 
-    `settings`: arguments of `lockstep.init`. If a run is already active, the callback logs to it. The run stays open
+    `settings`: arguments of `lockstep.init`. If a run is already active, the callback uses this run. The run stays open
     after the training, for evaluations, until `lockstep.finish` or the end of the program.
     """
 

@@ -24,7 +24,7 @@ const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_si
 // Keys whose default depends on the dataset: they are sent only if the user has changed them.
 const LEFT_TO_SERVER = ["data.validation"];
 /** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
-let sent = document.querySelector(".field.wrong") !== null;
+let isSubmitted = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 
 // --- the specification in the form ------------------------------------------------------------------
@@ -32,13 +32,13 @@ let notation = "toml";
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
 /** Returns the effective value of a field: an empty field has its default, unless the recipe sets the key. */
-const effective = (field, recipe) => valueOf(field) || (field.name in (recipes[recipe] ?? {}) ? "" : field.dataset.default);
+const effectiveValue = (field, recipe) => valueOf(field) || (field.name in (recipes[recipe] ?? {}) ? "" : field.dataset.default);
 
 /**
  * Writes a value, as text, into a field. Defaults are shown as the placeholder. If the recipe sets the key, the default is written out,
  * because an empty field means the recipe's value. A choice that the field lacks is added with `label`.
  */
-function put(field, value, recipe, label = value) {
+function writeValue(field, value, recipe, label = value) {
   if (field.type === "checkbox") field.checked = value === "true";
   else if (field.tagName === "SELECT" && value && ![...field.options].some((option) => option.value === value)) field.add(new Option(label, value, true, true));
   else field.value = field.type === "text" && value === field.dataset.default && !(field.name in (recipes[recipe] ?? {})) ? "" : value;
@@ -78,13 +78,13 @@ function jsonValue(field) {
 }
 
 /** Returns the value of a field that the reader has not changed: the recipe's value or the default. */
-const untouched = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
+const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
 
 function specification({ defaults }) {
   const spec = {};
   for (const field of fields) {
     const words = valueOf(field);
-    const isUnchanged = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
+    const isUnchanged = words === untouchedValue(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
     const isScaled = isUnchanged && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
     if (words === "" || (!defaults && isUnchanged) || isScaled || (isUnchanged && LEFT_TO_SERVER.includes(field.name))) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
@@ -148,9 +148,9 @@ function fillForm(spec) {
   for (const field of fields) {
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     const value = (table ? spec[table] : spec)?.[key] ?? "";
-    put(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
+    writeValue(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
     // A recipe that is chosen later must not replace values that were written in the text.
-    if (effective(field, spec.train.recipe) !== untouched(field, spec.train.recipe)) touched.add(field);
+    if (effectiveValue(field, spec.train.recipe) !== untouchedValue(field, spec.train.recipe)) touched.add(field);
   }
   filled.value = spec.train.recipe ?? "";
   forgetReplaced();
@@ -165,13 +165,13 @@ function fillForm(spec) {
 function fillRecipe(name) {
   const own = recipes[name] ?? {}, previous = recipes[filled.value] ?? {};
   for (const field of fields.filter((f) => f.name in own || f.name in previous)) {
-    const value = effective(field, filled.value), isUnchanged = value === untouched(field, filled.value);
+    const value = effectiveValue(field, filled.value), isUnchanged = value === untouchedValue(field, filled.value);
     // The reader wrote this value, or a preset or a clone wrote it and the recipe does not set it.
     if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
-    const isChosenByServer = LEFT_TO_SERVER.includes(field.name), defaultValue = untouched(field, "");
+    const isChosenByServer = LEFT_TO_SERVER.includes(field.name), defaultValue = untouchedValue(field, "");
     const earlier = isUnchanged ? replaced.get(field) ?? (isChosenByServer ? value : defaultValue) : value;
     const isWritten = field.name in own && (!isChosenByServer || earlier === defaultValue);
-    put(field, isWritten ? own[field.name] : earlier, name);
+    writeValue(field, isWritten ? own[field.name] : earlier, name);
     if (isWritten) replaced.set(field, earlier); else replaced.delete(field);
   }
   filled.value = name;
@@ -180,7 +180,7 @@ function fillRecipe(name) {
 
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
 function showReplaced() {
-  const isDefault = (field, value) => value === untouched(field, "") && !LEFT_TO_SERVER.includes(field.name);
+  const isDefault = (field, value) => value === untouchedValue(field, "") && !LEFT_TO_SERVER.includes(field.name);
   const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
   const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
   text(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
@@ -209,17 +209,17 @@ function showMistakes(errors) {
     listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), error.detail));
   }
   for (const [field, details] of detailsOf) {
-    const shown = sent || touched.has(field) ? details : [];
+    const shown = isSubmitted || touched.has(field) ? details : [];
     const box = field.closest(".field");
     box.classList.toggle("wrong", shown.length > 0);
     field.setAttribute("aria-invalid", String(shown.length > 0));
     text(byId(`${field.id}-error`), shown.join("; "));
-    if (!shown.length || !sent) continue;
+    if (!shown.length || !isSubmitted) continue;
     field.closest("details")?.setAttribute("open", "");
     if (box.hidden) findSettings("");
   }
   text(byId("sweep-error"), errors.filter((e) => e.pointer.startsWith("/sweep")).map((e) => e.detail).join("; "));
-  const box = byId("mistakes"), isListShown = sent && errors.length > 0;
+  const box = byId("mistakes"), isListShown = isSubmitted && errors.length > 0;
   box.hidden = !isListShown;
   if (isListShown) {
     text(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
@@ -244,7 +244,7 @@ function showPlan(response) {
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
-  if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
+  if (split && String(split) !== effectiveValue(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
   const lr = fields.find((f) => f.name === "train.lr");
@@ -323,7 +323,7 @@ for (const preset of presets) {
     const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filled.value, replacedBefore = [...replaced], touchedBefore = [...touched];
     for (const field of fields) {
       const value = values[field.name] ?? "";
-      put(field, value, "", `${value}, not registered`);
+      writeValue(field, value, "", `${value}, not registered`);
     }
     filled.value = "";
     forgetReplaced();
@@ -331,7 +331,7 @@ for (const preset of presets) {
     preset.setAttribute("aria-current", "true");
     byId("preset-done").hidden = false;
     byId("preset-undo").onclick = () => {
-      fields.forEach((field, i) => put(field, before[i], recipe));
+      fields.forEach((field, i) => writeValue(field, before[i], recipe));
       filled.value = recipe;
       for (const [field, earlier] of replacedBefore) replaced.set(field, earlier);
       showReplaced();
@@ -340,7 +340,7 @@ for (const preset of presets) {
       preset.focus();
       checkSoon();
     };
-    sent = false;
+    isSubmitted = false;
     touched.clear();
     // A preset's dataset or ranks may not fit this machine, so mistakes in these fields are shown at once.
     for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fields.find((f) => f.name === name));
@@ -353,7 +353,7 @@ form.addEventListener("submit", async (event) => {
   clearTimeout(timer);
   clearTimeout(readTimer);
   checking?.abort();
-  sent = true;
+  isSubmitted = true;
   if (hasTextErrors) await readText();
   if (hasTextErrors) return text(byId("plan"), "The job file has mistakes: correct them first.");
   const button = byId("send");

@@ -22,7 +22,7 @@ export const RESULTS = [
 const LOW_IS_GOOD = ["loss", "val_loss"];
 
 /** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from(share)`: the inverse of `at`. */
-function numeric(key, name, values, words, isLowGood = false) {
+function numberColumn(key, name, values, words, isLowGood = false) {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
   // Uses a logarithmic scale for settings such as learning rates, which differ by powers of ten.
   const log = low > 0 && high / low > 20, scaled = (v) => (log ? Math.log(v) : v), span = scaled(high) - scaled(low);
@@ -34,7 +34,7 @@ function numeric(key, name, values, words, isLowGood = false) {
 }
 
 /** Returns a column of texts, in sorted order. */
-function worded(key, name, values) {
+function textColumn(key, name, values) {
   const kinds = [...new Set(values)].sort(), at = (v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(v) / (kinds.length - 1));
   return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], words: (v) => v };
 }
@@ -45,7 +45,7 @@ export const varies = (column) => (column.kinds ? column.kinds.length > 1 : colu
 /** Returns every column of these jobs: settings that differ, results, and other settings. */
 export function columns(jobs) {
   const all = settings(jobs).map(({ key, values, different }) => {
-    const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(formatted));
+    const column = values.every((v) => typeof v === "number" || v == null) ? numberColumn(key, key, values.map((v) => v ?? NaN), plain) : textColumn(key, key, values.map(formatted));
     return { ...column, different };
   });
   const results = RESULTS.map(({ key, name, get, format }) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => get(j) ?? NaN), format, LOW_IS_GOOD.includes(key)), result: true }));

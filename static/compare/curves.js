@@ -11,7 +11,7 @@ import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
-import { pictures, ranksNow, isRankCountKnown } from "../job/facts.js";
+import { picturesUntil, ranksNow, isRankCountKnown } from "../job/facts.js";
 import { about, ALL, axisOf, axisTitle, MACHINE, unitOf } from "../job/names.js";
 import { isActive } from "../job/states.js";
 import { groups, mean } from "./grouped.js";
@@ -146,7 +146,7 @@ export class Curves {
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
       if (isPerRank) series.loadRanks(attempt, ranks, response.exact, response.bucket_steps); else series.load(attempt, ranks[0], response.exact, response.bucket_steps);
     }
-    this.#known.set(key, { job: job.id, news, read: (known?.read ?? 0) + 1, series: isSpeed ? new Speeds(series, pictures(job)) : series });
+    this.#known.set(key, { job: job.id, news, read: (known?.read ?? 0) + 1, series: isSpeed ? new Speeds(series, picturesUntil(job)) : series });
   }
 
   #legend() {

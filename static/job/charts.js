@@ -9,7 +9,7 @@ import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
-import { pictures } from "./facts.js";
+import { picturesUntil } from "./facts.js";
 import { about, axesTitle, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 import { isFinal } from "./states.js";
@@ -42,7 +42,7 @@ export class Charts {
         onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: chart("speed", {
-        label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.series("step_ms"), pictures(job())) }],
+        label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.series("step_ms"), picturesUntil(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
       lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
@@ -150,7 +150,7 @@ export class Charts {
     return names.flatMap((name, i) => {
       const side = sides.indexOf(quantity(name)), label = about(name).label === name ? name : about(name).label.toLowerCase(), colour = hasSeveral ? `rank-${i}` : "accent";
       let layers;
-      if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.series("step_ms"), pictures(this.job())) }];
+      if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.series("step_ms"), picturesUntil(this.job())) }];
       else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: hasSeveral ? `${label}, ${layer.label}` : layer.label }));
       else if (!about(name).isPerRank) layers = [{ label, series: metrics.series(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
       else if (lines === "mean" || metrics.ranks > RANK_COLOURS) layers = [{ label: hasSeveral ? label : "mean of ranks", series: metrics.mean(name), band: true }];

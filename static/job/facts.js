@@ -27,7 +27,7 @@ export const isRankCountKnown = (job) => !job.cause || job.cause.code === "fewer
  * Returns a function that returns the number of pictures in steps 1 to `n`, over all ranks. The same as `pictures_until` in
  * protocol/src/throughput.rs.
  */
-export function pictures({ batch, spec: { train, parallel } }) {
+export function picturesUntil({ batch, spec: { train, parallel } }) {
   const globalBatch = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / ((parallel.height ?? 1) * (parallel.pipeline ?? 1)));
   const epochPictures = batch?.epoch_samples;
   if (!epochPictures || !globalBatch) return (n) => n * globalBatch;

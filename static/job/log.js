@@ -71,7 +71,7 @@ export class Log {
     return new URLSearchParams(Object.entries(given).filter(([, v]) => v !== "" && v !== null && v !== undefined));
   }
 
-  get #searching() { return this.search.value.trim() !== ""; }
+  get #isSearching() { return this.search.value.trim() !== ""; }
 
   #filterChanged() {
     write({ rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), line: "" });
@@ -113,32 +113,32 @@ export class Log {
   }
 
   async toNewest() {
-    const response = await this.#ask({ sort: "-seq", limit: this.#searching ? PART : MAX_LINES });
+    const response = await this.#ask({ sort: "-seq", limit: this.#isSearching ? PART : MAX_LINES });
     if (!response) return;
     this.#cursor = response.next_cursor;
     this.#replaceLines(response.lines.reverse(), response.next_cursor !== null, false);
     if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
-    if (this.#searching) await this.#searchOn();
+    if (this.#isSearching) await this.#searchOn();
   }
 
   /** Searches until the panel is full or the log's beginning is reached. The server searches for about a second per request. */
   async #searchOn() {
-    while (this.#searching && this.#hasOlder && this.box.querySelectorAll("[data-at]").length < MIN_FOUND_LINES) {
+    while (this.#isSearching && this.#hasOlder && this.box.querySelectorAll("[data-at]").length < MIN_FOUND_LINES) {
       if (await this.#loadOlder({ staysAtEnd: true })) continue;
       if (!this.#reading) return;
       await new Promise((done) => setTimeout(done, 50));
     }
   }
 
-  #replaceLines(lines, older, newer) {
+  #replaceLines(lines, hasOlder, hasNewer) {
     this.#pending = [];
     this.#unread = 0;
     this.#total = lines.length;
     this.#heldSeq = 0;
     const from = firstShown(lines);
-    this.#hasOlder = older || from > 0;
-    this.#hasNewer = newer;
+    this.#hasOlder = hasOlder || from > 0;
+    this.#hasNewer = hasNewer;
     for (const line of lines) this.#markSeen(line);
     this.box.replaceChildren(...lines.slice(from).map(row));
     this.#drawNote();
@@ -218,7 +218,7 @@ export class Log {
   async #loadOlder({ staysAtEnd = false } = {}) {
     if (this.#reading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
-    const place = this.#searching ? { cursor: this.#cursor } : { before: seq };
+    const place = this.#isSearching ? { cursor: this.#cursor } : { before: seq };
     if (!Object.values(place)[0]) return false;
     const response = await this.#ask({ sort: "-seq", limit: PART, ...place }).catch(() => null);
     if (!response) return false;
@@ -268,9 +268,9 @@ export class Log {
     this.newest.hidden = this.follow.checked;
     if (!this.box.childElementCount) this.box.append(make("p", { className: "none" }));
     const none = this.box.querySelector(".none");
-    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
+    if (none) text(none, !this.#isSearching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
-      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
+      : this.#isSearching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
       : this.#hasOlder ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }

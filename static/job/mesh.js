@@ -15,7 +15,7 @@ function place(rank, { pipeline = 1, height = 1, model = 1 }, ranks) {
 }
 
 /** Describes a rank's place in the mesh of `ranks` ranks, and its part of stages, pictures and layers. Empty if each rank has everything. */
-export function inMesh(rank, plan, ranks) {
+export function describePlace(rank, plan, ranks) {
   const { pipeline = 1, height = 1, model = 1, shard = [] } = plan, { stage, data, row, part } = place(rank, plan, ranks), words = [];
   if (pipeline * height * model === 1) return words;
   if (pipeline > 1) words.push(`stage ${stage}`);
@@ -27,7 +27,7 @@ export function inMesh(rank, plan, ranks) {
 
 /** Returns a square that shows the rank's share of the rows as a part of the height, and its share of the layers as a part of the width. */
 function square(rank, plan, ranks) {
-  const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), title = [`rank ${rank}`, ...inMesh(rank, plan, ranks)].join(" · ");
+  const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), title = [`rank ${rank}`, ...describePlace(rank, plan, ranks)].join(" · ");
   const picture = makeSvg("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, width: SIDE, height: SIDE, "aria-hidden": "true" },
     makeSvg("rect", { class: "all", x: 0.5, y: 0.5, width: SIDE - 1, height: SIDE - 1 }),
     makeSvg("rect", { class: "own", x: (SIDE * part) / model, y: (SIDE * row) / height, width: SIDE / model, height: SIDE / height }),

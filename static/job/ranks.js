@@ -5,7 +5,7 @@ import { read, write } from "../address.js";
 import { byId, make, text } from "../page.js";
 import { bytes, count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
-import { inMesh } from "./mesh.js";
+import { describePlace } from "./mesh.js";
 import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
@@ -96,7 +96,7 @@ export class Ranks {
   }
 
   /** Describes what limits the job's speed. Empty as long as there are too few steps. */
-  #limit(splits) {
+  #describeLimit(splits) {
     const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.series("step_ms", s.rank).last?.lastPushed >= WINDOW);
     if (!known.length) return "";
     // All ranks wait for the rank whose pictures arrive last.
@@ -156,7 +156,7 @@ export class Ranks {
   }
 
   /** Describes a rank's status, or how the rank ended. `status`: the status in the rank's last report. `cause` may name the rank that failed first. */
-  #status(rank, status, live, cause) {
+  #describeStatus(rank, status, live, cause) {
     if (live) return status;
     if (cause?.rank === rank) return "ended first";
     if (Number.isInteger(cause?.rank)) return "ended with the others";
@@ -164,7 +164,7 @@ export class Ranks {
   }
 
   /** Describes the axes of a mesh that have several ranks, with the fraction of a step that the rank spends in exchanges along each axis. */
-  #axes(rank, { pipeline = 1, height = 1, model = 1 }) {
+  #describeAxes(rank, { pipeline = 1, height = 1, model = 1 }) {
     const { axis_ms: spent, step_ms: step } = this.#reports.get(rank) ?? {};
     if (!spent || !step) return [];
     const data = Math.floor(this.metrics.ranks / (pipeline * height * model));
@@ -174,7 +174,7 @@ export class Ranks {
   draw({ state, cause, attempt, images_per_second: speed, spec: { parallel } }) {
     const live = !isFinal(state), splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
-    text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}${speed ? ` · ${rate(speed)} images/s in all` : ""}`);
+    text(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(splits)}${speed ? ` · ${rate(speed)} images/s in all` : ""}`);
     for (let r = 0; r < splits.length; r++) {
       const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {
@@ -182,7 +182,7 @@ export class Ranks {
       }
       row.item.hidden = !this.#takesPart(r, attempt);
       text(row.ms, known ? millis(s.step) : "–");
-      const axes = this.#axes(r, this.plan ?? parallel);
+      const axes = this.#describeAxes(r, this.plan ?? parallel);
       row.line.classList.toggle("with-axes", axes.length > 0);
       if (row.axes.dataset.key !== axes.join()) {
         row.axes.dataset.key = axes.join();
@@ -195,11 +195,11 @@ export class Ranks {
       const report = this.#reports.get(r), about = [];
       if (report) {
         const step = Math.max(report.step, this.metrics.series("loss", r).last?.lastPushed ?? 0);
-        about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
+        about.push(report.device, this.#describeStatus(r, report.status, live, cause), `step ${count(step)}`);
       } else about.push(live ? "no report yet" : "no report kept");
       if (this.#agents.get(r)) about.push(this.#agents.get(r));
-      if (this.plan || parallel.mode === "hybrid") about.push(...inMesh(r, this.plan ?? parallel, this.metrics.ranks));
-      about.push(...this.#gpu(r));
+      if (this.plan || parallel.mode === "hybrid") about.push(...describePlace(r, this.plan ?? parallel, this.metrics.ranks));
+      about.push(...this.#describeGpu(r));
       const key = about.join("\n");
       if (row.key !== key) {
         row.key = key;
@@ -210,7 +210,7 @@ export class Ranks {
   }
 
   /** Describes utilisation, memory, temperature and power, if the rank's device reports them. */
-  #gpu(rank) {
+  #describeGpu(rank) {
     const newest = (name) => this.#recent(name, rank, 1);
     const reported = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],
       ["gpu_temperature_celsius", (v) => `${v.toFixed(0)} °C`], ["gpu_power_watts", (v) => `${v.toFixed(0)} W`]];

@@ -6,7 +6,7 @@ import { count, rate, uncertainty } from "../numbers.js";
 import { ask, byId, closable, make, Problem, errorText, store, stored, text } from "../page.js";
 import { dotted, flat, setting, formatted } from "../settings.js";
 import { ALL } from "../job/names.js";
-import { readMetrics } from "./query.js";
+import { setMetrics } from "./query.js";
 import { read, write } from "../address.js";
 
 /** Default columns: name in the URL, and label. */
@@ -111,7 +111,7 @@ export class Columns {
     }));
     const wanted = this.#extra.filter((key) => key in ALL && !ALWAYS.includes(key)), needsRead = wanted.some((name) => !this.#read.includes(name));
     this.#read = wanted;
-    readMetrics(wanted);
+    setMetrics(wanted);
     this.refill(needsRead && this.drawn);
     this.drawn = true;
   }

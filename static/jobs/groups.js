@@ -6,7 +6,7 @@ import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
 import { writeShortened } from "../cut.js";
-import { alsoRead, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
+import { metricsParameter, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
 import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
@@ -33,7 +33,7 @@ function openKeys() {
 export class Groups {
   /** Visible jobs, by id. */
   jobs = new Map();
-  none = false;
+  isEmpty = false;
   #shown = new Map();
   #next = null;
   #loads = 0;
@@ -54,7 +54,7 @@ export class Groups {
     table.append(this.more);
   }
 
-  get on() { return groupedBy().length > 0; }
+  get isGrouped() { return groupedBy().length > 0; }
 
   /** The number of job rows that can be selected. */
   get listed() { let n = 0; for (const { rows } of this.#shown.values()) n += rows.length; return n; }
@@ -102,7 +102,7 @@ export class Groups {
   async #read(cursor) {
     const mine = ++this.#loads, began = performance.now(), response = await this.#ask(cursor);
     this.#pause = pauseAfter(began);
-    if (mine !== this.#loads || !this.on) return;
+    if (mine !== this.#loads || !this.isGrouped) return;
     const open = openKeys(), seen = new Set();
     for (const group of response.groups) {
       const key = JSON.stringify(group.values);
@@ -119,7 +119,7 @@ export class Groups {
     if (cursor) for (const group of response.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
     this.#next = response.next_cursor;
     this.more.hidden = !this.#next;
-    this.none = !this.#shown.size;
+    this.isEmpty = !this.#shown.size;
     this.changed();
     await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, entry]) => this.#openJobs(entry)));
   }
@@ -207,7 +207,7 @@ export class Groups {
   /** Reads the jobs of a group: the first jobs again, or the jobs after `cursor`. */
   async #openJobs(entry, cursor = null) {
     const limit = cursor ? JOBS : Math.min(MAX_PER_REQUEST, Math.max(JOBS, entry.rows.length));
-    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
+    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...metricsParameter()]);
     if (cursor) given.set("cursor", cursor);
     entry.toggle.setAttribute("aria-expanded", "true");
     const mine = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
@@ -269,7 +269,7 @@ export class Groups {
         this.#hidden = true;
         return;
       }
-      if (this.on) this.load().catch(() => {});
+      if (this.isGrouped) this.load().catch(() => {});
     }, this.#pause);
   }
 }

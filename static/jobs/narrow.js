@@ -4,7 +4,7 @@
 import { ask, byId, closable, make, text } from "../page.js";
 import { read } from "../address.js";
 import { count } from "../numbers.js";
-import { condition, filter } from "./query.js";
+import { parseCondition, filter } from "./query.js";
 
 /** Maximum number of conditions. The same as in server/src/api/jobs/conditions.rs. */
 const MAX_CONDITIONS = 10;
@@ -43,7 +43,7 @@ export class Narrow {
     const form = make("form", {}, field("A setting: = != < <= > >=", input), make("button", { textContent: "Add" }));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      const found = condition(input.value), { conditions } = filter();
+      const found = parseCondition(input.value), { conditions } = filter();
       if (!found?.value) return text(error, "Write a setting, a sign and a value, such as lr > 0.1.");
       if (found.value.includes(",")) return text(error, "The value must not contain a comma.");
       if (conditions.length >= MAX_CONDITIONS) return text(error, `At most ${MAX_CONDITIONS} conditions are allowed: remove a condition first.`);
@@ -109,7 +109,7 @@ export class Narrow {
     for (const tag of tags) chip(`tagged ${tag}`, () => ({ tag: filter().tags.filter((other) => other !== tag).join(",") }));
     if (owner) chip(`of ${owner}`, () => ({ owner: "" }));
     for (const words of conditions) {
-      const { key, sign, value } = condition(words) ?? { key: words, sign: "", value: "" };
+      const { key, sign, value } = parseCondition(words) ?? { key: words, sign: "", value: "" };
       chip(`${key} ${sign} ${value}`.trim(), () => ({ where: filter().conditions.filter((other) => other !== words).join(",") }));
     }
     for (const key of read("group_by").split(",").filter(Boolean)) {

@@ -26,7 +26,7 @@ const VALUES = {
 };
 
 /** Returns a job's sort value. If the value changes, the job's place may change. */
-export function key(job) {
+export function sortValue(job) {
   const by = order().replace(/^-/, "");
   if (by.startsWith("tag:")) return job.tags.includes(by.slice(4));
   const value = by.startsWith("spec.") ? setting(job.spec, by.slice(5)) : VALUES[by] ? VALUES[by](job) : job[by] ?? job.last[by];

@@ -2,14 +2,14 @@
 
 import { press } from "./page.js";
 
-const now = () => new URL(location.href);
+const currentUrl = () => new URL(location.href);
 
 /** Returns the value of `key` in the URL, or `otherwise`. */
-export const read = (key, otherwise = "") => now().searchParams.get(key) ?? otherwise;
+export const read = (key, otherwise = "") => currentUrl().searchParams.get(key) ?? otherwise;
 
 /** Writes values into the URL without a new history entry. Empty values are removed. */
 export function write(values) {
-  const url = now();
+  const url = currentUrl();
   for (const [key, value] of Object.entries(values)) {
     if (value === "" || value === null || value === undefined || value === false) url.searchParams.delete(key);
     else url.searchParams.set(key, String(value));

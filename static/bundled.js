@@ -12,7 +12,7 @@ export function offerBundled() {
       while (!(await ask("/api/v1/datasets/bundled", { method: "POST" })).name) text(button, "Inspecting …");
       location.href = button.dataset.bundled;
     } catch (error) {
-      // The pictures have just been registered by another user.
+      // Another user has just registered the pictures.
       if (error instanceof Problem && error.status === 409) { location.href = button.dataset.bundled; return; }
       button.disabled = false;
       text(button, label);

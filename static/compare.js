@@ -42,12 +42,12 @@ async function show() {
   await Promise.all(missing.map(async (id) => {
     try { jobs.set(id, await ask(`/api/v1/jobs/${encodeURIComponent(id)}`)); } catch (error) { errors.push(`${id}: ${errorText(error)}`); }
   }));
-  const any = list().length > 0;
-  byId("nothing").hidden = any;
-  byId("compared").hidden = !any;
-  text(byId("compare-about"), errors.join(" ") || (any ? `${plural(list().length, "job")}${list().length === 1 ? ": choose a second job to compare" : ""}` : ""));
+  const hasJobs = list().length > 0;
+  byId("nothing").hidden = hasJobs;
+  byId("compared").hidden = !hasJobs;
+  text(byId("compare-about"), errors.join(" ") || (hasJobs ? `${plural(list().length, "job")}${list().length === 1 ? ": choose a second job to compare" : ""}` : ""));
   picker.draw();
-  if (!any) return;
+  if (!hasJobs) return;
   showCharts();
   redraw();
   await curves.draw();
@@ -74,8 +74,8 @@ function applyGrouping() {
   press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
   if (wanted) {
     const lines = groups(list(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
-    // If there are enough colours, groups do not reuse the colours of jobs in the scatter plot. Otherwise solid lines are assigned before
-    // dashed lines.
+    // If there are enough colours, groups get other colours than jobs, which the scatter plot shows. Otherwise groups may reuse the colours of
+    // jobs, so that their lines are solid.
     assign(all.length <= COLOURS ? all : lines);
   }
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
@@ -88,7 +88,7 @@ for (const button of byId("bands").children) button.addEventListener("click", ()
 
 function drawSelection() {
   const kept = chosen(), all = list().length;
-  byId("selection").hidden = !selection.any;
+  byId("selection").hidden = !selection.hasBrushes;
   text(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
   text(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
   byId("selection-keep").disabled = !kept.size || kept.size === all;
@@ -101,8 +101,8 @@ byId("selection-keep").addEventListener("click", () => { const kept = chosen(); 
 // --- controls -----------------------------------------------------------------------------------------
 
 /**
- * Default metric: the validation accuracy, or else the loss, if a job has it. Otherwise a metric that all jobs have, preferably a loss or an
- * accuracy.
+ * Returns the default metric: the validation accuracy if a job has it, otherwise the loss if a job has it, otherwise a metric that all jobs
+ * have, preferably a loss or an accuracy.
  */
 function defaultMetric() {
   const ofJobs = list().map(ownMetrics), all = [...new Set(ofJobs.flat())].sort((a, b) => isResult(b) - isResult(a));

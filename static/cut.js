@@ -2,21 +2,21 @@
 // between two words if possible.
 
 /**
- * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters at the end that are kept. It may be
- * from `least` to `most` if the kept end then begins with a word.
+ * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that are kept at the end, or a
+ * number from `least` to `most` if the kept end then begins with a word.
  */
 const DEFAULT = { long: 24, tail: 12, least: 5, most: 20 };
 /** For a column with a width of a hundred pixels. */
 export const NARROW = { long: 13, tail: 6, least: 3, most: 10 };
 /** For a list at the side with a width of two hundred pixels. */
 export const SIDE = { long: 16, tail: 10, least: 5, most: 14 };
-/** Number of characters that are more than fit on a line. */
+/** A number of characters that do not fit on a line. */
 const LINE = 300;
 /** Separators. A word begins with a separator, or after a space. */
 const SEPARATORS = new Set("/-_");
 const startsWord = (all, at) => (SEPARATORS.has(all[at]) && !SEPARATORS.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
 
-/** Returns the number of characters at the end that are kept: `least` to `most`, from the beginning of a word that is nearest to `wanted`, or `wanted`. */
+/** Returns the number of characters to keep at the end: the number nearest to `wanted` at which a word begins, or `wanted` if no word begins. */
 function tailLength(all, { tail: wanted, least, most }) {
   let best = 0;
   for (let n = least; n <= most && n < all.length; n++) {
@@ -42,17 +42,17 @@ function headNode(all) {
 }
 
 /** Writes `words` into a node of one line: the end of the text, and as much of the beginning as fits. */
-export function cut(node, words, room = DEFAULT) {
+export function writeShortened(node, words, limits = DEFAULT) {
   if (node.dataset.whole === words) return;
   node.dataset.whole = words;
-  const all = [...words], isLong = all.length > room.long;
+  const all = [...words], isLong = all.length > limits.long;
   // A short text has a tooltip, too, because only the layout knows the available space.
   node.title = words;
   node.classList.toggle("cut", isLong);
   // A screen reader reads the whole name and not the parts.
   if (node.tagName === "A") { if (isLong) node.setAttribute("aria-label", words); else node.removeAttribute("aria-label"); }
   if (!isLong) { node.textContent = words; return; }
-  const end = tailLength(all, room);
+  const end = tailLength(all, limits);
   node.replaceChildren(headNode(all.slice(0, -end)), Object.assign(document.createElement("span"), { className: "cut-tail", textContent: all.slice(-end).join("") }));
 }
 
@@ -64,7 +64,7 @@ function nearestWordStart(all, wanted, low, high) {
 }
 
 /** Returns at most `most` characters: the beginning and the end, both cut between two words if possible. The same as protocol/src/cut.rs. */
-export function middle(words, most) {
+export function shortenMiddle(words, most) {
   const all = [...words];
   if (all.length <= most) return words;
   const end = nearestWordStart(all, all.length - (most >> 1), all.length - Math.floor(most * 0.7), all.length - Math.max(1, most >> 2)), room = most - 1 - (all.length - end);
@@ -75,15 +75,15 @@ export function middle(words, most) {
 const WORD = 48;
 
 /** Writes a sentence whose long words (paths, names) are shortened in the middle. The tooltip has the whole sentence. */
-export function sentenceOf(node, words, most = WORD) {
-  const shown = words.split(" ").map((word) => middle(word, most)).join(" ");
+export function writeSentence(node, words, most = WORD) {
+  const shown = words.split(" ").map((word) => shortenMiddle(word, most)).join(" ");
   if (node.textContent !== shown) node.textContent = shown;
   const title = shown === words ? "" : words;
   if (node.title !== title) node.title = title;
 }
 
 /** Writes a text that may wrap between its words, such as a path. */
-export function wrap(node, words) {
+export function writeWrapped(node, words) {
   if (node.dataset.wrapped === words) return;
   node.dataset.wrapped = words;
   node.replaceChildren(...words.split(/(?<=[/\-_.])(?=[^/\-_. ])/).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));

@@ -19,7 +19,7 @@ import { register } from "./job/register.js";
 import { isFinal, waits } from "./job/states.js";
 import { Tabs } from "./job/tabs.js";
 
-/** Number of events by which the page may lag behind. If it lags further, it reads the history over REST again instead of each event. */
+/** Number of events by which the page may lag behind. If the page lags further, it reads the history over REST again instead of each event. */
 const MAX_MISSED_EVENTS = 20_000;
 const FACTS_EVERY_MS = 200;
 
@@ -48,7 +48,7 @@ const actions = new Actions({
   beforeDelete: () => { refreshRequest?.abort(); clearTimeout(refreshTimer); stream?.close(); }, deleteFailed: () => follow(stream?.seq ?? 0),
 });
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; factsSoon(); });
-/** Whether the ranks choose the plan, which is then part of the network's description. */
+/** Whether the ranks choose the plan. If they do, the plan is part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
 const tabs = new Tabs({
   onFirstOpen: { evaluation: () => evaluation.load(), notes: () => actions.openAnnotations(), histograms: () => histograms.open(), network: () => network.load() },
@@ -161,7 +161,7 @@ function showDiagnosis({ id, spec, diagnosis = "" }) {
     const value = document.body.dataset.readsOnly === undefined && NEXT_VALUE[key]?.(spec);
     return value ? make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: key, title: `Clone the job with ${key} = ${value}` }) : key;
   };
-  // The odd parts are the keys.
+  // Parts with odd indices are keys of settings.
   byId("diagnosis").replaceChildren(...diagnosis.split(/((?:train|data)\.[a-z_]+)/).map((part, i) => (i % 2 ? link(part) : part)));
   byId("diagnosis").hidden = !diagnosis;
 }
@@ -313,9 +313,9 @@ function follow(seq) {
 function showDeleted() {
   showLive("deleted");
   facts.showRefusal(null);
-  const band = byId("banner");
-  band.hidden = false;
-  band.dataset.tone = "bad";
+  const banner = byId("banner");
+  banner.hidden = false;
+  banner.dataset.tone = "bad";
   text(byId("banner-what"), "This job was deleted.");
   text(byId("banner-why"), "This page shows only what it had loaded before.");
   text(byId("banner-link"), "Jobs");

@@ -10,10 +10,10 @@ import { Columns } from "./jobs/columns.js";
 import { groupedBy, Grouping } from "./jobs/grouping.js";
 import { Groups } from "./jobs/groups.js";
 import { Narrow } from "./jobs/narrow.js";
-import { filter, fits, mentions, MIN_PAUSE_MS, parameters, part, pauseAfter } from "./jobs/query.js";
+import { filter, fits, mentions, MIN_PAUSE_MS, parameters, readPart, pauseAfter } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
 import { blank, fill as fillRow } from "./jobs/row.js";
-import { arrange, drawHeads, key, order, DEFAULT_ORDER, defaultOrder } from "./jobs/sort.js";
+import { arrange, drawHeads, sortValue, order, DEFAULT_ORDER, defaultOrder } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
 
@@ -31,22 +31,22 @@ const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dat
 const requestedKey = new Map();
 /** The last known state of every job, including jobs outside the list: a job may leave the list before the stream reports its end. */
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
-/** Ends of jobs of which the reader was notified. The stream may report an end that a request after an interruption has reported. */
+/** Ends of jobs of which the reader was notified. After an interruption, both a request and the stream may report the same end. */
 const notified = new Set();
 /** Number of the newest load. */
 let loads = 0;
 /** Cursor of the next jobs, and whether these jobs are being read. */
 let next = null, reading = false;
-/** Timer of `readSoon`, and the pause before it reads. */
+/** Timer of `readSoon`, and the pause before `readSoon` reads. */
 let reloadTimer = 0, pause = MIN_PAUSE_MS;
 /** Whether the filter or the order has changed since the list was read. */
 let isFilterChanged = true;
-/** Whether the stream was interrupted, and the number of the load that reads what was missed; 0 if there is none. */
+/** Whether the stream was interrupted, and the number of the load that reads what was missed; 0 without such a load. */
 let wasInterrupted = false, catchUpLoad = 0;
 /** Resolves after the first rows are painted. No row is changed before. */
 const firstPaint = drawn();
 let groups = null;
-const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.on ? groups.listed : rows.childElementCount) });
+const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.isGrouped ? groups.listed : rows.childElementCount) });
 /** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
 let round = 0;
 const written = new WeakMap();
@@ -59,7 +59,7 @@ const drawHeadings = () => drawHeads(document.querySelector("#jobs thead tr"), (
 const fillAll = () => { round++; for (const row of viewed.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
 const loadedJobs = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
 const tagsOf = () => new Set(loadedJobs().flatMap((job) => job.tags));
-const columns = new Columns({ refill: (needsRead) => { fillAll(); drawHeadings(); if (groups?.on || needsRead) read(); }, known: () => ({ jobs: loadedJobs(), tags: tagsOf() }) });
+const columns = new Columns({ refill: (needsRead) => { fillAll(); drawHeadings(); if (groups?.isGrouped || needsRead) read(); }, known: () => ({ jobs: loadedJobs(), tags: tagsOf() }) });
 groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { showEmpty(); bulk.forgetUnshown(); }, ended: tellEnd });
 const narrow = new Narrow((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
@@ -67,27 +67,27 @@ new Views(() => columns.words());
 
 /** Reads the list again, after a change of the filter or the order, or after an interruption of the stream. */
 async function load() {
-  if (groups.on) {
+  if (groups.isGrouped) {
     loads++;
     next = null;
     await Promise.all([groups.load(), firstPaint]);
     // Groups replace the list of jobs.
-    if (groups.on) for (const id of [...rowOf.keys()]) remove(id);
+    if (groups.isGrouped) for (const id of [...rowOf.keys()]) remove(id);
     return showEmpty();
   }
   groups.clear();
-  const mine = ++loads, sorted = isSorted(), whole = isFilterChanged;
-  if (wasInterrupted && !whole && rowOf.size > PART) return loadShown(mine);
-  const response = await part(filter(), null, sorted && !whole ? Math.min(MAX_RELOAD, Math.max(PART, rowOf.size)) : PART);
+  const mine = ++loads, sorted = isSorted(), isNewList = isFilterChanged;
+  if (wasInterrupted && !isNewList && rowOf.size > PART) return loadShown(mine);
+  const response = await readPart(filter(), null, sorted && !isNewList ? Math.min(MAX_RELOAD, Math.max(PART, rowOf.size)) : PART);
   await firstPaint;
   if (mine !== loads) return;
   isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
   // Rows further down that the reader has reached stay. Jobs that are missing from this part of the list are removed.
-  const stays = (id, row) => !whole && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
+  const stays = (id, row) => !isNewList && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of response.jobs) show(job);
-  if (sorted || whole) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
+  if (sorted || isNewList) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
   if (rowOf.size <= response.jobs.length) next = response.next_cursor;
   drawHeadings();
   showEmpty();
@@ -101,16 +101,16 @@ async function loadShown(mine) {
   catchUpLoad = mine;
   try {
     do {
-      const response = await part(filter(), cursor, LARGEST_PART);
+      const response = await readPart(filter(), cursor, LARGEST_PART);
       await firstPaint;
       if (mine !== loads) return;
       for (const job of response.jobs) { listed.push(job.id); show(job); }
       cursor = response.next_cursor;
     } while (cursor && listed.length < shownBefore.length);
   } finally { if (catchUpLoad === mine) catchUpLoad = 0; }
-  const there = new Set(listed);
+  const listedIds = new Set(listed);
   // Jobs that the stream reported in the meantime stay. Later parts contain other jobs.
-  for (const id of shownBefore) if (!there.has(id) && jobs.get(id) === before.get(id)) remove(id);
+  for (const id of shownBefore) if (!listedIds.has(id) && jobs.get(id) === before.get(id)) remove(id);
   if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
   next = cursor;
   wasInterrupted = false;
@@ -125,7 +125,7 @@ const read = () => load().then(() => narrow.showProblem(""), (error) => {
   next = null;
   for (const id of [...rowOf.keys()]) remove(id);
   groups.clear();
-  groups.none = true;
+  groups.isEmpty = true;
   showEmpty();
   bulk.forgetUnshown();
   narrow.showProblem(errorText(error));
@@ -146,7 +146,7 @@ function readSoon() {
 async function loadMore() {
   if (!next || reading) return;
   reading = true;
-  const mine = loads, response = await part(filter(), next, Math.max(PART, Math.min(LARGEST_PART, rowOf.size))).catch(() => null);
+  const mine = loads, response = await readPart(filter(), next, Math.max(PART, Math.min(LARGEST_PART, rowOf.size))).catch(() => null);
   reading = false;
   if (!response) return;
   // The list was read again in the meantime, so other jobs may follow.
@@ -161,20 +161,20 @@ const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRe
 
 /** Handles a job from the stream. A new job is inserted at its place in the order, which only the server knows. */
 function handleJob(job) {
-  if (groups.on) return groups.handleJob(job);
+  if (groups.isGrouped) return groups.handleJob(job);
   const known = jobs.get(job.id), { text: words } = filter();
   if (known) {
-    if (known.last_seq <= job.last_seq && key(known) !== key(job)) readSoon();
+    if (known.last_seq <= job.last_seq && sortValue(known) !== sortValue(job)) readSoon();
     return show(job);
   }
   if (!fits(job, filter())) return;
   if (!isSorted() && mentions(job, words)) return show(job);
-  if (requestedKey.get(job.id) === key(job)) return;
-  requestedKey.set(job.id, key(job));
+  if (requestedKey.get(job.id) === sortValue(job)) return;
+  requestedKey.set(job.id, sortValue(job));
   readSoon();
 }
 
-/** Timer of `countSoon`, and the pause before it counts. */
+/** Timer of `countSoon`, and the pause before `countSoon` counts. */
 let counting = 0, countPause = 0;
 /**
  * Shows how many of the jobs that match the other filters are in each state. The server reads all of these jobs, so the pause between
@@ -242,7 +242,7 @@ function remove(id) {
 function showEmpty() {
   const now = filter(), { states, text: words, owner, tags, project, conditions, after, before } = now, state = states.join(" or "), tag = tags.join(", ");
   // If all visible jobs are removed, older jobs take their place.
-  const none = groups.on ? groups.none : !rows.childElementCount && !next;
+  const none = groups.isGrouped ? groups.isEmpty : !rows.childElementCount && !next;
   if (!rows.childElementCount && next) loadMore();
   byId("jobs").hidden = none;
   const filtered = parameters(now).length > 0;
@@ -284,9 +284,9 @@ const toggleState = (states, state) => (!state ? [] : states.includes(state) ? s
 function markStates() {
   const now = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
-    const own = a.dataset.state, on = own ? now.states.includes(own) : !now.states.length;
-    if (on) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams([...parameters({ ...now, states: toggleState(now.states, own) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.on ? [["group_by", groupedBy().join(",")]] : [])]);
+    const { state } = a.dataset, isChosen = state ? now.states.includes(state) : !now.states.length;
+    if (isChosen) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
+    const to = new URLSearchParams([...parameters({ ...now, states: toggleState(now.states, state) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.isGrouped ? [["group_by", groupedBy().join(",")]] : [])]);
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -310,11 +310,11 @@ byId("jobs").addEventListener("click", (event) => {
 });
 addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); filterChanged(); isFilterChanged = true; read(); });
 setInterval(fillAll, 15_000);
-// The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, it reports none.
+// The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, the observer reports nothing.
 addEventListener("scroll", () => { if (nearEnd()) loadMore(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) loadMore(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
-// On this page these filters are chips.
+// The script shows these filters as chips.
 for (const id of ["tag-filter", "project-filter"]) byId(id).hidden = true;
 markStates();
 
@@ -325,7 +325,7 @@ new Stream({
   onStatus: showLive,
   onFrame(message) {
     if (message.type === "job") receive(message.job);
-    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); countSoon(); if (groups.on) groups.readSoon(); showEmpty(); }
+    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); countSoon(); if (groups.isGrouped) groups.readSoon(); showEmpty(); }
     // The list is read after the stream has opened, so that no change is lost between the two.
     else if (message.type === "hello" || message.type === "live") { wasInterrupted = true; read(); countSoon(); }
     frame ||= requestAnimationFrame(() => {

@@ -1,7 +1,7 @@
 // The script that every page loads: keyboard shortcuts (`?` lists them), notifications, and the wrapping of long names.
 
 import { ask, byId, make, openDialog, store, stored } from "./page.js";
-import { wrap } from "./cut.js";
+import { writeWrapped } from "./cut.js";
 import { notifications } from "./notify.js";
 
 const PAGES = { j: "/jobs", q: "/queue", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
@@ -16,7 +16,7 @@ const HELP = [
 const areShortcutsOff = () => stored("shortcuts") === "off";
 
 const isTextField = (target) => target.matches?.("input, textarea, select, [contenteditable]");
-/** When g was pressed, which waits 1.5 s for the key of a page. */
+/** Time at which g was pressed. For 1.5 s, the key of a page then opens the page. */
 let gPressedAt = 0;
 
 /** Opens the next (`step` 1) or previous (`step` -1) of the newest 500 jobs. On another page, or for an older job, opens the newest job. */
@@ -27,14 +27,14 @@ async function openNeighbour(step) {
   if (next) location.href = `/jobs/${next.id}`;
 }
 
-/** Focuses the search. Directly after a dialog has closed, elements behind it may only get the focus in the next frame. */
-function toSearch(search, again = true) {
+/** Focuses the search. Directly after a dialog has closed, elements behind the dialog may only get the focus in the next frame. */
+function focusSearch(search, mayRetry = true) {
   search?.focus();
   search?.select();
-  if (again && search && document.activeElement !== search) requestAnimationFrame(() => toSearch(search, false));
+  if (mayRetry && search && document.activeElement !== search) requestAnimationFrame(() => focusSearch(search, false));
 }
 
-/** Opens the panel of a job with this number, scrolls it into view, and focuses its tab. */
+/** Opens a panel of a job by its position, from 1, scrolls the panel into view, and focuses its tab. */
 function openPanel(number) {
   const tab = document.querySelectorAll("#panels [role=tab]:not([hidden])")[number - 1];
   if (!tab) return;
@@ -57,7 +57,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && isTextField(event.target)) return event.target.blur();
   if (isTextField(event.target) || areShortcutsOff()) return;
   const act = {
-    "/": () => toSearch(search), "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
+    "/": () => focusSearch(search), "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
     g: () => { gPressedAt = Date.now(); }, "]": () => openNeighbour(1), "[": () => openNeighbour(-1),
   }[event.key] ?? (/^[1-8]$/.test(event.key) && (() => openPanel(Number(event.key))));
   if (Date.now() - gPressedAt < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
@@ -69,7 +69,7 @@ document.addEventListener("keydown", (event) => {
 
 notifications();
 // Lets paths and long names wrap between two words.
-for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) wrap(node, node.textContent);
+for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) writeWrapped(node, node.textContent);
 // On a phone, the links to pages are one row that scrolls.
 document.querySelector(".bar nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
 

@@ -21,7 +21,7 @@ const refresh = refresher(async (page) => {
 
 byId("machines").addEventListener("click", async (event) => {
   const button = event.target.closest("[data-drain]");
-  // The button is not disabled during the request, because it would lose the focus.
+  // The button is not disabled during the request, because a disabled button loses the focus.
   if (!button || changing) return;
   changing = true;
   try {

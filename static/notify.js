@@ -4,7 +4,7 @@ import { byId, isNotifying, make, openDialog, store } from "./page.js";
 
 /** Returns why notifications are impossible, with advice; empty if they are possible. */
 function findObstacle() {
-  if (!isSecureContext) return "Browsers allow notifications only on pages that come over HTTPS or from this machine. This page came over plain HTTP: start the server with --tls-own-ca, or open it as http://127.0.0.1 through a tunnel.";
+  if (!isSecureContext) return "Browsers allow notifications only on pages that come over HTTPS or from this machine. This page came over plain HTTP: start the server with --tls-own-ca, or open the page as http://127.0.0.1 through a tunnel.";
   if (!("Notification" in window)) return "This browser has no notifications.";
   if (Notification.permission === "denied") return "This browser has been told not to show notifications from this page. Allow them in its settings for this site (mostly behind the icon left of the address), then press the button again.";
   return "";

@@ -2,7 +2,7 @@
 
 export const byId = (id) => document.getElementById(id);
 
-/** Creates an element. Names that are no writable properties, such as `aria-label` and `list`, become attributes. */
+/** Creates an element. Names that are not writable properties, such as `aria-label` and `list`, become attributes. */
 export function make(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) if (name in node && name !== "list") node[name] = value; else node.setAttribute(name, value);
@@ -38,7 +38,7 @@ export function note(node, value) {
 /** An error status from the server, with the server's message. */
 export class Problem extends Error {
   constructor(status, body) {
-    super(body?.detail || body?.title || `The server answered ${status}.`);
+    super(body?.detail || body?.title || `The server responded with status ${status}.`);
     this.status = status;
     this.errors = body?.errors ?? [];
   }
@@ -50,8 +50,8 @@ export function signIn() {
 }
 
 /**
- * Time for which connections are suspect after a silence of the server: they may be lost without the browser's knowledge. And the time after
- * which a request is first repeated while connections are suspect.
+ * `SUSPECT_MS`: time for which connections are suspect after a silence of the server: they may be lost without the browser's knowledge.
+ * `FIRST_WAIT_MS`: time after which a request is first repeated while connections are suspect.
  */
 const SUSPECT_MS = 60_000, FIRST_WAIT_MS = 4000;
 let suspectUntil = 0, suspected = new AbortController();
@@ -69,10 +69,10 @@ export function suspectConnections() {
  */
 export async function get(path, options = {}, take = (response) => response) {
   for (let wait = FIRST_WAIT_MS; ;) {
-    const isSuspect = performance.now() < suspectUntil, over = isSuspect ? AbortSignal.timeout(wait) : suspected.signal;
+    const isSuspect = performance.now() < suspectUntil, giveUp = isSuspect ? AbortSignal.timeout(wait) : suspected.signal;
     try {
-      return await take(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, over]) : over }));
-    } catch (error) { if (!over.aborted || options.signal?.aborted) throw error; }
+      return await take(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, giveUp]) : giveUp }));
+    } catch (error) { if (!giveUp.aborted || options.signal?.aborted) throw error; }
     if (isSuspect) wait *= 2;
   }
 }
@@ -194,7 +194,7 @@ export function openDialog(id, title, content, ...links) {
 /** Returns a value that the browser stores; null without a value, or if the browser refuses access to its storage. */
 export const stored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
 
-/** Stores a value, or removes it for null. Returns whether the browser allows it. */
+/** Stores a value, or removes it for null. Returns whether the browser allows this. */
 export function store(key, value) {
   try { if (value === null) localStorage.removeItem(key); else localStorage.setItem(key, value); return true; } catch { return false; }
 }

@@ -15,5 +15,5 @@ export function dotted(spec, key) {
   return tables.length === 1 ? `${tables[0]}.${key}` : key;
 }
 
-/** Returns the value of one key. */
+/** Returns the value of a key. */
 export const setting = (spec, key) => dotted(spec, key).split(".").reduce((at, part) => at?.[part], spec);

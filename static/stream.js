@@ -13,8 +13,8 @@ const LONGEST_DELAY_MS = 10_000;
  */
 const SILENT_MS = 45_000;
 /**
- * If the timer fires this late, the machine has slept or the page is in the background. Then the connection counts as lost after the second of
- * these times, in which one heartbeat is missing.
+ * If the timer fires `LATE_MS` after its last call, the machine has slept or the page is in the background. The connection then counts as lost
+ * after a silence of `SILENT_AND_LATE_MS`, in which one heartbeat is missing.
  */
 const LATE_MS = 15_000, SILENT_AND_LATE_MS = 25_000;
 
@@ -36,11 +36,11 @@ export class Stream {
   constructor({ path, seq = 0, onFrame, onStatus, onGone }) {
     Object.assign(this, { path, seq, onFrame, onStatus, onGone });
     this.#open();
-    let beat = Date.now();
+    let lastTick = Date.now();
     this.#pulse = setInterval(() => {
       const now = Date.now(), silent = now - this.#heard;
-      if (this.#socket && silent > (now - beat > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { suspectConnections(); this.reconnect(); }
-      beat = now;
+      if (this.#socket && silent > (now - lastTick > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { suspectConnections(); this.reconnect(); }
+      lastTick = now;
     }, 5000);
     addEventListener("online", this.#online = () => this.reconnect());
   }
@@ -91,7 +91,7 @@ export class Stream {
     this.#open();
   }
 
-  /** Closes the connection. `reconnect` opens it again. */
+  /** Closes the connection. `reconnect` opens a new connection. */
   hold() {
     const old = this.#socket;
     this.#socket = null;

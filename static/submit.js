@@ -23,8 +23,8 @@ const TOGETHER = ["data.validation_size", "data.resize_size"];
 const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 // Keys whose default depends on the dataset: they are sent only if the user has changed them.
 const LEFT_TO_SERVER = ["data.validation"];
-/** Whether the reader has submitted the form. Then all mistakes are shown; before, only those of fields that the reader has changed or left. */
-let sent = document.querySelector(".field.wrong") !== null;
+/** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
+let isSubmitted = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 
 // --- the specification in the form ------------------------------------------------------------------
@@ -32,13 +32,13 @@ let notation = "toml";
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
 /** Returns the effective value of a field: an empty field has its default, unless the recipe sets the key. */
-const effective = (field, recipe) => valueOf(field) || (field.name in (recipes[recipe] ?? {}) ? "" : field.dataset.default);
+const effectiveValue = (field, recipe) => valueOf(field) || (field.name in (recipes[recipe] ?? {}) ? "" : field.dataset.default);
 
 /**
  * Writes a value, as text, into a field. Defaults are shown as the placeholder. If the recipe sets the key, the default is written out,
  * because an empty field means the recipe's value. A choice that the field lacks is added with `label`.
  */
-function put(field, value, recipe, label = value) {
+function writeValue(field, value, recipe, label = value) {
   if (field.type === "checkbox") field.checked = value === "true";
   else if (field.tagName === "SELECT" && value && ![...field.options].some((option) => option.value === value)) field.add(new Option(label, value, true, true));
   else field.value = field.type === "text" && value === field.dataset.default && !(field.name in (recipes[recipe] ?? {})) ? "" : value;
@@ -78,15 +78,15 @@ function jsonValue(field) {
 }
 
 /** Returns the value of a field that the reader has not changed: the recipe's value or the default. */
-const untouched = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
+const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
 
 function specification({ defaults }) {
   const spec = {};
   for (const field of fields) {
     const words = valueOf(field);
-    const isUnchanged = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
-    const scaled = isUnchanged && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
-    if (words === "" || (!defaults && isUnchanged) || scaled || (isUnchanged && LEFT_TO_SERVER.includes(field.name))) continue;
+    const isUnchanged = words === untouchedValue(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
+    const isScaled = isUnchanged && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
+    if (words === "" || (!defaults && isUnchanged) || isScaled || (isUnchanged && LEFT_TO_SERVER.includes(field.name))) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     if (table) (spec[table] ??= {})[key] = jsonValue(field); else spec[key] = jsonValue(field);
   }
@@ -121,11 +121,11 @@ let hasTextErrors = false, readTimer = 0;
 /** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
   if (readsOnly) return;
-  const area = byId("spec-text"), words = area.value, json = words.trimStart().startsWith("{");
-  const seen = json ? "json" : "toml";
-  if (seen !== notation) { notation = seen; press(notations, notations.find((b) => b.dataset.notation === seen)); }
+  const area = byId("spec-text"), words = area.value, isJson = words.trimStart().startsWith("{");
+  const written = isJson ? "json" : "toml";
+  if (written !== notation) { notation = written; press(notations, notations.find((b) => b.dataset.notation === written)); }
   try {
-    const response = await fetch("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": json ? "application/json" : "application/toml", accept: "application/json" }, body: words });
+    const response = await fetch("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml", accept: "application/json" }, body: words });
     const content = await response.json();
     if (words !== area.value) return;
     hasTextErrors = !response.ok;
@@ -148,9 +148,9 @@ function fillForm(spec) {
   for (const field of fields) {
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     const value = (table ? spec[table] : spec)?.[key] ?? "";
-    put(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
+    writeValue(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
     // A recipe that is chosen later must not replace values that were written in the text.
-    if (effective(field, spec.train.recipe) !== untouched(field, spec.train.recipe)) touched.add(field);
+    if (effectiveValue(field, spec.train.recipe) !== untouchedValue(field, spec.train.recipe)) touched.add(field);
   }
   filled.value = spec.train.recipe ?? "";
   forgetReplaced();
@@ -165,13 +165,13 @@ function fillForm(spec) {
 function fillRecipe(name) {
   const own = recipes[name] ?? {}, previous = recipes[filled.value] ?? {};
   for (const field of fields.filter((f) => f.name in own || f.name in previous)) {
-    const value = effective(field, filled.value), isUnchanged = value === untouched(field, filled.value);
+    const value = effectiveValue(field, filled.value), isUnchanged = value === untouchedValue(field, filled.value);
     // The reader wrote this value, or a preset or a clone wrote it and the recipe does not set it.
     if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
-    const isChosenByServer = LEFT_TO_SERVER.includes(field.name), defaultValue = untouched(field, "");
+    const isChosenByServer = LEFT_TO_SERVER.includes(field.name), defaultValue = untouchedValue(field, "");
     const earlier = isUnchanged ? replaced.get(field) ?? (isChosenByServer ? value : defaultValue) : value;
     const isWritten = field.name in own && (!isChosenByServer || earlier === defaultValue);
-    put(field, isWritten ? own[field.name] : earlier, name);
+    writeValue(field, isWritten ? own[field.name] : earlier, name);
     if (isWritten) replaced.set(field, earlier); else replaced.delete(field);
   }
   filled.value = name;
@@ -180,7 +180,7 @@ function fillRecipe(name) {
 
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
 function showReplaced() {
-  const isDefault = (field, value) => value === untouched(field, "") && !LEFT_TO_SERVER.includes(field.name);
+  const isDefault = (field, value) => value === untouchedValue(field, "") && !LEFT_TO_SERVER.includes(field.name);
   const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
   const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
   text(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
@@ -201,27 +201,27 @@ const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.l
 
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
-  const of = new Map(fields.map((f) => [f, []])), listed = [];
+  const detailsOf = new Map(fields.map((f) => [f, []])), listed = [];
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", ".");
     const field = fields.find((f) => path === f.name || path.startsWith(`${f.name}.`));
-    if (field) of.get(field).push(error.detail);
+    if (field) detailsOf.get(field).push(error.detail);
     listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), error.detail));
   }
-  for (const [field, details] of of) {
-    const shown = sent || touched.has(field) ? details : [];
+  for (const [field, details] of detailsOf) {
+    const shown = isSubmitted || touched.has(field) ? details : [];
     const box = field.closest(".field");
     box.classList.toggle("wrong", shown.length > 0);
     field.setAttribute("aria-invalid", String(shown.length > 0));
     text(byId(`${field.id}-error`), shown.join("; "));
-    if (!shown.length || !sent) continue;
+    if (!shown.length || !isSubmitted) continue;
     field.closest("details")?.setAttribute("open", "");
     if (box.hidden) findSettings("");
   }
   text(byId("sweep-error"), errors.filter((e) => e.pointer.startsWith("/sweep")).map((e) => e.detail).join("; "));
-  const box = byId("mistakes"), any = sent && errors.length > 0;
-  box.hidden = !any;
-  if (any) {
+  const box = byId("mistakes"), isListShown = isSubmitted && errors.length > 0;
+  box.hidden = !isListShown;
+  if (isListShown) {
     text(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
     box.querySelector("ul").replaceChildren(...listed);
   }
@@ -242,9 +242,9 @@ function showPlan(response) {
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} in all`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
-  // The dataset lacks the default split, so the server chose another.
+  // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
-  if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
+  if (split && String(split) !== effectiveValue(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
   const lr = fields.find((f) => f.name === "train.lr");
@@ -292,7 +292,7 @@ function foundSettings() {
   return fields.filter((field) => `${field.closest(".field").textContent} ${field.name}`.toLowerCase().includes(wanted));
 }
 
-/** Searches the settings: hides the others under "More settings", and shows links to settings above. */
+/** Searches the settings: hides settings without the words under "More settings", and shows links to settings above. */
 function findSettings(words) {
   if (findInput.value !== words) findInput.value = words;
   const found = foundSettings(), above = words.trim() ? found.filter((field) => !field.closest(".more")) : [];
@@ -320,10 +320,10 @@ function unmarkPresets() {
 for (const preset of presets) {
   preset.addEventListener("click", (event) => {
     event.preventDefault();
-    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filled.value, ofRecipe = [...replaced], written = [...touched];
+    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filled.value, replacedBefore = [...replaced], touchedBefore = [...touched];
     for (const field of fields) {
       const value = values[field.name] ?? "";
-      put(field, value, "", `${value}, not registered`);
+      writeValue(field, value, "", `${value}, not registered`);
     }
     filled.value = "";
     forgetReplaced();
@@ -331,16 +331,16 @@ for (const preset of presets) {
     preset.setAttribute("aria-current", "true");
     byId("preset-done").hidden = false;
     byId("preset-undo").onclick = () => {
-      fields.forEach((field, i) => put(field, before[i], recipe));
+      fields.forEach((field, i) => writeValue(field, before[i], recipe));
       filled.value = recipe;
-      for (const [field, earlier] of ofRecipe) replaced.set(field, earlier);
+      for (const [field, earlier] of replacedBefore) replaced.set(field, earlier);
       showReplaced();
-      for (const field of written) touched.add(field);
+      for (const field of touchedBefore) touched.add(field);
       unmarkPresets();
       preset.focus();
       checkSoon();
     };
-    sent = false;
+    isSubmitted = false;
     touched.clear();
     // A preset's dataset or ranks may not fit this machine, so mistakes in these fields are shown at once.
     for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fields.find((f) => f.name === name));
@@ -353,7 +353,7 @@ form.addEventListener("submit", async (event) => {
   clearTimeout(timer);
   clearTimeout(readTimer);
   checking?.abort();
-  sent = true;
+  isSubmitted = true;
   if (hasTextErrors) await readText();
   if (hasTextErrors) return text(byId("plan"), "The job file has mistakes: correct them first.");
   const button = byId("send");

@@ -8,7 +8,7 @@ import { Selection } from "./compare/selection.js";
 import { morph, refresher } from "./machines/morph.js";
 
 const EVERY_MS = 4000, JOBS = 200;
-const sweep = byId("sweep"), at = `/api/v1/sweeps/${encodeURIComponent(sweep.dataset.sweep)}`;
+const sweep = byId("sweep"), url = `/api/v1/sweeps/${encodeURIComponent(sweep.dataset.sweep)}`;
 let jobs = [];
 
 const selection = new Selection(() => jobs), parallel = new Parallel(byId("parallel"), () => jobs, selection);
@@ -34,14 +34,14 @@ const refresh = refresher((page) => {
 
 async function act(what) {
   text(byId("sweep-error"), "");
-  await ask(`${at}/${what}`, { method: "POST" });
+  await ask(`${url}/${what}`, { method: "POST" });
   await refresh();
 }
 
 sweep.addEventListener("click", (event) => {
   const what = event.target.closest("[data-act]")?.dataset.act;
   if (what === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its unfinished trials are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(what) });
-  else if (what === "delete") confirmThen({ title: "Delete the sweep?", detail: "Its jobs stay, with their logs and checkpoints, as jobs without a sweep.", yes: "Delete the sweep", act: async () => { await ask(at, { method: "DELETE" }); location.href = "/sweeps"; } });
+  else if (what === "delete") confirmThen({ title: "Delete the sweep?", detail: "Its jobs stay, with their logs and checkpoints, as jobs without a sweep.", yes: "Delete the sweep", act: async () => { await ask(url, { method: "DELETE" }); location.href = "/sweeps"; } });
   else if (what) act(what).catch((error) => text(byId("sweep-error"), errorText(error)));
 });
 

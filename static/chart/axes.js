@@ -42,7 +42,7 @@ export function drawRight(ctx, plot, { y, ticks, label, colours }) {
   for (const t of ticks) ctx.fillText(label(t), plot.right + 8, y.to(t));
 }
 
-/** Draws a thin mark, with its number and reason, at the first step of every attempt except the first. */
+/** Draws a thin mark at the first step of every attempt except the first, with the attempt's number and reason. */
 export function drawAttempts(ctx, plot, x, starts, colours) {
   ctx.font = colours.font;
   const marks = starts.map((start) => ({ ...start, p: Math.round(x.to(start.at)) + 0.5 })).filter(({ p }) => p >= plot.left && p <= plot.right).sort((a, b) => a.p - b.p);
@@ -66,25 +66,25 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
   });
 }
 
-/** Returns as much of `label (after why)` as fits into `room` pixels; if not even the label fits, its number or nothing. */
+/** Returns as much of `label (after why)` as fits into `room` pixels: at least the label's number, or an empty text if the number does not fit. */
 function fitLabel(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
-  let cut = why ? `${label} (after ${why})` : label;
-  if (fits(cut)) return cut;
-  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(cut = `${label} (after ${why.slice(0, keep).trimEnd()}…)`)) return cut;
+  let words = why ? `${label} (after ${why})` : label;
+  if (fits(words)) return words;
+  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(words = `${label} (after ${why.slice(0, keep).trimEnd()}…)`)) return words;
   if (fits(label)) return label;
   const number = label.match(/\d+$/)?.[0] ?? "";
   return fits(number) ? number : "";
 }
 
-/** Returns the width of the widest of `labels` in pixels, at least `least`. */
-export function labelWidth(ctx, labels, colours, least) {
+/** Returns the width of the widest of `labels` in pixels, at least `minimum`. */
+export function labelWidth(ctx, labels, colours, minimum) {
   ctx.font = colours.font;
-  return Math.ceil(Math.max(least, ...labels.map((l) => ctx.measureText(l).width)));
+  return Math.ceil(Math.max(minimum, ...labels.map((l) => ctx.measureText(l).width)));
 }
 
 /** Calls `draw`, clipped to the range from `left` to `right`. */
-export function within(ctx, left, right, draw) {
+export function drawWithin(ctx, left, right, draw) {
   ctx.save();
   ctx.beginPath();
   ctx.rect(left, 0, right - left, ctx.canvas.height);
@@ -98,9 +98,9 @@ export function xAxis(view, low, high, wanted) {
   const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
   if (view.axis === "time") {
     const label = (s) => {
-      const two = (n) => String(Math.floor(n)).padStart(2, "0");
+      const twoDigits = (n) => String(Math.floor(n)).padStart(2, "0");
       if (high - low < wanted) return `${Number(s.toFixed(2))} s`;
-      return s >= 3600 ? `${Math.floor(s / 3600)}:${two(s % 3600 / 60)}:${two(s % 60)}` : `${Math.floor(s / 60)}:${two(s % 60)}`;
+      return s >= 3600 ? `${Math.floor(s / 3600)}:${twoDigits(s % 3600 / 60)}:${twoDigits(s % 60)}` : `${Math.floor(s / 60)}:${twoDigits(s % 60)}`;
     };
     return { xTicks: clockTicks(low, high, wanted), xLabel: label };
   }

@@ -9,7 +9,7 @@
 // longest), because drawing all charts in one frame would delay visible movements.
 
 import { make } from "../page.js";
-import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, within, xAxis } from "./axes.js";
+import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, drawWithin, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
 import { dot, drawSegment, MAX_POINTS_PER_PIXEL, visible } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
@@ -191,9 +191,9 @@ export class Chart {
     for (const { layer, parts } of gathered) this.#drawLayer(ctx, layer, parts, colours);
     ctx.restore();
 
-    const pixels = plot.right - plot.left, apiece = shown / Math.min(pixels, buckets || 1);
-    const every = exact && buckets / pixels <= MAX_POINTS_PER_PIXEL;
-    this.onNote?.(!shown ? "" : every ? "every point" : `min to max of ${Math.max(2, Math.round(apiece))} points a pixel`, { every, exact });
+    const pixels = plot.right - plot.left, perPixel = shown / Math.min(pixels, buckets || 1);
+    const isEveryPoint = exact && buckets / pixels <= MAX_POINTS_PER_PIXEL;
+    this.onNote?.(!shown ? "" : isEveryPoint ? "every point" : `min to max of ${Math.max(2, Math.round(perPixel))} points a pixel`, { every: isEveryPoint, exact });
     this.root.dataset.drawn = String(shown);
     delete this.root.dataset.empty;
     this.canvas.setAttribute("aria-label", this.label);
@@ -231,8 +231,8 @@ export class Chart {
       const repeatedFrom = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
       if (x.to(xs[segment.length - 1]) <= repeatedFrom) drawSegment(ctx, segment, xs, x, y, plot, style);
       else {
-        within(ctx, plot.left - 1, repeatedFrom, () => drawSegment(ctx, segment, xs, x, y, plot, style));
-        within(ctx, repeatedFrom, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
+        drawWithin(ctx, plot.left - 1, repeatedFrom, () => drawSegment(ctx, segment, xs, x, y, plot, style));
+        drawWithin(ctx, repeatedFrom, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
       }
       if (!layer.rings) continue;
       const [from, to] = visible(segment, xs, x.low, x.high);
@@ -283,7 +283,7 @@ export class Chart {
     else this.tip.hidden = true;
   }
 
-  /** Returns the value of each layer nearest to `at`, from the newest attempt with a value nearby. */
+  /** Returns, for each layer, the value nearest to `at`, from the newest attempt that has a value near `at`. */
   #values(at) {
     const reach = (this.x.high - this.x.low) / 40;
     const rows = [];
@@ -292,9 +292,9 @@ export class Chart {
       for (const { segment, xs } of parts) {
         const i = segment.find(at, xs);
         const k = i >= segment.length || (i > 0 && at - xs[i - 1] < xs[i] - at) ? i - 1 : i;
-        const far = Math.abs(xs[k] - at);
+        const distance = Math.abs(xs[k] - at);
         const inside = at >= xs[0] && at <= xs[segment.length - 1];
-        if (k >= 0 && (inside || far <= reach)) near.push({ segment, k, x: xs[k], value: segment.mean[k] });
+        if (k >= 0 && (inside || distance <= reach)) near.push({ segment, k, x: xs[k], value: segment.mean[k] });
       }
       if (!near.length) continue;
       const newest = near.reduce((a, b) => (b.segment.attempt > a.segment.attempt ? b : a));

@@ -5,7 +5,7 @@ import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
 
-/** In pixels: heights of the title, of a row of the legend (or of the vertical axis's name), and of the horizontal axis's name; the margin. */
+/** In pixels: heights of the title, of a row of the legend (or of the vertical axis's name), of the horizontal axis's name; and the margin. */
 const TITLE = 30, ROW = 18, FOOT = 22, EDGE = 12;
 /** Maximum number of names in a legend. */
 const MAX_NAMES = 24;
@@ -20,10 +20,10 @@ function layout(chart, ctx, width) {
   if (more > 0) lines.push({ label: `and ${more} more`, colour: "transparent" });
   let x = EDGE, row = 0;
   const legend = lines.map((line) => {
-    const wide = 16 + ctx.measureText(line.label).width + 14;
-    if (x > EDGE && x + wide > width - EDGE) { x = EDGE; row++; }
+    const itemWidth = 16 + ctx.measureText(line.label).width + 14;
+    if (x > EDGE && x + itemWidth > width - EDGE) { x = EDGE; row++; }
     const place = { line, x, row };
-    x += wide;
+    x += itemWidth;
     return place;
   });
   const names = TITLE + (legend.length ? (row + 1) * ROW : 0);
@@ -31,7 +31,7 @@ function layout(chart, ctx, width) {
 }
 
 /** Draws the texts around the chart. */
-function frame(chart, ctx, width, height, title, { legend, names, head }) {
+function drawTexts(chart, ctx, width, height, title, { legend, names, head }) {
   const colours = palette();
   ctx.fillStyle = colours.card;
   ctx.globalAlpha = 1;
@@ -55,12 +55,12 @@ function frame(chart, ctx, width, height, title, { legend, names, head }) {
 
 async function png(chart, title) {
   const { width, height } = chart.root.getBoundingClientRect(), ratio = 2;
-  const canvas = document.createElement("canvas"), ctx = canvas.getContext("2d"), edge = layout(chart, ctx, width);
+  const canvas = document.createElement("canvas"), ctx = canvas.getContext("2d"), texts = layout(chart, ctx, width);
   canvas.width = width * ratio;
-  canvas.height = (height + edge.height) * ratio;
+  canvas.height = (height + texts.height) * ratio;
   ctx.scale(ratio, ratio);
-  frame(chart, ctx, width, height, title, edge);
-  ctx.translate(0, edge.head);
+  drawTexts(chart, ctx, width, height, title, texts);
+  ctx.translate(0, texts.head);
   chart.paint(ctx, width, height);
   chart.invalidate();
   return new Promise((done) => canvas.toBlob(done, "image/png"));
@@ -68,12 +68,12 @@ async function png(chart, title) {
 
 function svg(chart, title) {
   const { width, height } = chart.root.getBoundingClientRect();
-  const measure = document.createElement("canvas").getContext("2d"), edge = layout(chart, measure, width);
-  const inner = new SvgContext(width, height, measure), outer = new SvgContext(width, height + edge.height, measure);
-  frame(chart, outer, width, height, title, edge);
+  const measure = document.createElement("canvas").getContext("2d"), texts = layout(chart, measure, width);
+  const inner = new SvgContext(width, height, measure), outer = new SvgContext(width, height + texts.height, measure);
+  drawTexts(chart, outer, width, height, title, texts);
   chart.paint(inner, width, height);
   chart.invalidate();
-  const body = inner.toString().replace("<svg ", `<svg y="${edge.head}" `);
+  const body = inner.toString().replace("<svg ", `<svg y="${texts.head}" `);
   return new Blob([outer.toString().replace("</svg>", `${body.trim()}</svg>`)], { type: "image/svg+xml" });
 }
 
@@ -115,14 +115,14 @@ export function headOf(root) {
 /** Groups a chart's menus. */
 export const tools = (...menus) => make("div", { className: "tools" }, ...menus);
 
-/** Returns a small menu with all formats. `name()` and `title()`: see `save`. `every`: URL of the CSV file with all points. */
-export function saveMenu(chart, name, title, every) {
+/** Returns a small menu with all formats. `name()` and `title()`: see `save`. `csvUrl`: URL of the CSV file with all points. */
+export function saveMenu(chart, name, title, csvUrl) {
   const buttons = Object.keys(KINDS).map((kind) => {
     const button = make("button", { type: "button", className: "quiet", textContent: kind });
     button.addEventListener("click", () => { menu.open = false; save(chart, kind, name(), title()); });
     return button;
   });
-  if (every) buttons.push(make("a", { className: "button quiet", href: every, textContent: "CSV, every point", download: "" }));
+  if (csvUrl) buttons.push(make("a", { className: "button quiet", href: csvUrl, textContent: "CSV, every point", download: "" }));
   const menu = make("details", { className: "menu" }, make("summary", { textContent: "Save", "aria-label": `Save ${chart.label}` }), make("div", {}, ...buttons));
   closable(menu, chart.gone);
   return menu;

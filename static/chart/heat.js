@@ -7,15 +7,15 @@ import { linear, linearTicks } from "./scale.js";
 
 export class Heat {
   #all = [];
-  #at = null;
+  #selected = null;
   #name = "";
 
   /**
-   * `at(histogram)`: called when the reader moves to a histogram, or with null when new content is shown and no histogram is selected.
+   * `onSelect(histogram)`: called when the reader moves to a histogram, or with null when new content is shown and no histogram is selected.
    * `format(v)`: a value as text.
    */
-  constructor(root, at, format) {
-    Object.assign(this, { root, at, format });
+  constructor(root, onSelect, format) {
+    Object.assign(this, { root, onSelect, format });
     this.canvas = root.appendChild(document.createElement("canvas"));
     this.canvas.setAttribute("role", "img");
     new ResizeObserver(() => this.draw()).observe(root);
@@ -29,16 +29,16 @@ export class Heat {
 
   /** Shows the histograms of one layer, by step. */
   show(name, histograms) {
-    const step = this.#all[this.#at]?.step, same = name === this.#name;
+    const step = this.#all[this.#selected]?.step, same = name === this.#name;
     this.#name = name;
     this.#all = histograms;
-    this.#at = same && step !== undefined ? histograms.findIndex((h) => h.step === step) : null;
-    if (this.#at === -1) this.#at = null;
+    this.#selected = same && step !== undefined ? histograms.findIndex((h) => h.step === step) : null;
+    if (this.#selected === -1) this.#selected = null;
     const last = this.newest, words = last ? `${name} over ${histograms.length} steps; at the newest, ${last.step}, from ${this.format(last.min)} to ${this.format(last.max)}` : `${name}: none yet`;
     this.root.setAttribute("aria-label", `${name}. Arrow keys move from step to step.`);
     this.canvas.setAttribute("aria-label", words);
     this.root.dataset.steps = String(histograms.length);
-    if (this.#at === null) this.at(null);
+    if (this.#selected === null) this.onSelect(null);
     this.draw();
   }
 
@@ -57,8 +57,8 @@ export class Heat {
     const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, ticks.map(this.format), colours, 24) + 10, right: width - 10 };
     const y = linear([y0, y1], [plot.bottom, plot.top]), first = all[0].step, last = all.at(-1).step, x = linear([first, last > first ? last : first + 1], [plot.left, plot.right]);
     // A column extends halfway to each neighbour.
-    const middle = (i) => (i < 0 ? plot.left : i >= all.length - 1 ? plot.right : (x.to(all[i].step) + x.to(all[i + 1].step)) / 2);
-    this.edges = all.map((_, i) => [middle(i - 1), middle(i)]);
+    const boundary = (i) => (i < 0 ? plot.left : i >= all.length - 1 ? plot.right : (x.to(all[i].step) + x.to(all[i + 1].step)) / 2);
+    this.edges = all.map((_, i) => [boundary(i - 1), boundary(i)]);
     ctx.fillStyle = colours.accent;
     all.forEach(({ min, max, counts }, i) => {
       const [from, to] = this.edges[i], wide = Math.max(1, to - from), most = Math.max(1, ...counts), bin = (max - min) / counts.length;
@@ -77,8 +77,8 @@ export class Heat {
     for (const t of ticks) ctx.fillText(this.format(t), plot.left - 8, y.to(t));
     const steps = last > first ? linearTicks(first, last, Math.max(2, Math.floor((plot.right - plot.left) / 90))).filter(Number.isInteger) : [first];
     drawLabels(ctx, steps.map((t) => [x.to(t), count(t)]), plot.left, plot.right, plot.bottom + 7);
-    if (this.#at === null) return;
-    const [from, to] = this.edges[this.#at];
+    if (this.#selected === null) return;
+    const [from, to] = this.edges[this.#selected];
     ctx.strokeStyle = colours.text;
     ctx.lineWidth = 1;
     ctx.strokeRect(Math.round(from) - 0.5, plot.top - 2, Math.max(2, Math.round(to - from) + 1), plot.bottom - plot.top + 4);
@@ -87,9 +87,9 @@ export class Heat {
   #go(to) {
     if (!this.#all.length) return;
     const at = Math.min(this.#all.length - 1, Math.max(0, to));
-    if (at === this.#at) return;
-    this.#at = at;
-    this.at(this.#all[at]);
+    if (at === this.#selected) return;
+    this.#selected = at;
+    this.onSelect(this.#all[at]);
     this.draw();
   }
 
@@ -100,7 +100,7 @@ export class Heat {
 
   #key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const last = this.#all.length - 1, now = this.#at ?? last + 1, hop = event.shiftKey ? 10 : 1;
+    const last = this.#all.length - 1, now = this.#selected ?? last + 1, hop = event.shiftKey ? 10 : 1;
     const to = { ArrowLeft: now - hop, ArrowRight: now + hop, Home: 0, End: last }[event.key];
     if (to === undefined) return;
     event.preventDefault();

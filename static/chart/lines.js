@@ -66,7 +66,7 @@ function stroke(ctx, points, { colour, alpha, width, dash }) {
   const length = points.length;
   let travel = 0;
   for (let i = 3; i < length; i += 2) { const d = points[i] - points[i - 2]; if (!Number.isNaN(d)) travel += Math.abs(d); }
-  if (length > 400 && travel > MAX_STEEPNESS * (points[length - 2] - points[0])) return bars(ctx, points, { colour, alpha, width, dash });
+  if (length > 400 && travel > MAX_STEEPNESS * (points[length - 2] - points[0])) return drawBars(ctx, points, { colour, alpha, width, dash });
   ctx.strokeStyle = ctx.fillStyle = colour;
   ctx.globalAlpha = alpha;
   ctx.lineWidth = width;
@@ -93,7 +93,7 @@ function stroke(ctx, points, { colour, alpha, width, dash }) {
  * Draws the line as bars: in each column of pixels, the range that the line covers. A noisy line looks the same, but is drawn faster: the time
  * to draw a path grows with its length. Eight noisy ranks as paths took a second in a browser without a GPU.
  */
-function bars(ctx, points, { colour, alpha, width, dash }) {
+function drawBars(ctx, points, { colour, alpha, width, dash }) {
   const first = Math.round(points.find(Number.isFinite)), columns = Math.max(1, Math.ceil(points[points.length - 2] - first) + 2);
   const top = new Float64Array(columns).fill(Infinity), bottom = new Float64Array(columns).fill(-Infinity);
   const cover = (column, y) => {
@@ -146,9 +146,9 @@ export function drawKey(ctx, x, y, { colour, dash, shape }, inside) {
 /** Draws one segment of one rank. */
 export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha, band, dash }) {
   const range = visible(segment, xs, x.low, x.high);
-  const crowded = (range[1] - range[0]) / (plot.right - plot.left) > MAX_POINTS_PER_PIXEL;
-  const one = (values, style) => {
-    if (crowded) {
+  const isCrowded = (range[1] - range[0]) / (plot.right - plot.left) > MAX_POINTS_PER_PIXEL;
+  const drawLine = (values, style) => {
+    if (isCrowded) {
       const columns = new Columns(plot.right - plot.left);
       columns.add(segment, xs, range, x, plot.left, values);
       return columns.draw(ctx, y, plot.left, style);
@@ -162,10 +162,10 @@ export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, a
     stroke(ctx, points, style);
   };
   if (smoothing > 0) {
-    one(segment.mean, { colour, alpha: alpha * 0.28, width: 1, band: 0.4 });
-    one(segment.smooth(smoothing), { colour, alpha, width: 1.75, band: 0, dash });
+    drawLine(segment.mean, { colour, alpha: alpha * 0.28, width: 1, band: 0.4 });
+    drawLine(segment.smooth(smoothing), { colour, alpha, width: 1.75, band: 0, dash });
   } else {
-    one(segment.mean, { colour, alpha, width: 1.4, band: 0.22, dash });
+    drawLine(segment.mean, { colour, alpha, width: 1.4, band: 0.22, dash });
   }
 }
 

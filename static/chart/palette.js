@@ -1,7 +1,7 @@
 // Colours for canvases, read from the page's custom properties, so that both themes are defined in one place.
 // Colour-blind readers can distinguish the ranks' colours, which differ in lightness as well as in hue.
 
-/** Number of ranks above which charts draw only the mean with its band. */
+/** Number of colours of ranks. For more ranks, charts draw only the mean with its band. */
 export const RANK_COLOURS = 8;
 
 const NAMES = ["text", "muted", "line", "grid", "card", "accent", "accent-2", ...Array.from({ length: RANK_COLOURS }, (_, i) => `rank-${i}`)];
@@ -13,7 +13,7 @@ const watchers = new Set();
 /** Listens for changes of the theme. Called at the first use, because reading the theme earlier causes an additional layout of the page. */
 function listen() {
   listening = true;
-  const changed = () => { cache = null; for (const then of watchers) then(); };
+  const changed = () => { cache = null; for (const callback of watchers) callback(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
   new MutationObserver(changed).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
 }
@@ -37,5 +37,5 @@ export function palette() {
   return colours;
 }
 
-/** Calls `then` whenever the theme is changed, by the system or by the button. */
-export function onThemeChange(then) { watchers.add(then); }
+/** Calls `callback` whenever the theme is changed, by the system or by the button. */
+export function onThemeChange(callback) { watchers.add(callback); }

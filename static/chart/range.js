@@ -18,10 +18,10 @@ export function rangeMenu(chart, key, unit = 1) {
     for (const input of [from, to]) input.setAttribute("aria-invalid", String(wrong || (input.value.trim() !== "" && end(input) === null)));
     chart.ends = wrong ? [null, null] : ends.map((v) => (v === null ? null : v * unit));
     chart.robust = outliers.checked;
-    const any = chart.ends.some((v) => v !== null);
-    menu.classList.toggle("on", any || chart.robust);
+    const hasEnds = chart.ends.some((v) => v !== null);
+    menu.classList.toggle("on", hasEnds || chart.robust);
     chart.invalidate();
-    return any ? ends.map((v) => v ?? "").join("~") : "";
+    return hasEnds ? ends.map((v) => v ?? "").join("~") : "";
   };
   const changed = () => write({ [`${key}-range`]: apply(), [`${key}-outliers`]: outliers.checked ? "no" : "" });
   for (const input of [from, to, outliers]) input.addEventListener("change", changed);

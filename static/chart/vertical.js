@@ -12,19 +12,19 @@ export function span(parts) {
   return high > -Infinity ? [low, high] : [0, 1];
 }
 
-/** Returns the amount of data between `low` and `high`: the largest numbers of points and of buckets of a layer, and whether all points are exact. */
+/** Returns the largest numbers of points and of buckets that a layer has between `low` and `high`, and whether all points are exact. */
 export function amount(gathered, low, high) {
   let shown = 0, buckets = 0, exact = true;
   for (const { parts } of gathered) {
-    let points = 0, held = 0;
+    let points = 0, bucketCount = 0;
     for (const { segment, xs } of parts) {
       const [from, to] = visible(segment, xs, low, high);
-      held += to - from;
+      bucketCount += to - from;
       for (let i = from; i < to; i++) points += segment.counts[i];
       exact &&= segment.exact;
     }
     shown = Math.max(shown, points);
-    buckets = Math.max(buckets, held);
+    buckets = Math.max(buckets, bucketCount);
   }
   return { shown, buckets, exact };
 }
@@ -44,7 +44,7 @@ export function vertical(side, kind, gathered, low, high, rows) {
     }
   }
   if (side.zero && kind === "linear" && bottom > 0) bottom = 0;
-  if (side.robust) [bottom, top] = usual(gathered, kind, low, high) ?? [bottom, top];
+  if (side.robust) [bottom, top] = rangeWithoutOutliers(gathered, kind, low, high) ?? [bottom, top];
   const fixed = (v) => (v === null || (kind === "log" && v <= 0) ? null : v);
   let [y0, y1] = niceDomain(bottom, top, kind);
   [y0, y1] = [fixed(side.ends[0]) ?? y0, fixed(side.ends[1]) ?? y1];
@@ -54,8 +54,8 @@ export function vertical(side, kind, gathered, low, high, rows) {
   return { ticks, label: side.tick, labels: ticks.map(side.tick), scale: (plot) => (kind === "log" ? log : linear)([y0, y1], [plot.bottom, plot.top]) };
 }
 
-/** Returns the range of nearly all visible values, or null for too few values. */
-function usual(gathered, kind, low, high) {
+/** Returns the range of the visible values without outliers, or null for too few values. */
+function rangeWithoutOutliers(gathered, kind, low, high) {
   const values = [];
   for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {
     const [from, to] = visible(segment, xs, low, high), stride = Math.max(1, Math.ceil((to - from) / 2000));

@@ -1,5 +1,5 @@
 // State that the charts of a page share: the horizontal axis (step, epoch or training time), the zoomed part, and the
-// crosshair's position. Charts redraw when it changes.
+// crosshair's position. Charts redraw when this state changes.
 
 /** Returns the name of the horizontal axis, with its unit. */
 export const axisName = (axis) => ({ epoch: "epoch", time: "training time (hours:minutes:seconds)" }[axis] ?? "optimizer step");

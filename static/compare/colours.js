@@ -1,5 +1,5 @@
-// The look of a job, a colour and a style of line. It stays the same while other jobs are added and removed, and on the next visit. There are
-// eight colours. The second job with the same colour has a dashed line, the third a dotted line.
+// The look of a job: a colour and a style of line. The look stays the same while other jobs are added and removed, and on the next visit. There
+// are eight colours. The second job with the same colour has a dashed line, the third a dotted line.
 
 import { make, store, stored } from "../page.js";
 
@@ -19,11 +19,11 @@ export function assign(ids) {
   const taken = new Map();
   for (const id of ids) {
     const own = known.get(id), free = [...Array(LOOKS).keys()].filter((n) => !taken.has(n));
-    const mine = own !== undefined && own < LOOKS && (!taken.has(own) || !free.length) ? own : free[0] ?? ids.indexOf(id) % LOOKS;
-    taken.set(mine, id);
+    const look = own !== undefined && own < LOOKS && (!taken.has(own) || !free.length) ? own : free[0] ?? ids.indexOf(id) % LOOKS;
+    taken.set(look, id);
     // Moves the job to the end of the map, where the newest jobs are.
     known.delete(id);
-    known.set(id, mine);
+    known.set(id, look);
   }
   // Without storage, looks last as long as the page.
   store(STORAGE_KEY, JSON.stringify([...known].slice(-MAX_STORED)));

@@ -9,7 +9,7 @@ import { settings } from "./names.js";
 const plain = (v) => String(Number(v.toPrecision(6)));
 /** Returns the training time in seconds, without pauses and waiting: of attempts that have ended, or of a running first attempt. */
 const ran = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
-/** `key`: the result's key in the URL. `get(job)`: its value. `about`: what the name does not say. */
+/** `key`: the result's key in the URL. `get(job)`: the result's value. `about`: the tooltip of the name. */
 const result = (key, name, get, format, about) => ({ key, name, get, format, about });
 /** Results of a job. */
 export const RESULTS = [
@@ -21,20 +21,20 @@ export const RESULTS = [
 /** Results for which low values are good. Low values are at the top of an axis. */
 const LOW_IS_GOOD = ["loss", "val_loss"];
 
-/** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. */
-function numeric(key, name, values, words, isLowGood = false) {
+/** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from(share)`: the inverse of `at`. */
+function numberColumn(key, name, values, words, isLowGood = false) {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
   // Uses a logarithmic scale for settings such as learning rates, which differ by powers of ten.
-  const log = low > 0 && high / low > 20, of = (v) => (log ? Math.log(v) : v), span = of(high) - of(low);
+  const log = low > 0 && high / low > 20, scaled = (v) => (log ? Math.log(v) : v), span = scaled(high) - scaled(low);
   const turned = (share) => (isLowGood ? 1 - share : share);
-  const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? turned((of(v) - of(low)) / span) : 0.5);
-  const from = (share) => { const v = of(low) + turned(share) * span; return log ? Math.exp(v) : v; };
+  const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? turned((scaled(v) - scaled(low)) / span) : 0.5);
+  const from = (share) => { const v = scaled(low) + turned(share) * span; return log ? Math.exp(v) : v; };
   const [bottom, top] = isLowGood ? [high, low] : [low, high];
   return { key, name, values, log, low, high, isLowGood, at, from, ends: finite.length ? [words(bottom), words(top)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
 }
 
 /** Returns a column of texts, in sorted order. */
-function worded(key, name, values) {
+function textColumn(key, name, values) {
   const kinds = [...new Set(values)].sort(), at = (v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(v) / (kinds.length - 1));
   return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], words: (v) => v };
 }
@@ -45,7 +45,7 @@ export const varies = (column) => (column.kinds ? column.kinds.length > 1 : colu
 /** Returns every column of these jobs: settings that differ, results, and other settings. */
 export function columns(jobs) {
   const all = settings(jobs).map(({ key, values, different }) => {
-    const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(formatted));
+    const column = values.every((v) => typeof v === "number" || v == null) ? numberColumn(key, key, values.map((v) => v ?? NaN), plain) : textColumn(key, key, values.map(formatted));
     return { ...column, different };
   });
   const results = RESULTS.map(({ key, name, get, format }) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => get(j) ?? NaN), format, LOW_IS_GOOD.includes(key)), result: true }));

@@ -3,7 +3,7 @@
 import { colour, dash, swatch } from "./colours.js";
 import { titleOf } from "./names.js";
 import { ask, byId, make, text } from "../page.js";
-import { cut, middle } from "../cut.js";
+import { writeShortened, shortenMiddle } from "../cut.js";
 import { clock, count } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
 import { saveMenu, tools } from "../chart/export.js";
@@ -11,7 +11,7 @@ import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
-import { pictures, ranksNow, isRankCountKnown } from "../job/facts.js";
+import { picturesUntil, ranksNow, isRankCountKnown } from "../job/facts.js";
 import { about, ALL, axisOf, axisTitle, MACHINE, unitOf } from "../job/names.js";
 import { isActive } from "../job/states.js";
 import { groups, mean } from "./grouped.js";
@@ -61,23 +61,23 @@ export class Curves {
     const chart = new Chart(place, this.view, {
       label: `${label} of the jobs`, describe, format, tick, limits,
       layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
-      // In the CSV file of groups, positions are in the axis's unit; in that of jobs, they are steps.
+      // In the CSV file of groups, positions are in the axis's unit. In the CSV file of jobs, positions are steps.
       column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
       empty: () => "None of these jobs has a value of this metric yet.",
       onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
     });
     chart.scale = this.#scale;
     chart.smoothing = this.#smoothing;
-    const of = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => titleOf(j, this.jobs())).join(", "));
-    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${about(metric).label}, ${of()}`)));
+    const lineNames = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => titleOf(j, this.jobs())).join(", "));
+    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${about(metric).label}, ${lineNames()}`)));
     byId("curves").append(root);
     return chart;
   }
 
   #layers(metric) {
-    const chosen = this.chosen(), some = chosen.size > 0 && chosen.size < this.jobs().length, alpha = (isOn) => (some && !isOn ? 0.15 : 1);
+    const chosen = this.chosen(), isSelective = chosen.size > 0 && chosen.size < this.jobs().length, alpha = (isSelected) => (isSelective && !isSelected ? 0.15 : 1);
     if (!this.groupBy) {
-      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: middle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
+      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: shortenMiddle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
     }
     return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({ series: this.#mean(id, metric, jobs), id, label, jobs })).map(({ series, id, label, jobs }) => ({
       label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
@@ -89,14 +89,14 @@ export class Curves {
   /** Returns the mean of a group, which is computed again when one of its curves has changed. */
   #mean(id, metric, jobs) {
     const parts = jobs.map((job) => this.#series(job, metric)), key = `${id}:${metric}`, known = this.#means.get(key);
-    const now = `${this.axis}:${this.band}:${jobs.map((job) => [metric, CLOCK].map((name) => this.#known.get(`${job.id}:${name}`)?.read ?? 0))}`;
-    if (known?.now === now) return known.series;
+    const version = `${this.axis}:${this.band}:${jobs.map((job) => [metric, CLOCK].map((name) => this.#known.get(`${job.id}:${name}`)?.read ?? 0))}`;
+    if (known?.version === version) return known.series;
     const series = mean(parts, (segment) => this.#places(segment), this.band);
-    this.#means.set(key, { now, series });
+    this.#means.set(key, { version, series });
     return series;
   }
 
-  /** Called when a job has newer points than those that were read. */
+  /** Called when a job has newer points than the page has read. */
   changed(id) { this.#news.set(id, (this.#news.get(id) ?? 0) + 1); }
 
   #places(segment) {
@@ -136,23 +136,23 @@ export class Curves {
     // The response may lack points that arrive while it is read.
     const news = this.#news.get(job.id) ?? 0;
     if (known?.news === news || !chart) return;
-    const speeds = metric === "images_per_second", steps = speeds || metric === CLOCK;
-    const response = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : encodeURIComponent(metric)}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
+    const isSpeed = metric === "images_per_second", needsStepTimes = isSpeed || metric === CLOCK;
+    const response = await ask(`/api/v1/jobs/${job.id}/metrics?name=${needsStepTimes ? "step_ms" : encodeURIComponent(metric)}${needsStepTimes ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
     if (!response || this.#known.get(key)?.news > news) return;
     const attempts = Map.groupBy(response.series, (s) => s.attempt);
     // For an attempt that has ended, the number of ranks with points is used.
     const ranksIn = (attempt) => (isActive(job.state) && isRankCountKnown(job) && attempt === job.attempt ? ranksNow(job) : attempts.get(attempt).length);
-    const each = isOfEachRank(metric), series = each ? new MeanSeries(metric, ranksIn, 8192) : new Series(metric, 0, 8192);
+    const isPerRank = isOfEachRank(metric), series = isPerRank ? new MeanSeries(metric, ranksIn, 8192) : new Series(metric, 0, 8192);
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
-      if (each) series.loadRanks(attempt, ranks, response.exact, response.bucket_steps); else series.load(attempt, ranks[0], response.exact, response.bucket_steps);
+      if (isPerRank) series.loadRanks(attempt, ranks, response.exact, response.bucket_steps); else series.load(attempt, ranks[0], response.exact, response.bucket_steps);
     }
-    this.#known.set(key, { job: job.id, news, read: (known?.read ?? 0) + 1, series: speeds ? new Speeds(series, pictures(job)) : series });
+    this.#known.set(key, { job: job.id, news, read: (known?.read ?? 0) + 1, series: isSpeed ? new Speeds(series, picturesUntil(job)) : series });
   }
 
   #legend() {
     const item = (id, label, href) => {
       const name = href ? make("a", { href }) : make("span");
-      cut(name, label);
+      writeShortened(name, label);
       return make("li", {}, swatch(id), name);
     };
     const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(id, `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(job.id, titleOf(job, this.jobs()), `/jobs/${job.id}`));

@@ -29,7 +29,7 @@ export function groups(jobs, key) {
   return [...found].map(([label, members]) => ({ id: `group:${key}:${label}`, label, jobs: members })).sort((a, b) => a.label.localeCompare(b.label, undefined, { numeric: true }));
 }
 
-/** Returns a job's curve over all its attempts. Each attempt replaces the points from its first step on. `xs`: positions of a segment on the axis. */
+/** Returns a job's curve over all attempts. Each attempt replaces the points from its first step on. `xs`: positions of a segment on the axis. */
 function curve(series, xs) {
   let at = [], values = [];
   for (const segment of series.segments.filter((g) => g.length)) {
@@ -40,7 +40,10 @@ function curve(series, xs) {
   return { at, values };
 }
 
-/** Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts, moved on by each call; `x` must ascend. */
+/**
+ * Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts. Each call increases the index, so
+ * `x` must ascend.
+ */
 function interpolate({ at, values }, x, from) {
   let i = from.i;
   while (i < at.length && at[i] < x) i++;
@@ -52,8 +55,8 @@ function interpolate({ at, values }, x, from) {
 }
 
 /**
- * Returns mean and band of several curves along the axis. At each position, only curves that reach the position count; `counts` has
- * their number. `band`: `std` or `range`.
+ * Returns mean and band of several curves along the axis. At each position, only curves that reach the position count, and `counts`
+ * has the number of these curves. `band`: `std` or `range`.
  */
 export function mean(all, xs, band) {
   const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), positions = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);
@@ -62,10 +65,10 @@ export function mean(all, xs, band) {
   for (let k = 0; k < positions.length; k += stride) {
     const x = positions[Math.floor(k)], values = curves.map((c, i) => interpolate(c, x, from[i])).filter(Number.isFinite), n = values.length;
     if (!n) continue;
-    const middle = values.reduce((a, b) => a + b, 0) / n;
-    const std = n > 1 ? Math.sqrt(values.reduce((sum, v) => sum + (v - middle) ** 2, 0) / (n - 1)) : 0;
-    const [low, high] = band === "std" ? [middle - std, middle + std] : [Math.min(...values), Math.max(...values)];
-    segment.push(x, low, high, middle);
+    const average = values.reduce((a, b) => a + b, 0) / n;
+    const std = n > 1 ? Math.sqrt(values.reduce((sum, v) => sum + (v - average) ** 2, 0) / (n - 1)) : 0;
+    const [low, high] = band === "std" ? [average - std, average + std] : [Math.min(...values), Math.max(...values)];
+    segment.push(x, low, high, average);
     series.counts.push(n);
   }
   return series;

@@ -9,7 +9,7 @@ let cache = { key: "", titles: new Map() };
 /** Returns the specification of a job, or the project and the settings of a run from elsewhere. */
 export const specOf = ({ external, project, spec }) => (external ? { ...(project === "default" ? {} : { project }), config: external.config } : spec);
 
-/** The same, and the results that the program of a run has set. Alerts are left out, and W&B's own entries, which begin with `_`. */
+/** Like `specOf`, with the results of a run from elsewhere. Alerts, and W&B's own entries, which begin with `_`, are left out. */
 export const withSummary = (job) => (job.external ? { ...specOf(job), summary: Object.fromEntries(Object.entries(job.external.summary).filter(([name]) => name !== "alerts" && !name.startsWith("_"))) } : job.spec);
 
 /**

@@ -1,7 +1,7 @@
 // The choice of jobs: a search over all jobs, in which the chosen jobs are marked and come first.
 
 import { ask, byId, make } from "../page.js";
-import { cut, SIDE } from "../cut.js";
+import { writeShortened, SIDE } from "../cut.js";
 import { percent } from "../numbers.js";
 import { swatch } from "./colours.js";
 
@@ -34,7 +34,7 @@ export class Picker {
     byId("no-jobs").hidden = this.#jobs.length > 0 || this.input.value.trim() !== "";
     this.list.replaceChildren(...this.#jobs.map((job) => {
       const box = make("input", { type: "checkbox", value: job.id, checked: chosen.has(job.id) }), name = make("span");
-      cut(name, job.name, SIDE);
+      writeShortened(name, job.name, SIDE);
       if (focused === job.id) queueMicrotask(() => box.focus());
       return make("li", {}, make("label", {}, box, ...(chosen.has(job.id) ? [swatch(job.id)] : []), name, make("small", { className: "muted", textContent: job.best ? percent(job.best.value) : job.state })));
     }));

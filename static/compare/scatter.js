@@ -58,13 +58,13 @@ export class Scatter {
   /** Reads the jobs again, and draws the plot. */
   draw() {
     // The default is the setting that differs and that most jobs have.
-    const known = (column) => column.values.filter((v) => column.kinds || Number.isFinite(v)).length;
-    const { all } = columns(this.jobs()), usual = { x: all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => known(b) - known(a))[0] ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
+    const valueCount = (column) => column.values.filter((v) => column.kinds || Number.isFinite(v)).length;
+    const { all } = columns(this.jobs()), defaults = { x: all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => valueCount(b) - valueCount(a))[0] ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
     for (const which of ["x", "y"]) {
       const select = byId(`scatter-${which}`), wanted = read(`scatter-${which}`);
-      this[which] = all.find((c) => c.key === wanted) ?? usual[which];
-      const known = [...select.options].map((option) => option.value).join("\n");
-      if (known !== all.map((c) => c.key).join("\n")) {
+      this[which] = all.find((c) => c.key === wanted) ?? defaults[which];
+      const offered = [...select.options].map((option) => option.value).join("\n");
+      if (offered !== all.map((c) => c.key).join("\n")) {
         const part = (label, some) => make("optgroup", { label }, ...some.map((c) => new Option(c.name, c.key)));
         const parts = [["Settings that differ", all.filter((c) => !c.result && c.different)], ["Results", all.filter((c) => c.result)], ["Other settings", all.filter((c) => !c.result && !c.different)]];
         select.replaceChildren(...parts.filter(([, some]) => some.length).map(([label, some]) => part(label, some)));
@@ -99,7 +99,7 @@ export class Scatter {
     return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: (v) => column.words(v) };
   }
 
-  /** Draws into any context with a canvas's methods. `live`: also draws the brush and the reader's position. */
+  /** Draws into any context with a canvas's methods. `live`: also draws the brush, and emphasises the focused job. */
   paint(ctx, width, height, live = false) {
     const colours = palette(), jobs = this.jobs(), chosen = this.selection.ids(), { x: across, y: up } = this;
     const rows = Math.max(2, Math.floor(height / 52));
@@ -156,7 +156,7 @@ export class Scatter {
     if (!point) return;
     const line = (label, words) => make("p", {}, make("span", { textContent: label }), make("b", { textContent: words }));
     this.tip.replaceChildren(make("p", { textContent: titleOf(point.job, this.jobs()) }), line(this.x.name, this.x.words(this.x.values[point.i])), line(this.y.name, this.y.words(this.y.values[point.i])));
-    const wide = this.tip.offsetWidth, left = point.x + 12 + wide > this.plot.right ? point.x - 12 - wide : point.x + 12;
+    const tipWidth = this.tip.offsetWidth, left = point.x + 12 + tipWidth > this.plot.right ? point.x - 12 - tipWidth : point.x + 12;
     this.tip.style.transform = `translate(${Math.max(0, left)}px, ${Math.min(point.y, this.plot.bottom - this.tip.offsetHeight)}px)`;
     text(this.status, [...this.tip.children].map((p) => p.textContent).join(", "));
   }
@@ -190,7 +190,7 @@ export class Scatter {
       this.#drag = null;
       if (!drag) return;
       if (drag.held) return this.invalidate();
-      if (!drag.to) { if (this.selection.any && this.#focusedJob === null) this.selection.set([[this.x, null], [this.y, null]]); return; }
+      if (!drag.to) { if (this.selection.hasBrushes && this.#focusedJob === null) this.selection.set([[this.x, null], [this.y, null]]); return; }
       this.#select(drag.from, drag.to);
     });
     root.addEventListener("pointercancel", () => { this.#drag = null; this.invalidate(); });

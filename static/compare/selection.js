@@ -1,5 +1,5 @@
-// Jobs selected by brushes on the axes of the parallel coordinates and of the scatter plot. Both share the brush of a column. A job is selected
-// if its values are in all brushes.
+// Jobs selected by brushes on the axes of the parallel coordinates and of the scatter plot. Both drawings share the brush of a column. A
+// job is selected if its values are in all brushes.
 
 import { columns } from "./columns.js";
 
@@ -9,7 +9,7 @@ export class Selection extends EventTarget {
 
   constructor(jobs) { super(); this.jobs = jobs; }
 
-  /** Applies `changes`, a list of `[column, range]`: sets a column's brush to a range of positions from 0 to 1, or removes it for null. */
+  /** Applies `changes`, a list of `[column, range]`: sets a column's brush to a range of positions from 0 to 1, or removes the brush for null. */
   set(changes) {
     for (const [column, range] of changes) {
       if (!range) { this.brushes.delete(column.key); continue; }
@@ -30,12 +30,12 @@ export class Selection extends EventTarget {
     return places.length ? [Math.min(...places), Math.max(...places)] : [0, 0];
   }
 
-  get any() { return this.brushes.size > 0; }
+  get hasBrushes() { return this.brushes.size > 0; }
 
   /** Returns the ids of the selected jobs: all jobs if there is no brush. */
   ids() {
     const jobs = this.jobs(), chosen = new Set(jobs.map((j) => j.id));
-    if (!this.any) return chosen;
+    if (!this.hasBrushes) return chosen;
     for (const { key, values } of columns(jobs).all) {
       const brush = this.brushes.get(key);
       if (!brush) continue;

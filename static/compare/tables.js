@@ -5,7 +5,7 @@ import { swatch } from "./colours.js";
 import { settings, titleOf, withSummary } from "./names.js";
 import { RESULTS } from "./columns.js";
 import { byId, make, text } from "../page.js";
-import { cut } from "../cut.js";
+import { writeShortened } from "../cut.js";
 import { read, write } from "../address.js";
 import { formatted } from "../settings.js";
 import { uncertainty } from "../numbers.js";
@@ -15,9 +15,9 @@ const COLUMNS = [
   { name: "job", get: (j) => j.name, format: (v) => v }, { name: "state", get: (j) => j.state, format: (v) => v },
   ...RESULTS.map(({ name, get, format, about }) => ({ name, get: (j) => get(j) ?? NaN, format, about })),
 ];
-/** Columns with the newest values. While a job runs, they are marked as not final. */
+/** Columns with the newest values. While a job runs, these values are marked as not final. */
 const NEWEST = ["loss", "val. loss", "training accuracy", "val. accuracy"];
-/** Columns whose values rest on the validation pictures. */
+/** Columns whose values are measured on the validation pictures. */
 const VALIDATED = ["val. accuracy", "best accuracy"];
 
 export class Tables {
@@ -37,22 +37,22 @@ export class Tables {
 
   #swatch(job) {
     const link = make("a", { href: `/jobs/${job.id}` });
-    cut(link, titleOf(job, this.jobs()));
+    writeShortened(link, titleOf(job, this.jobs()));
     return make("span", { className: "job-name" }, swatch(job.id), link);
   }
 
   #results() {
-    const [key, way] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(({ name }) => name === key) ?? COLUMNS.find(({ name }) => name === "best accuracy");
+    const [key, direction] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(({ name }) => name === key) ?? COLUMNS.find(({ name }) => name === "best accuracy");
     const order = this.jobs().toSorted((a, b) => {
       const [x, y] = [column.get(a), column.get(b)];
-      if (typeof x === "string") return x.localeCompare(y) * (way === "up" ? 1 : -1);
-      return (Number.isNaN(x) - Number.isNaN(y)) || (x - y) * (way === "up" ? 1 : -1);
+      if (typeof x === "string") return x.localeCompare(y) * (direction === "up" ? 1 : -1);
+      return (Number.isNaN(x) - Number.isNaN(y)) || (x - y) * (direction === "up" ? 1 : -1);
     });
     const head = make("tr");
     for (const { name, about } of COLUMNS) {
       const button = make("button", { type: "button", className: "sort", textContent: name, title: about ?? "" }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
-      if (name === column.name) th.setAttribute("aria-sort", way === "up" ? "ascending" : "descending");
-      button.addEventListener("click", () => { write({ sort: `${name}:${name === column.name && way === "down" ? "up" : "down"}` }); this.#results(); });
+      if (name === column.name) th.setAttribute("aria-sort", direction === "up" ? "ascending" : "descending");
+      button.addEventListener("click", () => { write({ sort: `${name}:${name === column.name && direction === "down" ? "up" : "down"}` }); this.#results(); });
       head.append(th);
     }
     head.append(make("td", { className: "num" }));

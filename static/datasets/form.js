@@ -35,19 +35,19 @@ function describeFolder({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
   const splits = info.splits.map((s) => plural(s.samples, `${s.name} picture`)).join(", ");
   const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be read` : "";
-  const left = info.unlabelled?.length ? `; left out, as they have no labels: ${info.unlabelled.join(", ")}` : "";
-  return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
+  const leftOut = info.unlabelled?.length ? `; left out, as they have no labels: ${info.unlabelled.join(", ")}` : "";
+  return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${leftOut}.`;
 }
 
 /**
- * Sends the request again until the server has inspected the files, shows the progress, and returns the response. With `/api/v1/datasets` this
- * registers the dataset. The first inspection of a million pictures takes minutes.
+ * Sends the request again until the server has inspected the files, shows the progress, and returns the response. A request to
+ * `/api/v1/datasets` registers the dataset. The first inspection of a million pictures takes minutes.
  */
 export async function postUntilInspected(path, body, signal, onProgress) {
   for (;;) {
     const response = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
     if (response.info) return response;
-    onProgress(response.detail?.startsWith("unpacking") ? "Unpacking its files …" : "Inspecting its files …", response.total ? `${count(response.inspected)} of ${count(response.total)}` : "");
+    onProgress(response.detail?.startsWith("unpacking") ? "Unpacking the files …" : "Inspecting the files …", response.total ? `${count(response.inspected)} of ${count(response.total)}` : "");
   }
 }
 
@@ -64,7 +64,7 @@ export function initialiseForm(form) {
 
   async function inspect(path) {
     const mine = inspecting = new AbortController();
-    showActivity("Inspecting its files …");
+    showActivity("Inspecting the files …");
     try {
       const response = await postUntilInspected("/api/v1/datasets/inspect", { path }, mine.signal, showActivity);
       showActivity(describeFolder(response));
@@ -81,7 +81,7 @@ export function initialiseForm(form) {
     const button = form.querySelector("button");
     button.disabled = true;
     showErrors([]);
-    showActivity("Inspecting its files …");
+    showActivity("Inspecting the files …");
     try {
       await postUntilInspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() }, undefined, showActivity);
       location.reload();

@@ -5,6 +5,7 @@ import { count } from "../numbers.js";
 import { read, write } from "../address.js";
 import { figure } from "../job/pictures.js";
 
+/** Number of pictures per request without augmentation. */
 const PART = 48;
 /** Number of pictures that are shown before the reader asks for more. */
 const PREVIEW_PICTURES = 8;
@@ -30,60 +31,60 @@ export class Gallery {
 
   constructor(card, name) {
     Object.assign(this, { card, name });
-    const at = (key) => card.querySelector(`[data-g="${key}"]`);
-    this.at = at;
+    const element = (key) => card.querySelector(`[data-g="${key}"]`);
+    this.element = element;
     // A page may have many datasets: pictures are requested only for datasets in view.
     const seen = new IntersectionObserver((entries) => { if (entries.some((e) => e.isIntersecting)) { seen.disconnect(); this.#showPreview(); } });
     seen.observe(card);
-    at("open").addEventListener("toggle", () => {
-      at("first").hidden = at("open").open;
-      if (!at("open").open) return write({ pictures: read("pictures") === name ? "" : read("pictures") });
+    element("open").addEventListener("toggle", () => {
+      element("first").hidden = element("open").open;
+      if (!element("open").open) return write({ pictures: read("pictures") === name ? "" : read("pictures") });
       write({ pictures: name });
-      if (!at("grid").childElementCount) { this.#offerJobs(); this.load(); }
+      if (!element("grid").childElementCount) { this.#offerJobs(); this.load(); }
     });
-    for (const key of ["split", "class", "order", "augmented"]) at(key).addEventListener("change", () => this.load());
-    at("shuffle").addEventListener("click", () => { this.#seed = Math.floor(Math.random() * 2 ** 32); at("order").value = "mixed"; this.load(); });
-    at("more").addEventListener("click", () => this.#read(this.#cursor));
-    for (const bar of card.querySelectorAll("[data-class]")) bar.addEventListener("click", () => { at("class").value = bar.dataset.class; at("open").open = true; this.load(); });
-    if (read("pictures") === name) at("open").open = true;
+    for (const key of ["split", "class", "order", "augmented"]) element(key).addEventListener("change", () => this.load());
+    element("shuffle").addEventListener("click", () => { this.#seed = Math.floor(Math.random() * 2 ** 32); element("order").value = "mixed"; this.load(); });
+    element("more").addEventListener("click", () => this.#read(this.#cursor));
+    for (const button of card.querySelectorAll("[data-class]")) button.addEventListener("click", () => { element("class").value = button.dataset.class; element("open").open = true; this.load(); });
+    if (read("pictures") === name) element("open").open = true;
   }
 
   /** Shows a few pictures of the training split. */
   async #showPreview() {
-    const { at } = this, query = new URLSearchParams({ limit: PREVIEW_PICTURES, split: at("split").value, shuffle: this.#seed });
+    const { element } = this, query = new URLSearchParams({ limit: PREVIEW_PICTURES, split: element("split").value, shuffle: this.#seed });
     try {
       const { samples, classes } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
-      at("first").append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, [[classes[s.label]]])));
-    } catch { at("first").hidden = true; /* "Pictures" says why */ }
+      element("first").append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, [[classes[s.label]]])));
+    } catch { element("first").hidden = true; /* The section Pictures shows the error. */ }
   }
 
   /** Offers the jobs whose augmentation can be shown. */
   async #offerJobs() {
     const { jobs } = await ask("/api/v1/jobs?limit=200").catch(() => ({ jobs: [] }));
     for (const job of jobs.filter((j) => j.spec.data.dataset === this.name).slice(0, 50)) {
-      this.at("augmented").add(new Option(`${job.name}: ${augmentation(job.spec.data) || "none"}`, job.id));
+      this.element("augmented").add(new Option(`${job.name}: ${augmentation(job.spec.data) || "none"}`, job.id));
     }
   }
 
   /** Shows the first pictures that match the choices. */
   load() {
     this.#offset = 0;
-    this.at("grid").replaceChildren();
+    this.element("grid").replaceChildren();
     return this.#read(null);
   }
 
-  /** Adds pictures: the first, or those after `cursor`. */
+  /** Adds pictures: the first pictures, or the pictures after `cursor`. */
   async #read(cursor) {
-    const mine = ++this.#requests, { at } = this, job = at("augmented").value, grid = at("grid");
-    for (const key of ["split", "class", "order", "shuffle"]) at(key).disabled = job !== "";
-    text(at("note"), "Reading …");
-    at("more").hidden = true;
-    const query = new URLSearchParams({ limit: job ? AUGMENTED_PICTURES * VERSIONS : PART, split: at("split").value });
+    const mine = ++this.#requests, { element } = this, job = element("augmented").value, grid = element("grid");
+    for (const key of ["split", "class", "order", "shuffle"]) element(key).disabled = job !== "";
+    text(element("note"), "Reading …");
+    element("more").hidden = true;
+    const query = new URLSearchParams({ limit: job ? AUGMENTED_PICTURES * VERSIONS : PART, split: element("split").value });
     if (cursor) query.set("cursor", cursor);
     if (job) query.set("augmented", job);
     else {
-      if (at("class").value) query.set("class", at("class").value);
-      if (at("order").value) query.set("shuffle", this.#seed);
+      if (element("class").value) query.set("class", element("class").value);
+      if (element("order").value) query.set("shuffle", this.#seed);
     }
     try {
       const { samples, total, classes, next_cursor } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
@@ -93,8 +94,8 @@ export class Gallery {
       grid.classList.toggle("by-five", job !== "");
       this.#offset += job ? AUGMENTED_PICTURES : PART;
       this.#cursor = next_cursor;
-      text(at("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs: seeded, so the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
-      at("more").hidden = next_cursor === null;
-    } catch (error) { if (mine === this.#requests) text(at("note"), errorText(error)); }
+      text(element("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs; it is the same in every run, because the augmentation is seeded` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
+      element("more").hidden = next_cursor === null;
+    } catch (error) { if (mine === this.#requests) text(element("note"), errorText(error)); }
   }
 }

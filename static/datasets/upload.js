@@ -11,8 +11,8 @@ const PIECE = 8 * 2 ** 20, TRIES = 6;
 async function send(path, piece) {
   for (let tries = 1; ; tries++) {
     try { return await ask(path, { method: "PUT", body: piece }); } catch (error) {
-      const mayPass = !(error instanceof Problem) || error.status === 429 || error.status >= 500;
-      if (!mayPass || tries === TRIES) throw error;
+      const isTemporary = !(error instanceof Problem) || error.status === 429 || error.status >= 500;
+      if (!isTemporary || tries === TRIES) throw error;
       await new Promise((done) => setTimeout(done, 1000 * tries));
     }
   }
@@ -42,9 +42,9 @@ export function offerUpload(form) {
         await send(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE));
       }
       bar.value = 1;
-      showActivity("Unpacking its files …");
+      showActivity("Unpacking the files …");
       await postUntilInspected(path, {}, undefined, showActivity);
-      // The reader came from the form for a new job.
+      // With `for=job` in the URL, the reader came from the form for a new job.
       if (read("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
     } catch (error) {
       button.disabled = false;

@@ -72,8 +72,8 @@ export class Actions {
 
   #cancel() {
     const job = this.page.job(), { checkpoints } = this.page, newest = checkpoints.newest;
-    const kept = newest ? `Its ${plural(checkpoints.size, "checkpoint")} stay, the newest ${newest.epoch}-${newest.step}.` : "It has no checkpoint yet, so its training is lost.";
-    const at = job.total_steps ? `Training stops at step ${byId("step").textContent} of ${count(job.total_steps)}.` : "It will not start.";
+    const kept = newest ? `The job keeps ${plural(checkpoints.size, "checkpoint")}; the newest is ${newest.epoch}-${newest.step}.` : "The job has no checkpoint yet, so its training is lost.";
+    const at = job.total_steps ? `Training stops at step ${byId("step").textContent} of ${count(job.total_steps)}.` : "The job will not start.";
     confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "The run counts as cancelled. Its program continues to train, unless it checks the server's responses." : `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
   }
 
@@ -102,10 +102,10 @@ export class Actions {
     const request = () => {
       const set = {};
       for (const line of byId("fork-set").value.split("\n").map((l) => l.trim()).filter(Boolean)) {
-        const cut = line.indexOf("=");
-        if (cut < 1) throw new Error(`${line}: write key.path = value, such as train.lr = 0.001`);
-        const words = line.slice(cut + 1).trim();
-        try { set[line.slice(0, cut).trim()] = JSON.parse(words); } catch { set[line.slice(0, cut).trim()] = words; }
+        const equals = line.indexOf("=");
+        if (equals < 1) throw new Error(`${line}: write key.path = value, such as train.lr = 0.001`);
+        const words = line.slice(equals + 1).trim();
+        try { set[line.slice(0, equals).trim()] = JSON.parse(words); } catch { set[line.slice(0, equals).trim()] = words; }
       }
       return { checkpoint: choice.value, set };
     };
@@ -115,11 +115,11 @@ export class Actions {
       try { asked = request(); } catch (e) { return text(error, e.message); }
       try { location.href = `/jobs/${(await this.#post("fork", asked)).id}`; } catch (e) { text(error, errorTexts(e)); }
     };
-    // Shows warnings before the fork is created. Mistakes are shown only when it is created.
+    // Shows warnings before the fork is created. Mistakes are shown only when the reader creates the fork.
     const check = async () => {
       const mine = this.checking = Symbol("check");
       let warnings = [];
-      if (byId("fork-set").value.trim()) try { ({ warnings } = await this.#post("fork/check", request())); } catch { /* While somebody types, it is often wrong. */ }
+      if (byId("fork-set").value.trim()) try { ({ warnings } = await this.#post("fork/check", request())); } catch { /* While the reader types, a line is often incomplete. */ }
       if (mine === this.checking) text(byId("fork-warnings"), warnings.map((w) => `${w[0].toUpperCase()}${w.slice(1)}.`).join(" "));
     };
     choice.onchange = check;

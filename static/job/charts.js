@@ -9,7 +9,7 @@ import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
-import { pictures } from "./facts.js";
+import { picturesUntil } from "./facts.js";
 import { about, axesTitle, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 import { isFinal } from "./states.js";
@@ -26,8 +26,8 @@ export class Charts {
     const view = this.view = new View(() => metrics.series("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
-    // Charts are held until the history has been read, so that they are not drawn twice.
     const xName = () => axisName(view.axis), empty = () => this.#empty();
+    // Charts are held until the history has been read, so that they are not drawn twice.
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.isDrawing, ...options });
     const chart = (id, options) => this.draw(byId(`${id}-chart`), options);
     const withRanks = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
@@ -42,7 +42,7 @@ export class Charts {
         onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: chart("speed", {
-        label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.series("step_ms"), pictures(job())) }],
+        label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.series("step_ms"), picturesUntil(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
       lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
@@ -146,16 +146,16 @@ export class Charts {
 
   /** Returns the layers of a panel. `lines`: `mean` or `ranks`. */
   panelLayers({ metrics: names, lines }) {
-    const { metrics } = this, many = names.length > 1, sides = [...new Set(names.map(quantity))];
+    const { metrics } = this, hasSeveral = names.length > 1, sides = [...new Set(names.map(quantity))];
     return names.flatMap((name, i) => {
-      const side = sides.indexOf(quantity(name)), label = about(name).label === name ? name : about(name).label.toLowerCase(), colour = many ? `rank-${i}` : "accent";
+      const side = sides.indexOf(quantity(name)), label = about(name).label === name ? name : about(name).label.toLowerCase(), colour = hasSeveral ? `rank-${i}` : "accent";
       let layers;
-      if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.series("step_ms"), pictures(this.job())) }];
-      else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: many ? `${label}, ${layer.label}` : layer.label }));
+      if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.series("step_ms"), picturesUntil(this.job())) }];
+      else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: hasSeveral ? `${label}, ${layer.label}` : layer.label }));
       else if (!about(name).isPerRank) layers = [{ label, series: metrics.series(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
-      else if (lines === "mean" || metrics.ranks > RANK_COLOURS) layers = [{ label: many ? label : "mean of ranks", series: metrics.mean(name), band: true }];
-      else layers = [...Array(metrics.ranks).keys()].map((rank) => ({ label: many ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.series(name, rank) }));
-      return layers.map((layer) => ({ ...layer, side, colour: many ? colour : layer.colour ?? colour }));
+      else if (lines === "mean" || metrics.ranks > RANK_COLOURS) layers = [{ label: hasSeveral ? label : "mean of ranks", series: metrics.mean(name), band: true }];
+      else layers = [...Array(metrics.ranks).keys()].map((rank) => ({ label: hasSeveral ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.series(name, rank) }));
+      return layers.map((layer) => ({ ...layer, side, colour: hasSeveral ? colour : layer.colour ?? colour }));
     });
   }
 

@@ -7,7 +7,7 @@ import { accuracyOf, bytes, count, percent } from "../numbers.js";
 const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
 
 /**
- * Describes the best evaluation with its epoch, and the best checkpoint's accuracy if it differs. The same as `best_words` in
+ * Describes the best evaluation with its epoch, and the best checkpoint's accuracy if this accuracy differs. The same as `best_words` in
  * protocol/src/best.rs.
  */
 export function bestWords(best, checkpoint) {
@@ -45,7 +45,7 @@ export class Checkpoints {
   get bytes() { return [...this.#all.values()].reduce((sum, c) => sum + c.size_bytes, 0); }
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 
-  /** Offers the checkpoints in a list of choices, with one chosen by its id. */
+  /** Offers the checkpoints in a list of choices. `chosen`: id of the selected checkpoint. */
   offer(choice, chosen) {
     choice.replaceChildren(...this.sorted.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === chosen)));
   }
@@ -75,22 +75,22 @@ export class Checkpoints {
     const rows = new Map([...body.children].map((row) => [row.dataset.id, row]));
     body.replaceChildren(...sorted.map((c) => {
       const row = rows.get(c.id) ?? byId("checkpoint-row").content.firstElementChild.cloneNode(true);
-      const at = (name) => row.querySelector(`[data-f="${name}"]`), label = `${c.epoch}-${c.step}`;
+      const element = (name) => row.querySelector(`[data-f="${name}"]`), label = `${c.epoch}-${c.step}`;
       row.dataset.id = c.id;
-      text(at("label"), label);
-      at("best").hidden = !c.best;
-      at("uploading").hidden = c.stored !== "uploading";
-      text(at("accuracy"), c.val_accuracy == null ? "" : c.validation ? accuracyOf(c.val_accuracy, c.validation.pictures) : percent(c.val_accuracy));
-      text(at("size"), bytes(c.size_bytes));
-      at("size").title = `${count(c.size_bytes)} bytes`;
-      for (const [name, file] of Object.entries(FILES)) at(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);
-      const average = at("average");
+      text(element("label"), label);
+      element("best").hidden = !c.best;
+      element("uploading").hidden = c.stored !== "uploading";
+      text(element("accuracy"), c.val_accuracy == null ? "" : c.validation ? accuracyOf(c.val_accuracy, c.validation.pictures) : percent(c.val_accuracy));
+      text(element("size"), bytes(c.size_bytes));
+      element("size").title = `${count(c.size_bytes)} bytes`;
+      for (const [name, file] of Object.entries(FILES)) element(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);
+      const average = element("average");
       if (average) average.hidden = c.step < Number(average.dataset.from);
       row.querySelector("summary").setAttribute("aria-label", `Download checkpoint ${label}`);
       for (const button of row.querySelectorAll("[data-do]")) button.setAttribute("aria-label", `${button.textContent}: checkpoint ${label}`);
       return row;
     }));
-    for (const tell of this.changed) tell();
+    for (const callback of this.changed) callback();
     if (this.#uploadsOf && sorted.some((c) => c.stored === "uploading")) this.#refreshTimer ||= setTimeout(() => this.#ask(), ASK_EVERY_MS);
   }
 
@@ -108,10 +108,10 @@ export class Checkpoints {
  */
 async function downloadAll(id, menu) {
   menu.open = false;
-  const at = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(at).catch(() => ({ files: {} }));
+  const url = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(url).catch(() => ({ files: {} }));
   for (const [i, file] of [...Object.keys(files), "MANIFEST.json"].entries()) {
     setTimeout(() => {
-      make("a", { href: `${at}/${file}`, download: `${id}-${file}` }).click();
+      make("a", { href: `${url}/${file}`, download: `${id}-${file}` }).click();
     }, i * 300);
   }
 }

@@ -15,14 +15,14 @@ export class Classify {
     for (const kind of ["dragenter", "dragover"]) zone.addEventListener(kind, (event) => { event.preventDefault(); zone.classList.add("over"); });
     for (const kind of ["dragleave", "drop"]) zone.addEventListener(kind, () => zone.classList.remove("over"));
     zone.addEventListener("drop", (event) => { event.preventDefault(); this.#send([...event.dataTransfer.files]); });
-    checkpoints.changed.add(() => this.#options());
-    this.#options();
+    checkpoints.changed.add(() => this.#offerCheckpoints());
+    this.#offerCheckpoints();
   }
 
-  #options() {
+  #offerCheckpoints() {
     this.checkpoints.offer(this.choice, this.choice.value || this.checkpoints.best?.id);
     this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.size;
-    if (!this.checkpoints.size) text(byId("classify-status"), "No checkpoint yet. Classes can be predicted as soon as there is one.");
+    if (!this.checkpoints.size) text(byId("classify-status"), "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
   }
 
   choose(id) { this.choice.value = id; }
@@ -63,7 +63,7 @@ async function card(prediction, file, checkpoint) {
   return make("li", {}, ...(canvas ? [canvas] : []), make("div", {}, name, make("ol", {}, ...lines)));
 }
 
-/** Returns a thumbnail, drawn onto a canvas, which the page's content security policy allows. */
+/** Returns a thumbnail. The thumbnail is drawn onto a canvas, because the page's content security policy allows canvases. */
 async function thumbnail(file) {
   const bitmap = await createImageBitmap(file).catch(() => null);
   if (!bitmap) return null;

@@ -25,11 +25,11 @@ export class Evaluation {
     this.choice = byId("evaluation-checkpoint");
     this.choice.addEventListener("change", () => { write({ checkpoint: this.choice.value }); this.load(); });
     byId("neighbours").addEventListener("click", () => this.neighbours());
-    checkpoints.changed.add(() => this.#options());
-    this.#options();
+    checkpoints.changed.add(() => this.#offerCheckpoints());
+    this.#offerCheckpoints();
   }
 
-  #options() {
+  #offerCheckpoints() {
     this.checkpoints.offer(this.choice, this.choice.value || read("checkpoint") || this.checkpoints.best?.id);
     this.choice.disabled = !this.checkpoints.size;
   }
@@ -41,7 +41,7 @@ export class Evaluation {
     const mine = ++this.#requests, out = byId("evaluation-out"), began = Date.now();
     out.hidden = true;
     text(byId("neighbours-sum"), "");
-    if (!this.choice.value) return tell("No checkpoint yet. The first one can be evaluated here.");
+    if (!this.choice.value) return tell("No checkpoint yet. The first checkpoint can be evaluated here.");
     const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
     if (found) this.#show(found);
     else if (mine === this.#requests) tell(byId("evaluation-status").textContent);
@@ -56,7 +56,7 @@ export class Evaluation {
   }
 
   /**
-   * Requests a result for the chosen checkpoint until it is available. Returns nothing if another checkpoint is chosen meanwhile, or after
+   * Requests a result for the chosen checkpoint until the result is available. Returns nothing if another checkpoint is chosen meanwhile, or after
    * a problem, which is shown.
    */
   async #request(what, doing, say) {
@@ -86,12 +86,12 @@ export class Evaluation {
     // A class without pictures has no scores.
     const scores = ({ samples, precision, recall, f1 }) => [count(samples), ...[precision, recall, f1].map((share) => (samples ? percent(share) : "–"))].map((textContent) => make("td", { textContent, className: "num" }));
     byId("class-rows").replaceChildren(...found.classes.map((c) => make("tr", {}, make("th", { textContent: c.name, scope: "row" }), ...scores(c))));
-    this.#matrix(found, names);
+    this.#drawMatrix(found, names);
     out.hidden = false;
-    this.#pictures("Most confident mistakes", found.mistakes, names);
+    this.#showPictures("Most confident mistakes", found.mistakes, names);
   }
 
-  #matrix({ confusion, classes }, names) {
+  #drawMatrix({ confusion, classes }, names) {
     let chosen = names.map((_, i) => i);
     if (chosen.length > MAX_MATRIX_CLASSES) {
       const wrong = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
@@ -105,7 +105,7 @@ export class Evaluation {
       const td = make("td", { className: i === j ? "right" : "wrong", "data-share": n ? Math.max(1, Math.ceil(share * 8)) : 0 });
       if (!n) return td;
       const button = make("button", { type: "button", textContent: count(n), "aria-label": `${count(n)} of ${names[i]} ${i === j ? "are right" : `taken for ${names[j]}`}` });
-      button.addEventListener("click", () => this.#cell(i, j, names));
+      button.addEventListener("click", () => this.#showCell(i, j, names));
       td.append(button);
       return td;
     };
@@ -113,14 +113,14 @@ export class Evaluation {
     byId("matrix").replaceChildren(head, ...chosen.map((i) => make("tr", {}, name(i, "row"), ...chosen.map((j) => cell(i, j)))));
   }
 
-  #cell(i, j, names) {
+  #showCell(i, j, names) {
     const { mistakes, right, confusion } = this.found;
     const entries = (i === j ? right : mistakes).filter((m) => m.label === i && m.predicted === j);
-    this.#pictures(i === j ? `${names[i]}, recognised` : `${names[i]}, taken for ${names[j]}`, entries, names, confusion[i][j]);
+    this.#showPictures(i === j ? `${names[i]}, recognised` : `${names[i]}, taken for ${names[j]}`, entries, names, confusion[i][j]);
     byId("behind-title").scrollIntoView({ block: "nearest" });
   }
 
-  async #pictures(title, entries, names, total = entries.length) {
+  async #showPictures(title, entries, names, total = entries.length) {
     const mine = this.behind = Symbol(title), box = byId("behind"), more = byId("behind-more");
     text(byId("behind-title"), title);
     text(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are kept` : "");

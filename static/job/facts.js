@@ -3,7 +3,7 @@
 import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { ELSEWHERE, isResult, ownMetrics } from "./names.js";
-import { sentenceOf } from "../cut.js";
+import { writeSentence } from "../cut.js";
 import { isActive, isFinal, waits } from "./states.js";
 import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
 
@@ -20,20 +20,20 @@ const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.l
 /** The same as `Job::ranks_now` in protocol/src/job.rs. */
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
 
-/** Whether the number of an active job's ranks is known from its reason: without a reason, or with `fewer_ranks`. */
+/** Whether `ranksNow` is exact for an active job: a job without a cause has all ranks, and the cause `fewer_ranks` has their number. */
 export const isRankCountKnown = (job) => !job.cause || job.cause.code === "fewer_ranks";
 
 /**
  * Returns a function that returns the number of pictures in steps 1 to `n`, over all ranks. The same as `pictures_until` in
  * protocol/src/throughput.rs.
  */
-export function pictures({ batch, spec: { train, parallel } }) {
-  const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / ((parallel.height ?? 1) * (parallel.pipeline ?? 1)));
-  const epoch = batch?.epoch_samples;
-  if (!epoch || !whole) return (n) => n * whole;
+export function picturesUntil({ batch, spec: { train, parallel } }) {
+  const globalBatch = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / ((parallel.height ?? 1) * (parallel.pipeline ?? 1)));
+  const epochPictures = batch?.epoch_samples;
+  if (!epochPictures || !globalBatch) return (n) => n * globalBatch;
   // The last step of an epoch has the remaining pictures.
-  const steps = Math.ceil(epoch / whole);
-  return (n) => Math.floor(n / steps) * epoch + (n % steps) * whole;
+  const steps = Math.ceil(epochPictures / globalBatch);
+  return (n) => Math.floor(n / steps) * epochPictures + (n % steps) * globalBatch;
 }
 
 export class Facts {
@@ -89,10 +89,10 @@ export class Facts {
 
     const [measured, best] = this.#accuracy();
     setFact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
-    // Says if the best epoch has no checkpoint, so that the best checkpoint is from another epoch.
-    const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
-    byId("best-note").hidden = !lost;
-    text(byId("best-note"), lost ? `Epoch ${best.epoch} was the best with ${percent(best.value)}; there is no checkpoint of it.` : "");
+    // If the best epoch has no checkpoint, the best checkpoint is from another epoch.
+    const isBestMissing = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
+    byId("best-note").hidden = !isBestMissing;
+    text(byId("best-note"), isBestMissing ? `Epoch ${best.epoch} was the best with ${percent(best.value)}, but this epoch has no checkpoint.` : "");
     if (job.external) this.#drawOwnResults();
     // A single rank does not wait for other ranks.
     byId("wait").closest("div").hidden = this.#ranksNow === 1;
@@ -106,7 +106,7 @@ export class Facts {
 
     const share = total ? Math.floor(100 * step / total) : 0;
     document.title = `${done || !total ? job.state : `${share} %`} · ${job.name} · Lockstep`;
-    this.#banner(now, step);
+    this.#drawBanner(now, step);
   }
 
   /** Replaces the results of a run from elsewhere in the row of numbers. Such a run has no estimate of the time that is left. */
@@ -170,14 +170,14 @@ export class Facts {
     return { tone: "bad", what: "The action failed.", why: this.#refusal.why };
   }
 
-  #banner(now, step) {
-    const found = this.#refusalBanner() ?? this.#findProblem(now, step), band = byId("banner");
-    band.hidden = !found;
-    if (!found) return say(byId("banner-status"), "");
-    const { tone, what, why, link = ["#panels", this.job.external ? "Details" : "Log"] } = found;
-    band.dataset.tone = tone;
+  #drawBanner(now, step) {
+    const content = this.#refusalBanner() ?? this.#findProblem(now, step), banner = byId("banner");
+    banner.hidden = !content;
+    if (!content) return say(byId("banner-status"), "");
+    const { tone, what, why, link = ["#panels", this.job.external ? "Details" : "Log"] } = content;
+    banner.dataset.tone = tone;
     text(byId("banner-what"), why && /^[a-z]/.test(why) ? what.replace(/\.$/, ":") : what);
-    sentenceOf(byId("banner-why"), why ?? "");
+    writeSentence(byId("banner-why"), why ?? "");
     say(byId("banner-status"), `${what} ${why ?? ""}`.trim());
     const a = byId("banner-link");
     a.setAttribute("href", link[0]);
@@ -186,12 +186,12 @@ export class Facts {
 
   /**
    * Describes the job's place in the queue, and the current reason for waiting. The job's own reason may be why its last attempt ended.
-   * The same as `waiting` in web/src/job.rs.
+   * The same as `waiting_banner` in web/src/job.rs.
    */
   #waitingBanner(reason) {
-    const { queue, job } = this, now = queue?.reason?.words, again = job.state === "restarting";
+    const { queue, job } = this, current = queue?.reason?.words, again = job.state === "restarting";
     if (!queue && !reason && !again) return null;
-    const why = now && reason && now !== reason && job.attempt ? `${now}. Before: ${reason}` : now ?? reason;
+    const why = current && reason && current !== reason && job.attempt ? `${current}. Before: ${reason}` : current ?? reason;
     return { tone: "warn", what: `${again ? "Starting again" : "Waiting"}${queue ? `, number ${queue.place} in the queue` : ""}.`, why, link: ["/queue", "Queue"] };
   }
 
@@ -200,7 +200,7 @@ export class Facts {
     if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job, reason) };
     switch (job.state) {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
-      case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
+      case "lost": return { tone: "warn", what: "The job's machine is silent.", why: reason, link: ["/machines", "Machines"] };
       case "queued":
       case "restarting": return this.#waitingBanner(reason);
       case "running": break;
@@ -216,7 +216,7 @@ export class Facts {
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const hasOthersAhead = reports.some((r) => r.step > behind.step);
       return { tone: "warn", what: `${hasOthersAhead ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,
-        why: `${hasOthersAhead ? "The others wait for it in all-reduce; its" : "The"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
+        why: `${hasOthersAhead ? "The other ranks wait for this rank in all-reduce. Its" : "The"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
     }
     const slow = ranks.findSlowRank();
     return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };

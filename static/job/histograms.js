@@ -32,9 +32,9 @@ export class Histograms {
   #requests = 0;
   #step = null;
   /** Whether new steps have arrived while the panel was hidden. */
-  #behind = false;
+  #hasMissedSteps = false;
   /** Whether the panel shows the newest step. */
-  follows = true;
+  showsNewest = true;
   layer = read("layer");
 
   constructor(job) {
@@ -55,14 +55,14 @@ export class Histograms {
   /** Called when the server has a new step. */
   handleStep() {
     if (!this.#opened) return;
-    if (byId("histograms-panel").hidden) { this.#behind = true; return; }
+    if (byId("histograms-panel").hidden) { this.#hasMissedSteps = true; return; }
     this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
   }
 
   /** Shows the steps that arrived while the panel was hidden. */
   showMissedSteps() {
-    if (!this.#behind) return;
-    this.#behind = false;
+    if (!this.#hasMissedSteps) return;
+    this.#hasMissedSteps = false;
     this.#load();
   }
 
@@ -86,7 +86,7 @@ export class Histograms {
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
       if (mine !== this.#requests) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
-      if (!steps.includes(this.#step) || this.follows) this.#step = steps.at(-1) ?? null;
+      if (!steps.includes(this.#step) || this.showsNewest) this.#step = steps.at(-1) ?? null;
       await this.#table(mine);
     } catch (error) { this.#setStatus(errorText(error)); }
   }
@@ -99,13 +99,13 @@ export class Histograms {
 
   /** Shows the step to which the reader has moved in the heat map. */
   #showStep(histogram) {
-    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and show it in the table below.");
+    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in the picture, to select a step. The table below shows the layers at this step.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
     text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
     // The newest step is not announced to readers whose focus is elsewhere.
     if (this.heat.root === document.activeElement) text(byId("histogram-at-said"), byId("histogram-at").textContent);
     this.#step = step;
-    this.follows = histogram === this.heat.newest;
+    this.showsNewest = histogram === this.heat.newest;
     clearTimeout(this.soon);
     this.soon = setTimeout(() => this.#table(this.#requests), 150);
   }
@@ -116,9 +116,9 @@ export class Histograms {
     const { histograms } = await this.#get(`&step=${step}`);
     if (mine !== this.#requests || step !== this.#step) return;
     text(byId("histogram-title"), `Every layer at step ${count(step)}`);
-    const rows = histograms.map((h) => this.#row(h)), later = rows.splice(ROWS);
+    const rows = histograms.map((h) => this.#row(h)), remaining = rows.splice(ROWS);
     byId("histogram-rows").replaceChildren(...rows);
-    if (later.length) requestAnimationFrame(() => { if (mine === this.#requests) byId("histogram-rows").append(...later); });
+    if (remaining.length) requestAnimationFrame(() => { if (mine === this.#requests) byId("histogram-rows").append(...remaining); });
   }
 
   #row(histogram) {
@@ -130,7 +130,7 @@ export class Histograms {
   }
 }
 
-/** Returns a table cell with the shape of a histogram. The cells beside it have the range. */
+/** Returns a table cell with the shape of a histogram. The next cells in the row have the range. */
 function profile(counts) {
   const most = Math.max(1, ...counts), points = ["0,20", ...counts.flatMap((n, i) => { const y = (20 - 19 * n / most).toFixed(1); return [`${i},${y}`, `${i + 1},${y}`]; }), `${counts.length},20`].join(" ");
   return make("td", {}, makeSvg("svg", { class: "profile", viewBox: `0 0 ${counts.length} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, makeSvg("polygon", { points })));

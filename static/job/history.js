@@ -5,14 +5,14 @@ import { clock, count, plural, timeAndDay } from "../numbers.js";
 
 /** Returns `1-38` from a checkpoint's id. */
 const short = (id) => id.slice(id.indexOf("-") + 1);
-const from = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
+const fromCheckpoint = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
 
 /** Returns title and description of an entry. */
 function describe(entry) {
   switch (entry.what) {
     case "submitted": return ["Submitted"];
-    case "forked": return ["Forked", from(entry.checkpoint)];
-    case "started": return [`Attempt ${entry.attempt} started`, `${from(entry.checkpoint)}${entry.agents.length ? ` on ${entry.agents.join(", ")}` : ""}${entry.reason ? `; ${entry.reason.words}` : ""}`];
+    case "forked": return ["Forked", fromCheckpoint(entry.checkpoint)];
+    case "started": return [`Attempt ${entry.attempt} started`, `${fromCheckpoint(entry.checkpoint)}${entry.agents.length ? ` on ${entry.agents.join(", ")}` : ""}${entry.reason ? `; ${entry.reason.words}` : ""}`];
     case "ended": return [`Attempt ${entry.attempt} ${entry.state}`, describeEnd(entry)];
     case "pause_requested": return ["Pause requested"];
     case "cancel_requested": return ["Cancel requested"];
@@ -34,7 +34,7 @@ function describeEnd({ reason, rank, step, state, next_checkpoint }) {
 
 export class History {
   #requests = 0;
-  /** For each attempt, the reason why the previous attempt ended. Charts show it at the start of the attempt. */
+  /** For each attempt, the reason why the previous attempt ended. Charts show the reason at the start of the attempt. */
   reasons = new Map();
   /** `{ place, reason }` while the job waits. */
   queue = null;
@@ -62,7 +62,7 @@ export class History {
     const box = byId("lineage"), relative = ({ job, name, state, checkpoint, who, at }) => {
       const label = name ?? "a job that was deleted";
       return make("li", {}, name == null ? make("span", { className: "muted", textContent: label }) : make("a", { href: `/jobs/${job}`, textContent: label, title: label }),
-        state ? make("span", { className: "pill", textContent: state, "data-state": state }) : "", make("span", { className: "small", textContent: `${from(checkpoint)}${who ? ` by ${who}` : ""}` }), at ? timeNode(at) : "");
+        state ? make("span", { className: "pill", textContent: state, "data-state": state }) : "", make("span", { className: "small", textContent: `${fromCheckpoint(checkpoint)}${who ? ` by ${who}` : ""}` }), at ? timeNode(at) : "");
     };
     box.hidden = !parent && !forks.length;
     const list = (title, all) => (all.length ? [make("h3", { textContent: title }), make("ul", {}, ...all.map(relative))] : []);

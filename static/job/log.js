@@ -17,7 +17,7 @@ const WARNING = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
 const ERROR = /\b(error|failed|panicked|killed|fatal)\b/i;
 
 export class Log {
-  /** By attempt and rank, the highest number of a received line. */
+  /** For each attempt and rank, the highest number of a received line. */
   #seen = new Map();
   #pending = [];
   #frame = 0;
@@ -29,7 +29,7 @@ export class Log {
   #hasNewer = false;
   #reading = false;
   #lastTop = 0;
-  /** Number of the newest event whose lines are not shown because the reader has scrolled up. */
+  /** Sequence number of the newest event whose lines are not shown because the reader has scrolled up. */
   #heldSeq = 0;
   /** While searching: the cursor of older lines that have not been searched. */
   #cursor = null;
@@ -71,7 +71,7 @@ export class Log {
     return new URLSearchParams(Object.entries(given).filter(([, v]) => v !== "" && v !== null && v !== undefined));
   }
 
-  get #searching() { return this.search.value.trim() !== ""; }
+  get #isSearching() { return this.search.value.trim() !== ""; }
 
   #filterChanged() {
     write({ rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), line: "" });
@@ -113,32 +113,32 @@ export class Log {
   }
 
   async toNewest() {
-    const response = await this.#ask({ sort: "-seq", limit: this.#searching ? PART : MAX_LINES });
+    const response = await this.#ask({ sort: "-seq", limit: this.#isSearching ? PART : MAX_LINES });
     if (!response) return;
     this.#cursor = response.next_cursor;
     this.#replaceLines(response.lines.reverse(), response.next_cursor !== null, false);
     if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
-    if (this.#searching) await this.#searchOn();
+    if (this.#isSearching) await this.#searchOn();
   }
 
   /** Searches until the panel is full or the log's beginning is reached. The server searches for about a second per request. */
   async #searchOn() {
-    while (this.#searching && this.#hasOlder && this.box.querySelectorAll("[data-at]").length < MIN_FOUND_LINES) {
+    while (this.#isSearching && this.#hasOlder && this.box.querySelectorAll("[data-at]").length < MIN_FOUND_LINES) {
       if (await this.#loadOlder({ staysAtEnd: true })) continue;
       if (!this.#reading) return;
       await new Promise((done) => setTimeout(done, 50));
     }
   }
 
-  #replaceLines(lines, older, newer) {
+  #replaceLines(lines, hasOlder, hasNewer) {
     this.#pending = [];
     this.#unread = 0;
     this.#total = lines.length;
     this.#heldSeq = 0;
     const from = firstShown(lines);
-    this.#hasOlder = older || from > 0;
-    this.#hasNewer = newer;
+    this.#hasOlder = hasOlder || from > 0;
+    this.#hasNewer = hasNewer;
     for (const line of lines) this.#markSeen(line);
     this.box.replaceChildren(...lines.slice(from).map(row));
     this.#drawNote();
@@ -160,7 +160,7 @@ export class Log {
       this.#markSeen({ attempt, rank, number: line.number });
       if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
     }
-    // A hidden page draws no lines: only the newest are kept until the page is visible again.
+    // A hidden page draws no lines: only the newest lines are kept until the page is visible again.
     if (this.#pending.length > 4 * MAX_LINES) this.#drop();
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
@@ -214,11 +214,11 @@ export class Log {
     this.#drawNote();
   }
 
-  /** Reads older lines. `staysAtEnd`: the log follows its end even so. Returns whether the server responded. */
+  /** Reads older lines. `staysAtEnd`: a log that follows its end stays at its end. Returns whether the server responded. */
   async #loadOlder({ staysAtEnd = false } = {}) {
     if (this.#reading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
-    const place = this.#searching ? { cursor: this.#cursor } : { before: seq };
+    const place = this.#isSearching ? { cursor: this.#cursor } : { before: seq };
     if (!Object.values(place)[0]) return false;
     const response = await this.#ask({ sort: "-seq", limit: PART, ...place }).catch(() => null);
     if (!response) return false;
@@ -268,15 +268,15 @@ export class Log {
     this.newest.hidden = this.follow.checked;
     if (!this.box.childElementCount) this.box.append(make("p", { className: "none" }));
     const none = this.box.querySelector(".none");
-    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
+    if (none) text(none, !this.#isSearching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
-      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
+      : this.#isSearching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
       : this.#hasOlder ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }
 }
 
-/** Returns the index of the first line to show: about the newest `MAX_LINES`, but from the first line of an event, because older lines are read by events. */
+/** Returns the index of the first of about `MAX_LINES` lines to show: the first line of an event, because older lines are read by events. */
 function firstShown(lines) {
   let from = Math.max(0, lines.length - MAX_LINES);
   while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;

@@ -18,7 +18,7 @@ export class Metrics {
   #asOf = new Map();
   /** For each metric that is being read: the events that arrived meanwhile (`events`), and a promise of the end (`done`). */
   #reading = new Map();
-  /** The number of ranks of each attempt that was active while this page was open. May be less than the job's if machines were lost. */
+  /** The number of ranks of each attempt that was active while this page was open. After a loss of machines, less than the job's `ranks`. */
   #ranksIn = new Map();
   /** The newest attempt with a point. */
   attempt = 0;

@@ -36,14 +36,14 @@ export const ALL = {
   loss: metric("Loss", value, true, "loss"), accuracy: metric("Training accuracy", percent, true, "accuracy"), val_accuracy: metric("Validation accuracy", percent, false, "accuracy"),
   images_per_second: metric("Images/s", rate, false, "images/s"), ...SELECTABLE,
 };
-/** Returns the entry of any metric: runs from elsewhere choose names. */
+/** Returns the entry of a metric. Metrics that a run from elsewhere has named get a default entry. */
 export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : metric(name, value, false, "value"));
 export const quantity = (name) => about(name).quantity;
 /** Text in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
 export const ELSEWHERE = "run from elsewhere";
 /** Returns the metrics for which a run from elsewhere has a newest value. `val_pictures` is a number of pictures, which is no curve. */
 export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
-/** Whether a name is that of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */
+/** Whether a name is the name of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */
 export const isResult = (name) => /loss|acc/i.test(name);
 /** Groups in the list of metrics, with the first metric of each group. */
 export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
@@ -51,7 +51,7 @@ export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["floa
 const UNITS = {
   loss: "cross-entropy", accuracy: "%", "gradient norm": "L2", time: "ms", utilisation: "%", power: "W", temperature: "°C", "bytes/s": "bytes/s", bytes: "bytes",
 };
-const withUnit = (words, of) => (UNITS[of] && UNITS[of] !== words ? `${words} (${UNITS[of]})` : words);
+const withUnit = (words, quantity) => (UNITS[quantity] && UNITS[quantity] !== words ? `${words} (${UNITS[quantity]})` : words);
 
 /** Returns the title of a metric's axis: its name with its unit, such as `step time (ms)`. */
 export function axisTitle(name) {
@@ -76,7 +76,7 @@ export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(n
 
 /** Returns the axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
-  const { format, quantity: of } = about(name);
-  const tick = of === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;
-  return { format, tick, zero: !["loss", "accuracy", "value"].includes(of), limits: of === "accuracy" ? [0, 1] : undefined };
+  const { format, quantity } = about(name);
+  const tick = quantity === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;
+  return { format, tick, zero: !["loss", "accuracy", "value"].includes(quantity), limits: quantity === "accuracy" ? [0, 1] : undefined };
 }

@@ -40,7 +40,7 @@ function figures({ predicted = {}, measured_step_ms: step, measured_memory_bytes
 const difference = (predicted, measured) => (measured && predicted ? `${measured < predicted ? "−" : "+"}${percent(Math.abs(measured / predicted - 1), 0)}` : "–");
 
 export class Network {
-  /** `onPlan` receives the plan, if the job has one. */
+  /** `onPlan` receives the plan, if the job has a plan. */
   constructor(job, onPlan) { Object.assign(this, { job, onPlan }); }
 
   async load() {
@@ -52,10 +52,10 @@ export class Network {
   }
 
   #drawPlan(plan) {
-    const of = plan.predicted, unknown = "predictions need `lockstep plan` on this machine";
-    text(byId("plan-words"), [plan.words, ...(of ? [`limited by ${of.limited_by}`, of.why] : [unknown])].join(" · "));
-    byId("plan-rows").replaceChildren(...figures(plan).map(([name, predicted, measured, words]) => make("tr", {},
-      heading(name), number(predicted ? words(predicted) : "–"), number(measured ? words(measured) : "–"), number(difference(predicted, measured)))));
+    const { predicted } = plan, unknown = "predictions need `lockstep plan` on this machine";
+    text(byId("plan-words"), [plan.words, ...(predicted ? [`limited by ${predicted.limited_by}`, predicted.why] : [unknown])].join(" · "));
+    byId("plan-rows").replaceChildren(...figures(plan).map(([name, expected, measured, format]) => make("tr", {},
+      heading(name), number(expected ? format(expected) : "–"), number(measured ? format(measured) : "–"), number(difference(expected, measured)))));
     text(byId("mesh-note"), drawMesh(byId("mesh"), plan));
   }
 
@@ -67,7 +67,7 @@ export class Network {
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
     text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in one step, timed once` : ""}` : "The network is not known yet.");
     byId("network-time").hidden = !timed;
-    const meter = (title, value, of) => make("meter", { min: 0, max: of || 1, value, title, "aria-label": `${title}: ${percent(of ? value / of : 0)}` });
+    const meter = (title, value, total) => make("meter", { min: 0, max: total || 1, value, title, "aria-label": `${title}: ${percent(total ? value / total : 0)}` });
     byId("network-stages").replaceChildren(...found.map((stage) => {
       const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us");
       const item = make("li", {}, named("b", stage.name), named("span", shape(stage.layers.at(-1).output_shape)), named("small", plural(stage.layers.length, "layer")),
@@ -81,8 +81,8 @@ export class Network {
         const row = make("tr", {}, heading(layer.name), named("td", layer.kind), named("td", shape(layer.output_shape)), number(layer.parameters ? count(layer.parameters) : "–"));
         if (timed) row.append(number(layer.time_us === undefined ? "–" : time(layer.time_us)));
         if (predicts) {
-          const of = layer.plan ?? { time_us: 0, placement: "–", memory_bytes: 0, sent_bytes: 0 };
-          row.append(number(time(of.time_us)), named("td", of.placement), number(bytes(of.memory_bytes)), number(bytes(of.sent_bytes)));
+          const planned = layer.plan ?? { time_us: 0, placement: "–", memory_bytes: 0, sent_bytes: 0 };
+          row.append(number(time(planned.time_us)), named("td", planned.placement), number(bytes(planned.memory_bytes)), number(bytes(planned.sent_bytes)));
         }
         return row;
       });

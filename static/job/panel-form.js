@@ -24,7 +24,7 @@ export class PanelForm {
 
   get #boxes() { return [...field("metrics").querySelectorAll("input")]; }
 
-  /** Opens the form. `put(panel)` stores the panel, or removes it for null, and returns the element to focus. */
+  /** Opens the form. `put(panel)` stores the panel, or removes the panel for null, and returns the element to focus. */
   open(panel, put) {
     const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, robust: false, log: false };
     text(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");
@@ -45,10 +45,10 @@ export class PanelForm {
     for (const end of ["min", "max"]) field(end).value = now[`y_${end}`] === undefined ? "" : Number((now[`y_${end}`] / unitOf(now.metrics[0])).toPrecision(12));
     field("columns").value = String(now.columns);
     field("rows").value = String(now.rows);
-    const store = (button, made) => async (event) => {
+    const store = (button, content) => async (event) => {
       event.preventDefault();
       button.disabled = true;
-      try { const next = await put(made()); dialog.close("yes"); next.focus(); } catch (error) { text(field("error"), error instanceof InputError ? error.message : fieldError(error)); }
+      try { const next = await put(content()); dialog.close("yes"); next.focus(); } catch (error) { text(field("error"), error instanceof InputError ? error.message : fieldError(error)); }
       button.disabled = false;
     };
     field("save").onclick = store(field("save"), () => this.#read(now));
@@ -67,7 +67,7 @@ export class PanelForm {
       const words = field(name).value.trim().replace(",", ".");
       if (words === "") return null;
       const v = Number(words);
-      if (!Number.isFinite(v)) throw new InputError(`${label}: ${words} is no number. Leave it empty for what the points need.`);
+      if (!Number.isFinite(v)) throw new InputError(`${label}: ${words} is not a number. Give a number, or leave the field empty to fit the axis to the points.`);
       return v * unitOf(metrics[0]);
     };
     const ends = { y_min: end("min", "From"), y_max: end("max", "To") };

@@ -9,7 +9,7 @@ const MAX_CELLS = 3;
 const HEIGHTS = [160, 330, 500];
 /** Number of pixels by which the pointer must be beyond the grid's right edge to add a column. */
 const BEYOND = 6;
-const WIDE = ["a third", "two thirds", "all"], HIGH = ["low", "medium", "high"];
+const WIDTH_WORDS = ["a third", "two thirds", "all"], HEIGHT_WORDS = ["low", "medium", "high"];
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 /** On narrower pages, panels have the full width, and only their height changes. */
@@ -19,7 +19,7 @@ const clamp = (cells) => Math.min(MAX_CELLS, Math.max(1, cells));
 const nearest = (pixels) => HEIGHTS.reduce((best, height, i) => (Math.abs(height - pixels) < Math.abs(HEIGHTS[best] - pixels) ? i : best), 0) + 1;
 
 /** Describes a size: `two thirds of the page wide, low`, or only the height if panels have the full width. */
-export const sizeOf = ({ columns, rows }) => (stacked.matches ? HIGH[rows - 1] : `${WIDE[columns - 1]} of the page wide, ${HIGH[rows - 1]}`);
+export const sizeOf = ({ columns, rows }) => (stacked.matches ? HEIGHT_WORDS[rows - 1] : `${WIDTH_WORDS[columns - 1]} of the page wide, ${HEIGHT_WORDS[rows - 1]}`);
 
 /** Writes a panel's size for styles and screen readers. */
 export function showSize(card, panel) {

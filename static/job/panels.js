@@ -13,7 +13,7 @@ const MAX_PANELS = 24;
 /** Returns the metric from which a line is computed: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
 
-/** Returns a metric's place among default panels: accuracies, losses, other metrics; among each, metrics of validations come first. */
+/** Returns a metric's sort key among default panels: accuracies, losses, other metrics. In each group, validation metrics come first. */
 const place = (name) => (/acc/i.test(name) ? 0 : /loss/i.test(name) ? 2 : 4) + (/val|test/i.test(name) ? 0 : 1);
 
 /** Returns the default panel of a metric, for runs without configured panels. Its chart is about as high as a job's chart of the loss. */
@@ -28,14 +28,14 @@ export class Panels {
   #saves = 0;
   #drag = null;
 
-  /** `start`: `{ from, panels }` from the server. `mayChange`: whether the reader may change panels. */
-  constructor(job, charts, metrics, start, mayChange) {
-    Object.assign(this, { job, charts, metrics, from: start.from, mayChange });
+  /** `initial`: the panels in the rendered page (`Panels` in web/src/job.rs). `mayChange`: whether the reader may change panels. */
+  constructor(job, charts, metrics, initial, mayChange) {
+    Object.assign(this, { job, charts, metrics, from: initial.from, mayChange });
     charts.panelled = () => [...new Set(this.list.flatMap((panel) => panel.metrics.map(source)))];
-    charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((of) => source(of) === name)).map(({ chart }) => chart.pixels));
+    charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((metric) => source(metric) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
-    this.#show(this.#showsDefaults ? ownMetrics(job()).sort((a, b) => place(a) - place(b)).slice(0, MAX_PANELS).map(defaultPanel) : start.panels);
+    this.#show(this.#showsDefaults ? ownMetrics(job()).sort((a, b) => place(a) - place(b)).slice(0, MAX_PANELS).map(defaultPanel) : initial.panels);
     byId("panel-add").addEventListener("click", () => this.#edit(null));
     byId("panels-to-project").addEventListener("click", () => this.#toProject());
     byId("panels-from-project").addEventListener("click", () => this.#fromProject());
@@ -69,20 +69,21 @@ export class Panels {
     this.#shown.forEach(({ panel, card }, i) => {
       card.querySelector(".handle").setAttribute("aria-label", `Move ${panel.title}, panel ${i + 1} of ${this.#shown.length}. Arrow keys move it.`);
     });
-    const own = this.from === "job", any = this.#shown.length > 0;
+    const isOwn = this.from === "job", hasPanels = this.#shown.length > 0;
     byId("panel-add").disabled = this.#shown.length >= MAX_PANELS;
-    byId("panels-to-project").hidden = !own || !any;
-    byId("panels-from-project").hidden = !own;
-    if (!byId("custom-note").dataset.said) this.#showMessage("");
+    byId("panels-to-project").hidden = !isOwn || !hasPanels;
+    byId("panels-from-project").hidden = !isOwn;
+    const { said: message } = byId("custom-note").dataset;
+    if (!message) this.#showMessage("");
   }
 
-  /** Shows a message next to the title. Without a message, shows whose panels these are. */
+  /** Shows a message next to the title. Without a message, says which panels the page shows. */
   #showMessage(words) {
-    const whose = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "")
+    const standardNote = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "")
       : this.#showsDefaults ? "No metric yet: the run's program logs metrics by run.log in Python, or by POST /api/v1/runs/ID/records."
-      : this.mayChange ? "Charts of the metrics of your choice: none yet." : "none";
+      : this.mayChange ? "None yet. A panel shows a chart of metrics that you choose." : "none";
     byId("custom-note").dataset.said = words;
-    text(byId("custom-note"), words || whose);
+    text(byId("custom-note"), words || standardNote);
   }
 
   #createPanel(panel) {
@@ -131,7 +132,8 @@ export class Panels {
 
   /** Opens the form for a panel, or for a new panel. */
   #edit(entry) {
-    const put = async (panel) => {
+    /** Stores `panel` in place of the edited panel, or removes the edited panel for null. Returns the element to focus. */
+    const store = async (panel) => {
       const list = this.list;
       if (!entry) list.push(panel);
       else if (panel) list.splice(list.indexOf(entry.panel), 1, panel);
@@ -142,7 +144,8 @@ export class Panels {
       this.charts.redraw();
       return this.#shown.find((e) => e.panel === panel)?.card.querySelector(".edit") ?? byId("panel-add");
     };
-    this.form.open(entry?.panel ?? null, put);
+    const edited = entry?.panel ?? null;
+    this.form.open(edited, store);
   }
 
   /** Stores panels as the job's own, after earlier requests, and shows them as stored. */
@@ -198,7 +201,7 @@ export class Panels {
     this.#order(list, entry);
   }
 
-  /** Makes a panel draggable. It is dropped before the panel under the pointer, or after that panel if the pointer is in its right half. */
+  /** Makes a panel draggable. It is dropped before the panel under the pointer, or after that panel if the pointer is in the right half. */
   #draggable(handle, entry) {
     const target = (event) => {
       const card = document.elementFromPoint(event.clientX, event.clientY)?.closest(".panel"), over = this.#shown.find((e) => e.card === card);

@@ -14,9 +14,9 @@ export async function predicted(job, entries, names) {
   const { samples } = await ask(`/api/v1/jobs/${job}/samples?indices=${entries.map((e) => e.index).join(",")}`);
   return samples.map((sample, i) => {
     const { label, predicted, confidence, index } = entries[i];
-    const wrong = label !== predicted;
-    const sure = percent(confidence, 0).replace(" ", "\u00a0");
-    const alt = wrong ? `picture ${index}: ${names[label]}, taken for ${names[predicted]}` : `picture ${index}: ${names[label]}`;
-    return figure(sample.png, alt, [[wrong ? `${names[predicted]} ${sure}` : `${sure} sure`, wrong ? "bad" : ""], [wrong ? `is ${names[label]}` : names[label], "muted"]]);
+    const isWrong = label !== predicted;
+    const sureness = percent(confidence, 0).replace(" ", "\u00a0");
+    const alt = isWrong ? `picture ${index}: ${names[label]}, taken for ${names[predicted]}` : `picture ${index}: ${names[label]}`;
+    return figure(sample.png, alt, [[isWrong ? `${names[predicted]} ${sureness}` : `${sureness} sure`, isWrong ? "bad" : ""], [isWrong ? `is ${names[label]}` : names[label], "muted"]]);
   });
 }

@@ -5,12 +5,12 @@ import { read, write } from "../address.js";
 import { byId, make, text } from "../page.js";
 import { bytes, count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
-import { inMesh } from "./mesh.js";
+import { describePlace } from "./mesh.js";
 import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
 const WINDOW = 50;
-/** Factor by which a rank must be slower than the median of the others to be reported in the banner. */
+/** Factor by which a rank must be slower than the median of the other ranks to be reported in the banner. */
 const SLOW_FACTOR = 1.2;
 /** Fraction of a step's time. If ranks wait longer for pictures, the list says that data loading limits the speed. */
 const MAX_DATA_SHARE = 0.05;
@@ -26,7 +26,7 @@ export class Ranks {
   plan = null;
   /** Ranks whose lines are emphasised; empty: none. */
   chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
-  /** For each rank, the time at which it began to write a checkpoint, and the intervals of its recent writes. */
+  /** For each rank, when it began the checkpoint that it is writing (`since`; 0: none), and the intervals of recent writes (`spans`). */
   #writing = new Map();
 
   constructor(metrics, onChoose) {
@@ -48,7 +48,7 @@ export class Ranks {
     this.#writing.set(event.rank, known);
   }
 
-  /** Returns for how many milliseconds of the last `window` a rank wrote checkpoints. */
+  /** Returns for how many of the last `window` milliseconds a rank wrote checkpoints. */
   #checkpointing(rank, window) {
     const known = this.#writing.get(rank), last = Date.parse(this.#reports.get(rank)?.at);
     if (!known || !Number.isFinite(last)) return 0;
@@ -96,20 +96,20 @@ export class Ranks {
   }
 
   /** Describes what limits the job's speed. Empty as long as there are too few steps. */
-  #limit(splits) {
+  #describeLimit(splits) {
     const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.series("step_ms", s.rank).last?.lastPushed >= WINDOW);
     if (!known.length) return "";
     // All ranks wait for the rank whose pictures arrive last.
-    const pictures = Math.max(...known.map((s) => s.data / s.step));
+    const dataShare = Math.max(...known.map((s) => s.data / s.step));
     // A rank waits for slower ranks and for the transfer of gradients. The slowest rank waits only for the transfer.
     const slowest = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), all_reduce = slowest.wait / slowest.step;
-    if (slowest.wait > slowest.compute && all_reduce > pictures) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
-    if (pictures > MAX_DATA_SHARE) return ` · limited by data loading (${percent(pictures, 0)} of a step)`;
+    if (slowest.wait > slowest.compute && all_reduce > dataShare) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
+    if (dataShare > MAX_DATA_SHARE) return ` · limited by data loading (${percent(dataShare, 0)} of a step)`;
     if (known.length > 1 && known.every((s) => s === slowest || s.wait > s.compute)) return ` · limited by rank ${slowest.rank}: the others wait for it`;
     return " · limited by computing";
   }
 
-  /** Returns the rank that delays the others, `{ rank, share, since, cause }`, or null. */
+  /** Returns the rank that delays the other ranks, `{ rank, share, since, cause }`, or null. */
   findSlowRank() {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => ({ rank: r, ...this.split(r) }))
       .filter((s) => Number.isFinite(s.step));
@@ -118,24 +118,24 @@ export class Ranks {
     for (const s of splits) {
       const segment = this.metrics.series("step_ms", s.rank).last;
       const others = splits.filter((o) => o !== s);
-      const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
-      const slow = segment.lastPushed >= WINDOW && own > usual * SLOW_FACTOR && own - usual > 1;
+      const own = s.compute + s.data, othersMedian = median(others.map((o) => o.compute + o.data));
+      const slow = segment.lastPushed >= WINDOW && own > othersMedian * SLOW_FACTOR && own - othersMedian > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
       // Earlier points may arrive after newer points.
       this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
-      const share = own / usual - 1;
+      const share = own / othersMedian - 1;
       if (worst && worst.share > share) continue;
       const data = median(others.map((o) => o.data));
-      const cause = s.data - data > (own - usual) / 2
-        ? `It waits for data: ${millis(s.data)} a step, the others ${millis(data)}.`
-        : `It computes for ${millis(s.compute)} a step, the others ${millis(median(others.map((o) => o.compute)))}: check its machine for other load.`;
+      const cause = s.data - data > (own - othersMedian) / 2
+        ? `The rank waits for data for ${millis(s.data)} a step, the other ranks for ${millis(data)}.`
+        : `The rank computes for ${millis(s.compute)} a step, the other ranks for ${millis(median(others.map((o) => o.compute)))}: check the rank's machine for other load.`;
       worst = { rank: s.rank, share, since: this.#slowSince.get(s.rank), cause };
     }
     return worst;
   }
 
   /**
-   * Returns the step since which a rank has been slower than the others, as far back as the page's points reach. Metrics may have buckets of
+   * Returns the step since which a rank has been slower than the other ranks, as far back as the page's points reach. Metrics may have buckets of
    * different widths, so each step is looked up in each metric.
    */
   #since(rank, others) {
@@ -155,8 +155,8 @@ export class Ranks {
     return since;
   }
 
-  /** Describes a rank's status, or how the rank ended. `status`: the status in its last report. `cause` may name the rank that failed first. */
-  #status(rank, status, live, cause) {
+  /** Describes a rank's status, or how the rank ended. `status`: the status in the rank's last report. `cause` may name the rank that failed first. */
+  #describeStatus(rank, status, live, cause) {
     if (live) return status;
     if (cause?.rank === rank) return "ended first";
     if (Number.isInteger(cause?.rank)) return "ended with the others";
@@ -164,7 +164,7 @@ export class Ranks {
   }
 
   /** Describes the axes of a mesh that have several ranks, with the fraction of a step that the rank spends in exchanges along each axis. */
-  #axes(rank, { pipeline = 1, height = 1, model = 1 }) {
+  #describeAxes(rank, { pipeline = 1, height = 1, model = 1 }) {
     const { axis_ms: spent, step_ms: step } = this.#reports.get(rank) ?? {};
     if (!spent || !step) return [];
     const data = Math.floor(this.metrics.ranks / (pipeline * height * model));
@@ -174,7 +174,7 @@ export class Ranks {
   draw({ state, cause, attempt, images_per_second: speed, spec: { parallel } }) {
     const live = !isFinal(state), splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
-    text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}${speed ? ` · ${rate(speed)} images/s in all` : ""}`);
+    text(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(splits)}${speed ? ` · ${rate(speed)} images/s in all` : ""}`);
     for (let r = 0; r < splits.length; r++) {
       const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {
@@ -182,7 +182,7 @@ export class Ranks {
       }
       row.item.hidden = !this.#takesPart(r, attempt);
       text(row.ms, known ? millis(s.step) : "–");
-      const axes = this.#axes(r, this.plan ?? parallel);
+      const axes = this.#describeAxes(r, this.plan ?? parallel);
       row.line.classList.toggle("with-axes", axes.length > 0);
       if (row.axes.dataset.key !== axes.join()) {
         row.axes.dataset.key = axes.join();
@@ -195,11 +195,11 @@ export class Ranks {
       const report = this.#reports.get(r), about = [];
       if (report) {
         const step = Math.max(report.step, this.metrics.series("loss", r).last?.lastPushed ?? 0);
-        about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
+        about.push(report.device, this.#describeStatus(r, report.status, live, cause), `step ${count(step)}`);
       } else about.push(live ? "no report yet" : "no report kept");
       if (this.#agents.get(r)) about.push(this.#agents.get(r));
-      if (this.plan || parallel.mode === "hybrid") about.push(...inMesh(r, this.plan ?? parallel, this.metrics.ranks));
-      about.push(...this.#gpu(r));
+      if (this.plan || parallel.mode === "hybrid") about.push(...describePlace(r, this.plan ?? parallel, this.metrics.ranks));
+      about.push(...this.#describeGpu(r));
       const key = about.join("\n");
       if (row.key !== key) {
         row.key = key;
@@ -210,7 +210,7 @@ export class Ranks {
   }
 
   /** Describes utilisation, memory, temperature and power, if the rank's device reports them. */
-  #gpu(rank) {
+  #describeGpu(rank) {
     const newest = (name) => this.#recent(name, rank, 1);
     const reported = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],
       ["gpu_temperature_celsius", (v) => `${v.toFixed(0)} °C`], ["gpu_power_watts", (v) => `${v.toFixed(0)} W`]];

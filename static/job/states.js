@@ -10,7 +10,7 @@ export const isActive = (state) => ACTIVE.includes(state);
 /** Whether a job waits in the queue. */
 export const waits = ({ state }) => ["queued", "restarting"].includes(state);
 
-/** By action, whether it applies to a job. A trial at a rung is resumed by its sweep. */
+/** For each action, whether the action applies to a job. A trial at a rung is resumed by its sweep. */
 export const APPLIES = {
   pause: ({ state }) => ["queued", "running"].includes(state), resume: ({ state, cause }) => state === "paused" && cause?.code !== "paused_by_sweep",
   retry: ({ state }) => ["failed", "cancelled"].includes(state), cancel: ({ state }) => !isFinal(state), delete: ({ state }) => isFinal(state),

@@ -6,17 +6,17 @@ import { read, write } from "../address.js";
 export class Tabs {
   #opened = new Set();
 
-  /** By panel's name: `onFirstOpen`, functions that are called when a panel is first opened; `onReopen`, functions for each later opening. */
+  /** Functions by the names of panels: `onFirstOpen` are called when a panel is first opened, `onReopen` each later time. */
   constructor({ onFirstOpen, onReopen }) {
     Object.assign(this, { onFirstOpen, onReopen });
     this.tabs = [...document.querySelectorAll("#panels [role=tab]")];
     for (const tab of this.tabs) {
       tab.addEventListener("click", () => this.show(tab.dataset.tab));
       tab.addEventListener("keydown", (event) => {
-        const there = this.tabs.filter((t) => !t.hidden), at = there.indexOf(tab), to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
+        const visible = this.tabs.filter((t) => !t.hidden), at = visible.indexOf(tab), to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
         if (to === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
         event.preventDefault();
-        const next = there.at(to % there.length);
+        const next = visible.at(to % visible.length);
         this.show(next.dataset.tab);
         next.focus();
       });
@@ -26,11 +26,11 @@ export class Tabs {
     const wanted = read("tab", this.first), linked = this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden);
     this.show(linked ? wanted : this.first);
     // On a reload, the browser restores the reader's scroll position.
-    if (linked && wanted !== this.first && performance.getEntriesByType("navigation")[0]?.type !== "reload") requestAnimationFrame(() => this.inView());
+    if (linked && wanted !== this.first && performance.getEntriesByType("navigation")[0]?.type !== "reload") requestAnimationFrame(() => this.scrollIntoView());
   }
 
   /** Scrolls the panel into view. */
-  inView() {
+  scrollIntoView() {
     const panels = byId("panels"), { top } = panels.getBoundingClientRect();
     if (top < 0 || top > innerHeight / 2) panels.scrollIntoView({ block: "start" });
   }
@@ -43,10 +43,10 @@ export class Tabs {
 
   show(name) {
     for (const tab of this.tabs) {
-      const on = tab.dataset.tab === name;
-      tab.setAttribute("aria-selected", String(on));
-      tab.tabIndex = on ? 0 : -1;
-      byId(tab.getAttribute("aria-controls")).hidden = !on;
+      const isOpen = tab.dataset.tab === name;
+      tab.setAttribute("aria-selected", String(isOpen));
+      tab.tabIndex = isOpen ? 0 : -1;
+      byId(tab.getAttribute("aria-controls")).hidden = !isOpen;
     }
     byId("log-controls").hidden = name !== "log";
     byId("panels").dataset.shows = name;

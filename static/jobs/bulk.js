@@ -61,7 +61,7 @@ export class Bulk {
     const all = byId("choose-all"), listed = this.listed();
     all.checked = n > 0 && n >= listed;
     all.indeterminate = n > 0 && n < listed;
-    // A group's box shows whether all of its jobs are selected, or some.
+    // A group's box shows whether all jobs of the group are selected, or only some.
     for (const box of this.rows.querySelectorAll(".group-head input")) {
       const has = (which) => box.closest(".group").querySelector(`[data-f=choose]${which}`) !== null, some = has(":checked"), others = has(":not(:checked)");
       box.checked = some && !others;
@@ -94,7 +94,7 @@ export class Bulk {
 
   /**
    * Applies `work` to all jobs, then reports all failures. Jobs that succeed are removed from `jobs` and from the selection, so another
-   * press repeats only the others.
+   * press repeats only the failed jobs.
    */
   async #each(jobs, work) {
     const all = [...jobs], results = await Promise.allSettled(all.map(work)), failures = [];

@@ -1,17 +1,17 @@
 // The columns of the list: default columns, and any setting, metric or tag. The choice is in the URL, and the browser keeps it for the
 // next visit.
 
-import { cut, NARROW } from "../cut.js";
+import { writeShortened, NARROW } from "../cut.js";
 import { count, rate, uncertainty } from "../numbers.js";
 import { ask, byId, closable, make, Problem, errorText, store, stored, text } from "../page.js";
 import { dotted, flat, setting, formatted } from "../settings.js";
 import { ALL } from "../job/names.js";
-import { readMetrics } from "./query.js";
+import { setMetrics } from "./query.js";
 import { read, write } from "../address.js";
 
 /** Default columns: name in the URL, and label. */
 const OWN = [["progress", "Progress"], ["loss", "Loss"], ["best", "Best accuracy"], ["speed", "Images/s"], ["age", "Submitted"]];
-/** `get(job)`: the job's value; null or undefined if it has none. */
+/** `get(job)`: the job's value; null or undefined if the job has no value. */
 const column = (label, get, format) => ({ label, get, format });
 /** Columns that can be added, besides settings and tags. */
 const METRICS = {
@@ -54,9 +54,9 @@ export class Columns {
       const typed = add.value, [job] = this.known().jobs, words = typed.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? dotted(job.spec, words) : words;
       text(this.error, "");
       if (!key || this.#extra.includes(key)) return;
-      if (this.#extra.length >= MAX_EXTRA) return text(this.error, `There are ${MAX_EXTRA} columns; remove one first.`);
-      const wrong = await mistake(key);
-      if (wrong) return text(this.error, wrong);
+      if (this.#extra.length >= MAX_EXTRA) return text(this.error, `At most ${MAX_EXTRA} columns can be added: remove a column first.`);
+      const problem = await mistake(key);
+      if (problem) return text(this.error, problem);
       if (this.#extra.includes(key)) return;
       this.#extra.push(key);
       // The reader may already have typed the next key.
@@ -109,10 +109,10 @@ export class Columns {
       button.addEventListener("click", () => { this.#extra = this.#extra.filter((k) => k !== key); this.#choose(); byId("column-add").focus(); });
       return button;
     }));
-    const wanted = this.#extra.filter((key) => key in ALL && !ALWAYS.includes(key)), more = wanted.some((name) => !this.#read.includes(name));
+    const wanted = this.#extra.filter((key) => key in ALL && !ALWAYS.includes(key)), needsRead = wanted.some((name) => !this.#read.includes(name));
     this.#read = wanted;
-    readMetrics(wanted);
-    this.refill(more && this.drawn);
+    setMetrics(wanted);
+    this.refill(needsRead && this.drawn);
     this.drawn = true;
   }
 
@@ -127,7 +127,7 @@ export class Columns {
     }
     for (const cell of row.querySelectorAll(".c-extra")) {
       const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
-      cut(span, words, NARROW);
+      writeShortened(span, words, NARROW);
       text(cell.lastChild, cell.dataset.key === "val_accuracy" && words ? uncertainty(job.last.val_accuracy, job.last.val_pictures) : "");
     }
   }
@@ -144,7 +144,7 @@ export class Columns {
 async function mistake(key) {
   if (key in METRICS || key.startsWith("tag:")) return "";
   try { await ask(`/api/v1/jobs?limit=1&fields=id&sort=${encodeURIComponent(`spec.${key}`)}`); return ""; } catch (error) {
-    return error instanceof Problem && error.status === 400 ? `There is no metric “${key}” either. ${error.message}` : errorText(error);
+    return error instanceof Problem && error.status === 400 ? `${error.message} There is no metric “${key}”, either.` : errorText(error);
   }
 }
 

@@ -25,9 +25,9 @@ export function isIn(job, values) {
 export function describeGroup(values) {
   const none = { owner: "no owner", tag: "no tag" };
   return groupedBy().map((key, i) => {
-    const value = values[i], known = key in OWN;
+    const value = values[i], isOwnKey = key in OWN;
     if (value === null) return none[key] ?? `no ${key.replace(/^spec\./, "")}`;
-    return known ? String(value) : `${key.replace(/^spec\./, "")} ${value}`;
+    return isOwnKey ? String(value) : `${key.replace(/^spec\./, "")} ${value}`;
   }).join(" · ");
 }
 
@@ -54,7 +54,7 @@ export class Grouping {
     const now = groupedBy();
     if (!key) return text(this.error, "Write a setting, such as train.lr.");
     if (now.includes(key)) return;
-    if (now.length >= MAX_KEYS) return text(this.error, `At most ${MAX_KEYS} keys can group the list; remove one first.`);
+    if (now.length >= MAX_KEYS) return text(this.error, `At most ${MAX_KEYS} keys can group the list: remove a key first.`);
     this.input.value = "";
     this.change({ group_by: [...now, key].join(","), open: "" });
   }

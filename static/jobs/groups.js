@@ -5,19 +5,19 @@ import { ask, make, Problem, serverNow, text } from "../page.js";
 import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
-import { cut } from "../cut.js";
-import { alsoRead, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
+import { writeShortened } from "../cut.js";
+import { metricsParameter, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
 import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/** Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups. */
+/** Numbers of groups, and of a group's jobs, in a first request. Maximum number of groups or jobs in a request. Maximum number of open groups. */
 const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20;
 /** For each column of numbers, the format of its mean. */
 const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format }]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
-/** For sort keys of the list for which groups have no mean: the sort key of groups that replaces it. */
+/** Sort keys of groups, by the sort keys of the list that they replace because groups have no mean of them. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
@@ -33,7 +33,7 @@ function openKeys() {
 export class Groups {
   /** Visible jobs, by id. */
   jobs = new Map();
-  none = false;
+  isEmpty = false;
   #shown = new Map();
   #next = null;
   #loads = 0;
@@ -54,7 +54,7 @@ export class Groups {
     table.append(this.more);
   }
 
-  get on() { return groupedBy().length > 0; }
+  get isGrouped() { return groupedBy().length > 0; }
 
   /** The number of job rows that can be selected. */
   get listed() { let n = 0; for (const { rows } of this.#shown.values()) n += rows.length; return n; }
@@ -92,9 +92,9 @@ export class Groups {
       try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
         // A column of texts has no mean, but the other columns do.
         const message = error instanceof Problem && error.status === 400 ? error.message : "";
-        const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
-        if (!words) throw error;
-        this.#texts.add(words);
+        const textColumn = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
+        if (!textColumn) throw error;
+        this.#texts.add(textColumn);
       }
     }
   }
@@ -102,7 +102,7 @@ export class Groups {
   async #read(cursor) {
     const mine = ++this.#loads, began = performance.now(), response = await this.#ask(cursor);
     this.#pause = pauseAfter(began);
-    if (mine !== this.#loads || !this.on) return;
+    if (mine !== this.#loads || !this.isGrouped) return;
     const open = openKeys(), seen = new Set();
     for (const group of response.groups) {
       const key = JSON.stringify(group.values);
@@ -119,7 +119,7 @@ export class Groups {
     if (cursor) for (const group of response.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
     this.#next = response.next_cursor;
     this.more.hidden = !this.#next;
-    this.none = !this.#shown.size;
+    this.isEmpty = !this.#shown.size;
     this.changed();
     await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, entry]) => this.#openJobs(entry)));
   }
@@ -130,7 +130,7 @@ export class Groups {
   #createEntry(group, key) {
     const cell = (className, ...children) => make("td", { className }, ...children), words = describeGroup(group.values);
     const name = make("span"), toggle = make("button", { type: "button", className: "group-name", "aria-label": words, "aria-expanded": "false" }, name);
-    cut(name, words);
+    writeShortened(name, words);
     const box = make("input", { type: "checkbox", "aria-label": `Select the jobs of ${words}` });
     const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress", make("span", { className: "states" })), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
     const entry = { group, key, words, rows: [], toggle, head, body: make("tbody", { className: "group" }, head) };
@@ -148,31 +148,31 @@ export class Groups {
   }
 
   /** Writes a mean with its spread, `0.412 ± 0.003`, and the number of jobs if not all jobs have a value. */
-  #spread(cell, spread, write, jobs) {
+  #spread(cell, spread, format, jobs) {
     cell.replaceChildren();
     cell.title = "";
     if (!spread || spread.mean === null) return;
     const { n, mean, std, min, max } = spread;
-    cell.append(make("b", { textContent: write(mean) }));
-    if (std !== null) cell.append(" ", make("span", { className: "spread", textContent: `± ${write(std).replace(/ %$/, "")}` }));
+    cell.append(make("b", { textContent: format(mean) }));
+    if (std !== null) cell.append(" ", make("span", { className: "spread", textContent: `± ${format(std).replace(/ %$/, "")}` }));
     if (n !== jobs) cell.append(" ", make("small", { className: "muted", textContent: `n ${n}` }));
-    cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${write(std)}`}, ${write(min)} to ${write(max)}`;
+    cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${format(std)}`}, ${format(min)} to ${format(max)}`;
   }
 
   #fill(entry) {
-    const { group, head, body, words } = entry, at = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
-    text(at("c-state"), plural(group.jobs, "job"));
-    text(at("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
-    at("c-progress").title = at("states").textContent;
-    for (const [name, of] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[of], FORMATS[name], group.jobs);
+    const { group, head, body, words } = entry, element = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
+    text(element("c-state"), plural(group.jobs, "job"));
+    text(element("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
+    element("c-progress").title = element("states").textContent;
+    for (const [name, metric] of Object.entries(OWN)) this.#spread(element(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {
       const cell = make("td", { className: "num c-extra", "data-label": key });
       this.#spread(cell, group.metrics[metrics.get(key)], FORMATS[key] ?? plain, group.jobs);
-      at("c-age").before(cell);
+      element("c-age").before(cell);
     }
-    text(at("c-age"), age(Date.parse(group.newest_at), serverNow()));
-    at("c-age").title = `The newest: ${group.newest_at}`;
+    text(element("c-age"), age(Date.parse(group.newest_at), serverNow()));
+    element("c-age").title = `The newest: ${group.newest_at}`;
     body.setAttribute("aria-label", words);
   }
 
@@ -207,7 +207,7 @@ export class Groups {
   /** Reads the jobs of a group: the first jobs again, or the jobs after `cursor`. */
   async #openJobs(entry, cursor = null) {
     const limit = cursor ? JOBS : Math.min(MAX_PER_REQUEST, Math.max(JOBS, entry.rows.length));
-    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
+    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...metricsParameter()]);
     if (cursor) given.set("cursor", cursor);
     entry.toggle.setAttribute("aria-expanded", "true");
     const mine = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
@@ -242,7 +242,7 @@ export class Groups {
     for (const id of this.jobs.keys()) if (!shown.has(id)) this.jobs.delete(id);
   }
 
-  /** Handles a job from the stream: its rows change at once, and groups are read soon. */
+  /** Handles a job from the stream: the job's rows change at once, and groups are read again soon. */
   handleJob(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {
@@ -269,7 +269,7 @@ export class Groups {
         this.#hidden = true;
         return;
       }
-      if (this.on) this.load().catch(() => {});
+      if (this.isGrouped) this.load().catch(() => {});
     }, this.#pause);
   }
 }

@@ -4,7 +4,7 @@
 import { ask, byId, closable, make, text } from "../page.js";
 import { read } from "../address.js";
 import { count } from "../numbers.js";
-import { condition, filter } from "./query.js";
+import { parseCondition, filter } from "./query.js";
 
 /** Maximum number of conditions. The same as in server/src/api/jobs/conditions.rs. */
 const MAX_CONDITIONS = 10;
@@ -43,10 +43,10 @@ export class Narrow {
     const form = make("form", {}, field("A setting: = != < <= > >=", input), make("button", { textContent: "Add" }));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      const found = condition(input.value), { conditions } = filter();
+      const found = parseCondition(input.value), { conditions } = filter();
       if (!found?.value) return text(error, "Write a setting, a sign and a value, such as lr > 0.1.");
-      if (found.value.includes(",")) return text(error, "A value has no comma.");
-      if (conditions.length >= MAX_CONDITIONS) return text(error, `There are ${MAX_CONDITIONS} conditions; remove one first.`);
+      if (found.value.includes(",")) return text(error, "The value must not contain a comma.");
+      if (conditions.length >= MAX_CONDITIONS) return text(error, `At most ${MAX_CONDITIONS} conditions are allowed: remove a condition first.`);
       text(error, "");
       input.value = "";
       change({ where: [...conditions, `${found.key}${found.sign}${found.value}`].join(",") });
@@ -83,10 +83,10 @@ export class Narrow {
 
   /** Offers values, each with its number of jobs. */
   #offer(by, groups) {
-    const now = filter(), chosen = by === "tag" ? "" : now[by], any = { owner: "anybody", project: "any", tag: now.tags.length ? "one more" : "any" }[by];
+    const now = filter(), chosen = by === "tag" ? "" : now[by], anyLabel = { owner: "anybody", project: "any", tag: now.tags.length ? "one more" : "any" }[by];
     const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && now.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
     if (chosen && !known.some(({ value }) => value === chosen)) known.unshift(new Option(chosen, chosen));
-    this[by].replaceChildren(new Option(any, ""), ...known);
+    this[by].replaceChildren(new Option(anyLabel, ""), ...known);
     this[by].value = chosen;
   }
 
@@ -94,7 +94,7 @@ export class Narrow {
   addTag(tag) {
     const { tags } = filter();
     if (tags.includes(tag)) return;
-    if (tags.length >= MAX_TAGS) return text(this.problem, `There are ${MAX_TAGS} tags; remove one first.`);
+    if (tags.length >= MAX_TAGS) return text(this.problem, `At most ${MAX_TAGS} tags are allowed: remove a tag first.`);
     this.change({ tag: [...tags, tag].join(",") });
   }
 
@@ -109,7 +109,7 @@ export class Narrow {
     for (const tag of tags) chip(`tagged ${tag}`, () => ({ tag: filter().tags.filter((other) => other !== tag).join(",") }));
     if (owner) chip(`of ${owner}`, () => ({ owner: "" }));
     for (const words of conditions) {
-      const { key, sign, value } = condition(words) ?? { key: words, sign: "", value: "" };
+      const { key, sign, value } = parseCondition(words) ?? { key: words, sign: "", value: "" };
       chip(`${key} ${sign} ${value}`.trim(), () => ({ where: filter().conditions.filter((other) => other !== words).join(",") }));
     }
     for (const key of read("group_by").split(",").filter(Boolean)) {

@@ -9,14 +9,14 @@ const COMPARE = {
   "=": (a, b) => a === b, "!=": (a, b) => a !== b, "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b,
 };
 
-/** Parses `train.lr > 0.1` into key, sign and value; undefined if it is not a condition. */
-export function condition(words) {
+/** Parses `train.lr > 0.1` into key, sign and value; undefined if `words` is not a condition. */
+export function parseCondition(words) {
   const found = /^\s*([^=!<>]+?)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*$/.exec(words);
   return found && { key: found[1].replace(/^spec\./, ""), sign: found[2].replace("==", "="), value: found[3] };
 }
 
 function fulfils(job, words) {
-  const { key, sign, value } = condition(words) ?? {}, own = (key === "project" ? job.project : setting(job.spec, key ?? "")) ?? (/^(true|false)$/.test(value) ? false : null);
+  const { key, sign, value } = parseCondition(words) ?? {}, own = (key === "project" ? job.project : setting(job.spec, key ?? "")) ?? (/^(true|false)$/.test(value) ? false : null);
   // An invalid condition is left to the server, which refuses it.
   if (!sign) return true;
   if (own === null) return sign === "!=";
@@ -54,17 +54,17 @@ export const parameters = ({ states, text, owner, tags, project, conditions, aft
 
 let metrics = "";
 /** Sets the metrics to request for the visible columns, in addition to the metrics that every response contains. */
-export const readMetrics = (names) => { metrics = names.join(","); };
-export const alsoRead = () => (metrics ? [["metrics", metrics]] : []);
+export const setMetrics = (names) => { metrics = names.join(","); };
+export const metricsParameter = () => (metrics ? [["metrics", metrics]] : []);
 
 /** Minimum pause before the list is read again while jobs change. */
 export const MIN_PAUSE_MS = 3000;
-/** Returns the pause after a request that began at this time: it grows with the response time of the server. */
+/** Returns the pause after a request that began at this time: the pause grows with the response time of the server. */
 export const pauseAfter = (began) => Math.min(30_000, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
 
 /** Reads one page of matching jobs, after `cursor` (`next_cursor` of the previous page). */
-export async function part(filter, cursor, limit) {
-  const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...alsoRead()]);
+export async function readPart(filter, cursor, limit) {
+  const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...metricsParameter()]);
   if (cursor) given.set("cursor", cursor);
   return ask(`/api/v1/jobs?${given}`);
 }

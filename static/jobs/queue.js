@@ -1,5 +1,5 @@
-// The places of waiting jobs in the queue, and their reasons for waiting. No stream reports them, because other jobs and machines change them
-// without an event of the waiting job. So the page polls them while it shows a waiting job.
+// The places of waiting jobs in the queue, and their reasons for waiting. No stream reports places and reasons, because other
+// jobs and machines change them without an event of the waiting job. So the page requests them while it shows a waiting job.
 
 import { waits } from "../job/states.js";
 import { ask } from "../page.js";

@@ -1,7 +1,7 @@
-// A row of the list. The script fills it like the server (web/src/jobs.rs), and again when the job changes.
+// A row of the list. The script fills a row like the server (web/src/jobs.rs), and fills the row again when the job changes.
 
 import { byId, make, serverNow, text } from "../page.js";
-import { cut, sentenceOf } from "../cut.js";
+import { writeShortened, writeSentence } from "../cut.js";
 import { ELSEWHERE } from "../job/names.js";
 import { isFinal, waits } from "../job/states.js";
 import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
@@ -20,36 +20,36 @@ export function blank(job) {
 }
 
 export function fill(row, job) {
-  const at = (name) => row.querySelector(`[data-f="${name}"]`);
+  const element = (name) => row.querySelector(`[data-f="${name}"]`);
   row.dataset.state = job.state;
-  at("state").dataset.state = job.state;
-  at("bar").dataset.state = job.state;
-  text(at("state"), job.state);
-  cut(at("name"), job.name);
-  at("name").href = `/jobs/${job.id}`;
-  at("choose").setAttribute("aria-label", `Select ${job.name}`);
-  about(at("about"), job.external ? ELSEWHERE : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
+  element("state").dataset.state = job.state;
+  element("bar").dataset.state = job.state;
+  text(element("state"), job.state);
+  writeShortened(element("name"), job.name);
+  element("name").href = `/jobs/${job.id}`;
+  element("choose").setAttribute("aria-label", `Select ${job.name}`);
+  writeAbout(element("about"), job.external ? ELSEWHERE : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
   // The layout cuts the end of the sentence. Long paths are shortened in the middle, so that the text after them stays visible.
   const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
-  sentenceOf(at("reason"), reason, PATH);
-  at("reason").title = reason;
-  at("bar").max = job.total_steps || 1;
-  at("bar").value = Math.min(job.step, job.total_steps);
-  text(at("progress"), progress(job));
+  writeSentence(element("reason"), reason, PATH);
+  element("reason").title = reason;
+  element("bar").max = job.total_steps || 1;
+  element("bar").value = Math.min(job.step, job.total_steps);
+  text(element("progress"), progress(job));
   const points = sparkline(job.sparkline);
-  if (at("spark").getAttribute("points") !== points) at("spark").setAttribute("points", points);
-  text(at("loss"), job.last.loss == null ? "" : value(job.last.loss));
-  at("loss").parentNode.title = job.external && job.last.loss == null ? "This column shows the metric “loss”, which the run has not logged." : "";
-  text(at("best"), job.best ? percent(job.best.value) : "");
-  text(at("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) : "");
-  text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
-  text(at("age"), age(Date.parse(job.created_at), serverNow()));
-  at("age").title = job.created_at;
+  if (element("spark").getAttribute("points") !== points) element("spark").setAttribute("points", points);
+  text(element("loss"), job.last.loss == null ? "" : value(job.last.loss));
+  element("loss").parentNode.title = job.external && job.last.loss == null ? "This column shows the metric “loss”, which the run has not logged." : "";
+  text(element("best"), job.best ? percent(job.best.value) : "");
+  text(element("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) : "");
+  text(element("speed"), job.images_per_second ? rate(job.images_per_second) : "");
+  text(element("age"), age(Date.parse(job.created_at), serverNow()));
+  element("age").title = job.created_at;
   // The same as `JobRow::class` in web/src/jobs.rs.
-  row.classList.toggle("has-reason", at("reason").textContent !== "");
-  row.classList.toggle("no-numbers", ["progress", "loss", "best", "speed"].every((name) => at(name).textContent === ""));
+  row.classList.toggle("has-reason", element("reason").textContent !== "");
+  row.classList.toggle("no-numbers", ["progress", "loss", "best", "speed"].every((name) => element(name).textContent === ""));
   row.classList.toggle("no-curve", points === "");
-  const { tags } = job, box = at("tags"), key = tags.join("\n");
+  const { tags } = job, box = element("tags"), key = tags.join("\n");
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   // The job's page shows the other tags.
@@ -61,13 +61,13 @@ export function fill(row, job) {
 }
 
 /** Writes the description of a job, and its project. If space is short, the project is shortened first. */
-function about(node, words, project) {
+function writeAbout(node, words, project) {
   if (node.dataset.whole === words + project) return;
   node.dataset.whole = node.title = words + project;
   node.classList.add("parts");
   const of = make("span", { className: "of" });
   node.replaceChildren(make("span", { textContent: words }), of);
-  cut(of, project);
+  writeShortened(of, project);
 }
 
 function progress(job) {

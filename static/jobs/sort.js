@@ -1,7 +1,7 @@
 // The order of the list: a click on a column's heading sorts by the column, and another click reverses the order. The order is in the URL.
 
 import { read } from "../address.js";
-import { cut, NARROW } from "../cut.js";
+import { writeShortened, NARROW } from "../cut.js";
 import { ALL } from "../job/names.js";
 import { make, text } from "../page.js";
 import { setting } from "../settings.js";
@@ -14,7 +14,7 @@ const OWN = {
   "c-state": ["state", false], "c-name": ["name", false], "c-progress": ["step", true], "c-loss": ["loss", false],
   "c-best": ["best", true], "c-speed": ["speed", true], "c-age": ["created", true],
 };
-/** Added columns whose sort key is their own name, and whether the first click sorts in descending order. A setting's sort key begins with `spec.`. */
+/** Added columns whose name is the sort key, and whether the first click sorts in descending order. Keys of settings begin with `spec.`. */
 const METRICS = {
   ...Object.fromEntries(Object.keys(ALL).map((name) => [name, !/(^|_)loss$/.test(name)])), step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false,
 };
@@ -26,7 +26,7 @@ const VALUES = {
 };
 
 /** Returns a job's sort value. If the value changes, the job's place may change. */
-export function key(job) {
+export function sortValue(job) {
   const by = order().replace(/^-/, "");
   if (by.startsWith("tag:")) return job.tags.includes(by.slice(4));
   const value = by.startsWith("spec.") ? setting(job.spec, by.slice(5)) : VALUES[by] ? VALUES[by](job) : job[by] ?? job.last[by];
@@ -55,18 +55,18 @@ export function drawHeads(row, choose) {
     if (!button) {
       const label = th.textContent, name = make("span");
       button = make("button", { type: "button", className: "sort" });
-      if (th.matches(".c-extra")) { cut(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else text(button, label);
+      if (th.matches(".c-extra")) { writeShortened(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else text(button, label);
       button.addEventListener("click", () => choose(button.dataset.next));
       th.replaceChildren(button);
     }
-    const [by, largestFirst] = sort, on = now === by ? "ascending" : now === `-${by}` ? "descending" : "";
-    button.dataset.next = (on ? on === "ascending" : largestFirst) ? `-${by}` : by;
-    if (on) th.setAttribute("aria-sort", on); else th.removeAttribute("aria-sort");
+    const [by, largestFirst] = sort, direction = now === by ? "ascending" : now === `-${by}` ? "descending" : "";
+    button.dataset.next = (direction ? direction === "ascending" : largestFirst) ? `-${by}` : by;
+    if (direction) th.setAttribute("aria-sort", direction); else th.removeAttribute("aria-sort");
   }
 }
 
-/** Returns a longest ascending subsequence: if only the other numbers move, as few as possible move to get an ascending order. */
-function staying(numbers) {
+/** Returns the indices of a longest ascending subsequence: if these numbers stay, sorting moves the fewest numbers. */
+function longestAscending(numbers) {
   const ends = [], before = new Array(numbers.length).fill(-1), kept = new Set();
   numbers.forEach((n, i) => {
     let low = 0, high = ends.length;
@@ -78,10 +78,10 @@ function staying(numbers) {
   return kept;
 }
 
-/** Moves `first` before the other rows, in this order. Rows that are already in place do not move. */
+/** Moves `first` before the other rows, in the order of `first`. Rows that are already in place do not move. */
 export function arrange(rows, first) {
   const all = [...rows.children], at = new Map(all.map((row, i) => [row, i])), front = new Set(first);
-  const wanted = [...first, ...all.filter((row) => !front.has(row))], stay = staying(wanted.map((row) => at.get(row)));
+  const wanted = [...first, ...all.filter((row) => !front.has(row))], stay = longestAscending(wanted.map((row) => at.get(row)));
   for (let i = wanted.length - 1, after = null; i >= 0; after = wanted[i--]) {
     if (stay.has(i)) continue;
     // `moveBefore` keeps the keyboard focus of the row.

@@ -42,8 +42,8 @@ export class Views {
   #save(name) {
     const views = loadViews(), query = this.#query(), others = views.filter((view) => view.name !== name);
     if (!name) return text(this.error, "Write a name.");
-    if (others.length >= MAX_VIEWS) return text(this.error, `There are ${MAX_VIEWS} views; remove one first.`);
-    if (query.length > MAX_QUERY) return text(this.error, "The view is too long to be kept: remove filters or columns.");
+    if (others.length >= MAX_VIEWS) return text(this.error, `At most ${MAX_VIEWS} views can be stored: remove a view first.`);
+    if (query.length > MAX_QUERY) return text(this.error, "The view is too long to be stored: remove filters or columns.");
     if (!this.#keep([...others, { name, query }].sort((a, b) => a.name.localeCompare(b.name)))) return;
     this.input.value = "";
     this.#draw();

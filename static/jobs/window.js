@@ -1,12 +1,12 @@
 // Lays out only rows near the visible part, so that a list of ten thousand rows scrolls like a list of a hundred. `content-visibility` does
-// not work for table rows. So all other rows are hidden, and empty rows above and below have their height.
+// not work for table rows. So all other rows are hidden, and empty rows above and below have the height of the hidden rows.
 
 import { make } from "../page.js";
 
 /**
  * Up to `MIN_WINDOWED` rows, all rows are laid out. `OVERSCAN`: number of rows that are laid out on either side of the visible part.
- * `MIN_OVERSCAN`: the range of rows stays as long as this number is laid out on either side, because cards differ in height, and a small scroll
- * must not move rows.
+ * `MIN_OVERSCAN`: the range of rows stays while at least this number of rows is laid out on either side. So a small scroll does not move rows:
+ * cards differ in height.
  */
 const MIN_WINDOWED = 200, OVERSCAN = 24, MIN_OVERSCAN = 8;
 
@@ -15,7 +15,7 @@ export class Window {
   shown = new Set();
   /** Height of a row with the space below it; for cards, which differ in height, a mean. */
   #height = 0;
-  #whole = true;
+  #areAllShown = true;
   /** Indices of the first row that is laid out and of the row after the last; null after rows have been added or removed. */
   #range = null;
   #frame = 0;
@@ -47,17 +47,17 @@ export class Window {
   #lay() {
     const all = this.rows.children, { length } = all;
     if (length <= MIN_WINDOWED) {
-      if (this.#whole) return;
+      if (this.#areAllShown) return;
       for (const row of all) this.#show(row);
       this.#pad(this.above, 0);
       this.#pad(this.below, 0);
-      this.#whole = true;
+      this.#areAllShown = true;
       return;
     }
-    this.#whole = false;
+    this.#areAllShown = false;
     const height = this.#height ||= this.#measure(), top = (this.above.hidden ? this.rows : this.above).getBoundingClientRect().top;
-    const first = Math.floor(-top / height), last = Math.max(0, Math.ceil((innerHeight - top) / height)), [now, end] = this.#range ?? [Infinity, 0];
-    if (now <= Math.max(0, first - MIN_OVERSCAN) && end >= Math.min(length, last + MIN_OVERSCAN)) return;
+    const first = Math.floor(-top / height), last = Math.max(0, Math.ceil((innerHeight - top) / height)), [shownFrom, shownTo] = this.#range ?? [Infinity, 0];
+    if (shownFrom <= Math.max(0, first - MIN_OVERSCAN) && shownTo >= Math.min(length, last + MIN_OVERSCAN)) return;
     const from = Math.max(0, Math.min(first - OVERSCAN, length - 2 * OVERSCAN)), to = Math.min(length, last + OVERSCAN);
     this.#range = [from, to];
     const wanted = new Set();

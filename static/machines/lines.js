@@ -2,7 +2,7 @@
 
 import { ask, serverNow } from "../page.js";
 
-/** By range: its length in minutes, and its number of intervals. An interval is not shorter than that of the server's samples. */
+/** For each range, its length in minutes and its number of intervals. No interval is shorter than the interval of the server's samples. */
 const RANGES = { "10m": [10, 60], "1h": [60, 60], "6h": [360, 90], "24h": [1440, 96] };
 const EVERY_MS = 60_000;
 /** The size of a line in web/templates/machines.html. */

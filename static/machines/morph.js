@@ -7,8 +7,8 @@ import { Stream } from "../stream.js";
 const REFRESH_INTERVAL_MS = 5000;
 
 /**
- * Returns a function that requests the page again and calls `update(page)`. It does nothing while the last call is running or the page is
- * hidden. After a failed request, the next call tries again.
+ * Returns a function that requests the page again and calls `update(page)`. The function does nothing while its last call is running or the
+ * page is hidden. After a failed request, the next call tries again.
  */
 export function refresher(update) {
   let isRunning = false;
@@ -22,7 +22,7 @@ export function refresher(update) {
   };
 }
 
-/** Calls `refresh` every few seconds, and `delayMs` after the last change of a job. Returns a function that calls it after this delay, too. */
+/** Calls `refresh` every few seconds, and `delayMs` after the last change of a job. Returns a function that calls `refresh` after this delay. */
 export function followJobs(refresh, delayMs) {
   let timer = 0;
   const soon = () => { clearTimeout(timer); timer = setTimeout(refresh, delayMs); };
@@ -36,8 +36,9 @@ export function followJobs(refresh, delayMs) {
 const UNCHANGED = ".spark, .error";
 
 const keyOf = (node) => node.dataset?.agent ?? node.dataset?.slot ?? node.dataset?.id ?? "";
-const same = (a, b) => a.nodeType === b.nodeType && a.nodeName === b.nodeName && keyOf(a) === keyOf(b);
+const isSameNode = (a, b) => a.nodeType === b.nodeType && a.nodeName === b.nodeName && keyOf(a) === keyOf(b);
 
+/** Changes the node `here` so that it equals `fresh`. */
 export function morph(here, fresh) {
   if (here.nodeType !== Node.ELEMENT_NODE) {
     if (here.nodeValue !== fresh.nodeValue) here.nodeValue = fresh.nodeValue;
@@ -47,7 +48,7 @@ export function morph(here, fresh) {
   for (const { name } of [...here.attributes]) if (!fresh.hasAttribute(name)) here.removeAttribute(name);
   if (here.matches(UNCHANGED)) return;
   const old = [...here.childNodes], wanted = [...fresh.childNodes];
-  if (old.length !== wanted.length || !old.every((node, i) => same(node, wanted[i]))) arrange(here, old, wanted);
+  if (old.length !== wanted.length || !old.every((node, i) => isSameNode(node, wanted[i]))) arrange(here, old, wanted);
   else old.forEach((node, i) => morph(node, wanted[i]));
 }
 
@@ -55,7 +56,7 @@ export function morph(here, fresh) {
 function arrange(here, old, wanted) {
   const focused = document.activeElement;
   const children = wanted.map((node) => {
-    const at = old.findIndex((known) => same(known, node));
+    const at = old.findIndex((known) => isSameNode(known, node));
     if (at < 0) return document.importNode(node, true);
     const [known] = old.splice(at, 1);
     morph(known, node);

@@ -3,7 +3,7 @@
 import { byId } from "../page.js";
 
 const PARAMETER = ["values", "min", "max"], METHOD = "grid", METRIC = "val_accuracy";
-/** Keys of a section that was written as text and that the form has no field for. */
+/** Keys of a section that was written as text, for which the form has no field. */
 let kept = {};
 
 const literal = (words) => { try { return JSON.parse(words); } catch { return words; } };

@@ -64,7 +64,7 @@ const lines = (page, at) => page.evaluate((at) => {
 describe("panels", () => {
   test("are added, shown to other people, changed and removed", async () => {
     const page = await open(undefined, { expected: [/422/] }), dialog = page.locator("#panel-dialog");
-    assert.match(await page.locator("#custom-note").textContent(), /none yet/);
+    assert.match(await page.locator("#custom-note").textContent(), /None yet/);
     await page.getByRole("button", { name: "Add a panel" }).click();
     await dialog.getByRole("button", { name: "Save", exact: true }).click();
     assert.equal(await page.locator("#panel-error").textContent(), "Choose at least one metric.");

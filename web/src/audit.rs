@@ -14,17 +14,17 @@ pub struct AuditLine {
     pub address: String,
     /// Method and route, or `sign in`.
     pub action: String,
-    /// The requested URL. If it does not contain the name of the object that was created or changed, the name follows after `: `.
+    /// The requested URL. If the URL does not contain the name of the created or changed object, `: ` and the name follow.
     pub object: String,
     /// HTTP status of the response.
     pub status: u16,
     /// The request's id, as in the server's log.
     pub request_id: String,
-    /// Name of the job in [`AuditLine::job`], if the job still exists.
+    /// Name of the job whose id [`AuditLine::job`] returns. Empty if the job no longer exists.
     pub job_name: String,
 }
 
-/// Description of each request. The object follows: the last parameter of the route, or the name of what was created.
+/// Descriptions of requests, by method and route. On the page, the object's name follows the description.
 static ACTIONS: [(&str, &str); 34] = [
     ("POST /api/v1/jobs", "submitted job"),
     ("POST /jobs/new", "submitted job"),
@@ -64,27 +64,28 @@ static ACTIONS: [(&str, &str); 34] = [
 
 impl AuditLine {
     /// Returns the URL without its query, and the name of the object that was created or changed.
-    fn parts(&self) -> (&str, &str) {
-        let (address, subject) = self.object.split_once(": ").unwrap_or((&self.object, ""));
-        (address.split('?').next().unwrap_or_default(), subject)
+    fn url_and_name(&self) -> (&str, &str) {
+        let (url, name) = self.object.split_once(": ").unwrap_or((&self.object, ""));
+        (url.split('?').next().unwrap_or_default(), name)
     }
 
     /// Returns the value of the route's last parameter. Empty if the route has none.
     fn parameter(&self) -> &str {
         let route = self.action.split_once(' ').map_or("", |(_, route)| route);
-        let named = route.split('/').zip(self.parts().0.split('/')).filter(|(key, _)| key.starts_with('{'));
-        named.last().map_or("", |(_, value)| value)
+        let (url, _) = self.url_and_name();
+        let parameters = route.split('/').zip(url.split('/')).filter(|(key, _)| key.starts_with('{'));
+        parameters.last().map_or("", |(_, value)| value)
     }
 
     /// Returns the id of the job that the request concerns.
     pub fn job(&self) -> Option<&str> {
-        let id = if self.parameter().is_empty() { self.parts().1 } else { self.parameter() };
-        let is_jobs = self.action.contains(" /api/v1/jobs") || self.action.contains(" /jobs/new");
-        Some(id).filter(|id| is_jobs && !id.is_empty())
+        let id = if self.parameter().is_empty() { self.url_and_name().1 } else { self.parameter() };
+        let is_about_job = self.action.contains(" /api/v1/jobs") || self.action.contains(" /jobs/new");
+        Some(id).filter(|id| is_about_job && !id.is_empty())
     }
 
     /// Returns the job's id if the job still exists.
-    fn link(&self) -> Option<&str> {
+    fn linked_job(&self) -> Option<&str> {
         self.job().filter(|_| !self.job_name.is_empty())
     }
 
@@ -94,14 +95,14 @@ impl AuditLine {
         known.map_or(self.action.as_str(), |(_, words)| *words)
     }
 
-    /// Describes the object of the action: a job's name, an id, or the name of what was created.
+    /// Describes the object of the action: a job's name, an id, or the name of the created object.
     fn object_text(&self) -> String {
-        let (address, subject) = self.parts();
-        match (self.job_name.as_str(), self.parameter(), subject) {
-            ("", "", "") if self.action_text() == self.action => address.to_owned(),
-            ("", "", subject) => subject.to_owned(),
+        let (url, name) = self.url_and_name();
+        match (self.job_name.as_str(), self.parameter(), name) {
+            ("", "", "") if self.action_text() == self.action => url.to_owned(),
+            ("", "", name) => name.to_owned(),
             ("", id, _) => id.to_owned(),
-            (name, ..) => name.to_owned(),
+            (job_name, ..) => job_name.to_owned(),
         }
     }
 }
@@ -122,7 +123,7 @@ pub struct AuditPage {
     pub user: CurrentUser,
 }
 
-/// Kinds of entries, each with a text that its URLs contain.
+/// Kinds of entries, each with the text that its entries contain.
 const KINDS: [(&str, &str); 7] = [
     ("all", ""),
     ("jobs", "/jobs"),
@@ -140,7 +141,7 @@ impl AuditPage {
         KINDS.into_iter().map(link).collect()
     }
 
-    /// Returns the page's URL for a text, after a cursor.
+    /// Returns the URL of the page with the entries that contain `text`, from the cursor on.
     fn address(&self, text: &str, cursor: &str) -> String {
         let cursor =
             if cursor.is_empty() { String::new() } else { format!("&cursor={}", percent_encode(cursor)) };

@@ -1,4 +1,4 @@
-//! Comparison of jobs. The URL contains the jobs, and the script reads them, so the page itself contains no data.
+//! Comparison of jobs. The URL contains the ids of the jobs, and the script requests the jobs, so the page itself contains no data.
 
 use crate::layout::CurrentUser;
 use askama::Template;

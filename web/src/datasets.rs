@@ -31,7 +31,7 @@ pub struct DatasetsPage {
     pub may_add: bool,
     /// Content of the form. Empty unless it has a mistake.
     pub form: DatasetForm,
-    /// This server's URL in the browser, for commands to copy.
+    /// This server's URL in the browser. Commands on the page contain it.
     pub server_url: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
@@ -46,14 +46,16 @@ impl DatasetsPage {
 struct DatasetCard<'a> {
     dataset: &'a Dataset,
     format: &'static str,
+    /// Size and colours of the pictures: `28 × 28, grey`.
     pictures: String,
     class_count: String,
     normalisation: String,
     age: String,
-    /// Names of classes, with their numbers of samples in each split.
+    /// For each class, its name and its number of samples in each split.
     classes: Vec<(&'a str, Vec<String>)>,
     more_classes: usize,
-    broken: String,
+    /// Text with the number of files that cannot be read. Empty if all files can be read.
+    broken_files: String,
 }
 
 impl<'a> DatasetCard<'a> {
@@ -91,7 +93,7 @@ impl<'a> DatasetCard<'a> {
                 })
                 .collect(),
             more_classes: info.classes.len().saturating_sub(Self::CLASSES_SHOWN),
-            broken: match info.broken_count {
+            broken_files: match info.broken_count {
                 0 => String::new(),
                 n => format!("{} cannot be read", plural(n, "file")),
             },

@@ -30,7 +30,7 @@ pub struct DocsPage {
 }
 
 impl DocsPage {
-    /// Creates the page at `path` from this Markdown. `pages` are all pages; links to other files become plain text.
+    /// Creates the page at `path` from this Markdown. `pages`: all pages. Links to files that are not pages become plain text.
     pub fn new(path: &str, source: &str, pages: &[DocsEntry], user: CurrentUser) -> Self {
         let is_page = |path: &str| pages.iter().any(|entry| entry.path == path);
         let html = markdown::html(source, path, &is_page);

@@ -21,25 +21,25 @@ use lockstep_protocol::{
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 
-/// A checkpoint, with its id for the download link.
+/// A checkpoint, with the id that download links contain.
 #[derive(Debug, Clone, Serialize)]
 pub struct Checkpoint {
     /// The id in `/api/v1/checkpoints/{id}`.
     pub id: String,
     /// The attempt that wrote the checkpoint.
     pub attempt: u32,
-    #[serde(flatten)]
     /// The checkpoint's description.
+    #[serde(flatten)]
     pub info: CheckpointInfo,
     /// State of the checkpoint in the object store (`uploading` or `stored`). `None` without an object store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stored: Option<&'static str>,
 }
 
-/// The agent of a rank, and the rank's newest report if there is any.
+/// The agent of a rank, and the rank's newest report if it has sent a report.
 #[derive(Debug, Clone, Serialize)]
 pub struct RankPlace {
-    /// The rank's number, from 0.
+    /// The rank, from 0.
     pub rank: u32,
     /// Name of the rank's agent; empty if unknown.
     pub agent: String,
@@ -84,7 +84,7 @@ pub struct JobPage {
     pub has_artifact_store: bool,
 }
 
-/// The data of the page's script.
+/// The data that the page contains for its script.
 #[derive(Serialize)]
 struct Data<'a> {
     job: &'a Job,
@@ -107,7 +107,8 @@ impl JobPage {
         }
     }
 
-    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's time zone.
+    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's
+    /// time zone.
     fn about(&self) -> String {
         let job = &self.job;
         if job.external.is_some() {
@@ -149,9 +150,9 @@ impl JobPage {
         }
     }
 
-    /// Returns the results of a run from elsewhere that the row of numbers shows. Numbers of its summary, and newest values of metrics with
-    /// an entry in its summary, come first; then newest values of other metrics. In both, losses and accuracies come first. W&B's own
-    /// entries begin with `_`. The same as `ownResults` in `static/job/facts.js`.
+    /// Returns the results of a run from elsewhere for the row of numbers: first results with an entry in the run's summary, then the
+    /// newest values of other metrics. In both groups, losses and accuracies come first. Names that begin with `_` are left out: these
+    /// entries are W&B's own. The same as `ownResults` in `static/job/facts.js`.
     fn own_results(&self) -> Vec<(String, String)> {
         const MAX_RESULTS: usize = 4;
         let Some(External { summary, .. }) = &self.job.external else { return Vec::new() };
@@ -169,7 +170,7 @@ impl JobPage {
         results.into_iter().map(|(name, value)| (name.to_owned(), own_result(name, value))).collect()
     }
 
-    /// Returns the results of a run from elsewhere, and its tags with values.
+    /// Returns all entries in the summary of a run from elsewhere, and the run's tags that have values.
     fn summary(&self) -> Vec<(String, String)> {
         let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
         let values = values.iter().map(|(key, value)| (key.clone(), value.clone()));
@@ -193,8 +194,8 @@ impl JobPage {
         job.external.is_none() && job.step == 0 && job.sparkline.is_empty() && idle.contains(&job.state)
     }
 
-    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `hasPriority` in
-    /// `static/job/actions.js`.
+    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `hasPriority`
+    /// in `static/job/actions.js`.
     fn has_priority(&self) -> bool {
         let state = self.job.state;
         state.is_waiting() || (state.is_active() && self.job.spec.preemptible)
@@ -210,10 +211,10 @@ impl JobPage {
                 Shown::sentence(&unreadable(flaw, &self.job, &reason)),
             ));
         }
-        let (mut what, why) = match self.job.state {
+        let (mut title, sentence) = match self.job.state {
             JobState::Failed => ("The job failed.".to_owned(), reason),
-            JobState::Lost => ("Its machine is silent.".to_owned(), reason),
-            JobState::Restarting | JobState::Queued => waiting(&self.job)?,
+            JobState::Lost => ("The job's machine is silent.".to_owned(), reason),
+            JobState::Restarting | JobState::Queued => waiting_banner(&self.job)?,
             JobState::Succeeded => {
                 let Some(ReasonKind::StoppedEarly { detail, .. }) = self.job.cause.as_ref().map(Reason::kind)
                 else {
@@ -224,11 +225,11 @@ impl JobPage {
             _ => return None,
         };
         // If the sentence is in lower case, the title ends with a colon.
-        if why.starts_with(|c: char| c.is_ascii_lowercase()) && what.ends_with('.') {
-            what.pop();
-            what.push(':');
+        if sentence.starts_with(|c: char| c.is_ascii_lowercase()) && title.ends_with('.') {
+            title.pop();
+            title.push(':');
         }
-        Some((what, Shown::sentence(&why)))
+        Some((title, Shown::sentence(&sentence)))
     }
 
     /// Returns the banner's colour: `bad` or `warn`.
@@ -272,16 +273,17 @@ fn own_result(name: &str, v: f64) -> String {
     }
 }
 
-/// Describes the job's place in the queue, and the current reason for waiting. The same as `#waitingBanner` in `static/job/facts.js`.
-fn waiting(job: &Job) -> Option<(String, String)> {
-    let again = job.state == JobState::Restarting;
-    let why = waits_for(job);
-    if job.queue.is_none() && why.is_none() && !again {
+/// Returns the banner of a waiting job: the job's place in the queue, and the current reason for waiting. The same as `#waitingBanner` in
+/// `static/job/facts.js`.
+fn waiting_banner(job: &Job) -> Option<(String, String)> {
+    let is_restart = job.state == JobState::Restarting;
+    let reason = waits_for(job);
+    if job.queue.is_none() && reason.is_none() && !is_restart {
         return None;
     }
     let place = job.queue.as_ref().map(|queue| format!(", number {} in the queue", queue.place));
-    let what = if again { "Starting again" } else { "Waiting" };
-    Some((format!("{what}{}.", place.unwrap_or_default()), why.unwrap_or_default()))
+    let title = if is_restart { "Starting again" } else { "Waiting" };
+    Some((format!("{title}{}.", place.unwrap_or_default()), reason.unwrap_or_default()))
 }
 
 /// Describes a job that this version cannot read. The same as `unreadable` in `static/job/facts.js`.
@@ -291,10 +293,10 @@ fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
          read, with defaults for the rest."
     );
     // Unknown states count as failed, without `finished_at`.
-    let waits = matches!(job.state, JobState::Queued | JobState::Restarting | JobState::Paused)
+    let is_waiting = matches!(job.state, JobState::Queued | JobState::Restarting | JobState::Paused)
         || (job.state == JobState::Failed && job.finished_at.is_none());
     match job.state {
-        _ if waits => format!(
+        _ if is_waiting => format!(
             "{shown} This version does not start it: use the version that stored it, or submit the job again and delete this one."
         ),
         JobState::Failed => format!("{shown} The job failed: {reason}"),
@@ -315,7 +317,7 @@ struct CheckpointRow {
     size_bytes: u64,
 }
 
-/// The row of numbers below the title. Each value has a small text beside it.
+/// The row of numbers below the title. A pair is a value and the small text beside the value.
 #[derive(Debug, Clone)]
 struct Facts {
     step: u64,
@@ -334,18 +336,18 @@ impl JobPage {
         let job = &self.job;
         let dash = || "–".to_owned();
         let empty = String::new;
-        let known = job.total_steps > 0;
+        let is_length_known = job.total_steps > 0;
         let epochs = job.total_steps.div_ceil(job.steps_per_epoch.max(1));
         let ran = job.ran_secs.filter(|_| job.state.is_final()).map(clock);
         Facts {
             step: job.step.min(job.total_steps),
             total_steps: job.total_steps.max(1),
-            epoch: if known {
+            epoch: if is_length_known {
                 (count(job.epoch.into()), format!("of {}", count(epochs)))
             } else {
                 (dash(), empty())
             },
-            steps: if known {
+            steps: if is_length_known {
                 (count(job.step), format!("of {}", count(job.total_steps)))
             } else if job.external.is_some() {
                 (count(job.step), empty())
@@ -365,8 +367,8 @@ impl JobPage {
             loss: (job.last.loss.map_or_else(dash, value), empty()),
             accuracy: (
                 job.last.val_accuracy.map_or_else(dash, |accuracy| {
-                    let error = job.last.val_pictures.map(|pictures| standard_error(accuracy, pictures));
-                    percent(accuracy) + &error.unwrap_or_default()
+                    let plus_minus = job.last.val_pictures.map(|pictures| standard_error(accuracy, pictures));
+                    percent(accuracy) + &plus_minus.unwrap_or_default()
                 }),
                 job.best
                     .map_or_else(empty, |best| best_words(best, self.checkpoints.iter().map(|c| &c.info))),

@@ -23,11 +23,11 @@ pub struct JobFilter {
     pub project: String,
     /// `?tag=a,b`: jobs with all of these tags; empty for all.
     pub tag: String,
-    /// `?owner=ada`: jobs of a person or a token; empty for all.
+    /// `?owner=ada`: jobs of this person or token; empty for all.
     pub owner: String,
     /// `?sort=-loss`: the order; empty for the newest first.
     pub sort: String,
-    /// Other keys of the URL: conditions and times.
+    /// Other keys of the URL, which links of the page keep: conditions and times.
     pub kept: Vec<(&'static str, String)>,
 }
 
@@ -43,7 +43,7 @@ pub struct JobsPage {
     pub has_jobs: bool,
     /// Cursor of the next page, with older jobs, if there are more.
     pub next: Option<String>,
-    /// This server's URL in the browser, for commands to copy: `http://127.0.0.1:7070`.
+    /// This server's URL in the browser, such as `http://127.0.0.1:7070`. Commands on the page contain it.
     pub server_url: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
@@ -60,12 +60,13 @@ impl JobsPage {
         let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
         // Short-lived states have no link, and are shown only if the URL names them.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
-        let all = StateLink { label: "all", state: "", leads_to: String::new(), on: chosen.is_empty() };
+        let all =
+            StateLink { label: "all", state: "", leads_to: String::new(), is_chosen: chosen.is_empty() };
         let link = |state: JobState| {
-            let on = chosen.contains(&state);
+            let is_chosen = chosen.contains(&state);
             let others = chosen.iter().copied().filter(|other| *other != state);
-            let leads_to = join_states(others.chain((!on).then_some(state)));
-            StateLink { label: state.as_str(), state: state.as_str(), leads_to, on }
+            let leads_to = join_states(others.chain((!is_chosen).then_some(state)));
+            StateLink { label: state.as_str(), state: state.as_str(), leads_to, is_chosen }
         };
         std::iter::once(all).chain(shown.into_iter().map(link)).collect()
     }
@@ -84,8 +85,8 @@ impl JobsPage {
         given.map(|(key, value)| format!("&{key}={}", percent_encode(value))).collect()
     }
 
-    /// Returns all keys except states, for the end of a URL.
-    fn others(&self) -> String {
+    /// Returns all filters except states, and the order, for the end of a URL.
+    fn filters_and_order(&self) -> String {
         let order = match self.filter.sort.as_str() {
             "" => String::new(),
             sort => format!("&sort={}", percent_encode(sort)),
@@ -122,7 +123,8 @@ impl JobsPage {
     }
 }
 
-/// For each column: class, label, sort key, and whether the first click sorts in descending order. The script has the same table.
+/// For each column: class, label, sort key, and whether the first click sorts in descending order. The same as in
+/// `static/jobs/sort.js`.
 const HEADS: [(&str, &str, &str, bool); 7] = [
     ("c-state", "State", "state", false),
     ("c-name", "Job", "name", false),
@@ -145,11 +147,11 @@ struct Head {
 /// A state to filter by.
 struct StateLink {
     label: &'static str,
-    /// Empty for all.
+    /// Empty for the link to all states.
     state: &'static str,
     /// The chosen states after a click, which adds or removes this state.
     leads_to: String,
-    on: bool,
+    is_chosen: bool,
 }
 
 fn join_states(states: impl Iterator<Item = JobState>) -> String {
@@ -179,7 +181,7 @@ struct JobRow {
     sparkline: String,
     loss: String,
     best: String,
-    /// Standard error of `best`, and its number of pictures; empty for many pictures.
+    /// Standard error of `best`, and the number of validation pictures. Empty for many pictures.
     uncertainty: String,
     speed: String,
     age: String,
@@ -212,7 +214,7 @@ impl JobRow {
                     project => format!(" · {project}"),
                 }
             ),
-            reason: waiting(job),
+            reason: reason_text(job),
             step: job.step.min(job.total_steps),
             total_steps: job.total_steps.max(1),
             progress: progress(job),
@@ -235,13 +237,13 @@ impl JobRow {
             ("no-curve", self.sparkline.is_empty()),
         ];
         let classes: Vec<_> =
-            classes.into_iter().filter(|(_, is_so)| *is_so).map(|(class, _)| class).collect();
+            classes.into_iter().filter(|(_, applies)| *applies).map(|(class, _)| class).collect();
         (!classes.is_empty()).then(|| classes.join(" "))
     }
 }
 
-/// Returns the reason for a job's state, with its place in the queue while it waits: `place 2 in the queue · needs 4 slots`.
-fn waiting(job: &Job) -> String {
+/// Returns the reason for a job's state, after the place in the queue of a waiting job: `place 2 in the queue · needs 4 slots`.
+fn reason_text(job: &Job) -> String {
     let place = job.queue.as_ref().map(|queue| format!("place {} in the queue", queue.place));
     [place, job.reason.clone()].into_iter().flatten().collect::<Vec<_>>().join(" · ")
 }

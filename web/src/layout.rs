@@ -31,7 +31,7 @@ pub struct CurrentUser {
 }
 
 impl CurrentUser {
-    /// A user who has not signed in, or on a server without sign-in.
+    /// A user who has not signed in, or a user of a server without sign-in.
     pub const NOBODY: CurrentUser = CurrentUser {
         who: String::new(),
         signed_in: false,

@@ -7,11 +7,11 @@ use askama::Template;
 #[derive(Debug, Clone, Template)]
 #[template(path = "login.html")]
 pub struct LoginPage {
-    /// The page to open after sign-in.
+    /// URL of the page that the browser opens after sign-in.
     pub next: String,
-    /// Why the last attempt failed. Empty if no attempt failed.
+    /// Why the sign-in failed, if the form was sent. Empty otherwise.
     pub error: String,
-    /// The name in the form.
+    /// The text in the field Name.
     pub name: String,
     /// Whether the server has people, who sign in with name and password.
     pub has_people: bool,
@@ -25,9 +25,9 @@ pub struct LoginPage {
 #[derive(Debug, Clone, Template)]
 #[template(path = "first-admin.html")]
 pub struct FirstAdminPage {
-    /// The name in the form.
+    /// The text in the field Name.
     pub name: String,
-    /// Why the last attempt failed. Empty if no attempt failed.
+    /// Why the first person could not be added, if the form was sent. Empty otherwise.
     pub error: String,
     /// Always [`CurrentUser::NOBODY`].
     pub user: CurrentUser,
@@ -38,8 +38,8 @@ pub struct FirstAdminPage {
 pub struct ProviderButton {
     /// The provider's display name.
     pub name: String,
-    /// Address at which the sign-in starts, without the page to open afterwards.
+    /// URL that starts the sign-in. The template appends the query, with [`LoginPage::next`].
     pub href: String,
-    /// Why the last attempt failed. Empty if no attempt failed.
+    /// Why the sign-in at the provider failed. Empty if no sign-in failed.
     pub error: String,
 }

@@ -47,7 +47,7 @@ pub struct SlotCell {
 /// The server's information about an agent.
 #[derive(Debug, Clone)]
 pub struct AgentCard {
-    /// The agent's id, which it keeps over restarts.
+    /// The agent's id, which stays the same after restarts.
     pub id: String,
     /// The agent's name. Two agents may have the same name, for example after an agent's state was lost.
     pub name: String,
@@ -66,7 +66,7 @@ pub struct AgentCard {
     pub sample: Option<MachineSample>,
     /// Warnings, the worst first.
     pub warnings: Vec<MachineWarning>,
-    /// Slots, in the order of their numbers.
+    /// Slots, in the order of their indices.
     pub slots: Vec<SlotCell>,
 }
 
@@ -88,12 +88,12 @@ impl MachinesPage {
         self.agents.iter().filter(|other| other.name == card.name).count() > 1
     }
 
-    /// Whether the user may remove the machine: it must be offline and have no slot in use.
+    /// Whether the user may remove the machine: the user is an admin, and the machine is offline.
     fn may_remove(&self, card: &AgentCard) -> bool {
         self.user.is_admin && !card.online
     }
 
-    /// Counts slots and machines: `3 of 8 slots busy on 2 machines`.
+    /// Counts slots and machines: `3 of 8 slots busy · 2 machines online`.
     fn summary(&self) -> String {
         let online = || self.agents.iter().filter(|a| a.online);
         let slots = || online().flat_map(|a| &a.slots);
@@ -147,7 +147,7 @@ impl AgentCard {
     fn slot_gauges(&self, slot: &Slot) -> Vec<Gauge> {
         let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|seen| seen.slot == slot.index);
         let all = gauges::slot_gauges(sample, slot.memory_bytes);
-        // A slot of CPU cores has no temperature.
+        // A slot of CPU cores has only the first two gauges, use and memory.
         let shown = if slot.uuid.is_some() { all.len() } else { 2 };
         all.into_iter().take(shown).collect()
     }

@@ -13,7 +13,7 @@ use lockstep_protocol::{
 pub struct PeoplePage {
     /// All people, sorted by name.
     pub people: Vec<Person>,
-    /// The name in the form.
+    /// The text in the field Name.
     pub name: String,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,

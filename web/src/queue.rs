@@ -26,10 +26,11 @@ pub struct QueuePage {
     pub reservations: Vec<Reservation>,
     /// `?project=vision`: jobs of this project; empty for all.
     pub project: String,
-    /// `?owner=ada`: jobs of a person or a token; empty for all.
+    /// `?owner=ada`: jobs of this person or token; empty for all.
     pub owner: String,
     /// Waiting jobs that the user may change.
     pub changeable: HashSet<JobId>,
+    /// Whether this is the first page.
     pub is_first: bool,
     /// Cursor of the next page.
     pub next: Option<String>,
@@ -94,23 +95,24 @@ impl QueuePage {
         Shown::name(reservation.name.as_deref().unwrap_or_default())
     }
 
-    /// Counts the slots that are reserved for a job: `2 slots kept`. Empty if there are none.
+    /// Counts the slots that are reserved for a job: `2 slots kept`. Empty if no slot is reserved.
     fn kept(&self, job: &QueuedJob) -> String {
         let slots = job.kept_slots.filter(|slots| *slots > 0);
         slots.map(|slots| format!("{} kept", plural(slots.into(), "slot"))).unwrap_or_default()
     }
 
     /// Describes the reserved slots, as a text after `kept for NAME: `: `slots 0, 1, and what else becomes free`.
-    fn reserved_slots(&self, of: &Reservation) -> String {
+    fn reserved_slots(&self, reservation: &Reservation) -> String {
         let mut parts = Vec::new();
-        if !of.free.is_empty() {
-            parts.push(slots(&of.free));
+        let Reservation { free, ending, whole_machine, .. } = reservation;
+        if !free.is_empty() {
+            parts.push(slots(free));
         }
-        if !of.ending.is_empty() {
-            let whose = if of.ending.len() == 1 { "whose job is ending" } else { "whose jobs are ending" };
-            parts.push(format!("{} {whose}", slots(&of.ending)));
+        if !ending.is_empty() {
+            let whose = if ending.len() == 1 { "whose job is ending" } else { "whose jobs are ending" };
+            parts.push(format!("{} {whose}", slots(ending)));
         }
-        if of.whole_machine {
+        if *whole_machine {
             let else_ = if parts.is_empty() { "" } else { " else" };
             parts.push(format!("what{else_} becomes free"));
         }
@@ -118,9 +120,9 @@ impl QueuePage {
     }
 }
 
-/// Formats slot numbers: `slot 0`, `slots 0, 1`.
-fn slots(numbers: &[u32]) -> String {
-    let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();
+/// Formats indices of slots: `slot 0`, `slots 0, 1`.
+fn slots(indices: &[u32]) -> String {
+    let list: Vec<_> = indices.iter().map(ToString::to_string).collect();
     format!("slot{} {}", if list.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 

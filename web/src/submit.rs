@@ -1,4 +1,5 @@
-//! The form for a new job. It works without a script. `static/submit.js` adds checks while the reader types, and the specification as TOML.
+//! The form for a new job. The form works without a script. `static/submit.js` adds checks while the reader types, and the specification as
+//! TOML.
 //!
 //! A field's name is its path in the specification (`train.lr`), so a mistake at `/train/lr` belongs to this field.
 
@@ -31,7 +32,7 @@ pub struct SubmitPage {
     pub datasets: Vec<Dataset>,
     /// Number of slots of all online machines, free or not.
     pub slots: u32,
-    /// This server's URL in the browser, for commands to copy.
+    /// This server's URL in the browser. Commands on the page contain it.
     pub server_url: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
@@ -53,11 +54,11 @@ impl SubmitPage {
             Some(name) => datasets.iter().find(|d| d.name == name),
             None => datasets.iter().max_by_key(|d| (d.info.broken_count == 0, d.added_at)),
         };
-        let of_chosen = chosen.map(slice::from_ref).unwrap_or_default();
+        let only_chosen = chosen.map(slice::from_ref).unwrap_or_default();
         let named = PRESETS.iter().find(|p| Some(p.key) == preset).map(|p| preset_form(p, slots, &datasets));
-        let fitting = || PRESETS.iter().find(|p| p.dataset(of_chosen).is_some());
-        let fitting = || fitting().map(|p| preset_form(p, slots, of_chosen));
-        let mut form = named.or_else(fitting).or_else(|| suggested(chosen)).unwrap_or_else(|| {
+        let matching_preset = || PRESETS.iter().find(|p| p.dataset(only_chosen).is_some());
+        let matching_form = || matching_preset().map(|p| preset_form(p, slots, only_chosen));
+        let mut form = named.or_else(matching_form).or_else(|| suggested(chosen)).unwrap_or_else(|| {
             let mut form = DEFAULTS.clone();
             form.set("name", "my-first-job");
             form.set("data.dataset", chosen.map_or("", |d| &d.name));
@@ -71,12 +72,12 @@ impl SubmitPage {
 
     /// Returns the fields that are always shown, in groups.
     fn groups(&self) -> Vec<(&'static str, Vec<FieldView>)> {
-        self.groups_of(|field| !field.more)
+        self.groups_of(|field| !field.is_in_more)
     }
 
     /// Returns the fields below "More settings", in groups.
     fn more_groups(&self) -> Vec<(&'static str, Vec<FieldView>)> {
-        self.groups_of(|field| field.more)
+        self.groups_of(|field| field.is_in_more)
     }
 
     fn groups_of(&self, is_included: fn(&Field) -> bool) -> Vec<(&'static str, Vec<FieldView>)> {
@@ -104,8 +105,8 @@ impl SubmitPage {
         format!("more-{}", title.to_lowercase().replace(' ', "-"))
     }
 
-    /// Returns every mistake. If it belongs to a field, also returns the id and the label of the field.
-    fn listed(&self) -> Vec<(Option<(String, &'static str)>, &str)> {
+    /// Returns every mistake, with id and label of its field if the mistake belongs to a field.
+    fn listed_mistakes(&self) -> Vec<(Option<(String, &'static str)>, &str)> {
         self.mistakes
             .iter()
             .map(|mistake| {
@@ -118,11 +119,11 @@ impl SubmitPage {
     /// Whether "More settings" must be open: the section contains a mistake, or the key that sets the job's length.
     fn more_is_needed(&self) -> bool {
         let has_steps = self.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
-        let is_in_more = |mistake: &SpecError| fields::fields().any(|f| f.more && belongs(mistake, f));
+        let is_in_more = |mistake: &SpecError| fields::fields().any(|f| f.is_in_more && belongs(mistake, f));
         has_steps || self.mistakes.iter().any(is_in_more)
     }
 
-    /// Whether the bundled pictures are not registered under their own name.
+    /// Whether no dataset has the name of the bundled pictures.
     fn lacks_bundled(&self) -> bool {
         self.datasets.iter().all(|dataset| dataset.name != "fashion-mnist")
     }
@@ -138,7 +139,7 @@ impl SubmitPage {
         Recipe::NAMES.into_iter().map(|name| (name, recipe_values(name))).collect()
     }
 
-    /// Returns name and description of each dataset, and whether it is selected. Includes an unregistered dataset in the form.
+    /// Returns name and description of each dataset, and whether it is selected. Includes the form's dataset if it is not registered.
     fn datasets(&self) -> Vec<(String, String, bool)> {
         let chosen = self.form.text("data.dataset");
         let mut options: Vec<_> = self
@@ -398,7 +399,7 @@ mod tests {
         let again = from_json(&form.document()).expect("a specification");
         assert_eq!((again.train.weight_decay, again.train.recipe), (0.0, Some(Recipe::Imagenet)));
 
-        // Except settings that scale with the epochs, unless the user has changed them.
+        // Settings that scale with the epochs are sent only if the user has changed them.
         form.set("train.epochs", "30");
         let shorter = from_json(&form.document()).expect("a specification");
         assert_eq!((shorter.train.epochs, &shorter.train.milestones[..]), (Some(30), &[10, 20][..]));

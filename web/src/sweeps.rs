@@ -22,7 +22,7 @@ pub struct SweepsPage {
 #[derive(Debug, Clone, Template)]
 #[template(path = "sweep.html")]
 pub struct SweepPage {
-    /// With its trials.
+    /// The sweep, with its trials.
     pub sweep: Sweep,
     /// Whether the user may pause, cancel and delete the sweep.
     pub may_change: bool,
@@ -37,7 +37,7 @@ impl SweepPage {
         format!("{ended} of {} ended · {}", plural(u64::from(*trial_count), "trial"), plural(*steps, "step"))
     }
 
-    /// Keys of the parameters.
+    /// Returns the keys of the parameters.
     fn keys(&self) -> Vec<&str> {
         let first = self.sweep.trials.first();
         first.map(|trial| trial.setting.keys().map(String::as_str).collect()).unwrap_or_default()
@@ -52,7 +52,7 @@ impl SweepPage {
     }
 }
 
-/// `grid`, `random` or `asha`.
+/// Returns the sweep's method: `grid`, `random` or `asha`.
 fn method(sweep: &Sweep) -> &str {
     sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default()
 }
@@ -62,7 +62,7 @@ fn metric(sweep: &Sweep, trial: &Trial) -> String {
     sweep.metric_of(trial).unwrap_or_else(|| "–".into())
 }
 
-/// A parameter's value.
+/// Returns a parameter's value as text.
 fn setting(trial: &Trial, key: &str) -> String {
     match trial.setting.get(key) {
         Some(Value::String(text)) => text.clone(),
@@ -71,13 +71,13 @@ fn setting(trial: &Trial, key: &str) -> String {
     }
 }
 
-/// All parameters of a trial: `train.lr=0.1, train.seed=2`.
+/// Returns all parameters of a trial as text: `train.lr=0.1, train.seed=2`.
 fn settings(trial: &Trial) -> String {
-    let one = |key: &String| format!("{key}={}", setting(trial, key));
-    trial.setting.keys().map(one).collect::<Vec<_>>().join(", ")
+    let assignment = |key: &String| format!("{key}={}", setting(trial, key));
+    trial.setting.keys().map(assignment).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the value of `data-state` whose colours a sweep's state has.
+/// Returns the value of `data-state` that gives a sweep's state its colours.
 fn tone(state: SweepState) -> &'static str {
     match state {
         SweepState::Finished => "succeeded",

@@ -26,13 +26,13 @@ pub struct DeliveryLine {
     pub at: Timestamp,
     /// Name of the event, such as `job.failed`.
     pub event: String,
-    /// The job's id; empty for a test.
+    /// The job's id; empty for a test message.
     pub job: String,
     /// `waiting`, `delivered` or `failed`.
     pub state: &'static str,
     /// Number of attempts so far.
     pub attempts: usize,
-    /// Why the last attempt failed. Empty if it did not fail.
+    /// Why the last attempt failed. Empty if the last attempt succeeded.
     pub error: String,
 }
 
@@ -46,7 +46,7 @@ pub struct WebhooksPage {
     pub formats: Vec<&'static str>,
     /// The events to choose from, and whether each is chosen by default.
     pub events: Vec<(&'static str, bool)>,
-    /// The URL to fill in.
+    /// The text in the field URL.
     pub url: String,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,

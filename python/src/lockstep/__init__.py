@@ -1,8 +1,8 @@
 """Client of Lockstep, a self-hosted training service.
 
 `submit` submits a job to the server that the command line would use. `Client` has a method for every
-call of the REST interface, and `AsyncClient` the same methods as coroutines. `init` and `log` report a training run of
-this program to the server, as in `wandb`.
+call of the REST interface, and `AsyncClient` has the same methods as coroutines. `init` and `log` report a training
+run of this program to the server, as in `wandb`.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from .spool import RUN, folders, send_folder
 
 def main() -> int:
     """Runs the command. Returns the exit status: 1 if a run could not be sent completely."""
-    parser = argparse.ArgumentParser(prog="python -m lockstep", description="Runs that a program logs itself")
+    parser = argparse.ArgumentParser(prog="python -m lockstep", description="Commands for runs that programs log")
     commands = parser.add_subparsers(dest="command", required=True)
     sync = commands.add_parser("sync", help="send the parts of runs that the server lacks; can be repeated safely")
     sync.add_argument("dir", nargs="+", type=Path, help="the folder of a run, or a folder with such folders")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
         with Client() as client:
-            return max(send_runs(dir, client) for dir in given.dir)
+            return max(send_runs(dir, client) for dir in arguments.dir)
     # The server's URL or the token is unusable, or the server is unreachable.
     except LockstepError as error:
         print(f"nothing more was sent: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The server's address and the token for it, found as the command line finds them."""
+"""Finds the server's address and the token in the same places as the command line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DEFAULT_SERVER = "http://127.0.0.1:7070"
 # Added to the error of a request without a valid token.
 NO_TOKEN = (
     "a client takes its token from the argument `token`, the file that LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN or, "
-    "on the server's machine, lockstep-data here (or the argument `data_dir` or LOCKSTEP_DATA_DIR); on that machine, "
-    "`lockstep token create` makes a token for another machine or person"
+    "on the server's machine, the folder lockstep-data here (or the argument `data_dir` or LOCKSTEP_DATA_DIR); on that "
+    "machine, `lockstep token create` makes a token for another machine or person"
 )
 # The server answers `GET /jobs/{id}?wait=` and other long requests within 120 seconds.
 TIMEOUT = httpx.Timeout(150.0, connect=5.0)
@@ -60,16 +60,16 @@ def _recorded_server(data_dir: Path) -> str | None:
     """
     file = data_dir / "address"
     try:
-        about, server = file.lstat(), file.read_text().strip()
-        is_own = stat.S_ISREG(about.st_mode) and about.st_uid in (os.geteuid(), 0)
+        status, server = file.lstat(), file.read_text().strip()
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid in (os.geteuid(), 0)
         return server if is_own and _loopback_addresses(httpx.URL(server)) else None
     except (OSError, UnicodeDecodeError, httpx.InvalidURL):
         return None
 
 
 def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
-    if named := os.environ.get("LOCKSTEP_TOKEN_FILE"):
-        return _read(Path(named))
+    if file_name := os.environ.get("LOCKSTEP_TOKEN_FILE"):
+        return _read(Path(file_name))
     if token := os.environ.get("LOCKSTEP_TOKEN", "").strip():
         return token
     file = data_dir / "token"
@@ -103,7 +103,7 @@ def _read(file: Path) -> str:
 
 
 def _loopback_addresses(address: httpx.URL) -> _Addresses:
-    """The loopback addresses of a URL's host; none if it is another machine."""
+    """The loopback addresses of a URL's host. Empty if the host is another machine."""
     host = address.host
     try:
         found = [ipaddress.ip_address(name) for name in (("127.0.0.1", "::1") if host == "localhost" else (host,))]
@@ -113,7 +113,7 @@ def _loopback_addresses(address: httpx.URL) -> _Addresses:
 
 
 def listener_owners(addresses: _Addresses, port: int) -> set[int]:
-    """User ids of the sockets that listen on a port of these addresses, from Linux's `/proc/net`; else empty."""
+    """User ids of the programs that listen on a port of these addresses. Empty on systems without `/proc/net`."""
     owners = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for row in table.read_text().splitlines()[1:] if table.exists() else []:

@@ -56,7 +56,7 @@ class Metrics(dict[int, Series]):
             kept = {step: value for step, value in points.get(rank, {}).items() if not steps or step < steps[0]}
             values = (math.nan if value is None else value for value in series["mean"])
             points[rank] = kept | dict(zip(steps, values, strict=True))
-        super().__init__((rank, Series(list(of), list(of.values()))) for rank, of in sorted(points.items()))
+        super().__init__((rank, Series(list(own), list(own.values()))) for rank, own in sorted(points.items()))
 
     def frame(self) -> Any:
         """A `pandas.DataFrame`: a row for each step, a column for each rank. Raises ImportError without pandas."""
@@ -142,17 +142,17 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @property
     def name(self) -> str:
-        """The name. Other jobs may have it, too."""
+        """The name. Other jobs may have the same name."""
         return str(self.data["name"])
 
     @property
     def state(self) -> str:
-        """Such as `queued`, `running` or `succeeded`, when `data` was read."""
+        """The state when `data` was read, such as `queued`, `running` or `succeeded`."""
         return str(self.data["state"])
 
     @property
     def is_over(self) -> bool:
-        """Whether the job had succeeded, failed or been cancelled, when `data` was read."""
+        """Whether the job had succeeded, failed or been cancelled when `data` was read."""
         return self.state in ("succeeded", "failed", "cancelled")
 
     async def _read(self, **query: Any) -> None:
@@ -249,8 +249,8 @@ class JobCalls(_Resource, Generic[J, C]):
         listed = await self._all(f"/jobs/{self.id}/checkpoints", "checkpoints")
         # A job without validation has no best checkpoint.
         best = [data for data in listed if data["best"]] or listed
-        others = [data for data in listed if str(which) in (data["id"], str(data["step"]))]
-        found = {"best": best, "latest": listed}.get(str(which), others)
+        matching = [data for data in listed if str(which) in (data["id"], str(data["step"]))]
+        found = {"best": best, "latest": listed}.get(str(which), matching)
         if not found:
             steps = ", ".join(str(data["step"]) for data in listed) or "none"
             raise LockstepError(f"job {self.id} has no checkpoint {which}; steps with a checkpoint: {steps}")
@@ -258,7 +258,7 @@ class JobCalls(_Resource, Generic[J, C]):
 
     @call
     async def checkpoint(self, which: str | int = "best") -> C:
-        """Returns the checkpoint `best`, `latest`, of a step or with an id. Raises `LockstepError` if none matches."""
+        """Returns a checkpoint. `which`: `best`, `latest`, a step or an id. Raises `LockstepError` if none matches."""
         return self._checkpoint_type(self._io, await self._choose(which))
 
     @call
@@ -323,7 +323,7 @@ class JobCalls(_Resource, Generic[J, C]):
         while True:
             was_over = self.is_over
             page = await self._get(f"/jobs/{self.id}/{path}", **query)
-            # The last page has no cursor, so it is read again with the elements that were added since.
+            # The last page has no cursor, so that page is read again, with the elements that were added since.
             for element in [element for element in page[key] if element["seq"] > newest]:
                 newest = element["seq"]
                 yield element
@@ -353,17 +353,17 @@ class JobCalls(_Resource, Generic[J, C]):
         return self._follow("events", "events", follow, {"type": types or None})
 
 
-async def _submit(on: Calls, path: str, body: Json) -> Json:
+async def _submit(calls: Calls, path: str, body: Json) -> Json:
     """Submits a job. The idempotency key prevents a second job if the request is repeated."""
     headers = {"Idempotency-Key": uuid.uuid4().hex}
-    return dict((await on._send("POST", path, may_repeat=True, json=body, headers=headers)).json())
+    return dict((await calls._send("POST", path, may_repeat=True, json=body, headers=headers)).json())
 
 
-async def _changes(on: Calls, changes: Changes, keys: Json) -> Json:
+async def _changes(calls: Calls, changes: Changes, keys: Json) -> Json:
     """Combines `set` and the keywords of a call into one mapping of paths."""
     paths = dict(changes or {})
     if keys:
-        schemas = (await on._get("/openapi.json"))["components"]["schemas"]
+        schemas = (await calls._get("/openapi.json"))["components"]["schemas"]
         paths |= {job_file.path_of(key, schemas): value for key, value in keys.items()}
     return paths
 
@@ -489,11 +489,11 @@ class ClientCalls(Calls, Generic[J]):
 
 
 class Checkpoint(CheckpointCalls, SyncCalls):
-    """A checkpoint of a job. `data` is its JSON (docs/reference/rest.md)."""
+    """A checkpoint of a job. `data` is the checkpoint's JSON (docs/reference/rest.md)."""
 
 
 class Job(JobCalls["Job", Checkpoint], SyncCalls):
-    """A job. `data` is its JSON (docs/reference/rest.md), as last read by `refresh`, `wait` or an action."""
+    """A job. `data` is the job's JSON (docs/reference/rest.md), as last read by `refresh`, `wait` or an action."""
 
     _checkpoint_type = Checkpoint
 
@@ -507,8 +507,8 @@ class Client(ClientCalls[Job], SyncCalls):
     `data_dir`: the data directory of a server on this machine (default: LOCKSTEP_DATA_DIR, or `lockstep-data`).
     LOCKSTEP_CA_FILE names certificates to trust in addition to the system's.
 
-    Every call raises `Problem` if the server refuses it, and `Unreachable` if no server responds. Once the server has
-    responded to a request, requests that can be repeated safely are retried for a minute.
+    Every call raises `Problem` if the server refuses the call, and `Unreachable` if no server responds. Once the server
+    has responded to a request, requests that can be repeated safely are retried for a minute.
     """
 
     _job_type = Job

@@ -17,7 +17,7 @@ class Unreachable(LockstepError):
 class Problem(LockstepError):
     """The server refused a request (RFC 9457).
 
-    Attributes: `status` (the HTTP status), `code` (such as `not_found`; empty if the answer is not Lockstep's), `type`,
+    Attributes: `status` (the HTTP status), `code` (such as `not_found`; empty if another program responded), `type`,
     `title`, `detail` (what is wrong and what would be right), `errors` (every mistake: `pointer`, a JSON pointer, and
     `detail`), `state` (the job's state, if it forbids the request).
     """
@@ -35,10 +35,10 @@ class Problem(LockstepError):
 
 
 class JobFailed(LockstepError):
-    """A job whose end a call waited for has failed or was cancelled.
+    """A job failed or was cancelled while a call waited for the job's end.
 
-    Attributes: `job` (its id), `state` (`failed` or `cancelled`), `reason` (a sentence), `code` (such as `diverged`, of
-    a failed job).
+    Attributes: `job` (the job's id), `state` (`failed` or `cancelled`), `reason` (a sentence), `code` (the code of the
+    reason, such as `diverged`; None for a cancelled job).
     """
 
     def __init__(self, job: Mapping[str, Any]) -> None:

@@ -46,8 +46,8 @@ def change(spec: dict[str, Any], changes: Mapping[str, Any]) -> None:
 def path_of(key: str, schemas: Mapping[str, Any]) -> str:
     """Returns the path of a key that only one table of a job file has (`lr`: `train.lr`).
 
-    `schemas` are those of the server's OpenAPI document. An unknown key stays as it is: the server names the nearest
-    one.
+    `schemas`: the schemas of the server's OpenAPI document. An unknown key is returned unchanged: the server's error
+    names the nearest key.
     """
     tables = schemas["JobSpec"]["properties"]
     if key in tables:
@@ -59,5 +59,5 @@ def path_of(key: str, schemas: Mapping[str, Any]) -> str:
 
     paths = [f"{name}.{key}" for name, table in tables.items() if has_key(table)]
     if len(paths) > 1:
-        raise LockstepError(f"{key} is ambiguous ({', '.join(paths)}): give one of them in set={{...}}")
+        raise LockstepError(f"{key} is ambiguous ({', '.join(paths)}): give one of these paths in set={{...}}")
     return paths[0] if paths else key

@@ -41,7 +41,7 @@ def _new_id() -> str:
 
 
 def _interrupted(root: Path) -> str | None:
-    """The id of the newest run in a folder that has not ended although no process writes it; None without one."""
+    """The id of a folder's newest run that has not ended although no process writes it; None without such a run."""
     for file in sorted(root.glob(f"*/{RUN}"), key=lambda file: file.stat().st_mtime, reverse=True):
         if (run := read_run(file.parent))["state"] == "running" and is_free(file.parent):
             return str(run["id"])
@@ -59,7 +59,7 @@ def _is_on_server(client: Client, id: str) -> bool:
 
 
 def _begin(sender: Sender, is_sure: bool) -> tuple[Json, bool] | None:
-    """The job of a run on the server, and whether it is new; None if the server is unreachable and `is_sure`.
+    """Begins a run on the server. Returns the run's job, and whether the job is new; None if unreachable and `is_sure`.
 
     `is_sure`: whether the number of the next record is known without the server.
     """
@@ -75,8 +75,8 @@ def _begin(sender: Sender, is_sure: bool) -> tuple[Json, bool] | None:
                 return None
             if time.monotonic() > gives_up_at:
                 raise LockstepError(
-                    f"run {sender.id} has no folder here, and the server cannot tell whether it exists: {error}. Leave "
-                    'out id, or give mode="offline" if the run is new'
+                    f"run {sender.id} has no folder here, and the server cannot tell whether the run exists: {error}. "
+                    'Leave out id, or give mode="offline" if the run is new'
                 ) from error
         time.sleep(SEND_SECS)
 
@@ -97,7 +97,7 @@ def init(
     reinit: Any = None,
     **ignored: Any,
 ) -> Run:
-    """Begins a run. It ends with `finish`, at the end of a `with` statement or with the program.
+    """Begins a run. The run ends with `finish`, at the end of a `with` statement or with the program.
 
     `project`, `name`, `notes`, `tags`: as for jobs; `group` and `job_type` become tags. `config`: the settings, a
     mapping or a namespace of argparse. `dir`: the folder that contains `lockstep-runs`, the folder of runs (default:
@@ -107,14 +107,14 @@ def init(
     `disabled` (nothing is stored).
 
     `id`: the id of the run to continue or to begin (letters, digits, `-` and `_`). `resume`: `must` requires that the
-    run exists, `never` that it does not; `auto` or True without `id` continues the folder's newest run whose program
-    was killed. A run that an exception ended is continued only by its `id`.
+    run exists, `never` that the run does not exist; `auto` or True without `id` continues the folder's newest run whose
+    program was killed. A run that an exception ended is continued only by its `id`.
 
-    If a run is active, `init` returns it; with `reinit=True` (default in notebooks) `init` finishes it and begins
-    another. Other arguments of W&B are ignored with a warning.
+    If a run is active, `init` returns this run; with `reinit=True` (default in notebooks) `init` finishes this run and
+    begins another run. Other arguments of W&B are ignored with a warning.
 
-    Raises `Problem` if the server refuses the run, `LockstepError` if another process writes it. If the server
-    is unreachable, the run is sent later; only an `id` without a folder here then raises an error.
+    Raises `Problem` if the server refuses the run, `LockstepError` if another process writes to the run's folder. If
+    the server is unreachable, the run is sent later; only an `id` without a folder here then raises an error.
     """
     global _run
     if (before := current()) is not None and not before._is_forked:
@@ -158,7 +158,7 @@ def init(
         "summary": {},
         "state": "running",
         "reason": None,
-        # In milliseconds since 1970, so that a run that is sent later has its own times.
+        # In milliseconds since 1970. A run that is sent later keeps this time.
         "started_at": time.time_ns() // 1_000_000,
         "ended_at": None,
     }

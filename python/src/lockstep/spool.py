@@ -1,7 +1,7 @@
 """The folder of a run, which stores everything that a program logs, and the sending of the folder to the server.
 
-`run.json` has the fields of the run. `records.jsonl` has one record on each line: the values of one step. The number of
-a record is the number of its line, by which the server identifies it. `files` has copies of the files that the program
+`run.json` has the fields of the run. `records.jsonl` has one record on each line: the values of one step. The server
+identifies a record by its number, which is the number of its line. `files` has copies of the files that the program
 saved. A file is sent unless the server has a file with the same path, size and time.
 """
 
@@ -34,7 +34,7 @@ REQUEST_SECS = 20.0
 # Time limit for each part of a file, and for the server to store the file.
 FILE_SECS = 300.0
 # Fields of `run.json` that are sent before a run's files, and after them. Each group is a request, so that a field that
-# is too large does not block the others.
+# is too large does not block the other fields.
 CHANGES = (("config",), ("summary",))
 END = ("state", "reason", "ended_at")
 # Takes the place of a record that the server already has from another folder.
@@ -70,23 +70,25 @@ def keep_file(path: Path, source: Path, name: str) -> None:
 
 
 class Spool:
-    """Writes the folder of a run. Only one process at a time can have it open."""
+    """Writes the folder of a run. Only one process at a time can have the folder open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(path)
         self._file = open(path / RECORDS, "ab", buffering=0)
-        # A killed process may have left an incomplete line.
-        self.records, self._size_bytes = 0, 0
+        # The number of records, and the size of all complete lines.
+        self.record_count, self._size_bytes = 0, 0
         # The largest step of all records, or -1. The last record may have a smaller step.
         self.last_step = -1
         with open(path / RECORDS, "rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    self.records, self._size_bytes = self.records + 1, self._size_bytes + len(line)
-                    record = _record(line, f"{path / RECORDS}, line {self.records}")
+                    self.record_count += 1
+                    self._size_bytes += len(line)
+                    record = _record(line, f"{path / RECORDS}, line {self.record_count}")
                     self.last_step = max(self.last_step, int(record.get("step", -1)))
+        # A killed process may have left an incomplete line.
         self._file.truncate(self._size_bytes)
 
     def append(self, lines: bytes) -> None:
@@ -100,9 +102,9 @@ class Spool:
             raise
         self._size_bytes += len(lines)
 
-    def pad(self, records: int) -> None:
-        """Appends placeholders until the folder has `records` records, the number that the server has."""
-        self.append(PLACEHOLDER * max(records - self.records, 0))
+    def pad(self, acknowledged: int) -> None:
+        """Appends placeholders until the folder has as many records as the server: `acknowledged`."""
+        self.append(PLACEHOLDER * max(acknowledged - self.record_count, 0))
 
     def write_run(self, text: str) -> None:
         """Replaces `run.json` atomically."""
@@ -174,7 +176,7 @@ class Sender:
         self._files: dict[str, tuple[int, int]] | None = None
         # The first error of the changes and files that were not accepted.
         self._refused: LockstepError | None = None
-        # Number of records that the server has, and of records and files that this sender sent.
+        # Numbers of records that the server has, of records that this sender sent, and of files that this sender sent.
         self.acknowledged = self.sent_records = self.sent_files = 0
 
     def close(self) -> None:
@@ -189,7 +191,7 @@ class Sender:
         response = self._client._send_once("POST", "/runs", json=new, timeout=REQUEST_SECS)
         is_new = response.status_code == 201
         self._known = {"state": "running", "summary": {}} | ({"config": run["config"]} if is_new else {})
-        self._seek(0 if is_new else self._ask())
+        self._seek(0 if is_new else self._count_records())
         return response.json(), is_new
 
     def _connect(self) -> None:
@@ -200,9 +202,9 @@ class Sender:
                 raise
             self.begin()
         else:
-            # An ended run stays in its state.
+            # The state `running` is not sent, so that a run that has ended on the server stays ended.
             self._known = {"state": "running"}
-            self._seek(self._ask())
+            self._seek(self._count_records())
 
     def beat(self) -> None:
         """Tells the server that the run continues."""
@@ -226,7 +228,7 @@ class Sender:
         # Files do not block the run's end: a proxy, for example, closes the connection to refuse a large file.
         except (Problem, Unreachable) as error:
             self._refused = self._refused or error
-        # The end is last, so that whoever waits for it finds the files and the alerts, which are in the summary.
+        # The end is sent last. A program that waits for the end then finds the files, and the alerts in the summary.
         has_sent |= self._send_changes(run, END)
         self.sent_records += self._next - before
         if self._refused:
@@ -244,13 +246,13 @@ class Sender:
                 acknowledged = self._post(lines)
             except Problem as problem:
                 # A server that was restored from a backup has fewer records.
-                if problem.status != 409 or (acknowledged := self._ask()) == self._next - 1:
+                if problem.status != 409 or (acknowledged := self._count_records()) == self._next - 1:
                     raise
                 self._known = {"state": "running"}
             self._seek(acknowledged)
 
     def _send_changes(self, run: Json, *groups: tuple[str, ...]) -> bool:
-        """Sends the fields that the server lacks. Returns whether it has accepted any."""
+        """Sends the fields that the server lacks. Returns whether the server has accepted a field."""
         has_sent = False
         for keys in groups:
             known = self._known or {}
@@ -276,8 +278,8 @@ class Sender:
             self._files = {file["path"]: (file["size_bytes"], file["modified_ms"]) for file in listed}
         has_sent, refused = False, None
         for file in sorted(file for file in root.rglob("*") if file.is_file()):
-            name, about = file.relative_to(root).as_posix(), file.stat()
-            version = about.st_size, about.st_mtime_ns // 1_000_000
+            name, status = file.relative_to(root).as_posix(), file.stat()
+            version = status.st_size, status.st_mtime_ns // 1_000_000
             if self._files.get(name) == version:
                 continue
             query = {"path": name, "modified_ms": version[1]}
@@ -287,7 +289,7 @@ class Sender:
                     self._client._send_once(
                         "PUT", f"/runs/{self.id}/file", query=query, content=content, headers=headers, timeout=FILE_SECS
                     )
-            # A refused file does not block the others.
+            # A refused file does not block the other files.
             except Problem as problem:
                 refused = refused or problem
                 continue
@@ -303,7 +305,7 @@ class Sender:
     def _change(self, body: Json) -> None:
         self._client._send_once("PATCH", f"/runs/{self.id}", json=body, timeout=REQUEST_SECS)
 
-    def _ask(self) -> int:
+    def _count_records(self) -> int:
         """Returns the number of records that the server has."""
         return self._post([], first=1)
 
@@ -345,7 +347,7 @@ class Sender:
 
 
 def folders(path: Path) -> Iterator[Path]:
-    """Yields folders of runs: `path` itself, and the folders in it and in its `lockstep-runs`."""
+    """Yields folders of runs: `path`, and the folders in `path` and in `path/lockstep-runs`."""
     for pattern in (RUN, f"*/{RUN}", f"lockstep-runs/*/{RUN}"):
         for file in sorted(path.glob(pattern)):
             if (file.parent / RECORDS).exists():
@@ -353,7 +355,7 @@ def folders(path: Path) -> Iterator[Path]:
 
 
 def send_folder(path: Path, client: Client) -> Sender:
-    """Sends the parts of a run that the server lacks."""
+    """Sends the parts of a run that the server lacks. Returns the closed sender, which has the numbers."""
     sender = Sender(path, client)
     with contextlib.closing(sender):
         sender.send()

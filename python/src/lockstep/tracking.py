@@ -1,4 +1,4 @@
-"""Runs, which a program logs while it trains by itself.
+"""Runs: trainings that a program runs itself and logs.
 
 `log` only stores values in memory. A thread writes them to the run's folder every 100 ms, and another thread sends
 them from the folder to the server; see `spool`.
@@ -34,10 +34,10 @@ FINISH_SECS = 30.0
 BACK_OFF_SECS = 30.0
 # Maximum interval between two requests. The server marks a run without requests for ten minutes as failed.
 BEAT_SECS = 120.0
-# Limits of the server: number of a run's metrics, and characters of a metric's name.
+# Limits of the server: maximum number of a run's metrics, and maximum length of a metric's name in characters.
 METRICS = 1000
 NAME_CHARS = 250
-# Number of alerts that are kept.
+# Maximum number of alerts in the summary.
 ALERTS = 50
 # Largest finite value in single precision, in which the server stores values.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -63,7 +63,7 @@ def warn_unsent(sender: Sender, error: Exception) -> None:
     warn_once(f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
 
 
-def _no_service(call: str) -> None:
+def _warn_unsupported(call: str) -> None:
     warn_once(f"{call} has no counterpart in Lockstep and does nothing")
 
 
@@ -99,7 +99,7 @@ class Run:
     """
 
     def __init__(self, run: Json, mode: Mode, spool: Spool | None, step: int, is_resumed: bool) -> None:
-        self._run = run
+        self._fields = run
         self._mode: Mode = mode
         self._spool = spool
         self._step = step
@@ -123,8 +123,8 @@ class Run:
         self._failure: Exception | None = None
         # Set when data is to be written, when data was written, and when the run ends.
         self._logged, self._written, self._ends = threading.Event(), threading.Event(), threading.Event()
-        self._writer: threading.Thread | None = None
-        self._sending: threading.Thread | None = None
+        self._writer_thread: threading.Thread | None = None
+        self._sender_thread: threading.Thread | None = None
         self._sender: Sender | None = None
 
     # Properties.
@@ -132,12 +132,12 @@ class Run:
     @property
     def id(self) -> str:
         """The id: with it, `init(id=..., resume="must")` continues the run."""
-        return str(self._run["id"])
+        return str(self._fields["id"])
 
     @property
     def name(self) -> str:
         """The name on the dashboard."""
-        return str(self._run["name"])
+        return str(self._fields["name"])
 
     @name.setter
     def name(self, name: str) -> None:
@@ -146,18 +146,18 @@ class Run:
     @property
     def project(self) -> str:
         """The project."""
-        return str(self._run["project"])
+        return str(self._fields["project"])
 
     @property
     def notes(self) -> str | None:
         """The notes."""
-        notes: str | None = self._run["notes"]
+        notes: str | None = self._fields["notes"]
         return notes
 
     @property
     def tags(self) -> tuple[str, ...]:
         """The tags."""
-        return tuple(self._run["tags"])
+        return tuple(self._fields["tags"])
 
     @property
     def step(self) -> int:
@@ -189,7 +189,7 @@ class Run:
         return self._url
 
     def __repr__(self) -> str:
-        return f"<Run {self.id} {self.name!r}, {self._run['state']}, step {self._step}>"
+        return f"<Run {self.id} {self.name!r}, {self._fields['state']}, step {self._step}>"
 
     # Logging.
 
@@ -226,7 +226,7 @@ class Run:
                     self._step += 1
             else:
                 self._step = max(self._step, step + bool(commit))
-            # The server would refuse the whole request.
+            # For a step outside this range, the server would refuse the whole request.
             if not 0 <= step < MAX_EXACT_INT:
                 return warn_once(f"a step must be 0 to 2^53 - 1: the values of step {step} are not logged")
             if not values:
@@ -235,8 +235,8 @@ class Run:
             if self._mode == "disabled":
                 return
             if self._defined:
-                for own_step, own in self._by_step(step, values).items():
-                    self._buffer.append((own_step, at, own))
+                for own_step, own_values in self._by_step(step, values).items():
+                    self._buffer.append((own_step, at, own_values))
             else:
                 self._buffer.append((step, at, values))
         if not self._logged.is_set():
@@ -253,7 +253,7 @@ class Run:
         if found is None:
             return warn_once(f"{name} is not logged: {type(value).__name__} is not a number")
         if name not in self._names:
-            # The server would refuse the whole request.
+            # For an invalid name or too many names, the server would refuse the whole request.
             if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
                 return warn_once(f"{name!r} is not logged: a name has 1 to {NAME_CHARS} printable characters")
             if len(self._names) >= METRICS:
@@ -345,7 +345,7 @@ class Run:
 
     def watch(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: Lockstep does not store gradients of other programs."""
-        _no_service("watch")
+        _warn_unsupported("watch")
 
     def unwatch(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing, like `watch`."""
@@ -360,9 +360,9 @@ class Run:
         """Stores files in their current state with the run, and returns their paths within the run.
 
         `glob_str`: a path, or a pattern such as `out/*.safetensors`; with `glob=False` always a path. `base_path`: the
-        folder to which paths are relative (default: the working folder); a file outside this folder has only its name.
-        A file that is saved again replaces the earlier one. The files are copied into the run's folder before this
-        returns, and sent in the background.
+        folder to which paths are relative (default: the working folder); a file outside this folder keeps only its
+        name. A file that is saved again replaces the earlier file. The files are copied into the run's folder before
+        this method returns, and sent in the background.
         """
         base = os.path.abspath(base_path or ".")
         kept: list[str] = []
@@ -384,7 +384,7 @@ class Run:
         type: str | None = None,
         **ignored: Any,
     ) -> Artifact:
-        """Stores the files of an `Artifact`, a file or a folder with the run, like `save`, in a folder with its name.
+        """Stores the files of an `Artifact`, a file or a folder with the run, like `save`, in a folder of its own.
 
         `name`: the folder (default: the name of the artifact, file or folder). Artifacts have no versions here.
         """
@@ -413,7 +413,7 @@ class Run:
 
     def log_code(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: Lockstep does not store code of other programs."""
-        _no_service("log_code")
+        _warn_unsupported("log_code")
 
     # The end.
 
@@ -441,27 +441,27 @@ class Run:
             if self._has_ended:
                 return
             self._has_ended = True
-        self._run |= {"state": state, "reason": reason, "ended_at": time.time_ns() // 1_000_000}
+        self._fields |= {"state": state, "reason": reason, "ended_at": time.time_ns() // 1_000_000}
         self._has_changed = True
         self._ends.set()
         self._logged.set()
-        if self._spool is None or self._writer is None:
+        if self._spool is None or self._writer_thread is None:
             return
-        self._writer.join()
+        self._writer_thread.join()
         command = f"python -m lockstep sync {self._spool.path}"
-        if self._sending is None or self._sender is None:
+        if self._sender_thread is None or self._sender is None:
             say(f"run {self.id} is kept in its folder; send it by: {command}")
         else:
             self._written.set()
-            self._sending.join(FINISH_SECS + SEND_SECS)
-            if self._sending.is_alive() and not isinstance(self._failure, Unreachable):
+            self._sender_thread.join(FINISH_SECS + SEND_SECS)
+            if self._sender_thread.is_alive() and not isinstance(self._failure, Unreachable):
                 # A file is still being uploaded. Without its end, the run would count as failed later.
                 with contextlib.suppress(LockstepError):
                     self._sender.send_end()
-            if self._sending.is_alive() or self._failure is not None:
+            if self._sender_thread.is_alive() or self._failure is not None:
                 why = f" ({self._failure})" if self._failure else ""
                 say(f"run {self.id} was not sent completely{why}; nothing is lost, send it by: {command}")
-            if self._sending.is_alive():
+            if self._sender_thread.is_alive():
                 return
         self._spool.close()
 
@@ -469,7 +469,7 @@ class Run:
 
     def _require_unfinished(self) -> None:
         if self._has_ended:
-            raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
+            raise LockstepError(f"run {self.id} is finished: call lockstep.init to begin another run")
 
     def _note_change(self) -> None:
         if not self._is_forked:
@@ -478,14 +478,16 @@ class Run:
             self._logged.set()
 
     def _start(self, sender: Sender | None) -> None:
-        self._writer = threading.Thread(target=self._write_on, name="lockstep-writer", daemon=True)
-        self._writer.start()
+        write = self._write_until_end
+        self._writer_thread = threading.Thread(target=write, name="lockstep-writer", daemon=True)
+        self._writer_thread.start()
         if sender is not None:
             self._sender = sender
-            self._sending = threading.Thread(target=self._send_on, args=(sender,), name="lockstep-sender", daemon=True)
-            self._sending.start()
+            send = self._send_until_end
+            self._sender_thread = threading.Thread(target=send, args=(sender,), name="lockstep-sender", daemon=True)
+            self._sender_thread.start()
 
-    def _write_on(self) -> None:
+    def _write_until_end(self) -> None:
         last_tries = 10
         while True:
             # After a failure, the thread tries again without a signal.
@@ -524,7 +526,7 @@ class Run:
             # Written after the records, so that a folder of an ended run has all records.
             if has_changed:
                 with self._lock:
-                    text = json.dumps(self._run, indent=1, default=str)
+                    text = json.dumps(self._fields, indent=1, default=str)
                 self._spool.write_run(text)
             if is_last:
                 self._spool.make_durable()
@@ -533,14 +535,14 @@ class Run:
             raise
         self._written.set()
 
-    def _send_on(self, sender: Sender) -> None:
-        assert self._writer is not None
+    def _send_until_end(self, sender: Sender) -> None:
+        assert self._writer_thread is not None
         pause, sent_at, ends_by = SEND_SECS, time.monotonic(), math.inf
         while True:
             self._written.clear()
             if is_last := self._ends.is_set():
                 # After the writer has ended, the folder is complete.
-                self._writer.join()
+                self._writer_thread.join()
                 ends_by = min(ends_by, time.monotonic() + FINISH_SECS)
             try:
                 if sender.send():

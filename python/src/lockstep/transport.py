@@ -1,7 +1,8 @@
 """Requests, and the decorators by which both clients share one implementation of each call.
 
-A call is an `async def`. On an `AsyncClient` it is awaited. On a `Client` it awaits only `Sync`, which blocks and never
-suspends, so its first step runs it to its end. `@call` and `@stream` make it a method that does the one or the other.
+A call is an `async def`. Programs await the calls of an `AsyncClient`. A call of a `Client` awaits only `Sync`, which
+blocks and never suspends, so the coroutine runs to its end in one step. `@call` and `@stream` make a call a method that
+blocks in a `Client` and returns a coroutine in an `AsyncClient`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ T = TypeVar("T")
 S = TypeVar("S")
 A = TypeVar("A")
 
-# Seconds for which a request is sent again, and the first and the longest pause.
+# Seconds for which a request is retried.
 PATIENCE = 60.0
+# First and longest pause between retries, in seconds.
 PAUSES = (0.2, 5.0)
 
 
@@ -88,7 +90,7 @@ class Calls:
         gives_up_at = time.monotonic() + patience
         pause, longest = PAUSES
         while True:
-            seconds = pause
+            pause_secs = pause
             failure: Problem | Unreachable
             try:
                 response = await self._io.exchange(method=method, url=path, params=params, **more)
@@ -101,7 +103,7 @@ class Calls:
                 )
                 was_not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 # A URL from which no response has come yet is probably wrong, so the request is not retried.
-                again = self._io.has_answered and (may_repeat or was_not_sent)
+                should_retry = self._io.has_answered and (may_repeat or was_not_sent)
             else:
                 self._io.has_answered = True
                 if response.is_success:
@@ -109,12 +111,12 @@ class Calls:
                 failure = _problem(response)
                 # With these codes the server has not processed the request. A status alone may come from a proxy.
                 was_not_done = failure.code in ("too_many_requests", "unavailable")
-                again = was_not_done or (may_repeat and failure.status in (502, 503, 504))
-                after = response.headers.get("retry-after", "")
-                seconds = max(pause, float(after) if after.isdigit() else 0.0)
-            if not again or time.monotonic() + seconds > gives_up_at:
+                should_retry = was_not_done or (may_repeat and failure.status in (502, 503, 504))
+                retry_after = response.headers.get("retry-after", "")
+                pause_secs = max(pause, float(retry_after) if retry_after.isdigit() else 0.0)
+            if not should_retry or time.monotonic() + pause_secs > gives_up_at:
                 raise failure
-            await self._io.sleep(seconds)
+            await self._io.sleep(pause_secs)
             pause = min(2 * pause, longest)
 
     async def _get(self, path: str, **query: Any) -> Any:
@@ -183,16 +185,16 @@ class Method(Generic[P, S, A]):
         self.__doc__ = function.__doc__
 
     @overload
-    def __get__(self, on: None, owner: Any) -> Callable[..., A]: ...
+    def __get__(self, instance: None, owner: Any) -> Callable[..., A]: ...
     @overload
-    def __get__(self, on: SyncCalls, owner: Any) -> Callable[P, S]: ...
+    def __get__(self, instance: SyncCalls, owner: Any) -> Callable[P, S]: ...
     @overload
-    def __get__(self, on: AsyncCalls, owner: Any) -> Callable[P, A]: ...
-    def __get__(self, on: Calls | None, owner: Any) -> Callable[..., Any]:
+    def __get__(self, instance: AsyncCalls, owner: Any) -> Callable[P, A]: ...
+    def __get__(self, instance: Calls | None, owner: Any) -> Callable[..., Any]:
         function: Callable[..., Any] = self._function
         if issubclass(owner, SyncCalls):
             function = functools.wraps(function)(lambda *args, **kwargs: self._block(self._function(*args, **kwargs)))
-        return function if on is None else types.MethodType(function, on)
+        return function if instance is None else types.MethodType(function, instance)
 
 
 def call(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Method[P, T, Coroutine[Any, Any, T]]:

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 # Larger integers are not exact as float64.
 MAX_EXACT_INT = 2**53
-# Integers from here on become floats.
+# Integers of at least this magnitude become floats.
 JSON_INT_LIMIT = 2**63
 
 
@@ -43,7 +43,7 @@ class Artifact(Media):
         self._files: dict[str, Path] = {}
 
     def add_file(self, local_path: str | os.PathLike[str], name: str | None = None, **ignored: Any) -> None:
-        """Adds a file. `name`: its path within the artifact (default: the file's name)."""
+        """Adds a file. `name`: the file's path within the artifact (default: the file's name)."""
         self._files[name or Path(local_path).name] = Path(local_path)
 
     def add_dir(self, local_path: str | os.PathLike[str], name: str | None = None, **ignored: Any) -> None:
@@ -90,7 +90,7 @@ def to_step(step: Any) -> int:
 
 
 def json_number(value: float) -> float | str:
-    """Returns a number, or a text if the number is not finite, because JSON cannot represent it."""
+    """Returns a number, or a text for a number that is not finite, because JSON has only finite numbers."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

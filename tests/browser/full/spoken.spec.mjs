@@ -54,7 +54,7 @@ describe("live regions", () => {
     await page.locator("#d-path").fill("/data/pictures");
     await until("the inspection has counted files", () => inspected >= 20_000);
     await until("the count is shown", async () => /^[\d,]+ of 2,000,000$/.test(await page.locator("#add-count").textContent()));
-    assert.deepEqual(await announced(page), ["Inspecting its files …"]);
+    assert.deepEqual(await announced(page), ["Inspecting the files …"]);
     await page.end();
   });
 

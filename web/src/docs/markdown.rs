@@ -37,7 +37,7 @@ pub fn paragraphs(source: &str) -> Vec<String> {
                 }
                 is_left_out = false;
             }
-            event => text += plain(event).unwrap_or_default(),
+            event => text += plain_text(event).unwrap_or_default(),
         }
     }
     all
@@ -51,12 +51,12 @@ pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> 
     // For each open link, whether the link has a URL.
     let mut links = Vec::new();
     let mut in_image = false;
-    for (number, event) in events.iter().enumerate() {
+    for (index, event) in events.iter().enumerate() {
         match event {
             Event::Start(Tag::Heading { level, .. }) => {
                 let text =
-                    events[number + 1..].iter().take_while(|e| !matches!(e, Event::End(TagEnd::Heading(_))));
-                let text: String = text.filter_map(plain).collect();
+                    events[index + 1..].iter().take_while(|e| !matches!(e, Event::End(TagEnd::Heading(_))));
+                let text: String = text.filter_map(plain_text).collect();
                 out.push(heading(*level, &anchor(&text, &mut anchors)));
             }
             Event::Start(Tag::Table(_)) => {
@@ -70,15 +70,15 @@ pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> 
             Event::Start(Tag::CodeBlock(_)) => out.push(Event::Html(r#"<pre tabindex="0"><code>"#.into())),
             Event::End(TagEnd::CodeBlock) => out.push(Event::Html("</code></pre>\n".into())),
             Event::Start(Tag::Link { link_type, dest_url, title, id }) => {
-                let leads = address(dest_url, path, is_page);
-                links.push(leads.is_some());
+                let url = link_url(dest_url, path, is_page);
+                links.push(url.is_some());
                 let tag = |dest_url: CowStr<'static>| Tag::Link {
                     link_type: *link_type,
                     dest_url,
                     title: title.clone(),
                     id: id.clone(),
                 };
-                out.extend(leads.map(|address| Event::Start(tag(address.into()))));
+                out.extend(url.map(|url| Event::Start(tag(url.into()))));
             }
             Event::End(TagEnd::Link) => {
                 if links.pop() == Some(true) {
@@ -111,7 +111,7 @@ fn heading(level: HeadingLevel, anchor: &str) -> Event<'static> {
     })
 }
 
-fn plain<'a>(event: &'a Event<'_>) -> Option<&'a str> {
+fn plain_text<'a>(event: &'a Event<'_>) -> Option<&'a str> {
     match event {
         Event::Text(text) | Event::Code(text) => Some(text),
         _ => None,
@@ -128,12 +128,12 @@ fn anchor(text: &str, taken: &mut HashMap<String, u32>) -> String {
 }
 
 /// Returns the URL of a link on the page `path`, or `None` if the file is not a page.
-fn address(link: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> Option<String> {
+fn link_url(link: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> Option<String> {
     if link.starts_with('#') || link.starts_with("https://") || link.starts_with("http://") {
         return Some(link.to_owned());
     }
     let (file, fragment) =
-        link.split_once('#').map_or((link, String::new()), |(file, of)| (file, format!("#{of}")));
+        link.split_once('#').map_or((link, String::new()), |(file, id)| (file, format!("#{id}")));
     let mut parts: Vec<&str> = path.split('/').collect();
     parts.pop();
     for part in file.strip_suffix(".md")?.split('/') {

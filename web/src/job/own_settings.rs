@@ -13,7 +13,7 @@ pub(super) fn non_default(spec: &JobSpec) -> Vec<(String, String)> {
     settings
 }
 
-/// Returns values with names that a program chose. Keys of nested objects are joined.
+/// Returns every value as text, with its key. Keys of nested objects are joined with dots.
 pub(super) fn flatten(values: &Map<String, Value>) -> Vec<(String, String)> {
     let mut all = Vec::new();
     for (key, value) in values {
@@ -21,13 +21,13 @@ pub(super) fn flatten(values: &Map<String, Value>) -> Vec<(String, String)> {
             Value::Object(inner) => {
                 all.extend(flatten(inner).into_iter().map(|(name, value)| (format!("{key}.{name}"), value)));
             }
-            value => all.push((key.clone(), words(value))),
+            value => all.push((key.clone(), value_text(value))),
         }
     }
     all
 }
 
-fn words(value: &Value) -> String {
+fn value_text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         value => value.to_string(),

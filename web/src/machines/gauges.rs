@@ -3,7 +3,7 @@
 use crate::numbers::{bytes, plural};
 use lockstep_protocol::agent::{GpuSample, MachineSample};
 
-/// A measurement, with lines.
+/// A measurement, and the metrics that its lines show.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Gauge {
     pub(super) name: &'static str,
@@ -31,7 +31,7 @@ fn byte_rate(bytes_per_second: Option<u64>) -> String {
     bytes_per_second.map_or(UNKNOWN.into(), |rate| format!("{}/s", bytes(rate)))
 }
 
-/// Formats a number of CPUs: `2`, `1.5`.
+/// Formats a number of CPUs: `2 CPUs`, `1.5 CPUs`.
 fn cpus(count: f32) -> String {
     if count.fract() == 0.0 { plural(count as u64, "CPU") } else { format!("{count:.1} CPUs") }
 }

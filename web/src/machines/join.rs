@@ -5,7 +5,7 @@
 pub struct Join {
     /// The server's URL for other machines; `None` if it listens only on loopback.
     pub server_url: Option<String>,
-    /// The server's URL on its own machine, where commands find the token.
+    /// The server's URL for commands on the server's own machine, where commands find the token.
     pub own_url: String,
     /// The port on which the server listens.
     pub port: u16,

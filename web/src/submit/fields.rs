@@ -3,7 +3,7 @@
 use lockstep_protocol::spec::{Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe};
 use serde_json::{Value, json};
 
-/// The type of a field. It determines how the field's text is converted to JSON.
+/// The type of a field, which determines how the field's text is converted to JSON.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Text,
@@ -34,8 +34,8 @@ pub(super) struct Field {
     pub(super) kind: Kind,
     /// Unit or meaning in a few words.
     pub(super) hint: &'static str,
-    /// Whether the field is under `More settings`.
-    pub(super) more: bool,
+    /// Whether the field is under "More settings".
+    pub(super) is_in_more: bool,
 }
 
 impl Field {
@@ -46,11 +46,11 @@ impl Field {
 }
 
 const fn field(key: &'static str, label: &'static str, kind: Kind, hint: &'static str) -> Field {
-    Field { key, label, kind, hint, more: false }
+    Field { key, label, kind, hint, is_in_more: false }
 }
 
 const fn more(key: &'static str, label: &'static str, kind: Kind, hint: &'static str) -> Field {
-    Field { key, label, kind, hint, more: true }
+    Field { key, label, kind, hint, is_in_more: true }
 }
 
 /// The empty choice, and every recipe.
@@ -167,7 +167,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
     (
         "Training",
         &[
-            field("train.epochs", "Epochs", Kind::Integer, "or steps, under more"),
+            field("train.epochs", "Epochs", Kind::Integer, "or give steps under More settings"),
             field(
                 "train.batch_size",
                 "Batch size per rank",

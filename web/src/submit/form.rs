@@ -13,8 +13,8 @@ pub(super) static DEFAULTS: LazyLock<Form> =
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Form {
     pub(super) values: BTreeMap<String, String>,
-    /// The recipe with which the fields were filled; empty if there was none. If the user chooses another recipe without a script, the
-    /// fields still have this recipe's values.
+    /// The recipe with which the fields were filled; empty if no recipe was chosen. If the user chooses another recipe without a script,
+    /// the fields still have this recipe's values.
     pub(super) filled: String,
 }
 
@@ -47,8 +47,8 @@ impl Form {
         form
     }
 
-    /// Returns the untouched fields after `recipe` (a name, or empty) was chosen. The field of the learning rate is empty, because its
-    /// default depends on the batch size.
+    /// Returns the fields as `recipe` (a name, or empty) fills them, before the user changes a field. The field of the learning rate is
+    /// empty, because its default depends on the batch size.
     fn untouched(recipe: &str) -> Self {
         let mut form = DEFAULTS.clone();
         for (key, value) in recipe_values(recipe) {
@@ -57,12 +57,12 @@ impl Form {
         form
     }
 
-    fn flatten(&mut self, at: &str, value: &Value) {
-        let is_field = fields().any(|field| field.key == at);
+    fn flatten(&mut self, path: &str, value: &Value) {
+        let is_field = fields().any(|field| field.key == path);
         if let (Value::Object(map), false) = (value, is_field) {
             for (key, value) in map {
-                let path = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
-                self.flatten(&path, value);
+                let inner = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                self.flatten(&inner, value);
             }
             return;
         }
@@ -70,11 +70,11 @@ impl Form {
             Value::String(text) => text.clone(),
             // Tables are shown as JSON.
             Value::Array(items) if items.iter().any(Value::is_object) => value.to_string(),
-            Value::Array(items) => items.iter().map(item).collect::<Vec<_>>().join(", "),
+            Value::Array(items) => items.iter().map(item_text).collect::<Vec<_>>().join(", "),
             Value::Null => String::new(),
             other => other.to_string(),
         };
-        self.values.insert(at.to_owned(), text);
+        self.values.insert(path.to_owned(), text);
     }
 
     /// Converts the form to a specification as JSON, for `spec::from_json`. Empty fields are left out. Text of the wrong type stays text,
@@ -90,17 +90,21 @@ impl Form {
                 }
             }
         };
-        let of_recipe =
+        let recipe_texts =
             recipe_values(if self.text("train.recipe") == self.filled { &self.filled } else { "" });
         let untouched = (self.text("train.recipe") != self.filled).then(|| Self::untouched(&self.filled));
         for field in fields() {
             let text = self.text(field.key).trim();
             let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
             let is_scaled = IN_PROPORTION.contains(&field.key)
-                && of_recipe.get(field.key).is_some_and(|value| value == text);
-            let is_left = LEFT_TO_SERVER.contains(&field.key)
-                && of_recipe.get(field.key).map_or(DEFAULTS.text(field.key), String::as_str) == text;
-            if text.is_empty() || is_scaled || is_left || (is_untouched && field.key != "train.recipe") {
+                && recipe_texts.get(field.key).is_some_and(|value| value == text);
+            let is_left_to_server = LEFT_TO_SERVER.contains(&field.key)
+                && recipe_texts.get(field.key).map_or(DEFAULTS.text(field.key), String::as_str) == text;
+            if text.is_empty()
+                || is_scaled
+                || is_left_to_server
+                || (is_untouched && field.key != "train.recipe")
+            {
                 continue;
             }
             put(field.key, field.kind.json(text));
@@ -123,15 +127,15 @@ impl Form {
     }
 }
 
-/// Keys that a recipe scales with the job's epochs: they are sent only if the user has changed them.
+/// Keys that a recipe scales with the job's epochs. These keys are sent only if the user has changed them.
 const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 
-/// Keys whose default depends on the dataset: they are sent only if the user has changed them. The same as `LEFT_TO_SERVER` in
+/// Keys whose default depends on the dataset. They are sent only if the user has changed them. The same as `LEFT_TO_SERVER` in
 /// `static/submit.js`.
 const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
 
 /// Formats an entry of a list: a number, or an epoch and the size that starts there.
-fn item(value: &Value) -> String {
+fn item_text(value: &Value) -> String {
     match (value.as_array().map(Vec::as_slice), value.as_str()) {
         (Some([epoch, size]), _) => format!("{epoch}: {size}"),
         (_, Some(word)) => word.to_owned(),

@@ -8,7 +8,7 @@ pub(super) struct Preset {
     pub(super) key: &'static str,
     pub(super) title: &'static str,
     pub(super) about: &'static str,
-    /// Side, channels and number of classes of the preset's pictures, by which a dataset with another name is recognised.
+    /// Side in pixels, channels and number of classes. A dataset with another name is recognised by these properties of its pictures.
     pub(super) pictures: (u32, u32, usize),
     /// Maximum number of ranks. Fewer ranks are used if there are fewer slots.
     pub(super) ranks: u32,
@@ -75,14 +75,14 @@ pub(super) const PRESETS: [Preset; 3] = [
 ];
 
 impl Preset {
-    /// Returns the registered dataset for the preset: by name, otherwise the first dataset with such pictures.
+    /// Returns the registered dataset for the preset: by name, otherwise the first dataset with the preset's kind of pictures.
     pub(super) fn dataset<'a>(&self, datasets: &'a [Dataset]) -> Option<&'a str> {
-        let called = |d: &&Dataset| self.values.contains(&("data.dataset", d.name.as_str()));
+        let has_name = |d: &&Dataset| self.values.contains(&("data.dataset", d.name.as_str()));
         let fits = |d: &&Dataset| {
             let DatasetInfo { height, width, channels, classes, .. } = &d.info;
             height == width && (*height, *channels, classes.len()) == self.pictures
         };
-        let found = datasets.iter().find(called).or_else(|| datasets.iter().find(fits));
+        let found = datasets.iter().find(has_name).or_else(|| datasets.iter().find(fits));
         found.map(|d| d.name.as_str())
     }
 }

@@ -25,7 +25,7 @@ def _renamed(logs: dict[str, Any]) -> dict[str, Any]:
 class LockstepCallback(TrainerCallback):  # type: ignore[misc]
     """Logs the values that a `Trainer` logs: `Trainer(..., callbacks=[LockstepCallback(project="glue")])`.
 
-    `settings`: arguments of `lockstep.init`. If a run is already active, the callback logs to it. The run stays open
+    `settings`: arguments of `lockstep.init`. If a run is already active, the callback uses this run. The run stays open
     after the training, for evaluations, until `lockstep.finish` or the end of the program.
     """
 
@@ -34,7 +34,7 @@ class LockstepCallback(TrainerCallback):  # type: ignore[misc]
         self._run: Run | None = None
 
     def _active_run(self, args: Any, state: Any, model: Any = None) -> Run:
-        """The active run; begins one if none is active, and records the settings of a run that is new here."""
+        """The active run, or else a new run. Records the training's settings when the callback first uses a run."""
         if self._run is None or session.current() is not self._run:
             name = state.trial_name or getattr(args, "run_name", None)
             self._run = session.current() or session.init(**{"name": name} | self._settings)

@@ -11,8 +11,8 @@ from .. import session
 from ..tracking import Run, outcome
 from ..values import to_dict
 
-_is_apart = "pytorch_lightning" in sys.modules or importlib.util.find_spec("lightning") is None
-_package = "pytorch_lightning" if _is_apart else "lightning.pytorch"
+_is_pytorch_lightning = "pytorch_lightning" in sys.modules or importlib.util.find_spec("lightning") is None
+_package = "pytorch_lightning" if _is_pytorch_lightning else "lightning.pytorch"
 _loggers = importlib.import_module(f"{_package}.loggers.logger")
 _rank_zero_only = importlib.import_module(f"{_package}.utilities.rank_zero").rank_zero_only
 
@@ -20,10 +20,10 @@ _rank_zero_only = importlib.import_module(f"{_package}.utilities.rank_zero").ran
 class LockstepLogger(_loggers.Logger):  # type: ignore[misc, name-defined]
     """Logs the values that a `Trainer` logs: `Trainer(logger=LockstepLogger(project="mnist"))`.
 
-    `save_dir`: where `lockstep-runs` is. `version`: the run's id, to continue it (default: a new one). `prefix`: put
-    before the metrics' names. `init`: other arguments of `lockstep.init`. A run that is active already is used. The run
-    stays open after the training, for tests, until `lockstep.finish` or the end of the program; a training that fails
-    ends it.
+    `save_dir`: the folder that contains `lockstep-runs`. `version`: the id of a run to continue (default: a new run).
+    `prefix`: put before the metrics' names. `init`: other arguments of `lockstep.init`. If a run is already active, the
+    logger uses this run. The run stays open after the training, for tests, until `lockstep.finish` or the end of the
+    program; a training that fails ends the run.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LockstepLogger(_loggers.Logger):  # type: ignore[misc, name-defined]
             self._init["id"] = self._run.id
         return self._run
 
-    # On other ranks than the first, an object that takes every call.
+    # On ranks other than the first, this is an object that accepts every call and does nothing.
     experiment = property(_loggers.rank_zero_experiment(_experiment), doc="The run.")
 
     @property

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Why a job waits. If the job's own reason describes the end of its last attempt, that text follows. The same
-/// as `#waiting` in `static/job/facts.js`.
+/// as `#waitingBanner` in `static/job/facts.js`.
 pub fn waits_for(job: &Job) -> Option<String> {
     let now = job.queue.as_ref().and_then(|queue| queue.reason.as_ref()).map(Reason::words);
     match (now, job.reason.as_deref()) {

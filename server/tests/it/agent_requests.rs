@@ -210,7 +210,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
     assert_eq!((status, &body["name"]), (201, &json!("large")), "{body}");
     assert_eq!(ask("0").await.0, 409, "the name is taken");
     let (status, body) = server.post("/datasets/inspect?wait_secs=121", &json!({"path": "/large"})).await;
-    assert!(status == 400 && body["detail"].as_str().unwrap().contains("it may be 0 to 120"), "{body}");
+    assert!(status == 400 && body["detail"].as_str().unwrap().contains("but must be 0 to 120"), "{body}");
     // An error is returned once. The next request starts another inspection.
     let wrong = json!({"name": "wrong", "path": "/wrong"});
     for detail in ["holds nothing", "holds nothing yet"] {

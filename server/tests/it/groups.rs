@@ -237,7 +237,7 @@ async fn errors_of_groups_name_valid_values() {
     for (query, message) in [
         ("by=project", "belong together"),
         ("group=%5B1%5D", "belong together"),
-        ("by=project&group=%5B1%5D", "one for each of by"),
+        ("by=project&group=%5B1%5D", "one for each key of by"),
     ] {
         let (status, problem) = server.get(&format!("/jobs?{query}")).await;
         assert_eq!(status, 400, "{query}: {problem}");

@@ -258,6 +258,9 @@ async fn counts_are_accepted_up_to_their_limits() {
     let indices = |n: usize| vec!["1"; n].join(",");
     let (status, body) = server.get(&format!("/jobs/{id}/samples?indices={}", indices(201))).await;
     assert_eq!(status, 400, "{body}");
-    assert!(body["detail"].as_str().unwrap().starts_with("indices are at most 200, are 201"), "{body}");
+    assert!(
+        body["detail"].as_str().unwrap().starts_with("indices names 201 pictures, but may name at most 200"),
+        "{body}"
+    );
     server.stop().await;
 }

@@ -272,7 +272,7 @@ async fn check_on(
         && start != Start::Checkpoint
         && !in_document.touch(&["/model", "/data", "/train/recipe"])
     {
-        match submission::pretrained(scheduler, caller, spec, dataset.as_ref()).await? {
+        match submission::check_pretrained(scheduler, caller, spec, dataset.as_ref()).await? {
             WeightsCheck::Fit => {}
             WeightsCheck::Mistake(mistake) => errors.push(mistake),
             WeightsCheck::NotChecked(warning) => not_checked = Some(warning),

@@ -143,7 +143,7 @@ async fn a_waiting_evaluation_reports_its_agent_and_place() {
     for (step, text, ahead) in [
         (1, "is being evaluated on a", 0),
         (2, "is being evaluated on a", 1),
-        (3, "waits on a, behind 2 others", 2),
+        (3, "waits on a, behind 2 other evaluations", 2),
     ] {
         let deadline = Instant::now() + TIMEOUT;
         let (status, body) = loop {
@@ -202,7 +202,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
         response = server.post("/datasets?wait_secs=0", &third) => response,
         () = answer_only_progress(&mut agent, None) => unreachable!(),
     };
-    assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 others; ask again");
+    assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 other inspections; ask again");
     // The inspection may end during or just before a waiting request.
     let done = Ok(AgentReply::Dataset { path: "/large".into(), info: dataset_info() });
     let reply = agent.send(FromAgent::Reply { id, reply: done });

@@ -245,7 +245,7 @@ pub(crate) async fn delete(
     if store.delete_sweep(&find(&*store, &id).await?.id).await? {
         return Ok(StatusCode::NO_CONTENT);
     }
-    Err(Error::Conflict("the sweep has not ended; cancel it before it is deleted".into()))
+    Err(Error::Conflict("the sweep has not ended; cancel the sweep before you delete it".into()))
 }
 
 async fn change(

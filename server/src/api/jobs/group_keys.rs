@@ -175,7 +175,8 @@ mod tests {
         assert!(mistake(parse_group(Some("tag"), None)).contains("belong together"));
         assert!(mistake(parse_group(None, Some("[1]"))).contains("belong together"));
         let long = |bytes: usize| format!("[\"{}\"]", "x".repeat(bytes - 4));
-        assert!(parse("name", &long(MAX_VALUES_BYTES)).is_ok());
-        assert!(mistake(parse("name", &long(MAX_VALUES_BYTES + 1))).contains("at most 16384"));
+        assert!(parse_group(Some("name"), Some(&long(MAX_VALUES_BYTES))).is_ok());
+        let too_long = long(MAX_VALUES_BYTES + 1);
+        assert!(mistake(parse_group(Some("name"), Some(&too_long))).contains("at most 16384"));
     }
 }

@@ -211,7 +211,10 @@ async fn errors_of_groups_name_valid_values() {
         ("by=project&metrics=name".into(), "not a number"),
         ("by=project&metrics=-loss".into(), "not a number"),
         ("by=project&metrics=lose".into(), "did you mean \"loss\"?"),
-        ("by=project&sort=loss".into(), "sort is \"loss\", but must be group, jobs, newest or one of metrics"),
+        (
+            "by=project&sort=loss".into(),
+            "sort is \"loss\", but must be group, jobs, newest or one of metrics",
+        ),
         ("by=project&limit=0".into(), "1 to 1000"),
         ("by=project&limit=1001".into(), "1 to 1000"),
         ("by=project&cursor=x".into(), "not valid for this list"),

@@ -127,8 +127,8 @@ pub(crate) async fn file(
         let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
         checkpoints.events.log_once(&requester.attempt.job, requester.attempt.attempt, "fetched", text).await;
     }
-    let wanted = Path((id.clone(), file.clone()));
-    match checkpoint_files::file(State(Arc::clone(&checkpoints)), wanted, request).await {
+    let path = Path((id.clone(), file.clone()));
+    match checkpoint_files::file(State(Arc::clone(&checkpoints)), path, request).await {
         Err(error @ (Error::Of(Code::CheckpointDamaged, _) | Error::NotFound(_)))
             if row.job == requester.attempt.job =>
         {
@@ -222,7 +222,7 @@ pub(crate) struct PieceQuery {
 
 /// Upload a piece of a checkpoint's file
 ///
-/// `MANIFEST.json` must be uploaded first, in one piece. It limits the sizes of the other files.
+/// `MANIFEST.json` must be uploaded first, in one piece. The manifest limits the sizes of the other files.
 #[utoipa::path(put, path = "/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), PieceQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
@@ -245,11 +245,11 @@ pub(crate) async fn upload_piece(
     let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
     let is_live = requester.has_attempt(&checkpoints.agents);
     let file = requester.path.file.clone();
-    let done = blocking(move || match file.as_str() {
+    let stored = blocking(move || match file.as_str() {
         MANIFEST => upload.begin(&body, is_live),
         file => upload.append(file, piece.offset, &body).map(|_| ()),
     });
-    match done.await? {
+    match stored.await? {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
         Err(why) => Err(report_refusal(&checkpoints.events, &requester, why).await),
     }

@@ -18,10 +18,10 @@ pub(crate) fn commands(
     let (ip, port) = (config.listen.ip(), config.listen.port());
     let scheme = if config.tls.is_some() { "https" } else { "http" };
     // If the server listens on a specific address, loopback does not work.
-    let own = if ip.is_unspecified() || ip.is_loopback() { Ipv4Addr::LOCALHOST.into() } else { ip };
+    let own_ip = if ip.is_unspecified() || ip.is_loopback() { Ipv4Addr::LOCALHOST.into() } else { ip };
     Join {
         server_url: reachable_url(ingress, browser_url, ip, scheme, port),
-        own_url: format!("{scheme}://{}", SocketAddr::new(own, port)),
+        own_url: format!("{scheme}://{}", SocketAddr::new(own_ip, port)),
         port,
         name: free_name(known_names),
         with_token: !config.no_auth,
@@ -62,14 +62,14 @@ fn reachable_url(
     if ip.is_loopback() {
         return None;
     }
-    let own = if ip.is_unspecified() {
+    let reachable_ip = if ip.is_unspecified() {
         // Prefers addresses that the server's certificate names. Clients refuse an address that was added after the certificate was issued.
         let is_named = |ip: &IpAddr| ingress.is_named(&ip.to_string());
         addresses().into_iter().min_by_key(|ip| (!is_named(ip), ip.is_ipv6()))?
     } else {
         ip
     };
-    Some(format!("{scheme}://{}", SocketAddr::new(own, port)))
+    Some(format!("{scheme}://{}", SocketAddr::new(reachable_ip, port)))
 }
 
 #[cfg(test)]

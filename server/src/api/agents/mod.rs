@@ -152,8 +152,8 @@ pub(crate) async fn remove(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    let known = scheduler.store.agents().await?;
-    let Some(agent) = known.iter().find(|agent| agent.id == id) else {
+    let agents = scheduler.store.agents().await?;
+    let Some(agent) = agents.iter().find(|agent| agent.id == id) else {
         return Err(Error::NotFound("no machine has this id".into()));
     };
     let name = &agent.name;

@@ -278,12 +278,12 @@ async fn make(
     .into();
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
     let fork = Fork { reason, parent, hides_parent, checkpoint };
-    let made = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
+    let created = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
     // Updates open pages of the parent. A failure does not undo the fork.
     if let Err(error) = scheduler.events.hub.labelled(jobs::find(scheduler, source.id.as_str())).await {
         tracing::debug!(?error, "the pages of a fork's parent were not notified");
     }
-    Ok(made)
+    Ok(created)
 }
 
 /// Refuses another recipe, which would have no effect because every key already has a value.

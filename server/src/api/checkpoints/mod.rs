@@ -261,8 +261,8 @@ pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow
     check_here(checkpoints, row).await?;
     let path = checkpoints.folder(row).join("MANIFEST.json");
     check_regular(&path)?;
-    let text = regular_files::read(&path).await.map_err(|_| removed())?;
-    serde_json::from_slice(&text).map_err(|e| {
+    let json = regular_files::read(&path).await.map_err(|_| removed())?;
+    serde_json::from_slice(&json).map_err(|e| {
         damaged(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is not JSON ({e})"))
     })
 }

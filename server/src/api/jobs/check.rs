@@ -476,7 +476,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     Some(SpecError { pointer: "/parallel/ranks".into(), detail })
 }
 
-/// Number of training pictures without those held out for validation. If validation is a fraction, this is the expected number.
+/// Number of training pictures that are not held out for validation. If validation is a fraction, this is the expected number.
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {

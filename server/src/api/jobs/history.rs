@@ -105,24 +105,24 @@ async fn parent(
     parent: Option<Parent>,
 ) -> Result<(Option<Relative>, Option<String>)> {
     let Some(Parent { job: id, checkpoint }) = parent else { return Ok((None, None)) };
-    let known = match job_id(&id) {
+    let row = match job_id(&id) {
         Ok(id) => store.job(&id).await?,
         Err(_) => None,
     };
-    let known = known.map(|row| row.job);
+    let parent_job = row.map(|row| row.job);
     // A deleted parent is shown unless it was private.
-    let is_hidden = known.as_ref().map_or(job.parent.is_none(), |known| !caller.sees_job(known));
+    let is_hidden = parent_job.as_ref().map_or(job.parent.is_none(), |parent| !caller.sees_job(parent));
     if is_hidden {
         let own_copy = checkpoint.strip_prefix(&id).map(|rest| format!("{}{rest}", job.id));
         return Ok((None, Some(own_copy.unwrap_or_default())));
     }
     let relative = Relative {
         job: id,
-        name: known.as_ref().map(|job| job.name.clone()),
-        state: known.as_ref().map(|job| job.state),
+        name: parent_job.as_ref().map(|job| job.name.clone()),
+        state: parent_job.as_ref().map(|job| job.state),
         checkpoint: checkpoint.clone(),
-        at: known.as_ref().map(|job| job.created_at),
-        who: known.and_then(|job| job.owner),
+        at: parent_job.as_ref().map(|job| job.created_at),
+        who: parent_job.and_then(|job| job.owner),
     };
     Ok((Some(relative), Some(checkpoint)))
 }

@@ -223,10 +223,10 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
     let mut found = Vec::new();
     for Event { seq, body, .. } in events {
         if let EventBody::Log { attempt, rank, lines } = body {
-            let wanted = lines
+            let matching = lines
                 .into_iter()
                 .filter(|l| containing.as_ref().is_none_or(|q| l.text.to_lowercase().contains(q)));
-            found.extend(wanted.map(|line| Line { seq, attempt, rank, line }));
+            found.extend(matching.map(|line| Line { seq, attempt, rank, line }));
         }
     }
     found

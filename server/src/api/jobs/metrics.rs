@@ -224,11 +224,11 @@ impl Csv {
         let mut series = Vec::new();
         if after > 0 {
             let (_, chunks) = store.newest_metric_chunks(&job.id).await?;
-            let wanted = |chunk: &MetricChunk| {
+            let is_requested = |chunk: &MetricChunk| {
                 filter.name.as_ref().is_none_or(|name| *name == chunk.name)
                     && (filter.ranks.is_empty() || filter.ranks.contains(&chunk.rank))
             };
-            series.extend(chunks.into_iter().filter(wanted).map(|chunk| (chunk.name, chunk.rank)));
+            series.extend(chunks.into_iter().filter(is_requested).map(|chunk| (chunk.name, chunk.rank)));
             let place = |name: &str| metric::NAMES.iter().position(|known| *known == name);
             series.sort_by_cached_key(|(name, rank)| {
                 (place(name).unwrap_or(metric::NAMES.len()), name.clone(), *rank)

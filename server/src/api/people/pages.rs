@@ -171,7 +171,7 @@ pub(crate) enum AccountForm {
     },
 }
 
-/// `POST /account`: changes the password, and replaces all sessions with a new one; or makes or revokes a token.
+/// `POST /account`: changes the password and replaces all sessions with a new session, makes a token, or revokes a token.
 pub(crate) async fn change_account(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,

@@ -252,7 +252,7 @@ pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Resu
             "a token cannot revoke a token that allows more; sign in with your password, or ask an admin";
         return Err(Error::Forbidden(detail.into()));
     }
-    // Tokens that were made with this token are revoked first, so that no such token stays valid if a write fails.
+    // Tokens that were made with this token are revoked first. Otherwise they would stay valid if a write fails.
     let mut to_revoke = vec![row];
     let all = auth.access.tokens();
     let mut index = 0;

@@ -189,8 +189,8 @@ async fn continue_run(
 ) -> Result<Option<Job>> {
     let Some(owned) = auth.store.owned_job(id).await? else { return Ok(None) };
     if !caller.sees_owned(&owned) {
-        let taken = "a private run of somebody else has this id; choose another id";
-        return if is_job_id { Ok(None) } else { Err(Error::Conflict(taken.into())) };
+        let detail = "a private run of somebody else has this id; choose another id";
+        return if is_job_id { Ok(None) } else { Err(Error::Conflict(detail.into())) };
     }
     if !auth.may_change(caller, owned.owner.as_deref()) {
         return Err(Error::Forbidden(

@@ -40,8 +40,8 @@ const MESSAGES_ON_PAGE: u32 = 5;
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewWebhook {
-    /// URL to which messages are posted, with `https://` or `http://`; for the form `email`, `mailto:` with comma-separated e-mail addresses.
-    /// At most 2000 bytes.
+    /// URL to which messages are posted, with `https://` or `http://`; for the form `email`, `mailto:` with comma-separated e-mail
+    /// addresses. At most 2000 bytes.
     url: String,
     #[serde(default)]
     form: WebhookForm,
@@ -235,8 +235,8 @@ pub(crate) async fn list(
 
 /// Add a webhook
 ///
-/// The server posts a message to the webhook's URL for each event of a job that is not private. Messages are signed as specified by Standard
-/// Webhooks. With the form `email`, the server sends e-mail instead, which is not signed. E-mail needs `lockstep serve --smtp`.
+/// The server posts a message to the webhook's URL for each event of a job that is not private. Messages are signed as specified by
+/// Standard Webhooks. With the form `email`, the server sends e-mail instead, which is not signed. E-mail needs `lockstep serve --smtp`.
 #[utoipa::path(post, path = "/webhooks", tag = "webhooks", request_body = NewWebhook,
     responses((status = 201, body = MadeWebhook), (status = 409, body = Problem, description = "There are 50 webhooks"),
         (status = 422, body = Problem)))]

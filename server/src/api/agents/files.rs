@@ -299,7 +299,8 @@ async fn report_refusal(events: &Events, requester: &RequestingAgent, why: Refus
         ),
         Refused::Wrong(_) | Refused::Offset(_) | Refused::Busy => return refusal(why),
         Refused::Stored => {
-            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, name, "a stored checkpoint is not replaced by an attempt that is over");
+            let (job, attempt) = (&attempt.job, attempt.attempt);
+            tracing::warn!(%job, attempt, name, "a stored checkpoint is not replaced by an attempt that is over");
             return refusal(why);
         }
     };

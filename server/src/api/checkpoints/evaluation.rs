@@ -328,8 +328,8 @@ async fn start(
                 Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => save(&file, &found).await,
                 Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => save(&file, &found).await,
                 Ok(_) => {
-                    let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines".to_owned();
-                    Err(Failure::Agent(RequestError::Refused(detail)))
+                    let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines";
+                    Err(Failure::Agent(RequestError::Refused(detail.to_owned())))
                 }
                 Err(error) => Err(Failure::Agent(error)),
             }

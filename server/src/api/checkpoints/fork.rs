@@ -193,8 +193,8 @@ fn schedule_change(
 fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
     let (before, now) = (ValidationDivision::of(&was.data), ValidationDivision::of(&is.data));
     (now.holds_out() && before.dataset == now.dataset && before != now).then(|| {
-        "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent trained on, so \
-         its accuracy says less about new pictures. The job's log has the number of these pictures"
+        "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent \
+         trained on, so the fork's accuracy says less about new pictures. The job's log has the number of these pictures"
             .to_owned()
     })
 }

@@ -249,8 +249,8 @@ async fn inspect_registered(
     Ok(inspected)
 }
 
-/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is, and a warning is
-/// returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
+/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is, and a warning
+/// is returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
 pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> Option<String> {
     if !changes::has_changed(dataset).await {
         return None;

@@ -369,8 +369,9 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
         return None;
     }
     Some(format!(
-        "the network is validated every {validation_every} steps and saved every {save_every} steps, so the best network is kept only if both happen at the \
-         same step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validation_every}"
+        "the network is validated every {validation_every} steps and saved every {save_every} steps, so the best network is kept only if \
+         both happen at the same step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of \
+         {validation_every}"
     ))
 }
 
@@ -480,7 +481,8 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
-        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures, which stay in one fold, are not considered.
+        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures, which stay in one fold, are
+        // not considered.
         (_, Some((fold, folds))) => {
             let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
             train - train / folds - u64::from(fold <= train % folds)

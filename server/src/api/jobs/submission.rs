@@ -163,7 +163,8 @@ pub(crate) async fn check_pretrained(
             }
             None => {
                 return mistake(format!(
-                    "no checkpoint has the id {given:?}; the checkpoint may have been removed: `lockstep checkpoints JOB` lists a job's checkpoints"
+                    "no checkpoint has the id {given:?}; the checkpoint may have been removed: `lockstep checkpoints JOB` lists a job's \
+                     checkpoints"
                 ));
             }
         }

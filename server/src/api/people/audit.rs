@@ -59,8 +59,8 @@ pub(crate) struct AuditQuery {
 
 /// Read the audit log
 ///
-/// The log has every request that may have changed something and every attempt to sign in, with the sender, the sender's address, the action
-/// and the response's status. The newest 100 000 entries of the last year are kept.
+/// The log has every request that may have changed something and every attempt to sign in, with the sender, the sender's address, the
+/// action and the response's status. The newest 100 000 entries of the last year are kept.
 #[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::http::error::Problem)))]
 pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,

@@ -124,7 +124,7 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
         &id,
         "long",
         "running",
-        "cancel it first",
+        "cancel the job first",
     ]);
     server.cli(&["cancel", &id]).ok();
     assert_eq!(server.wait_for_end(&id).await["state"], "cancelled");

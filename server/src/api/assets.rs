@@ -41,7 +41,7 @@ pub(crate) fn folder() -> &'static str {
     })
 }
 
-/// Returns the contents of a file. `all/PAGE.js` has all modules of a page, and `app.css` all files that it imports.
+/// Returns the contents of a file. `all/PAGE.js` has all modules of a page, and `app.css` has all styles.
 fn content(path: &str) -> Option<Cow<'static, [u8]>> {
     let page = path.strip_prefix("all/").and_then(|name| name.strip_suffix(".js"));
     if page.is_none() && path != "app.css" {
@@ -49,32 +49,32 @@ fn content(path: &str) -> Option<Cow<'static, [u8]>> {
     }
     static MADE: OnceLock<Mutex<HashMap<String, &'static [u8]>>> = OnceLock::new();
     let mut made = lock(MADE.get_or_init(Mutex::default));
-    if let Some(text) = made.get(path) {
-        return Some(Cow::Borrowed(text));
+    if let Some(bytes) = made.get(path) {
+        return Some(Cow::Borrowed(bytes));
     }
     let source = |path: &str| Assets::get(path).and_then(|f| String::from_utf8(f.data.into_owned()).ok());
     let text = match page {
         Some(page) => bundle::page(page, &source),
         None => bundle::styles(&source),
     }?;
-    // Leaked, because only few files are made and they live as long as the process.
-    let text: &'static [u8] = Vec::leak(text.into_bytes());
-    made.insert(path.to_owned(), text);
-    Some(Cow::Borrowed(text))
+    // Leaked, because only a few bundles are made, and they are used as long as the process runs.
+    let bytes: &'static [u8] = Vec::leak(text.into_bytes());
+    made.insert(path.to_owned(), bytes);
+    Some(Cow::Borrowed(bytes))
 }
 
 /// `GET /static/{path}`. In this build's folder, browsers may cache files forever. Elsewhere (from a page that an older server wrote),
 /// browsers revalidate each time, and get 304 if the file is unchanged.
 pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Result<Response> {
     let versioned = path.strip_prefix("v-").and_then(|rest| rest.split_once('/'));
-    let own = versioned.is_some_and(|(version, _)| folder().ends_with(version));
+    let is_of_this_build = versioned.is_some_and(|(version, _)| folder().ends_with(version));
     let path = versioned.map_or(path.as_str(), |(_, file)| file);
     let content = content(path).ok_or_else(|| Error::NotFound("there is no such file".into()))?;
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&content)[..12]));
-    let known = conditional::is_known(&headers, &tag);
-    let keep = if own { "public, max-age=31536000, immutable" } else { "no-cache" };
-    let common = [(header::ETAG, tag), (header::CACHE_CONTROL, keep.to_owned())];
-    if known {
+    let is_unchanged = conditional::is_known(&headers, &tag);
+    let caching = if is_of_this_build { "public, max-age=31536000, immutable" } else { "no-cache" };
+    let common = [(header::ETAG, tag), (header::CACHE_CONTROL, caching.to_owned())];
+    if is_unchanged {
         return Ok((StatusCode::NOT_MODIFIED, common).into_response());
     }
     let kind = match path.rsplit_once('.').map(|(_, extension)| extension) {

@@ -40,17 +40,17 @@ const MAX_DEPTH: u32 = 20;
 impl<S: Fn(&str) -> Option<String>> Bundle<'_, S> {
     /// Adds a module after its imports, and returns its index.
     fn add(&mut self, path: &str, depth: u32) -> Option<usize> {
-        if let Some(place) = self.modules.iter().position(|m| m == path) {
-            return Some(place);
+        if let Some(index) = self.modules.iter().position(|m| m == path) {
+            return Some(index);
         }
         if depth > MAX_DEPTH {
             return None;
         }
         let (mut body, mut exports) = (String::new(), Vec::new());
         for line in (self.source)(path)?.lines() {
-            if let Some((names, from)) = import(line) {
-                let place = self.add(&resolve(path, from), depth + 1)?;
-                let _ = writeln!(body, "const {{{}}} = m{place};", names.replace(" as ", ": "));
+            if let Some((names, imported)) = parse_import(line) {
+                let index = self.add(&resolve(path, imported), depth + 1)?;
+                let _ = writeln!(body, "const {{{}}} = m{index};", names.replace(" as ", ": "));
             } else if let Some(declaration) = line.strip_prefix("export ") {
                 exports.push(declared_name(declaration)?.to_owned());
                 let _ = writeln!(body, "{declaration}");
@@ -58,18 +58,18 @@ impl<S: Fn(&str) -> Option<String>> Bundle<'_, S> {
                 let _ = writeln!(body, "{line}");
             }
         }
-        let (place, exports) = (self.modules.len(), exports.join(", "));
+        let (index, exports) = (self.modules.len(), exports.join(", "));
         let _ = write!(
             self.text,
-            "// {path}\nconst m{place} = (() => {{\n{body}return {{ {exports} }};\n}})();\n"
+            "// {path}\nconst m{index} = (() => {{\n{body}return {{ {exports} }};\n}})();\n"
         );
         self.modules.push(path.to_owned());
-        Some(place)
+        Some(index)
     }
 }
 
 /// Parses `import { names } from "path";` into names and path.
-fn import(line: &str) -> Option<(&str, &str)> {
+fn parse_import(line: &str) -> Option<(&str, &str)> {
     line.strip_prefix("import {")?.strip_suffix("\";")?.split_once("} from \"")
 }
 
@@ -83,7 +83,7 @@ fn declared_name(declaration: &str) -> Option<&str> {
     rest.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '$').next().filter(|name| !name.is_empty())
 }
 
-/// Resolves a relative path such as `../x.js` in the file `a/b.js`.
+/// Resolves a relative path such as `../x.js` in the file `importer`.
 fn resolve(importer: &str, path: &str) -> String {
     let mut parts: Vec<&str> = importer.split('/').collect();
     parts.pop();

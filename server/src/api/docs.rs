@@ -55,12 +55,12 @@ const COMMON_WORDS: [&str; 14] =
     ["a", "an", "and", "are", "do", "does", "how", "i", "in", "is", "of", "the", "to", "what"];
 /// Maximum length of an excerpt, in characters.
 const MAX_EXCERPT_CHARS: usize = 240;
-/// Number of characters before the first word of the query in an excerpt that does not start with its paragraph.
+/// Number of characters that an excerpt shows before the first word of the query, unless the excerpt starts where its paragraph starts.
 const CONTEXT_CHARS: usize = 60;
 
 /// Returns the pages that contain all words of the query, ignoring case, each with an excerpt: the paragraph or row of a table that defines
-/// the query's words, otherwise the paragraph with most of the words. Pages with a word in the title come first, then pages with a
-/// definition, guides before the reference, and pages that use the words most often.
+/// the query's words, otherwise the paragraph with most of the words. Pages are ordered by: a word in the title, a definition, guide or
+/// reference, number of uses of the words.
 fn search(query: &str) -> Vec<(DocsEntry, String)> {
     let typed = query.to_lowercase();
     let typed: Vec<_> =
@@ -71,7 +71,9 @@ fn search(query: &str) -> Vec<(DocsEntry, String)> {
     let definition = format!("{}:", words.join(" "));
     let score = |text: &str| {
         let text = text.to_lowercase();
-        (text.starts_with(&definition), words.iter().filter(|word| text.contains(**word)).count())
+        let is_definition = text.starts_with(&definition);
+        let word_count = words.iter().filter(|word| text.contains(**word)).count();
+        (is_definition, word_count)
     };
     let found = entries().into_iter().filter_map(|entry| {
         let source = source(&entry.path)?;
@@ -79,40 +81,41 @@ fn search(query: &str) -> Vec<(DocsEntry, String)> {
         if !words.iter().all(|word| lower.contains(*word)) {
             return None;
         }
-        // Of equally good paragraphs, the first.
+        // `min_by_key` returns the first of equally good paragraphs.
         let best = paragraphs(&source)
             .into_iter()
             .map(|text| (score(&text), text))
             .min_by_key(|(score, _)| Reverse(*score));
-        let ((defines, count), text) = best.unwrap_or_default();
+        let ((is_definition, word_count), text) = best.unwrap_or_default();
         // If no paragraph has any of the words, they are in code or headings.
-        let in_code = || source.lines().find(|line| score(line).1 > 0).unwrap_or_default();
-        let text = excerpt(if count > 0 { text.as_str() } else { in_code() }, &words);
+        let line_with_word = || source.lines().find(|line| score(line).1 > 0).unwrap_or_default();
+        let text = excerpt(if word_count > 0 { text.as_str() } else { line_with_word() }, &words);
         let is_guide = !entry.path.contains('/');
         let uses: usize = words.iter().map(|word| lower.matches(*word).count()).sum();
-        Some(((score(&entry.title).1 > 0, defines, is_guide, count, uses), (entry, text)))
+        let is_in_title = score(&entry.title).1 > 0;
+        Some(((is_in_title, is_definition, is_guide, word_count, uses), (entry, text)))
     });
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(|(rank, _)| Reverse(*rank));
     found.into_iter().map(|(_, page)| page).collect()
 }
 
-/// Returns the text, cut to an excerpt that contains the first of the words.
+/// Cuts the text to an excerpt that contains the first of the words.
 fn excerpt(text: &str, words: &[&str]) -> String {
     let chars: Vec<char> = text.chars().collect();
     let lower = text.to_lowercase();
     let chars_before = |byte: usize| lower[..byte].chars().count();
-    let (mut first, mut end) = (chars.len(), 0);
+    let (mut first_word, mut last_word_end) = (chars.len(), 0);
     for word in words {
         if let Some(at) = lower.find(*word) {
-            first = first.min(chars_before(at));
-            end = end.max(chars_before(at + word.len()));
+            first_word = first_word.min(chars_before(at));
+            last_word_end = last_word_end.max(chars_before(at + word.len()));
         }
     }
     let mut start = 0;
-    if end > MAX_EXCERPT_CHARS && first > CONTEXT_CHARS {
-        start = first - CONTEXT_CHARS;
-        start += chars[start..first].iter().position(|c| *c == ' ').map_or(0, |space| space + 1);
+    if last_word_end > MAX_EXCERPT_CHARS && first_word > CONTEXT_CHARS {
+        start = first_word - CONTEXT_CHARS;
+        start += chars[start..first_word].iter().position(|c| *c == ' ').map_or(0, |space| space + 1);
     }
     let shown: String = chars[start..].iter().take(MAX_EXCERPT_CHARS).collect();
     let before = if start > 0 { "... " } else { "" };

@@ -71,7 +71,7 @@ async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Re
         probed.await.map_err(|e| Error::Internal(e.to_string()))??;
     }
     let warnings = ingress.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
-    Ok(warnings.iter().fold(READY.to_owned(), |text, remark| format!("{text}note: {remark}\n")))
+    Ok(warnings.iter().fold(READY.to_owned(), |text, warning| format!("{text}note: {warning}\n")))
 }
 
 /// Writes a file and removes it.
@@ -98,7 +98,8 @@ pub(crate) async fn prometheus(
 ) -> Result<impl IntoResponse> {
     let counts = store.counts().await?;
     let online = agents.online();
-    let count_of = |state: JobState| counts.jobs.iter().find(|(of, _)| *of == state).map_or(0, |(_, n)| *n);
+    let count_of =
+        |state: JobState| counts.jobs.iter().find(|(counted, _)| *counted == state).map_or(0, |(_, n)| *n);
     let slots = online.iter().map(|agent| agent.row.slots.len()).sum::<usize>();
     let busy = online.iter().map(|agent| agents.leases.slots_in_use(&agent.row.id).len()).sum::<usize>();
     let clients = u64::try_from(events.stream_clients.load(Ordering::Relaxed)).unwrap_or(0);

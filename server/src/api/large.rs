@@ -1,5 +1,5 @@
-//! Responses that may have megabytes. At most two are produced at a time, and blocking threads serialize them, so that other requests are
-//! not delayed.
+//! Responses that may have megabytes. At most two such responses are produced at a time, and blocking threads serialize them, so that other
+//! requests are not delayed.
 
 use crate::http::error::{Error, Result, blocking};
 use axum::{
@@ -12,7 +12,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Maximum number of elements of a page that needs no permit.
 const SMALL_PAGE: u32 = 100;
-/// One permit for each large page that is produced at a time.
+/// Each large page needs a permit while it is produced.
 static PERMITS: Semaphore = Semaphore::const_new(2);
 /// Maximum time to wait for a permit.
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -142,7 +142,7 @@ impl Fields {
 
 type Components = Vec<(String, RefOr<Schema>)>;
 
-/// Names of the fields of an object with this schema. `components` has the schemas to which it refers.
+/// Names of the fields of an object with this schema. `components` has the schemas to which the schema refers.
 fn field_names(
     schema: &RefOr<Schema>,
     components: &LazyCell<Components, impl FnOnce() -> Components>,
@@ -276,7 +276,7 @@ impl<T: ToSchema> List<T> {
     /// # Errors
     /// 400: a parameter is invalid.
     pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
-        self.cut(items, params, None)
+        self.select_page(items, params, None)
     }
 
     /// Returns the requested page of a list of a job.
@@ -284,17 +284,17 @@ impl<T: ToSchema> List<T> {
     /// # Errors
     /// 400: a parameter is invalid.
     pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
-        self.cut(items, params, Some(job))
+        self.select_page(items, params, Some(job))
     }
 
-    fn cut(&self, mut items: Vec<T>, params: &ListParams, job: Option<&JobId>) -> Result<Page<T>> {
+    fn select_page(&self, mut items: Vec<T>, params: &ListParams, job: Option<&JobId>) -> Result<Page<T>> {
         let pages = Pages::new(self.name, params.sort.as_deref().unwrap_or(self.default_sort));
         let pages = job.map_or(pages, |job| pages.owned_by("job", job.as_str()));
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
-        let (by, _) = sort_key(pages.sort());
+        let (sort, _) = sort_key(pages.sort());
         let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
-        known_name("sort", by, &names)?;
-        let key = self.sorts.iter().find(|(name, _)| *name == by).map(|(_, key)| key);
+        known_name("sort", sort, &names)?;
+        let key = self.sorts.iter().find(|(name, _)| *name == sort).map(|(_, key)| key);
         let key = |item: &T| key.map_or(Key::Missing, |key| key(item));
         let fields = Fields::parse::<T>(params.fields.as_deref())?;
         let after = parse_time("created_after", params.created_after.as_deref())?;
@@ -337,9 +337,9 @@ pub(super) fn sort_and_cut<T>(
         a.0.order(b.0, descending).then(ids)
     };
     items.sort_by(|a, b| order((&key(a), id(a)), (&key(b), id(b))));
-    let from: Option<(Key, String)> = pages.read(from)?;
-    if let Some((at, last)) = &from {
-        items.retain(|item| order((&key(item), id(item)), (at, last)) == Ordering::Greater);
+    let previous: Option<(Key, String)> = pages.read(from)?;
+    if let Some((previous_key, previous_id)) = &previous {
+        items.retain(|item| order((&key(item), id(item)), (previous_key, previous_id)) == Ordering::Greater);
     }
     let more = items.len() > limit;
     items.truncate(limit);

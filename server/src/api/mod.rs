@@ -26,9 +26,9 @@ async fn to_the_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + S
     tokio::spawn(work).await.map_err(|e| Error::Internal(format!("a request's work: {e}")))?
 }
 
-/// Returns the close code for an error in a websocket's frames: a frame is too large, or violates the protocol.
+/// Returns the close code for an error in a websocket's frames: `SIZE` if a frame is too large, otherwise `PROTOCOL`.
 fn close_code_of(error: &axum::Error) -> u16 {
     use axum::extract::ws::close_code;
-    // The library does not export the kinds of its errors.
+    // axum does not export the kinds of websocket errors.
     if error.to_string().contains("too long") { close_code::SIZE } else { close_code::PROTOCOL }
 }

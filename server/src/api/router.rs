@@ -182,7 +182,7 @@ fn pages() -> [(&'static str, MethodRouter<App>); 32] {
         ("/logout", post(people::login::sign_out)),
         ("/static/{*path}", get(assets::asset)),
         ("/api/{*path}", any(no_such_call)),
-        // Calls of MLflow's clients. Those with a rule of their own in `gate/rules.rs` are listed separately.
+        // Calls of MLflow's clients. Paths that have a separate rule in `gate/rules.rs` are listed separately.
         ("/api/2.0/mlflow/experiments/search", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/create", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/delete", any(runs::mlflow::call)),
@@ -212,7 +212,7 @@ pub(crate) fn build_router(app: App) -> Router {
         .layer(middleware::from_fn_with_state(app.config.clone(), slow_body::refuse))
         .layer(middleware::from_fn(in_time))
         // Weights do not compress, and ranges refer to the uncompressed file.
-        // The fastest level, because charts wait for responses, and the slowest level saves only a tenth more.
+        // Charts wait for responses, so the level is the fastest. The slowest level would save only a tenth more.
         .layer(CompressionLayer::new().quality(CompressionLevel::Fastest).compress_when(
             DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
         ))

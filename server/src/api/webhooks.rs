@@ -31,7 +31,7 @@ use utoipa::ToSchema;
 const MAX_WEBHOOKS: usize = 50;
 /// Maximum length of a webhook's URL, in bytes.
 const MAX_URL_BYTES: usize = 2000;
-/// Maximum number of listed messages of a webhook, the newest.
+/// Maximum number of messages of a webhook that are listed, the newest first.
 const MAX_LISTED_MESSAGES: u32 = 1000;
 /// Number of messages of each webhook on the page.
 const MESSAGES_ON_PAGE: u32 = 5;
@@ -40,8 +40,8 @@ const MESSAGES_ON_PAGE: u32 = 5;
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewWebhook {
-    /// URL to which messages are posted, with `https://` or `http://`; for the form `email`, `mailto:` with comma-separated e-mail addresses.
-    /// At most 2000 bytes.
+    /// URL to which messages are posted, with `https://` or `http://`; for the form `email`, `mailto:` with comma-separated e-mail
+    /// addresses. At most 2000 bytes.
     url: String,
     #[serde(default)]
     form: WebhookForm,
@@ -53,7 +53,7 @@ pub(crate) struct NewWebhook {
     enabled: Option<bool>,
 }
 
-/// Changes of a webhook. Absent fields stay unchanged.
+/// Changes to a webhook. Absent fields stay unchanged.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WebhookChange {
@@ -235,8 +235,8 @@ pub(crate) async fn list(
 
 /// Add a webhook
 ///
-/// The server posts a message to the webhook's URL for each event of a job that is not private. Messages are signed as specified by Standard
-/// Webhooks. With the form `email`, the server sends e-mail instead, which is not signed; it needs `lockstep serve --smtp`.
+/// The server posts a message to the webhook's URL for each event of a job that is not private. Messages are signed as specified by
+/// Standard Webhooks. With the form `email`, the server sends e-mail instead, which is not signed. E-mail needs `lockstep serve --smtp`.
 #[utoipa::path(post, path = "/webhooks", tag = "webhooks", request_body = NewWebhook,
     responses((status = 201, body = MadeWebhook), (status = 409, body = Problem, description = "There are 50 webhooks"),
         (status = 422, body = Problem)))]
@@ -328,7 +328,7 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
         let events = webhook.events.iter().map(|event| event.as_str().trim_start_matches("job."));
         lines.push(views::WebhookLine {
             events: events.collect::<Vec<_>>().join(", "),
-            deliveries: deliveries.into_iter().map(line).collect(),
+            deliveries: deliveries.into_iter().map(delivery_line).collect(),
             format: webhook.form.as_str(),
             project: webhook.project.unwrap_or_default(),
             enabled: webhook.enabled,
@@ -351,7 +351,7 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
     html(page.render())
 }
 
-fn line(delivery: Delivery) -> views::DeliveryLine {
+fn delivery_line(delivery: Delivery) -> views::DeliveryLine {
     let error = delivery.attempts.last().and_then(|attempt| attempt.error.clone());
     views::DeliveryLine {
         at: delivery.created_at,

@@ -143,7 +143,7 @@ async fn a_waiting_evaluation_reports_its_agent_and_place() {
     for (step, text, ahead) in [
         (1, "is being evaluated on a", 0),
         (2, "is being evaluated on a", 1),
-        (3, "waits on a, behind 2 others", 2),
+        (3, "waits on a, behind 2 other evaluations", 2),
     ] {
         let deadline = Instant::now() + TIMEOUT;
         let (status, body) = loop {
@@ -202,7 +202,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
         response = server.post("/datasets?wait_secs=0", &third) => response,
         () = answer_only_progress(&mut agent, None) => unreachable!(),
     };
-    assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 others; ask again");
+    assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 other inspections; ask again");
     // The inspection may end during or just before a waiting request.
     let done = Ok(AgentReply::Dataset { path: "/large".into(), info: dataset_info() });
     let reply = agent.send(FromAgent::Reply { id, reply: done });
@@ -210,7 +210,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
     assert_eq!((status, &body["name"]), (201, &json!("large")), "{body}");
     assert_eq!(ask("0").await.0, 409, "the name is taken");
     let (status, body) = server.post("/datasets/inspect?wait_secs=121", &json!({"path": "/large"})).await;
-    assert!(status == 400 && body["detail"].as_str().unwrap().contains("it may be 0 to 120"), "{body}");
+    assert!(status == 400 && body["detail"].as_str().unwrap().contains("but must be 0 to 120"), "{body}");
     // An error is returned once. The next request starts another inspection.
     let wrong = json!({"name": "wrong", "path": "/wrong"});
     for detail in ["holds nothing", "holds nothing yet"] {

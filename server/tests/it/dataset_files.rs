@@ -188,9 +188,9 @@ async fn reported_progress_of_a_copy_is_bounded_and_monotonic() {
     let progress =
         |copied: u64, total: u64| json!({"parts": [part], "copied_bytes": copied, "total_bytes": total});
     for (copied, total, message) in [
-        (11, 10, "copied_bytes (11) is more than total_bytes (10)"),
-        (u64::MAX, 10, "is more than total_bytes"),
-        (0, 9, "total_bytes is less than the size of \"x\""),
+        (11, 10, "copied_bytes (11) must be at most total_bytes (10)"),
+        (u64::MAX, 10, "must be at most total_bytes"),
+        (0, 9, "total_bytes must be at least the size of \"x\""),
     ] {
         let (status, why) = own.request_error("POST", &progress(copied, total)).await;
         assert!(status == 422 && why.contains(message), "{status} {why}");

@@ -131,9 +131,9 @@ async fn an_invalid_name_is_refused_with_the_rules() {
     let _agent = Agent::join_with_dataset(&server, 1).await;
     for (name, problem, similar) in [
         (String::new(), "the name is empty: ", ""),
-        ("my pictures".into(), "the name has a space: ", "; `my-pictures` would do"),
-        ("blumen-\u{e4}".into(), "the name has '\u{e4}': ", "; `blumen` would do"),
-        (".hidden".into(), "the name begins with a dot: ", "; `hidden` would do"),
+        ("my pictures".into(), "the name has a space: ", "; for example `my-pictures`"),
+        ("blumen-\u{e4}".into(), "the name has '\u{e4}': ", "; for example `blumen`"),
+        (".hidden".into(), "the name begins with a dot: ", "; for example `hidden`"),
         ("a".repeat(101), "the name has 101 characters: ", ""),
     ] {
         let (status, response) =

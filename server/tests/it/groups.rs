@@ -211,7 +211,10 @@ async fn errors_of_groups_name_valid_values() {
         ("by=project&metrics=name".into(), "not a number"),
         ("by=project&metrics=-loss".into(), "not a number"),
         ("by=project&metrics=lose".into(), "did you mean \"loss\"?"),
-        ("by=project&sort=loss".into(), "name \"loss\" in metrics"),
+        (
+            "by=project&sort=loss".into(),
+            "sort is \"loss\", but must be group, jobs, newest or one of metrics",
+        ),
         ("by=project&limit=0".into(), "1 to 1000"),
         ("by=project&limit=1001".into(), "1 to 1000"),
         ("by=project&cursor=x".into(), "not valid for this list"),
@@ -237,7 +240,7 @@ async fn errors_of_groups_name_valid_values() {
     for (query, message) in [
         ("by=project", "belong together"),
         ("group=%5B1%5D", "belong together"),
-        ("by=project&group=%5B1%5D", "one for each of by"),
+        ("by=project&group=%5B1%5D", "one for each key of by"),
     ] {
         let (status, problem) = server.get(&format!("/jobs?{query}")).await;
         assert_eq!(status, 400, "{query}: {problem}");

@@ -219,7 +219,7 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
         (of_job("samples?indices=1&trian=true"), "did you mean \"train\"?"),
         ("/datasets/pictures/samples?ofset=1".to_owned(), "did you mean \"offset\"?"),
         (of_job("metrics.csv?points=0"), "points"),
-        (of_job("logs?format=csv"), "format is text or absent, not \"csv\""),
+        (of_job("logs?format=csv"), "format is \"csv\", but must be text or absent"),
     ] {
         let (status, body) = server.get(&path).await;
         assert_eq!(status, 400, "{path}: {body}");
@@ -258,6 +258,9 @@ async fn counts_are_accepted_up_to_their_limits() {
     let indices = |n: usize| vec!["1"; n].join(",");
     let (status, body) = server.get(&format!("/jobs/{id}/samples?indices={}", indices(201))).await;
     assert_eq!(status, 400, "{body}");
-    assert!(body["detail"].as_str().unwrap().starts_with("indices are at most 200, are 201"), "{body}");
+    assert!(
+        body["detail"].as_str().unwrap().starts_with("indices names 201 pictures, but may name at most 200"),
+        "{body}"
+    );
     server.stop().await;
 }

@@ -26,16 +26,19 @@ use std::{io, sync::Arc};
 
 /// List a dataset's files
 ///
-/// For an agent that runs an attempt on a machine without the dataset. Each line of the response is a JSON entry; the last entry is `end`
-/// or `failed`.
+/// The requesting agent runs an attempt on a machine without the dataset. Each line of the response is a JSON entry; the last entry is
+/// `end` or `failed`.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)),
     responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 403, body = Problem),
         (status = 404, body = Problem, description = "The server has no such files"),
         (status = 422, body = Problem, description = "The files cannot be copied")))]
-pub(crate) async fn list(State(datasets): State<Arc<Datasets>>, asking: RequestingAgent) -> Result<Response> {
-    asking.check_attempt(&datasets.agents)?;
-    let (dataset, tree) = tree(&datasets, &asking).await?;
+pub(crate) async fn list(
+    State(datasets): State<Arc<Datasets>>,
+    requester: RequestingAgent,
+) -> Result<Response> {
+    requester.check_attempt(&datasets.agents)?;
+    let (dataset, tree) = tree(&datasets, &requester).await?;
     let list = blocking(move || List::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
     let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
@@ -51,17 +54,17 @@ pub(crate) async fn list(State(datasets): State<Arc<Datasets>>, asking: Requesti
         (status = 422, body = Problem, description = "The request is invalid, or the files cannot be copied")))]
 pub(crate) async fn parts(
     State(datasets): State<Arc<Datasets>>,
-    asking: RequestingAgent,
+    requester: RequestingAgent,
     body: std::result::Result<Bytes, BytesRejection>,
 ) -> Result<Response> {
-    asking.check_attempt(&datasets.agents)?;
+    requester.check_attempt(&datasets.agents)?;
     let body = body?;
-    let wanted: DatasetParts = serde_json::from_slice(&body)
+    let request: DatasetParts = serde_json::from_slice(&body)
         .map_err(|e| Error::BadRequest(format!("a request for parts of a dataset must be JSON: {e}")))?;
-    check(&wanted)?;
-    let (dataset, tree) = tree(&datasets, &asking).await?;
-    report(&datasets, &asking, &dataset, &wanted).await;
-    let body = chunks(Parts::of(tree, wanted.parts), Parts::chunk);
+    check_parts(&request)?;
+    let (dataset, tree) = tree(&datasets, &requester).await?;
+    report(&datasets, &requester, &dataset, &request).await;
+    let body = chunks(Parts::of(tree, request.parts), Parts::chunk);
     Ok(([(header::CONTENT_TYPE, "application/octet-stream")], body).into_response())
 }
 
@@ -69,27 +72,29 @@ pub(crate) async fn parts(
 ///
 /// # Errors
 /// 422: the request has too many or too large parts, or its sizes contradict each other.
-fn check(wanted: &DatasetParts) -> Result<()> {
-    let wrong = |detail: String| Err(Error::unprocessable(detail));
-    let bytes = wanted.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));
-    if wanted.parts.is_empty() || wanted.parts.len() > DATASET_PARTS {
-        return wrong(format!("request 1 to {DATASET_PARTS} parts at once"));
+fn check_parts(request: &DatasetParts) -> Result<()> {
+    let invalid = |detail: String| Err(Error::unprocessable(detail));
+    let bytes = request.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));
+    if request.parts.is_empty() || request.parts.len() > DATASET_PARTS {
+        return invalid(format!("a request must name 1 to {DATASET_PARTS} parts"));
     }
-    if wanted.parts.iter().any(|part| part.length > DATASET_PART_BYTES) {
-        return wrong(format!("a part has at most {DATASET_PART_BYTES} bytes"));
+    if request.parts.iter().any(|part| part.length > DATASET_PART_BYTES) {
+        return invalid(format!("a part must have at most {DATASET_PART_BYTES} bytes"));
     }
-    if wanted.copied_bytes > wanted.total_bytes {
-        let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
-        return wrong(format!("copied_bytes ({copied}) is more than total_bytes ({total})"));
+    if request.copied_bytes > request.total_bytes {
+        let (copied, total) = (request.copied_bytes, request.total_bytes);
+        return invalid(format!("copied_bytes ({copied}) must be at most total_bytes ({total})"));
     }
-    if let Some(part) = wanted.parts.iter().find(|part| part.size_bytes > wanted.total_bytes) {
-        return wrong(format!("total_bytes is less than the size of {:?}", shortened(&part.path)));
+    if let Some(part) = request.parts.iter().find(|part| part.size_bytes > request.total_bytes) {
+        return invalid(format!("total_bytes must be at least the size of {:?}", shortened(&part.path)));
     }
-    if wanted.anew.as_ref().is_some_and(|why| why.len() > ANEW_BYTES) {
-        return wrong(format!("anew has at most {ANEW_BYTES} bytes"));
+    if request.anew.as_ref().is_some_and(|why| why.len() > ANEW_BYTES) {
+        return invalid(format!("anew must have at most {ANEW_BYTES} bytes"));
     }
     if bytes > DATASET_PARTS_BYTES {
-        return wrong(format!("the parts of one request have at most {DATASET_PARTS_BYTES} bytes"));
+        return invalid(format!(
+            "the parts of a request must have at most {DATASET_PARTS_BYTES} bytes in all"
+        ));
     }
     Ok(())
 }
@@ -99,32 +104,32 @@ fn no_files(dataset: &Dataset) -> Error {
 }
 
 /// Returns the dataset of an attempt and the tree of its files.
-async fn tree(datasets: &Datasets, asking: &RequestingAgent) -> Result<(Dataset, Tree)> {
-    let gone = |what: &str| Error::NotFound(format!("{what} is no longer registered"));
-    let row = datasets.store.job(&asking.attempt.job).await?.ok_or_else(|| gone("the job"))?;
+async fn tree(datasets: &Datasets, requester: &RequestingAgent) -> Result<(Dataset, Tree)> {
+    let no_longer = |what: &str| Error::NotFound(format!("{what} is no longer registered"));
+    let row = datasets.store.job(&requester.attempt.job).await?.ok_or_else(|| no_longer("the job"))?;
     let name = row.job.spec.data.dataset;
-    let dataset = datasets.store.dataset(&name).await?.ok_or_else(|| gone("the dataset"))?;
+    let dataset = datasets.store.dataset(&name).await?.ok_or_else(|| no_longer("the dataset"))?;
     let path = dataset.path.clone();
     let found = blocking(move || Tree::open(std::path::Path::new(&path))).await?;
     let tree = found.map_err(Error::unprocessable)?.ok_or_else(|| no_files(&dataset))?;
-    // The server may have other roots than when the dataset was registered. The tree refuses links that lead out of it.
+    // The server's roots may have changed since the dataset was registered. The tree refuses links that lead out of the dataset's folder.
     datasets.roots.check_found(&dataset.path).map_err(Error::unprocessable)?;
     Ok((dataset, tree))
 }
 
 /// Reports the progress of the copy in the job's log.
-async fn report(datasets: &Datasets, asking: &RequestingAgent, dataset: &Dataset, wanted: &DatasetParts) {
-    let (job, attempt) = (&asking.attempt.job, asking.attempt.attempt);
-    let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
-    let who = (job, attempt, asking.agent_id.as_str());
-    let Some(notice) = datasets.copies.notice(who, (copied, total), wanted.anew.is_some()) else { return };
-    let agent = asking.agent_name(&datasets.agents);
+async fn report(datasets: &Datasets, requester: &RequestingAgent, dataset: &Dataset, request: &DatasetParts) {
+    let (job, attempt) = (&requester.attempt.job, requester.attempt.attempt);
+    let (copied, total) = (request.copied_bytes, request.total_bytes);
+    let who = (job, attempt, requester.agent_id.as_str());
+    let Some(notice) = datasets.copies.notice(who, (copied, total), request.anew.is_some()) else { return };
+    let agent = requester.agent_name(&datasets.agents);
     let name = &dataset.name;
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
     let text = match notice {
         CopyNotice::Restarted => format!(
             "the dataset {name} changed while {agent} copied it ({}): it is copied again, {:.1} MB of which {:.1} MB are already copied",
-            wanted.anew.as_deref().unwrap_or_default(),
+            request.anew.as_deref().unwrap_or_default(),
             megabytes(total),
             megabytes(copied)
         ),
@@ -144,8 +149,8 @@ async fn report(datasets: &Datasets, asking: &RequestingAgent, dataset: &Dataset
 /// Returns a body that is read while it is sent, on threads for blocking work.
 fn chunks<T: Send + 'static>(source: T, next: fn(&mut T) -> io::Result<Option<Vec<u8>>>) -> Body {
     Body::from_stream(stream::try_unfold(source, move |mut source| async move {
-        let made =
+        let read =
             tokio::task::spawn_blocking(move || next(&mut source).map(|chunk| chunk.map(|c| (c, source))));
-        made.await.map_err(io::Error::other)?
+        read.await.map_err(io::Error::other)?
     }))
 }

@@ -3,7 +3,8 @@
 //!
 //! Headers of a request name the agent and the fencing token of its attempt. The access token of the request must belong to that agent.
 //! An agent may download the files that its current attempt may need. It may upload the checkpoints that it has reported: as the agent of
-//! rank 0, or as another agent after a rank was lost. It may also upload them after the attempt's end, and with a later attempt.
+//! rank 0, or as another agent after a rank was lost. It may also upload these checkpoints after the attempt's end or during a later
+//! attempt.
 
 use super::requesting_agent::{AttemptPath, RequestingAgent};
 use crate::{
@@ -50,10 +51,10 @@ const NOTE_BYTES: usize = 64 << 10;
     responses((status = 204), (status = 403, body = Problem, description = "The attempt does not belong to this agent")))]
 pub(crate) async fn begin(
     State(checkpoints): State<Arc<Checkpoints>>,
-    asking: RequestingAgent,
+    requester: RequestingAgent,
 ) -> Result<StatusCode> {
-    asking.check_attempt(&checkpoints.agents)?;
-    checkpoints.store.note_own_disk(&asking.attempt, &asking.agent_id).await?;
+    requester.check_attempt(&checkpoints.agents)?;
+    checkpoints.store.note_own_disk(&requester.attempt, &requester.agent_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -64,12 +65,12 @@ pub(crate) async fn begin(
     params(("job" = String, Path), ("attempt" = u32, Path)), responses((status = 200, body = WhatIsNeeded)))]
 pub(crate) async fn needed(
     State(auth): State<Arc<Auth>>,
-    asking: RequestingAgent,
+    requester: RequestingAgent,
 ) -> Result<Json<WhatIsNeeded>> {
-    let AttemptRef { job, attempt, .. } = &asking.attempt;
+    let AttemptRef { job, attempt, .. } = &requester.attempt;
     Ok(Json(match auth.store.job(job).await? {
         // After the restore of a backup, another attempt may have the same number, but not the same fencing token.
-        Some(row) if auth.store.given_place(&asking.attempt, &asking.agent_id).await?.is_some() => {
+        Some(row) if auth.store.given_place(&requester.attempt, &requester.agent_id).await?.is_some() => {
             match row.job.attempt == *attempt && !row.job.state.is_final() {
                 true => WhatIsNeeded::Folder,
                 false => WhatIsNeeded::Nothing,
@@ -77,7 +78,7 @@ pub(crate) async fn needed(
         }
         None if was_deleted(&auth, job).await? => WhatIsNeeded::Nothing,
         _ => {
-            let agent = asking.agent_id.as_str();
+            let agent = requester.agent_id.as_str();
             tracing::warn!(
                 %job, attempt, agent,
                 "an agent has the folder of an attempt that the database lacks, as after the restore of a backup; the agent keeps \
@@ -98,7 +99,7 @@ async fn was_deleted(auth: &Auth, job: &JobId) -> Result<bool> {
 /// Download a file of a checkpoint to the agent that continues from it
 ///
 /// If the checkpoint from which the attempt should continue is damaged and the job has another checkpoint, the damaged checkpoint is set
-/// aside: the job's next attempt continues from the previous one.
+/// aside: the job's next attempt continues from the previous checkpoint.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("id" = String, Path), ("file" = String, Path)),
     responses((status = 200, content_type = "application/octet-stream"), (status = 206, description = "The requested range"),
@@ -107,29 +108,29 @@ async fn was_deleted(auth: &Auth, job: &JobId) -> Result<bool> {
         (status = 422, body = Problem, description = "The checkpoint is damaged: end the attempt")))]
 pub(crate) async fn file(
     State(checkpoints): State<Arc<Checkpoints>>,
-    asking: RequestingAgent,
+    requester: RequestingAgent,
     request: Request<Body>,
 ) -> Result<Response> {
-    asking.check_attempt(&checkpoints.agents)?;
-    let AttemptPath { id, file, .. } = &asking.path;
+    requester.check_attempt(&checkpoints.agents)?;
+    let AttemptPath { id, file, .. } = &requester.path;
     let row = checkpoints::find(&*checkpoints.store, id).await?;
-    if row.job != asking.attempt.job {
-        let of = checkpoints.store.job(&asking.attempt.job).await?;
-        let begins_with = of.and_then(|row| row.job.spec.model.pretrained);
-        if begins_with.as_ref() != Some(id) {
+    if row.job != requester.attempt.job {
+        let job = checkpoints.store.job(&requester.attempt.job).await?;
+        let pretrained = job.and_then(|row| row.job.spec.model.pretrained);
+        if pretrained.as_ref() != Some(id) {
             return Err(Error::Forbidden("the attempt does not need this checkpoint".into()));
         }
     }
     if file == MANIFEST {
         let megabytes = row.info.size_bytes as f64 / 1e6;
-        let name = asking.agent_name(&checkpoints.agents);
+        let name = requester.agent_name(&checkpoints.agents);
         let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
-        checkpoints.events.log_once(&asking.attempt.job, asking.attempt.attempt, "fetched", text).await;
+        checkpoints.events.log_once(&requester.attempt.job, requester.attempt.attempt, "fetched", text).await;
     }
-    let wanted = Path((id.clone(), file.clone()));
-    match checkpoint_files::file(State(Arc::clone(&checkpoints)), wanted, request).await {
+    let path = Path((id.clone(), file.clone()));
+    match checkpoint_files::file(State(Arc::clone(&checkpoints)), path, request).await {
         Err(error @ (Error::Of(Code::CheckpointDamaged, _) | Error::NotFound(_)))
-            if row.job == asking.attempt.job =>
+            if row.job == requester.attempt.job =>
         {
             Err(fall_back(&checkpoints, &row, error).await?)
         }
@@ -137,8 +138,8 @@ pub(crate) async fn file(
     }
 }
 
-/// Sets a damaged checkpoint aside and removes its row, as ranks on this disk do, if the job has another checkpoint. Returns the response, which
-/// is `error` if the checkpoint is not damaged.
+/// Sets a damaged checkpoint aside and removes its row, if the job has another checkpoint. Ranks that use the server's disk do the same.
+/// Returns the error to respond with, which is `error` if the checkpoint is not damaged.
 async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error) -> Result<Error> {
     let copies = checkpoints.copies(&row.job).await?;
     let rows = checkpoints.store.checkpoints(&row.job).await?;
@@ -154,11 +155,11 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     }
     let folder = checkpoints.folder(row);
     if folder.exists() {
-        let then = "the job continues from the previous one";
-        artifact_checks::set_damaged_aside(checkpoints, row, then).await.map_err(|e| disk(&e))?;
+        let consequence = "the job continues from the previous one";
+        artifact_checks::set_damaged_aside(checkpoints, row, consequence).await.map_err(|e| disk(&e))?;
     }
     if folder.exists() {
-        // The folder is not damaged, or another one has replaced it meanwhile.
+        // The folder is not damaged, or another folder has replaced it meanwhile.
         return Ok(error);
     }
     let _removing = checkpoints.removing.lock().await;
@@ -176,19 +177,19 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     responses((status = 204), (status = 403, body = Problem), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
 pub(crate) async fn dataset(
     State(checkpoints): State<Arc<Checkpoints>>,
-    asking: RequestingAgent,
+    requester: RequestingAgent,
     body: std::result::Result<Bytes, BytesRejection>,
 ) -> Result<StatusCode> {
-    asking.check_attempt(&checkpoints.agents)?;
+    requester.check_attempt(&checkpoints.agents)?;
     let body = body?;
     if body.len() > NOTE_BYTES {
-        let detail = format!("a dataset's fingerprint has at most {NOTE_BYTES} bytes");
+        let detail = format!("a dataset's fingerprint must have at most {NOTE_BYTES} bytes");
         return Err(Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail));
     }
     let fingerprint = serde_json::from_slice(&body)
-        .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint is JSON: {e}")))?;
-    let job_dir = checkpoints.config.job_dir(&asking.attempt.job);
-    let own = DatasetNote { fingerprint, machine: Some(asking.agent_name(&checkpoints.agents)) };
+        .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint must be JSON: {e}")))?;
+    let job_dir = checkpoints.config.job_dir(&requester.attempt.job);
+    let own = DatasetNote { fingerprint, machine: Some(requester.agent_name(&checkpoints.agents)) };
     let other = blocking(move || notes::keep_dataset_note(&job_dir, &own)).await?;
     match other.map_err(|e| disk(&e))? {
         None => Ok(StatusCode::NO_CONTENT),
@@ -202,10 +203,10 @@ pub(crate) async fn dataset(
     responses((status = 200, body = UploadState), (status = 403, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn upload_state(
     State(checkpoints): State<Arc<Checkpoints>>,
-    asking: RequestingAgent,
+    requester: RequestingAgent,
 ) -> Result<Json<UploadState>> {
-    asking.check_upload(&checkpoints).await?;
-    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
+    requester.check_upload(&checkpoints).await?;
+    let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
     let state = blocking(move || upload.state()).await?;
     Ok(Json(state.map_err(refusal)?))
 }
@@ -221,7 +222,7 @@ pub(crate) struct PieceQuery {
 
 /// Upload a piece of a checkpoint's file
 ///
-/// `MANIFEST.json` must be uploaded first, in one piece. It limits the sizes of the other files.
+/// `MANIFEST.json` must be uploaded first, in one piece. The manifest limits the sizes of the other files.
 #[utoipa::path(put, path = "/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), PieceQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
@@ -231,26 +232,26 @@ pub(crate) struct PieceQuery {
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_piece(
     State(checkpoints): State<Arc<Checkpoints>>,
-    asking: RequestingAgent,
+    requester: RequestingAgent,
     Query(piece): Query<PieceQuery>,
     request: Request<Body>,
 ) -> Result<StatusCode> {
-    asking.check_upload(&checkpoints).await?;
+    requester.check_upload(&checkpoints).await?;
     // Read only after the check of the agent, because pieces are large.
     let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
         let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
     })?;
-    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
-    let is_live = asking.has_attempt(&checkpoints.agents);
-    let file = asking.path.file.clone();
-    let done = blocking(move || match file.as_str() {
+    let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
+    let is_live = requester.has_attempt(&checkpoints.agents);
+    let file = requester.path.file.clone();
+    let stored = blocking(move || match file.as_str() {
         MANIFEST => upload.begin(&body, is_live),
         file => upload.append(file, piece.offset, &body).map(|_| ()),
     });
-    match done.await? {
+    match stored.await? {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
-        Err(why) => Err(report_refusal(&checkpoints.events, &asking, why).await),
+        Err(why) => Err(report_refusal(&checkpoints.events, &requester, why).await),
     }
 }
 
@@ -264,25 +265,25 @@ pub(crate) async fn upload_piece(
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_done(
     State(checkpoints): State<Arc<Checkpoints>>,
-    asking: RequestingAgent,
+    requester: RequestingAgent,
 ) -> Result<StatusCode> {
-    asking.check_upload(&checkpoints).await?;
-    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
-    let is_live = asking.has_attempt(&checkpoints.agents);
+    requester.check_upload(&checkpoints).await?;
+    let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
+    let is_live = requester.has_attempt(&checkpoints.agents);
     if let Err(why) = blocking(move || upload.commit(is_live)).await? {
-        return Err(report_refusal(&checkpoints.events, &asking, why).await);
+        return Err(report_refusal(&checkpoints.events, &requester, why).await);
     }
     if let Some(store) = &checkpoints.artifact_store {
-        store.note(&format!("{}-{}", asking.attempt.job, asking.path.name));
+        store.note(&format!("{}-{}", requester.attempt.job, requester.path.name));
     }
-    checkpoints.tidy(&asking.attempt).await?;
+    checkpoints.tidy(&requester.attempt).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Returns the error for a refused upload. Also reports a full disk or damaged files in the job's log, once.
-async fn report_refusal(events: &Events, asking: &RequestingAgent, why: Refused) -> Error {
-    let (attempt, name) = (&asking.attempt, &asking.path.name);
-    let (what, text) = match &why {
+async fn report_refusal(events: &Events, requester: &RequestingAgent, why: Refused) -> Error {
+    let (attempt, name) = (&requester.attempt, &requester.path.name);
+    let (topic, text) = match &why {
         Refused::Io(error) => (
             "disk",
             format!(
@@ -292,32 +293,34 @@ async fn report_refusal(events: &Events, asking: &RequestingAgent, why: Refused)
         Refused::Damaged(how) => (
             "damaged",
             format!(
-                "checkpoint {name} was damaged during the upload to the server ({how}); its agent sends it again, or reports that it is also damaged on its machine"
+                "checkpoint {name} was damaged during the upload to the server ({how}); the agent sends it again, or reports that the \
+                 checkpoint is also damaged on the agent's machine"
             ),
         ),
         Refused::Wrong(_) | Refused::Offset(_) | Refused::Busy => return refusal(why),
         Refused::Stored => {
-            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, name, "a stored checkpoint is not replaced by an attempt that is over");
+            let (job, attempt) = (&attempt.job, attempt.attempt);
+            tracing::warn!(%job, attempt, name, "a stored checkpoint is not replaced by an attempt that is over");
             return refusal(why);
         }
     };
     tracing::warn!(job = %attempt.job, text);
-    events.log_once(&attempt.job, attempt.attempt, what, text).await;
+    events.log_once(&attempt.job, attempt.attempt, topic, text).await;
     refusal(why)
 }
 
 fn refusal(why: Refused) -> Error {
     match why {
         Refused::Wrong(detail) => Error::unprocessable(detail),
-        Refused::Offset(there) => {
-            Error::Conflict(format!("the server has {there} bytes of this file: continue at offset={there}"))
+        Refused::Offset(stored) => {
+            Error::Conflict(format!("the server has {stored} bytes of this file: continue at offset={stored}"))
         }
         Refused::Damaged(how) => {
             Error::Of(Code::CheckpointDamaged, format!("{how}; send the checkpoint again"))
         }
         Refused::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
         Refused::Stored => Error::Forbidden(
-            "the server has this checkpoint with other weights, and the attempt is over: it stays as it is"
+            "the server has this checkpoint with other weights and does not replace it, because the attempt is over"
                 .into(),
         ),
         Refused::Io(error) => disk(&error),

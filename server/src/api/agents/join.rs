@@ -7,23 +7,23 @@ use crate::{
 use lockstep_web::machines::Join;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-/// Returns the parts of the commands to join. `seen` is the server's URL in the browser of the page's reader.
+/// Returns the parts of the commands to join. `browser_url` is the server's URL in the browser of the page's reader.
 pub(crate) fn commands(
     config: &ServeConfig,
     ingress: &Ingress,
-    seen: &str,
-    known: &[String],
+    browser_url: &str,
+    known_names: &[String],
     is_admin: bool,
 ) -> Join {
     let (ip, port) = (config.listen.ip(), config.listen.port());
     let scheme = if config.tls.is_some() { "https" } else { "http" };
     // If the server listens on a specific address, loopback does not work.
-    let own = if ip.is_unspecified() || ip.is_loopback() { Ipv4Addr::LOCALHOST.into() } else { ip };
+    let own_ip = if ip.is_unspecified() || ip.is_loopback() { Ipv4Addr::LOCALHOST.into() } else { ip };
     Join {
-        server_url: reachable(ingress, seen, ip, scheme, port),
-        own_url: format!("{scheme}://{}", SocketAddr::new(own, port)),
+        server_url: reachable_url(ingress, browser_url, ip, scheme, port),
+        own_url: format!("{scheme}://{}", SocketAddr::new(own_ip, port)),
         port,
-        name: free_name(known),
+        name: free_name(known_names),
         with_token: !config.no_auth,
         with_ca: matches!(config.tls, Some(TlsConfig::OwnCa)),
         data_dir: is_admin.then(|| config.data_dir.display().to_string()),
@@ -31,9 +31,9 @@ pub(crate) fn commands(
 }
 
 /// `node-1`, or the first such name that no machine has.
-fn free_name(known: &[String]) -> String {
+fn free_name(known_names: &[String]) -> String {
     let mut names = (1..).map(|number: usize| format!("node-{number}"));
-    names.find(|name| !known.contains(name)).unwrap_or_default()
+    names.find(|name| !known_names.contains(name)).unwrap_or_default()
 }
 
 /// Whether the host of a URL means the machine on which the URL is used: loopback, or the unspecified address (`0.0.0.0`), which browsers
@@ -46,24 +46,30 @@ fn is_local(url: &str) -> bool {
     is_name || ip.is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified())
 }
 
-/// Returns the URL at which another machine reaches the server: the public URL or the one that the reader uses. If the reader is on the
-/// server's machine, one of the machine's addresses; `None` if the server listens only on loopback.
-fn reachable(ingress: &Ingress, seen: &str, ip: IpAddr, scheme: &str, port: u16) -> Option<String> {
-    // The public URL, or that of a tunnel or proxy.
-    if !is_local(seen) {
-        return Some(seen.to_owned());
+/// Returns the URL at which another machine reaches the server: the URL in the reader's browser, unless that URL is local. In place of a
+/// local URL, the URL has one of the machine's addresses; `None` if the server listens only on loopback.
+fn reachable_url(
+    ingress: &Ingress,
+    browser_url: &str,
+    ip: IpAddr,
+    scheme: &str,
+    port: u16,
+) -> Option<String> {
+    // The public URL, or the URL of a tunnel or proxy.
+    if !is_local(browser_url) {
+        return Some(browser_url.to_owned());
     }
     if ip.is_loopback() {
         return None;
     }
-    let own = if ip.is_unspecified() {
+    let reachable_ip = if ip.is_unspecified() {
         // Prefers addresses that the server's certificate names. Clients refuse an address that was added after the certificate was issued.
         let is_named = |ip: &IpAddr| ingress.is_named(&ip.to_string());
         addresses().into_iter().min_by_key(|ip| (!is_named(ip), ip.is_ipv6()))?
     } else {
         ip
     };
-    Some(format!("{scheme}://{}", SocketAddr::new(own, port)))
+    Some(format!("{scheme}://{}", SocketAddr::new(reachable_ip, port)))
 }
 
 #[cfg(test)]

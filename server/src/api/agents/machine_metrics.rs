@@ -28,8 +28,8 @@ pub(crate) struct MachineMetricsQuery {
     /// The earliest time, such as `2026-01-02T03:04:05Z`, at most a day ago (default: a day ago).
     #[param(format = DateTime)]
     since: Option<String>,
-    /// Number of equal intervals of which means are returned, 1 to 2000. By default, the response has a mean for each minute, and every
-    /// sample of the last ten minutes.
+    /// Number of equal intervals, 1 to 2000. The response then has a mean for each interval. By default, the response has a mean for each
+    /// minute, and every sample of the last ten minutes.
     #[param(minimum = 1, maximum = 2000)]
     points: Option<u32>,
 }
@@ -56,7 +56,7 @@ pub(crate) struct GpuMetrics {
 
 /// Show a machine's measurements
 ///
-/// Every sample of the last ten minutes (one every five seconds), and a mean for each minute of the last day.
+/// Returns every sample of the last ten minutes (a sample every five seconds), and a mean for each minute of the last day.
 #[utoipa::path(get, path = "/agents/{id}/metrics", tag = "agents",
     params(("id" = String, Path), MachineMetricsQuery),
     responses((status = 200, body = MachineMetrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
@@ -73,15 +73,15 @@ pub(crate) async fn find(
     if !store.agents().await?.iter().any(|agent| agent.id == id) {
         return Err(Error::NotFound("no machine has this id".into()));
     }
-    let mut points = measured(&*store, &agents, &id, since).await?;
-    if let Some(wanted) = query.points {
-        points = buckets(&points, since, now.max(since), wanted);
+    let mut points = read_points(&*store, &agents, &id, since).await?;
+    if let Some(interval_count) = query.points {
+        points = buckets(&points, since, now.max(since), interval_count);
     }
     Ok(Json(columns(&points)))
 }
 
 /// Returns the measurements from `since` on, in order.
-async fn measured(store: &dyn Store, agents: &Agents, id: &str, since: Timestamp) -> Result<Vec<Point>> {
+async fn read_points(store: &dyn Store, agents: &Agents, id: &str, since: Timestamp) -> Result<Vec<Point>> {
     // Read before the query, so that a minute that is stored in between is read twice rather than not at all.
     let (unstored, recent) = agents.machines.since(id, since);
     let mut minutes: BTreeMap<i64, Point> = BTreeMap::new();
@@ -101,17 +101,17 @@ fn columns(points: &[Point]) -> MachineMetrics {
     let machine = MACHINE_METRICS
         .iter()
         .enumerate()
-        .map(|(place, name)| (*name, points.iter().map(|point| finite(point.machine[place])).collect()));
+        .map(|(index, name)| (*name, points.iter().map(|point| finite(point.machine[index])).collect()));
     let slots: BTreeSet<u32> = points.iter().flat_map(|p| p.gpus.iter().map(|(slot, _)| *slot)).collect();
     let gpu = |slot: u32| {
-        let value = |point: &Point, place: usize| {
+        let value = |point: &Point, index: usize| {
             let (_, values) = point.gpus.iter().find(|(s, _)| *s == slot)?;
-            finite(values[place])
+            finite(values[index])
         };
         let metrics = GPU_METRICS
             .iter()
             .enumerate()
-            .map(|(place, name)| (*name, points.iter().map(|point| value(point, place)).collect()));
+            .map(|(index, name)| (*name, points.iter().map(|point| value(point, index)).collect()));
         GpuMetrics { slot, metrics: metrics.collect() }
     };
     MachineMetrics {

@@ -152,8 +152,8 @@ pub(crate) async fn remove(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    let known = scheduler.store.agents().await?;
-    let Some(agent) = known.iter().find(|agent| agent.id == id) else {
+    let agents = scheduler.store.agents().await?;
+    let Some(agent) = agents.iter().find(|agent| agent.id == id) else {
         return Err(Error::NotFound("no machine has this id".into()));
     };
     let name = &agent.name;
@@ -164,7 +164,7 @@ pub(crate) async fn remove(
     }
     if let Some((attempt, _)) = scheduler.agents.leases.of_agent(&id).first() {
         return Err(Error::Conflict(format!(
-            "{name:?} may still have ranks of job {}: wait until its lease has expired, or cancel the job",
+            "{name:?} may still have ranks of job {}: wait until the machine's lease has expired, or cancel the job",
             attempt.job
         )));
     }
@@ -178,7 +178,7 @@ pub(super) async fn forget(scheduler: &Scheduler, id: &str) -> crate::store::Res
     scheduler.store.remove_agent(id).await?;
     agents.machines.forget(id);
     agents.drain(id, false);
-    // The machine has reconnected meanwhile.
+    // The machine may have reconnected meanwhile. Its row is then stored again.
     if let Some(online) = agents.online().into_iter().find(|online| online.row.id == id) {
         agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await?;
     }
@@ -200,10 +200,10 @@ async fn set_draining(scheduler: &Scheduler, id: &str, draining: bool) -> Result
 /// Returns all known machines with their current state.
 pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Caller) -> Result<Vec<Agent>> {
     let reservations = scheduler.last_plan.reservations();
-    let mut kept_slots: HashMap<(&str, u32), &Reservation> = HashMap::new();
-    for kept in &reservations {
-        for slot in kept.free.iter().chain(&kept.ending) {
-            kept_slots.entry((&kept.agent_id, *slot)).or_insert(kept);
+    let mut reserved_slots: HashMap<(&str, u32), &Reservation> = HashMap::new();
+    for reservation in &reservations {
+        for slot in reservation.free.iter().chain(&reservation.ending) {
+            reserved_slots.entry((&reservation.agent_id, *slot)).or_insert(reservation);
         }
     }
     // Read after the reservations, so that a private job that is submitted in between is hidden.
@@ -211,28 +211,29 @@ pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Calle
     let online = scheduler.agents.online();
     let online: HashMap<&str, &Online> = online.iter().map(|a| (a.row.id.as_str(), a)).collect();
     let agents = scheduler.store.agents().await?.into_iter().map(|row| {
-        let now = online.get(row.id.as_str()).copied();
-        // The row of a connected agent in memory is newer than the stored one.
-        let row = now.map_or(row, |a| AgentRow::clone(&a.row));
+        let connected = online.get(row.id.as_str()).copied();
+        // The row of a connected agent in memory is newer than the stored row.
+        let row = connected.map_or(row, |agent| AgentRow::clone(&agent.row));
         let mut in_use = scheduler.agents.leases.slots_in_use(&row.id);
-        let seen = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
+        let if_visible = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
         let kept_for = |slot: u32| {
-            let kept = kept_slots.get(&(row.id.as_str(), slot)).filter(|_| now.is_some())?;
-            Some(KeptFor { job: seen(kept.job.clone()), since: kept.since })
+            let reservation =
+                reserved_slots.get(&(row.id.as_str(), slot)).filter(|_| connected.is_some())?;
+            Some(KeptFor { job: if_visible(reservation.job.clone()), since: reservation.since })
         };
         let slots = row.slots.into_iter().map(|slot| {
             let kept_for = kept_for(slot.index);
             let (job, rank) = in_use.remove(&slot.index).unzip();
-            SlotUse { job: job.and_then(seen), rank, kept_for, slot }
+            SlotUse { job: job.and_then(if_visible), rank, kept_for, slot }
         });
         let slots = slots.collect();
         let draining = scheduler.agents.is_draining(&row.id);
         let newest = scheduler.agents.machines.newest(&row.id);
-        let connected_at = now.map(|agent| agent.connected_at);
+        let connected_at = connected.map(|agent| agent.connected_at);
         let state = MachineState {
             machine: &row.machine,
             newest: newest.as_ref(),
-            findings: now.map_or(&[], |agent| &agent.findings),
+            findings: connected.map_or(&[], |agent| &agent.findings),
             connected_at,
             last_seen_at: row.last_seen_at,
             attempts: scheduler.agents.leases.of_agent(&row.id).len(),
@@ -240,16 +241,16 @@ pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Calle
             now: crate::now(),
         };
         let mut warnings = warnings(&state);
-        if let Some(why) = now.and_then(|agent| agent.no_work.as_ref()) {
+        if let Some(why) = connected.and_then(|agent| agent.no_work.as_ref()) {
             let text = format!("Takes no new jobs: {why}. Its running ranks continue.");
             warnings.insert(0, MachineWarning { problem: true, text });
         }
-        let twin = now.and_then(|agent| agent.twin);
+        let twin = connected.and_then(|agent| agent.twin);
         if let Some((address, _)) = twin.filter(|(_, at)| crate::now().duration_since(*at) < TWIN_WARNING_LIFE) {
             let text = format!(
-                "Another agent with this machine's identity tries to connect from {address} and is refused. If this machine has crashed, wait: \
-                 its agent is accepted soon. If the other agent's folder is a copy of this one's, remove the file agent_id there and start \
-                 that agent with its own token and another --name."
+                "Another agent with this machine's identity tries to connect from {address} and is refused. If this machine has crashed, \
+                 wait: its agent is accepted soon. If the other agent's folder is a copy of this agent's folder, remove the file agent_id \
+                 in the copy and start the other agent with its own token and another --name."
             );
             warnings.insert(0, MachineWarning { problem: true, text });
         }
@@ -261,7 +262,7 @@ pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Calle
         Agent {
             id: row.id,
             name: row.name,
-            online: now.is_some(),
+            online: connected.is_some(),
             draining,
             last_seen_at: row.last_seen_at,
             connected_at,

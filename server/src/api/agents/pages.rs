@@ -22,24 +22,24 @@ pub(crate) async fn machines(
     ServerUrl(server_url): ServerUrl,
 ) -> Page {
     let mut cards = Vec::new();
-    let all = all(&scheduler, &ingress, &caller).await?;
-    let names: Vec<_> = all.iter().map(|agent| agent.name.clone()).collect();
-    for agent in all {
+    let agents = all(&scheduler, &ingress, &caller).await?;
+    let names: Vec<_> = agents.iter().map(|agent| agent.name.clone()).collect();
+    for agent in agents {
         let mut slots = Vec::new();
-        for held in agent.slots {
-            let holder = match held.job {
+        for slot_use in agent.slots {
+            let holder = match slot_use.job {
                 Some(id) => scheduler.store.job(&id).await?.map(|row| machines::Holder {
                     job_id: id.to_string(),
                     job_name: row.job.name,
-                    rank: held.rank.unwrap_or(0),
+                    rank: slot_use.rank.unwrap_or(0),
                 }),
-                None => held.rank.map(|rank| machines::Holder {
+                None => slot_use.rank.map(|rank| machines::Holder {
                     job_id: String::new(),
                     job_name: "private".into(),
                     rank,
                 }),
             };
-            let kept_for = match held.kept_for {
+            let kept_for = match slot_use.kept_for {
                 Some(KeptFor { job: Some(id), .. }) => {
                     let row = scheduler.store.job(&id).await?;
                     row.map(|row| machines::KeptFor { job_id: id.to_string(), job_name: row.job.name })
@@ -49,7 +49,7 @@ pub(crate) async fn machines(
                 }
                 None => None,
             };
-            slots.push(machines::SlotCell { slot: held.slot, holder, kept_for });
+            slots.push(machines::SlotCell { slot: slot_use.slot, holder, kept_for });
         }
         cards.push(machines::AgentCard {
             id: agent.id,

@@ -26,7 +26,7 @@ pub(crate) struct RequestingAgent {
     pub(crate) path: AttemptPath,
 }
 
-/// The parameters of a path. Those that a route does not have are empty.
+/// The parameters of a path. Parameters that a route does not have are empty.
 #[derive(Deserialize)]
 pub(crate) struct AttemptPath {
     job: String,
@@ -83,7 +83,7 @@ impl RequestingAgent {
     /// Checks that the agent has the attempt.
     ///
     /// # Errors
-    /// The agent does not have it.
+    /// The agent does not have the attempt.
     pub(crate) fn check_attempt(&self, agents: &Agents) -> Result<()> {
         match self.has_attempt(agents) {
             true => Ok(()),
@@ -101,37 +101,37 @@ impl RequestingAgent {
     /// Checks that this agent has the checkpoint of the path on its disk and may upload it.
     pub(crate) async fn check_upload(&self, checkpoints: &Checkpoints) -> Result<()> {
         let name = &self.path.name;
-        let not_its = || Error::Forbidden("this agent may not upload this attempt's checkpoints".into());
+        let forbidden = || Error::Forbidden("this agent may not upload this attempt's checkpoints".into());
         let place =
-            checkpoints.store.given_place(&self.attempt, &self.agent_id).await?.ok_or_else(not_its)?;
+            checkpoints.store.given_place(&self.attempt, &self.agent_id).await?.ok_or_else(forbidden)?;
         let has_rank_0 = place.has_rank_0 && place.has_own_disk;
         let row = checkpoints.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
         let is_earlier = row.as_ref().is_some_and(|row| row.attempt != self.attempt.attempt);
-        // Until an attempt has its dataset, the agent has not reported its disk. It may then upload only checkpoints of earlier attempts.
+        // An agent reports its disk after it has the attempt's dataset. Before, it may upload only checkpoints of earlier attempts.
         if !place.has_own_disk && !is_earlier {
-            return Err(not_its());
+            return Err(forbidden());
         }
         let has_attempt = self.has_attempt(&checkpoints.agents);
         let Some(row) = row else {
-            // An agent without rank 0 has a checkpoint only if a rank was lost, and its report may not have arrived yet.
-            return if has_rank_0 || has_attempt { Err(self.no_such(name)) } else { Err(not_its()) };
+            // An agent without rank 0 has a checkpoint only if a rank was lost. The report of the checkpoint may not have arrived yet.
+            return if has_rank_0 || has_attempt { Err(self.no_such(name)) } else { Err(forbidden()) };
         };
-        let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
+        let is_this_agent = |holder: &Holder| holder.agent_id == self.agent_id;
         let copies = checkpoints.copies_of(&row).await?;
-        let has_it = copies.holders.iter().any(is_its);
-        let first = checkpoints.on_its_way(&row, Some(&copies)).into_iter().chain(copies.holders).next();
-        match first.is_some_and(|first| is_its(&first)) {
-            // Allowed in any state of the agent's attempt, because the checkpoint may be the newest one, and no other agent has it.
+        let has_copy = copies.holders.iter().any(is_this_agent);
+        let uploader = checkpoints.on_its_way(&row, Some(&copies)).into_iter().chain(copies.holders).next();
+        match uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
+            // Allowed in any state of the agent's attempt, because the checkpoint may be the newest, and no other agent may have it.
             true => Ok(()),
-            // If the first agent disconnects, this one may upload.
-            false if has_it && !checkpoints.folder(&row).exists() => {
+            // If the uploading agent disconnects, this agent may upload.
+            false if has_copy && !checkpoints.folder(&row).exists() => {
                 Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
             }
-            // The agent continued from this checkpoint, and learns that it is uploaded.
-            false if is_earlier && has_it && has_rank_0 => Ok(()),
+            // The agent continued from this checkpoint, and learns from the upload's state that the checkpoint is uploaded.
+            false if is_earlier && has_copy && has_rank_0 => Ok(()),
             // The agent's report of this checkpoint may not have arrived yet.
             false if is_earlier || has_attempt => Err(self.no_such(name)),
-            false => Err(not_its()),
+            false => Err(forbidden()),
         }
     }
 

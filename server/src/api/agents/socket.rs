@@ -29,7 +29,7 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, check_hello, shortened};
+use introduction::{Hello, MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, shortened};
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
@@ -45,7 +45,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Maximum number of orders to stop after a heartbeat.
+/// Maximum number of attempts that the server orders an agent to stop after a heartbeat.
 const MAX_STOPS: usize = 64;
 /// Time limit for `Hello`, and for sending a message.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -79,12 +79,12 @@ async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), Strin
 async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
     match tokio::time::timeout(HELLO_TIMEOUT, to.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
-        Err(_) => Err("it does not read messages".into()),
+        Err(_) => Err("the agent does not read messages".into()),
     }
 }
 
 async fn close(to: &mut Sink, code: u16, reason: &str) {
-    // A close frame holds 123 bytes.
+    // The reason in a close frame has at most 123 bytes.
     let reason = &reason[..reason.floor_char_boundary(123)];
     let frame = CloseFrame { code, reason: reason.into() };
     let _ = tokio::time::timeout(Duration::from_secs(1), to.send(Message::Close(Some(frame)))).await;
@@ -126,11 +126,11 @@ async fn serve(
 ) {
     let (mut to, mut from) = socket.split();
     let mut partial = PartialMessages::with_limit(HELLO_BYTES);
-    let hello_by = tokio::time::Instant::now() + HELLO_TIMEOUT;
+    let hello_deadline = tokio::time::Instant::now() + HELLO_TIMEOUT;
     let hello = loop {
-        let message = match tokio::time::timeout_at(hello_by, from.next()).await {
+        let message = match tokio::time::timeout_at(hello_deadline, from.next()).await {
             Ok(Some(message)) => message,
-            Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
+            Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello arrived").await,
         };
         match read_first(message, &mut partial).await {
             Ok(Some(message)) => break message,
@@ -142,7 +142,7 @@ async fn serve(
         }
     };
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
-    // Only messages to agents contain pictures; those from agents are shorter.
+    // Messages from agents contain no pictures, so they are shorter than messages to agents.
     let mut partial = PartialMessages::with_limit(MESSAGE_BYTES);
     let joined = match check_hello(hello) {
         Ok(hello) => identity::check(&auth, &caller, &hello.row).await.map(|()| hello),
@@ -156,7 +156,7 @@ async fn serve(
             process: std::mem::take(&mut hello.process),
             address: peer.address,
         };
-        // Half a lease, so that after the end of an agent's process its next process is accepted before the lease of its attempts expires.
+        // Half a lease, so that an agent's next process is accepted before the lease of the agent's attempts expires.
         scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {
@@ -171,7 +171,7 @@ async fn serve(
     let id = hello.row.id.clone();
     let name = hello.row.name.clone();
     let certificate = identity::AgentCertificate::of(&ingress, &caller, &peer, &hello.row);
-    let (reports, mut cut_off) = ReportConnection::new();
+    let (reports, mut records_missing) = ReportConnection::new();
     let mut agent = Connection {
         scheduler: &scheduler,
         id: id.clone(),
@@ -187,7 +187,7 @@ async fn serve(
     // One future for the whole connection, because its start verifies the certificate's signatures.
     let mut certificate_refused = std::pin::pin!(certificate.wait_until_refused());
     // Unsent parts of long messages. Other messages are sent between the parts.
-    let (mut parts, mut in_parts) = (VecDeque::new(), 0);
+    let (mut parts, mut split_messages) = (VecDeque::new(), 0);
     let End { why, code } = match welcomed {
         Err(why) => why.into(),
         Ok(()) => {
@@ -201,11 +201,11 @@ async fn serve(
                             Ok(None) => {}
                             Err(end) => break end,
                         },
-                        Ok(None) => break "it closed the connection".to_owned().into(),
-                        Err(_) => break "it was silent for the length of a lease".to_owned().into(),
+                        Ok(None) => break "the agent closed the connection".to_owned().into(),
+                        Err(_) => break "the agent was silent for the length of a lease".to_owned().into(),
                     },
                     message = outbox.recv() => match message {
-                        Some(message) => match wire::frames(&message, &mut in_parts, ToAgent::Part) {
+                        Some(message) => match wire::frames(&message, &mut split_messages, ToAgent::Part) {
                             Ok(frames) if frames.len() > 1 => parts.extend(frames),
                             Ok(frames) => {
                                 let mut frames = frames.into_iter();
@@ -217,9 +217,9 @@ async fn serve(
                             }
                             Err(error) => tracing::error!(%error, "a message for an agent cannot be written"),
                         },
-                        None => break "it has connected again".to_owned().into(),
+                        None => break "the agent has connected again".to_owned().into(),
                     },
-                    // Sent in the handler, because `select!` would drop an unfinished send.
+                    // Sent in this arm's body, because `select!` would drop an unfinished send.
                     () = std::future::ready(()), if !parts.is_empty() => {
                         if let Some(part) = parts.pop_front()
                             && let Err(why) = send_bytes(&mut to, part).await
@@ -228,13 +228,13 @@ async fn serve(
                         }
                     }
                     () = caller.ended() => {
-                        break End { why: "its token is no longer valid".into(), code: CLOSE_SIGNED_OUT };
+                        break End { why: "the agent's token is no longer valid".into(), code: CLOSE_SIGNED_OUT };
                     }
                     why = &mut certificate_refused => {
                         scheduler.agents.refusals.note(peer.address, &name, &why);
                         break End { why, code: CLOSE_SIGNED_OUT };
                     }
-                    _ = cut_off.recv() => {
+                    _ = records_missing.recv() => {
                         break End { why: "records are missing; the agent must reconnect".into(), code: close_code::AGAIN };
                     }
                     () = scheduler.tasks.stopping.cancelled() => {
@@ -247,15 +247,15 @@ async fn serve(
     tracing::info!(agent = name, why, "an agent's connection ends");
     let (leaving, only_job) = (agent.leaving.clone(), agent.only_job.clone());
     if let Some(online) = scheduler.agents.leave(&id, connection) {
-        // Stores when it was last seen, for a restarted server.
+        // Stores the time at which the agent was last seen, for a restarted server.
         if let Err(error) = scheduler.agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await {
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
         }
         if let Some(reason) = leaving {
             dispatch::left(&scheduler, online, reason, code == close_code::AGAIN).await;
         }
-        // Removes an agent that served a single job and ended with that job, because it would stay on the list forever. An agent that will
-        // reconnect stays on the list, and so does a drained one.
+        // Removes an agent that served a single job and ended with that job. Otherwise the agent would stay on the list forever. An agent
+        // that will reconnect stays on the list, and so does a drained agent.
         if let Some(job) = only_job
             && !matches!(code, close_code::AGAIN | close_code::AWAY)
             && !scheduler.agents.is_draining(&id)
@@ -280,6 +280,7 @@ struct Connection<'a> {
     reports: ReportConnection,
     /// The only job that the agent serves, if any.
     only_job: Option<JobId>,
+    /// Why the agent leaves; `None` until the agent announces that it leaves.
     leaving: Option<String>,
     /// How long reports have waited for inbox space since the last heartbeat.
     waited: Duration,
@@ -311,11 +312,11 @@ impl Connection<'_> {
         };
         scheduler.agents.machines.connected(&self.id);
         send(to, &welcome).await?;
-        // Meanwhile a job may have been cancelled, or another agent's ranks of the same attempt may have ended.
+        // While the agent was not connected, a job may have been cancelled, or another agent's ranks of an attempt may have ended.
         for attempt in &hello.attempts {
             let row = match scheduler.store.job(&attempt.job).await {
                 Err(error) if error.may_pass() => return Err(error.to_string()),
-                // An unreadable job does not keep its agent out.
+                // An agent is welcome even if its job cannot be read.
                 row => row.ok().flatten().filter(|row| row.live().as_ref() == Some(attempt)),
             };
             let Some(row) = row else { continue };
@@ -334,7 +335,7 @@ impl Connection<'_> {
         match message {
             FromAgent::Heartbeat { attempts, no_work } => {
                 self.waited = Duration::ZERO;
-                if attempts.len() > ATTEMPTS {
+                if attempts.len() > MAX_ATTEMPTS {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
                 scheduler.agents.heard(&self.id, crate::now(), None);
@@ -392,8 +393,10 @@ impl Connection<'_> {
                 dispatch::declined(scheduler, &self.id, &attempt, reason).await;
             }
             FromAgent::Ready { attempt, port } => dispatch::ready(scheduler, attempt, &self.id, port),
-            FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it sent Hello twice")),
-            // Parts are put together before this function.
+            FromAgent::Hello { .. } => {
+                return ControlFlow::Break(End::protocol("the agent sent Hello twice"));
+            }
+            // Parts are joined before this function is called.
             FromAgent::Part(_) => {}
         }
         ControlFlow::Continue(())

@@ -55,7 +55,7 @@ const EVALUATION_TIMEOUT: Duration = Duration::from_secs(3600);
 pub(crate) struct UnderWay {
     /// A text about the progress.
     detail: String,
-    /// The machine that computes the evaluation, after one was chosen.
+    /// The machine that computes the evaluation; null until a machine is chosen.
     agent: Option<String>,
     /// Number of earlier evaluations in the machine's queue. A machine computes two evaluations at a time.
     ahead: usize,
@@ -64,8 +64,8 @@ pub(crate) struct UnderWay {
 impl Running {
     fn under_way(&self, agents: &Agents, row: &CheckpointRow) -> UnderWay {
         let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
-        let place = self.request.get().and_then(|request| agents.queue_position(*request));
-        let detail = match &place {
+        let position = self.request.get().and_then(|request| agents.queue_position(*request));
+        let detail = match &position {
             None => format!("{name} is about to be evaluated; ask again"),
             Some(QueuePosition { agent, ahead }) if *ahead < CONCURRENT_REQUESTS => {
                 format!("{name} is being evaluated on {agent}; ask again")
@@ -73,11 +73,11 @@ impl Running {
             Some(QueuePosition { agent, ahead }) => {
                 format!(
                     "{name} waits on {agent}, behind {}; ask again",
-                    lockstep_protocol::numbers::plural(*ahead as u64, "other")
+                    lockstep_protocol::numbers::plural(*ahead as u64, "other evaluation")
                 )
             }
         };
-        let (agent, ahead) = place.map_or((None, 0), |place| (Some(place.agent), place.ahead));
+        let (agent, ahead) = position.map_or((None, 0), |position| (Some(position.agent), position.ahead));
         UnderWay { detail, agent, ahead }
     }
 }
@@ -126,9 +126,9 @@ pub(crate) async fn evaluation(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-    Query(which): Query<EvaluationQuery>,
+    Query(query): Query<EvaluationQuery>,
 ) -> Result<Response> {
-    find(&scheduler, &caller, &id, which, None).await
+    find(&scheduler, &caller, &id, query, None).await
 }
 
 /// Evaluate a checkpoint by nearest neighbours
@@ -145,28 +145,28 @@ pub(crate) async fn neighbours(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-    Query(asked): Query<NeighboursQuery>,
+    Query(query): Query<NeighboursQuery>,
 ) -> Result<Response> {
-    let NeighboursQuery { checkpoint, weights, dataset, k } = asked;
+    let NeighboursQuery { checkpoint, weights, dataset, k } = query;
     let k = extract::count("k", k, NEIGHBOURS, MAX_NEIGHBOURS)?;
-    let which = EvaluationQuery { checkpoint, weights, dataset };
-    find(&scheduler, &caller, &id, which, Some(k)).await
+    let query = EvaluationQuery { checkpoint, weights, dataset };
+    find(&scheduler, &caller, &id, query, Some(k)).await
 }
 
-/// Returns the stored evaluation, or computes one: by the network's scores, or by this number of `neighbours`.
+/// Returns the stored evaluation, or computes an evaluation: by the network's scores, or by this number of `neighbours`.
 async fn find(
     scheduler: &Arc<Scheduler>,
     caller: &Caller,
     id: &str,
-    which: EvaluationQuery,
+    query: EvaluationQuery,
     neighbours: Option<u32>,
 ) -> Result<Response> {
     let job = jobs::find(scheduler, id).await?;
     let rows = scheduler.store.checkpoints(&job_id(id)?).await?;
-    let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
+    let row = checkpoints::choose(rows, query.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of the job's dataset now, so access is checked again.
     if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?
-        && which.dataset.is_none()
+        && query.dataset.is_none()
         && !caller.sees_owned(&owned)
     {
         return Err(Error::unprocessable(format!(
@@ -174,8 +174,8 @@ async fn find(
             job.spec.data.dataset
         )));
     }
-    let weights = if which.weights == Weights::Ema { "-ema" } else { "" };
-    let other = match which.dataset.as_deref() {
+    let weights_suffix = if query.weights == Weights::Ema { "-ema" } else { "" };
+    let other = match query.dataset.as_deref() {
         None => None,
         // The name of a registered dataset is safe in a file's name.
         Some(name) => {
@@ -187,20 +187,21 @@ async fn find(
     // The job's own dataset keeps the job's validation pictures, even if the request names it.
     let other = other.filter(|other| other.name != job.spec.data.dataset);
     // A dataset that was registered again under the same name is another dataset.
-    let dataset =
+    let dataset_suffix =
         other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
-    let method = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
-    let name = format!("{}-{}{weights}{method}{dataset}.json", row.info.epoch, row.info.step);
+    let method_suffix = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
+    let (epoch, step) = (row.info.epoch, row.info.step);
+    let name = format!("{epoch}-{step}{weights_suffix}{method_suffix}{dataset_suffix}.json");
     let file = scheduler.config.job_dir(&row.job).join("evaluations").join(name);
-    let answer =
+    let response =
         |evaluation: Vec<u8>| ([(header::CONTENT_TYPE, "application/json")], evaluation).into_response();
-    if let Ok(known) = regular_files::read(&file).await
-        && is_of_pictures_now(scheduler, &job, other.as_ref(), &known).await
+    if let Ok(stored) = regular_files::read(&file).await
+        && is_of_current_pictures(scheduler, &job, other.as_ref(), &stored).await
     {
-        return Ok(answer(known));
+        return Ok(response(stored));
     }
     checkpoints::check_here(&scheduler.checkpoints, &row).await?;
-    let mut running = start(scheduler, &row, which.weights, other, neighbours, file.clone()).await?;
+    let mut running = start(scheduler, &row, query.weights, other, neighbours, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     let outcome = match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
         Err(_) => {
@@ -212,7 +213,7 @@ async fn find(
     match outcome {
         Some(Err(Failure::Agent(error))) => Err(error.without_pointer()),
         Some(Err(Failure::Lost(detail))) => Err(Error::Unavailable(detail)),
-        _ => Ok(answer(regular_files::read(&file).await?)),
+        _ => Ok(response(regular_files::read(&file).await?)),
     }
 }
 
@@ -225,14 +226,14 @@ struct Measured {
 
 /// Whether the pictures of a stored evaluation are the dataset's current pictures. Also true if no agent can tell, because the evaluation
 /// names its pictures.
-async fn is_of_pictures_now(
+async fn is_of_current_pictures(
     scheduler: &Scheduler,
     job: &Job,
     other: Option<&Dataset>,
     stored: &[u8],
 ) -> bool {
     let Ok(stored) = serde_json::from_slice::<Measured>(stored) else { return false };
-    let Ok((spec, dataset)) = measured_on(&scheduler.datasets, job, other.cloned()).await else {
+    let Ok((spec, dataset)) = resolve_dataset(&scheduler.datasets, job, other.cloned()).await else {
         return true;
     };
     let request = AgentRequest::ValidationSet {
@@ -247,7 +248,11 @@ async fn is_of_pictures_now(
 }
 
 /// Returns the job's dataset or `other`, and the job's specification with the validation split for that dataset.
-async fn measured_on(datasets: &Datasets, job: &Job, other: Option<Dataset>) -> Result<(JobSpec, Dataset)> {
+async fn resolve_dataset(
+    datasets: &Datasets,
+    job: &Job,
+    other: Option<Dataset>,
+) -> Result<(JobSpec, Dataset)> {
     let mut spec = job.spec.clone();
     let dataset = match other {
         Some(other) => {
@@ -255,7 +260,7 @@ async fn measured_on(datasets: &Datasets, job: &Job, other: Option<Dataset>) -> 
             spec.data.validation = JobSpec::default().data.validation;
             (spec.data.folds, spec.data.fold) = (None, None);
             submission::choose_validation(&mut spec, &other);
-            check_measures(&spec, &other)?;
+            check_has_validation(&spec, &other)?;
             other
         }
         None => {
@@ -273,7 +278,7 @@ fn stopping() -> Failure {
     Failure::Lost("the server is stopping; ask again".into())
 }
 
-/// Joins an evaluation in progress, or begins a new one.
+/// Joins an evaluation in progress, or begins a new evaluation.
 async fn start(
     scheduler: &Arc<Scheduler>,
     row: &CheckpointRow,
@@ -285,15 +290,15 @@ async fn start(
     let model = weights.path(&scheduler.checkpoints.folder(row))?;
     let job = jobs::find(scheduler, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
-    let (spec, dataset) = measured_on(&scheduler.datasets, &job, other).await?;
-    // Refuses different classes before an agent would. Nearest neighbours allow them.
+    let (spec, dataset) = resolve_dataset(&scheduler.datasets, &job, other).await?;
+    // Refuses different classes before an agent is asked. Nearest neighbours need no common classes.
     if neighbours.is_none()
         && let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
         && let Some(detail) = fit::not_measurable(&trained, &dataset)
     {
         return Err(Error::unprocessable(detail));
     }
-    let for_agent = AgentRequest::Evaluate(EvaluateModel {
+    let agent_request = AgentRequest::Evaluate(EvaluateModel {
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,
         spec: Box::new(spec),
@@ -314,8 +319,8 @@ async fn start(
     tokio::spawn(async move {
         let work = async {
             let answer = async {
-                let waiting = requests::send(&scheduler.agents, for_agent).await?;
-                // Cannot fail, because only this task sets it.
+                let waiting = requests::send(&scheduler.agents, agent_request).await?;
+                // Cannot fail, because only this task sets the id.
                 let _ = request.set(waiting.id);
                 scheduler.agents.reply(waiting, EVALUATION_TIMEOUT).await
             };
@@ -323,8 +328,8 @@ async fn start(
                 Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => save(&file, &found).await,
                 Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => save(&file, &found).await,
                 Ok(_) => {
-                    let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines".to_owned();
-                    Err(Failure::Agent(RequestError::Refused(detail)))
+                    let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines";
+                    Err(Failure::Agent(RequestError::Refused(detail.to_owned())))
                 }
                 Err(error) => Err(Failure::Agent(error)),
             }
@@ -339,8 +344,8 @@ async fn start(
     Ok(running_evaluation)
 }
 
-/// Checks that another dataset than the job's has a split for validation.
-fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
+/// Checks that a dataset other than the job's has a split for validation.
+fn check_has_validation(spec: &JobSpec, other: &Dataset) -> Result<()> {
     let splits: Vec<_> = other.info.splits.iter().filter(|split| split.samples > 0).collect();
     if let Validation::Split(name) = &spec.data.validation
         && splits.iter().any(|split| split.name == *name)
@@ -359,7 +364,7 @@ fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
 async fn save(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
     let written = async {
-        let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
+        let json = serde_json::to_vec(found).map_err(std::io::Error::other)?;
         if let Some(folder) = file.parent() {
             match tokio::fs::create_dir(folder).await {
                 Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
@@ -367,7 +372,7 @@ async fn save(file: &std::path::Path, found: &impl Serialize) -> std::result::Re
             }
         }
         let partial = file.with_extension("part");
-        tokio::fs::write(&partial, words).await?;
+        tokio::fs::write(&partial, json).await?;
         tokio::fs::rename(&partial, file).await
     };
     let failed = |error| Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display()));

@@ -48,12 +48,12 @@ pub(crate) async fn file(
     }
     conditional::keep_one_range(request.headers_mut());
     let row = find(&*checkpoints.store, &id).await?;
-    let checksum = check_file(&checkpoints, &row, name).await?.map(|written| written.sha256);
+    let checksum = check_file(&checkpoints, &row, name).await?.map(|entry| entry.sha256);
     let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
     if let Some(tag) = &tag {
         if conditional::is_known(request.headers(), tag) {
-            let about = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
-            return Ok((StatusCode::NOT_MODIFIED, about).into_response());
+            let headers = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
+            return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
         }
         if !conditional::range_applies(request.headers(), tag) {
             request.headers_mut().remove(header::RANGE);
@@ -108,8 +108,8 @@ pub(crate) async fn file(
     Ok(response)
 }
 
-/// Checks a file against the manifest and returns the file's entry there; `None` if the manifest does not name the file. A damaged file is
-/// fetched from the object store.
+/// Checks a file against the manifest and returns the file's entry in the manifest; `None` if the manifest does not name the file. A
+/// damaged file is fetched from the object store.
 ///
 /// # Errors
 /// The file is damaged, and the object store has no better copy.
@@ -119,28 +119,27 @@ async fn check_file(
     name: &str,
 ) -> Result<Option<ManifestFile>> {
     let path = checkpoints.folder(row).join(name);
-    let mut tries = 0;
+    let mut checks = 0;
     loop {
-        let about = manifest(checkpoints, row).await?;
+        let current = manifest(checkpoints, row).await?;
         check_regular(&path)?;
-        let written = about.pointer(&format!("/files/{name}")).cloned();
-        let Some(written) = written.and_then(|written| serde_json::from_value::<ManifestFile>(written).ok())
-        else {
+        let entry = current.pointer(&format!("/files/{name}")).cloned();
+        let Some(entry) = entry.and_then(|entry| serde_json::from_value::<ManifestFile>(entry).ok()) else {
             return Ok(None);
         };
-        let how = match checkpoints.verified_files.check(path.clone(), &written).await {
+        let how = match checkpoints.verified_files.check(path.clone(), &entry).await {
             Err(error) if error.kind() == io::ErrorKind::InvalidData => error.to_string(),
             // A file that is missing or cannot be read is detected when it is sent.
-            _ => return Ok(Some(written)),
+            _ => return Ok(Some(entry)),
         };
-        tries += 1;
-        // The file is not damaged if the manifest was replaced meanwhile.
-        if tries < MAX_CHECKS && manifest(checkpoints, row).await? != about {
+        checks += 1;
+        // The file is not damaged if the manifest was replaced during the check.
+        if checks < MAX_CHECKS && manifest(checkpoints, row).await? != current {
             continue;
         }
         let copies = checkpoints.copies_of(row).await?;
         match artifact_fetches::check(checkpoints, row, Some(&copies), None) {
-            Some((fetch, _)) if tries < MAX_CHECKS => await_fetch(&checkpoints.config, row, fetch).await?,
+            Some((fetch, _)) if checks < MAX_CHECKS => await_fetch(&checkpoints.config, row, fetch).await?,
             _ => {
                 tracing::warn!(checkpoint = row.id, how, "a damaged checkpoint on the disk is not sent");
                 return Err(damaged(format_args!("checkpoint {}", row.id), &how));

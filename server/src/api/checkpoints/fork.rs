@@ -117,7 +117,7 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     check_recipe(&source, &document)?;
     let pretrained = document.pointer("/model/pretrained").and_then(Value::as_str);
     if pretrained != source.spec.model.pretrained.as_deref() {
-        let detail = "a fork begins with its checkpoint's weights, not with these: leave the key out, or submit a new job";
+        let detail = "must not be changed, because a fork begins with its checkpoint's weights; leave the key out, or submit a new job";
         return Err(Error::invalid("/model/pretrained", detail));
     }
     if !gives_validation {
@@ -127,7 +127,7 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     let Checked { spec, dataset, .. } = &checked;
     let trained = Trained::of(&scheduler.checkpoints.folder(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, spec, dataset);
-    let (steps_per_epoch, total) = steps(&source, &checked);
+    let (steps_per_epoch, total) = step_counts(&source, &checked);
     if spec.global_batch_size() == source.spec.global_batch_size() && from.info.step >= total {
         let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };
         let detail = format!(
@@ -148,20 +148,21 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
 
 /// Returns the mistake if `[stop]` ended the source at this checkpoint, and would end the fork there, too.
 fn stops_at_once(source: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<SpecError> {
-    let was = &source.spec;
+    let parent_spec = &source.spec;
     let Some(ReasonKind::StoppedEarly { step, .. }) = source.cause.as_ref().map(Reason::kind) else {
         return None;
     };
-    let counts_on = spec.stop.metric == was.stop.metric
-        && ValidationDivision::of(&spec.data) == ValidationDivision::of(&was.data);
-    let stops = counts_on && *step == from.info.step && spec.stop.patience? <= was.stop.patience?;
+    let has_same_metric = spec.stop.metric == parent_spec.stop.metric
+        && ValidationDivision::of(&spec.data) == ValidationDivision::of(&parent_spec.data);
+    let stops =
+        has_same_metric && *step == from.info.step && spec.stop.patience? <= parent_spec.stop.patience?;
     let detail = "the job stopped early at this checkpoint, and the fork would stop there, too: set more, or remove the key";
     stops.then(|| SpecError { pointer: "/stop/patience".into(), detail: detail.into() })
 }
 
-/// Returns the numbers of steps in an epoch and in the whole run. With the same pictures and global batch size, an epoch has the number of steps
-/// that the source's ranks have counted.
-fn steps(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
+/// Returns the number of steps in an epoch, and in the whole run. With the same pictures and global batch size, an epoch has the number of
+/// steps that the source's ranks have counted.
+fn step_counts(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
     let (was, is) = (&source.spec, spec);
     let is_counted = source.steps_per_epoch > 0
         && ValidationDivision::of(&was.data) == ValidationDivision::of(&is.data)
@@ -183,25 +184,25 @@ fn schedule_change(
 ) -> Option<String> {
     let before = Schedule::new(&source.spec.train, source.steps_per_epoch, source.total_steps);
     let now = Schedule::new(&spec.train, steps_per_epoch, total);
-    // With another batch size, the same position in the epoch.
-    let at = (from.info.step * steps_per_epoch).checked_div(source.steps_per_epoch)?;
-    schedule::describe_change(&before, from.info.step, &now, at)
+    // The step at the same position in the epoch, also with another batch size.
+    let step_now = (from.info.step * steps_per_epoch).checked_div(source.steps_per_epoch)?;
+    schedule::describe_change(&before, from.info.step, &now, step_now)
 }
 
 /// Returns a warning if the fork's validation pictures include pictures that the source trained on.
 fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
     let (before, now) = (ValidationDivision::of(&was.data), ValidationDivision::of(&is.data));
     (now.holds_out() && before.dataset == now.dataset && before != now).then(|| {
-        "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent trained on, so \
-         its accuracy says less about new pictures. The job's log has the number of these pictures"
+        "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent \
+         trained on, so the fork's accuracy says less about new pictures. The job's log has the number of these pictures"
             .to_owned()
     })
 }
 
 /// Check a fork without making it
 ///
-/// Returns the report on the fork's specification, with warnings: whether the schedule of the learning rate changes, and whether the fork's validation
-/// pictures include pictures that the job has trained on.
+/// Returns the report on the fork's specification. Warnings say whether the schedule of the learning rate changes, and whether the fork's
+/// validation pictures include pictures that the job has trained on.
 #[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", params(("id" = String, Path)), request_body = ForkRequest,
     responses((status = 200, body = CheckReport), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
         (status = 422, body = Problem)))]
@@ -223,7 +224,7 @@ async fn make(
     mut spec: JobSpec,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Job)> {
-    // Others may see the fork but not its parent, so the fork must not show the parent's name and tags.
+    // Other people may see the fork but not its parent, so the fork must not show the parent's name and tags.
     let hides_parent = source.spec.private && !spec.private;
     if hides_parent {
         if spec.name == fork_name(&source.name) {
@@ -236,25 +237,25 @@ async fn make(
         spec.model.pretrained.take_if(|given| dispatch::is_checkpoint_id(given));
     }
     let new = JobId::generate();
-    let (to, place) =
+    let (target, source_folder) =
         (scheduler.config.job_dir(&new).join("checkpoints"), scheduler.checkpoints.folder(&from));
-    let folder = format!("{}-{}", from.info.epoch, from.info.step);
-    let copied = async || {
-        let (place, to, folder) = (place.clone(), to.clone(), folder.clone());
-        let copied = tokio::task::spawn_blocking(move || copy(&place, &to, &folder)).await;
+    let name = format!("{}-{}", from.info.epoch, from.info.step);
+    let copy_checkpoint = async || {
+        let (source_folder, target, name) = (source_folder.clone(), target.clone(), name.clone());
+        let copied = tokio::task::spawn_blocking(move || copy(&source_folder, &target, &name)).await;
         copied.map_err(io::Error::other).flatten()
     };
-    let mut done = copied().await;
+    let mut copied = copy_checkpoint().await;
     // The object store may have an undamaged copy.
-    if matches!(&done, Err(error) if error.kind() == io::ErrorKind::InvalidData)
+    if matches!(&copied, Err(error) if error.kind() == io::ErrorKind::InvalidData)
         && let copies = scheduler.checkpoints.copies_of(&from).await?
         && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, Some(&copies), None)
     {
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
         checkpoints::await_fetch(&scheduler.config, &from, fetch).await?;
-        done = copied().await;
+        copied = copy_checkpoint().await;
     }
-    if let Err(error) = done {
+    if let Err(error) = copied {
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
         if error.kind() == io::ErrorKind::InvalidData {
             let which = format_args!("checkpoint {}", from.id);
@@ -267,43 +268,44 @@ async fn make(
     }
     let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };
     // Everybody who sees the fork can read the reason.
-    let shown = |text: &str| (!hides_parent).then(|| text.into());
+    let if_shown = |text: &str| (!hides_parent).then(|| text.into());
     let reason = ReasonKind::Forked {
         step: from.info.step,
-        job: shown(&parent.job),
-        checkpoint: shown(&parent.checkpoint),
-        detail: shown(&source.name),
+        job: if_shown(&parent.job),
+        checkpoint: if_shown(&parent.checkpoint),
+        detail: if_shown(&source.name),
     }
     .into();
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
     let fork = Fork { reason, parent, hides_parent, checkpoint };
-    let made = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
+    let created = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
     // Updates open pages of the parent. A failure does not undo the fork.
     if let Err(error) = scheduler.events.hub.labelled(jobs::find(scheduler, source.id.as_str())).await {
         tracing::debug!(?error, "the pages of a fork's parent were not notified");
     }
-    Ok(made)
+    Ok(created)
 }
 
 /// Refuses another recipe, which would have no effect because every key already has a value.
 fn check_recipe(source: &Job, document: &Value) -> Result<()> {
-    let wanted = document.pointer("/train/recipe").and_then(Value::as_str);
-    if wanted.is_none() || wanted == source.spec.train.recipe.map(Recipe::name) {
+    let recipe = document.pointer("/train/recipe").and_then(Value::as_str);
+    if recipe.is_none() || recipe == source.spec.train.recipe.map(Recipe::name) {
         return Ok(());
     }
-    let detail = "a fork continues with its job's settings, all of which have a value: set the keys that should differ";
+    let detail = "must not be changed, because a fork keeps the values of all its parent's settings; set the keys that should differ";
     Err(Error::invalid("/train/recipe", detail))
 }
 
-/// On another dataset the validation split is chosen as for a new job, unless the parent's was given. A stored specification does
-/// not show whether it was given, so one that equals the choice counts as chosen.
+/// For another dataset, removes the parent's validation split from the document, so that a split is chosen as for a new job. A split that
+/// the parent's user gave stays. A stored specification does not show whether the split was given, so a split that equals the automatic
+/// choice counts as chosen.
 async fn choose_validation_again(store: &dyn Store, source: &Job, document: &mut Value) -> Result<()> {
     let mut before =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
         return Ok(());
     }
-    // Without the old dataset, its splits are unknown.
+    // If the parent's dataset is no longer registered, its splits are unknown.
     let Some(dataset) = store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
     forget_validation(&mut before);
     let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
@@ -326,7 +328,7 @@ fn fork_name(name: &str) -> String {
     format!("{short} (fork)")
 }
 
-/// Sets the value at a path of keys. A table is merged into the existing one.
+/// Sets the value at a path of keys. A table is merged into the existing table.
 fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
     let mistake = |detail: String| Error::invalid("/set", detail);
     // Checked here, because the path grows with every nested table.
@@ -363,21 +365,21 @@ async fn choose(store: &dyn Store, job: &Job, wanted: &Value) -> Result<Checkpoi
         Value::Number(step) => step.to_string(),
         _ => return Err(Error::BadRequest("checkpoint must be an id, best, latest or a step".into())),
     };
-    checkpoints::named(&all, &text).cloned().ok_or_else(|| {
+    checkpoints::find_named(&all, &text).cloned().ok_or_else(|| {
         let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
-        let there = if steps.is_empty() {
+        let existing = if steps.is_empty() {
             "it has no checkpoint yet".into()
         } else {
             format!("it has checkpoints of the steps {}", steps.join(", "))
         };
-        Error::WrongState(format!("the job has no checkpoint {text}; {there}"), job.state)
+        Error::WrongState(format!("the job has no checkpoint {text}; {existing}"), job.state)
     })
 }
 
-/// Copies a checkpoint to another job atomically, with hard links, or with copies on another disk. Links are safe because the files never
-/// change, and they remain if the original checkpoint is deleted.
-fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
-    let temporary = to.join(format!(".tmp-{folder}"));
+/// Copies a checkpoint atomically into the folder `name` of `to`, with hard links, or with copies on another disk. Links are safe because
+/// the files never change, and the links remain if the original checkpoint is deleted.
+fn copy(from: &FilePath, to: &FilePath, name: &str) -> io::Result<()> {
+    let temporary = to.join(format!(".tmp-{name}"));
     fs::create_dir_all(&temporary)?;
     for entry in fs::read_dir(from)? {
         let entry = entry?;
@@ -393,6 +395,6 @@ fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
     }
     check_whole(&temporary)?;
     fs::File::open(&temporary)?.sync_all()?;
-    fs::rename(&temporary, to.join(folder))?;
+    fs::rename(&temporary, to.join(name))?;
     fs::File::open(to)?.sync_all()
 }

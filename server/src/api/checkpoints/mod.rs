@@ -151,12 +151,12 @@ pub(crate) async fn list(
     let job = jobs::find(&scheduler, &id).await?;
     let rows = scheduler.store.checkpoints(&job.id).await?;
     let copies = scheduler.checkpoints.copies(&job.id).await?;
-    let of = |row: CheckpointRow| {
+    let to_checkpoint = |row: CheckpointRow| {
         let copies = copies.get(&row.id);
         Checkpoint::of(&scheduler.checkpoints, row, copies)
     };
-    let rows = rows.into_iter().map(of).collect();
-    tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, rows, &params)?))
+    let checkpoints = rows.into_iter().map(to_checkpoint).collect();
+    tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, checkpoints, &params)?))
 }
 
 /// Show a checkpoint
@@ -185,18 +185,18 @@ pub(super) async fn find(store: &dyn Store, id: &str) -> Result<CheckpointRow> {
 /// Chooses a checkpoint of a job: `best`, `latest`, a checkpoint's id, or its step.
 ///
 /// # Errors
-/// 404: the job has no checkpoint, or none with this id or step.
+/// 404: the job has no checkpoint, or no checkpoint with this id or step.
 pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<CheckpointRow> {
     if rows.is_empty() {
         return Err(Error::NotFound("this job has no checkpoint yet".into()));
     }
-    named(&rows, wanted).cloned().ok_or_else(|| {
+    find_named(&rows, wanted).cloned().ok_or_else(|| {
         Error::NotFound(format!("this job has no checkpoint {wanted:?}: give best, latest, an id or a step"))
     })
 }
 
-/// Finds a checkpoint among `rows`, newest first. A job without validation has no best checkpoint.
-fn named<'a>(rows: &'a [CheckpointRow], wanted: &str) -> Option<&'a CheckpointRow> {
+/// Finds a checkpoint in `rows`, which are ordered newest first. For a job without validation, `best` is the newest checkpoint.
+fn find_named<'a>(rows: &'a [CheckpointRow], wanted: &str) -> Option<&'a CheckpointRow> {
     match wanted {
         "latest" => rows.first(),
         "best" => rows.iter().find(|row| row.info.best).or(rows.first()),
@@ -213,7 +213,7 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
     let copies = checkpoints.copies_of(row).await?;
     if let Some(holder) = checkpoints.on_its_way(row, Some(&copies)).into_iter().next() {
         return Err(Error::Conflict(format!(
-            "this checkpoint is still being uploaded from {}; ask again, or use an older one",
+            "this checkpoint is still being uploaded from {}; ask again, or use an older checkpoint",
             holder.agent
         )));
     }
@@ -236,7 +236,7 @@ pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch
         Some(Ok(())) => Ok(()),
         Some(Err(NotFetched::Missing)) => Err(removed()),
         Some(Err(NotFetched::Damaged(how))) => {
-            Err(damaged(format_args!("checkpoint {}", row.id), &format!("{how}, as the object store has it")))
+            Err(damaged(format_args!("checkpoint {}", row.id), &format!("{how}, also in the object store")))
         }
         Some(Err(NotFetched::Away(why))) => Err(Error::Unavailable(format!(
             "this checkpoint is in the object store, which cannot be reached now ({why}); try again later"
@@ -261,8 +261,8 @@ pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow
     check_here(checkpoints, row).await?;
     let path = checkpoints.folder(row).join("MANIFEST.json");
     check_regular(&path)?;
-    let text = regular_files::read(&path).await.map_err(|_| removed())?;
-    serde_json::from_slice(&text).map_err(|e| {
+    let json = regular_files::read(&path).await.map_err(|_| removed())?;
+    serde_json::from_slice(&json).map_err(|e| {
         damaged(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is not JSON ({e})"))
     })
 }
@@ -273,7 +273,7 @@ pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow
 /// The file is a pipe, a socket, a device or a folder.
 pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
     match path.metadata() {
-        Ok(about) if !about.is_file() => {
+        Ok(metadata) if !metadata.is_file() => {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             Err(damaged("this checkpoint", &format!("its {name} is not a regular file")))
         }
@@ -283,6 +283,6 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
 
 /// Returns the error for a damaged checkpoint. `how` describes the damage, as in `its state.json is missing`.
 pub(super) fn damaged(which: impl Display, how: &str) -> Error {
-    let detail = format!("{which} is damaged: {how}; use another one");
+    let detail = format!("{which} is damaged: {how}; use another checkpoint");
     Error::Of(Code::CheckpointDamaged, detail)
 }

@@ -33,9 +33,10 @@ const MAX_BYTES: usize = 24 << 20;
 pub(crate) const BODY_BYTES: usize = MAX_BYTES + (1 << 20);
 /// Limits the number of requests whose pictures are in memory at the same time. Other requests wait.
 static CONCURRENT: Semaphore = Semaphore::const_new(4);
+/// Time limit for an agent to compute the predictions.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Time limit for reading all pictures of a request, because other requests wait meanwhile. The largest body needs about half a megabyte a
-/// second.
+/// Time limit for reading all pictures of a request, because other requests wait meanwhile. The largest body arrives in time at about half
+/// a megabyte a second.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Predictions for uploaded pictures.
@@ -70,28 +71,28 @@ pub(crate) struct PredictQuery {
 pub(crate) async fn predict(
     State(checkpoints): State<Arc<Checkpoints>>,
     Path(id): Path<String>,
-    Query(by): Query<PredictQuery>,
+    Query(query): Query<PredictQuery>,
     request: Request,
 ) -> Result<Json<Predictions>> {
     let row = checkpoints::find(&*checkpoints.store, &id).await?;
     checkpoints::check_here(&checkpoints, &row).await?;
-    let model = by.weights.path(&checkpoints.folder(&row))?;
+    let model = query.weights.path(&checkpoints.folder(&row))?;
     let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
-    let pictures = tokio::time::timeout(READ_TIMEOUT, pictures(request)).await.map_err(|_| {
+    let pictures = tokio::time::timeout(READ_TIMEOUT, read_pictures(request)).await.map_err(|_| {
         let detail =
             format!("the pictures did not arrive within {} s; send fewer at a time", READ_TIMEOUT.as_secs());
         Error::Refused(StatusCode::REQUEST_TIMEOUT, detail)
     })??;
-    let for_agent =
-        AgentRequest::Predict { model: model.to_string_lossy().into_owned(), pictures, embed: by.embed };
-    match requests::call(&checkpoints.agents, for_agent, TIMEOUT).await {
+    let agent_request =
+        AgentRequest::Predict { model: model.to_string_lossy().into_owned(), pictures, embed: query.embed };
+    match requests::call(&checkpoints.agents, agent_request, TIMEOUT).await {
         Ok(AgentReply::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
         Ok(_) => Err(Error::Internal("an agent replied with something other than predictions".into())),
         Err(error) => Err(error.without_pointer()),
     }
 }
 
-async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
+async fn read_pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let too_large = || {
         let detail = format!("the pictures have more than {} MiB; send fewer at a time", MAX_BYTES >> 20);
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
@@ -112,7 +113,7 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     let mut form =
         Multipart::from_request(request, &()).await.map_err(|e| Error::BadRequest(e.body_text()))?;
     let mut pictures = Vec::new();
-    let mut together = 0;
+    let mut total_bytes = 0;
     let unreadable = |e: MultipartError| match e.status() {
         StatusCode::PAYLOAD_TOO_LARGE => too_large(),
         _ => Error::BadRequest(e.body_text()),
@@ -120,8 +121,8 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     while let Some(field) = form.next_field().await.map_err(unreadable)? {
         let name = field.file_name().unwrap_or_default().chars().take(200).collect();
         let bytes = field.bytes().await.map_err(unreadable)?;
-        together += bytes.len();
-        if together > MAX_BYTES {
+        total_bytes += bytes.len();
+        if total_bytes > MAX_BYTES {
             return Err(too_large());
         }
         pictures.push(named_picture(name, &bytes));

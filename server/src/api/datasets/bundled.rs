@@ -1,6 +1,7 @@
-//! The pictures that are bundled with the program. A single request unpacks and registers them, so that a new server has a dataset to train on.
+//! The pictures that are bundled with the program. A single request unpacks and registers the pictures, so that a new server has a dataset
+//! to train on.
 
-use super::inspections::{InspectionProgress, LONGEST_WAIT};
+use super::inspections::{InspectionProgress, MAX_WAIT};
 use crate::{
     api::datasets::{self, NewDataset},
     auth::access::Caller,
@@ -39,7 +40,7 @@ pub(crate) async fn register(
     let path = path.map_err(|error| Error::Internal(format!("the pictures cannot be unpacked: {error}")))?;
     let path = path.to_string_lossy().into_owned();
     let new = NewDataset { name: bundled.name.into(), path, private: false };
-    Ok(datasets::register(&datasets, &caller, new, LONGEST_WAIT).await?.respond(datasets::created_response))
+    Ok(datasets::register(&datasets, &caller, new, MAX_WAIT).await?.respond(datasets::created_response))
 }
 
 /// Writes the files that are missing or different.
@@ -47,7 +48,7 @@ fn unpack(bundled: &Bundled, folder: &Path) -> io::Result<PathBuf> {
     fs::create_dir_all(folder)?;
     for (name, content) in (bundled.files)() {
         let path = folder.join(name);
-        if !fs::read(&path).is_ok_and(|there| there == *content) {
+        if !fs::read(&path).is_ok_and(|existing| existing == *content) {
             fs::write(&path, content)?;
         }
     }

@@ -26,7 +26,7 @@ use utoipa::{IntoParams, ToSchema};
 
 /// Time limit of an inspection. It is sufficient for very large folders on slow disks.
 pub(crate) const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
-/// Maximum and default of `wait_secs`. It is less than the time limit of handlers.
+/// Maximum of `wait_secs`, which is also the default. The maximum is less than the time limit of handlers.
 const MAX_WAIT_SECS: u64 = 120;
 /// Time for which a result is kept for repeated requests.
 const RESULT_LIFE: Duration = Duration::from_secs(10);
@@ -43,18 +43,22 @@ pub(crate) struct WaitQuery {
 }
 
 impl WaitQuery {
+    /// Returns the time to wait for the inspection.
+    ///
+    /// # Errors
+    /// 400: the time is too long.
     pub(crate) fn patience(&self) -> Result<Duration> {
         let secs = self.wait_secs.unwrap_or(MAX_WAIT_SECS);
         if secs > MAX_WAIT_SECS {
-            let detail = format!("wait_secs is {secs}; it may be 0 to {MAX_WAIT_SECS}");
+            let detail = format!("wait_secs is {secs}, but must be 0 to {MAX_WAIT_SECS}");
             return Err(Error::BadRequest(detail));
         }
         Ok(Duration::from_secs(secs))
     }
 }
 
-/// Default and maximum time that a request waits for an inspection.
-pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(MAX_WAIT_SECS);
+/// Maximum time that a request waits for an inspection.
+pub(crate) const MAX_WAIT: Duration = Duration::from_secs(MAX_WAIT_SECS);
 
 /// The progress of an inspection.
 #[derive(Debug, Serialize, ToSchema)]
@@ -83,7 +87,7 @@ impl<T> Inspected<T> {
         })
     }
 
-    /// The response that `done` makes of the result, or 202 with the progress.
+    /// Returns the response that `done` makes of the result, or 202 with the progress.
     pub(crate) fn respond(self, done: impl FnOnce(T) -> Response) -> Response {
         match self {
             Inspected::Done(value) => done(value),
@@ -102,10 +106,10 @@ pub(crate) async fn inspect(
     path: String,
     patience: Duration,
 ) -> Result<Inspected<(String, DatasetInfo)>> {
-    let Inspection { agent, mut outcome, .. } = begin(datasets, &path);
+    let Inspection { agent, mut outcome, .. } = join_or_start(datasets, &path);
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     match tokio::time::timeout(patience, done).await {
-        Err(_) => Ok(Inspected::UnderWay(under_way(datasets, agent.get(), path).await)),
+        Err(_) => Ok(Inspected::UnderWay(progress_of(datasets, agent.get(), path).await)),
         Ok(found) => {
             datasets.inspections.forget(&path);
             match found.ok().flatten() {
@@ -117,10 +121,11 @@ pub(crate) async fn inspect(
     }
 }
 
-fn begin(datasets: &Arc<Datasets>, path: &str) -> Inspection {
+/// Returns the running or recent inspection of `path`, or starts a new inspection.
+fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
     let mut all = datasets.inspections.lock();
-    if let Some(known) = all.inspections.get(path) {
-        return known.clone();
+    if let Some(existing) = all.inspections.get(path) {
+        return existing.clone();
     }
     all.begun += 1;
     let (sender, outcome) = watch::channel(None);
@@ -129,39 +134,40 @@ fn begin(datasets: &Arc<Datasets>, path: &str) -> Inspection {
     all.inspections.insert(path.to_owned(), inspection.clone());
     let (datasets, path) = (Arc::clone(datasets), path.to_owned());
     let tasks = datasets.tasks.tracker.clone();
-    // The tracker ends the task with the server.
+    // Tracked, because a stopping server waits for tracked tasks.
     tasks.spawn(async move {
         let work = async {
-            let began = jiff::Timestamp::now();
+            let started_at = jiff::Timestamp::now();
             let allowed = datasets.roots.allowed_new(&path);
             let request = AgentRequest::InspectDataset { path: path.clone(), allowed };
             let chosen = requests::choose_agent(&datasets.agents, &request).await?;
             let waiting = datasets.agents.send_request(&chosen, request);
-            // Cannot fail, because only this task sets it.
+            // Cannot fail, because only this task sets the agent.
             let _ = agent.set(chosen);
             match datasets.agents.reply(waiting, INSPECTION_TIMEOUT).await? {
                 AgentReply::Dataset { path, info } => {
-                    Ok((path, DatasetInfo { inspected_at: Some(began), ..info }))
+                    Ok((path, DatasetInfo { inspected_at: Some(started_at), ..info }))
                 }
                 _ => {
                     Err(RequestError::Refused("an agent replied with something other than a dataset".into()))
                 }
             }
         };
-        let whole = async {
+        let inspect_and_keep_result = async {
             let _ = sender.send(Some(work.await));
             tokio::time::sleep(RESULT_LIFE).await;
             datasets.inspections.forget(&path);
         };
         tokio::select! {
-            () = whole => {}
+            () = inspect_and_keep_result => {}
             () = datasets.tasks.stopping.cancelled() => {}
         }
     });
     inspection
 }
 
-async fn under_way(datasets: &Datasets, agent: Option<&Online>, path: String) -> InspectionProgress {
+/// Returns the progress of the inspection of `path`. `agent` is `None` if no agent is chosen yet.
+async fn progress_of(datasets: &Datasets, agent: Option<&Online>, path: String) -> InspectionProgress {
     let Some(agent) = agent else {
         let detail = format!("choosing a machine that has {path}; ask again");
         return InspectionProgress { detail, inspected: None, total: None };
@@ -177,11 +183,11 @@ async fn under_way(datasets: &Datasets, agent: Option<&Online>, path: String) ->
         Some((inspected, total)) => {
             format!("{name} is inspecting {path}: {inspected} of {total} so far; ask again")
         }
-        // An agent runs at most this number of inspections at a time.
+        // An agent runs at most `CONCURRENT_REQUESTS` inspections at a time.
         None if ahead >= CONCURRENT_REQUESTS => {
             format!(
                 "the inspection of {path} waits on {name}, behind {}; ask again",
-                lockstep_protocol::numbers::plural(ahead as u64, "other")
+                lockstep_protocol::numbers::plural(ahead as u64, "other inspection")
             )
         }
         None => format!("{name} is inspecting {path}; ask again"),

@@ -133,7 +133,7 @@ async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
         return Ok(());
     }
     let detail =
-        format!("a dataset is already called {name:?}; choose another name, or remove that one first");
+        format!("a dataset is already called {name:?}; choose another name, or remove that dataset first");
     Err(Error::Of(Code::NameTaken, detail))
 }
 
@@ -166,12 +166,13 @@ fn check_info(datasets: &Datasets, path: &str, info: DatasetInfo) -> Result<Data
     info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
 }
 
-/// Returns why a dataset cannot be trained on or stored, if so. JSON cannot represent numbers that are not finite.
+/// Returns the reason why a dataset cannot be trained on or stored; `None` if it can. Numbers that are not finite cannot be stored as JSON.
 fn info_mistake(info: &DatasetInfo) -> Option<String> {
     if info.classes.is_empty() {
         Some("has no classes".into())
     } else if ![1, 3].contains(&info.channels) {
-        Some(format!("has pictures of {}; they must have 1 or 3", plural(info.channels.into(), "channel")))
+        let channels = plural(info.channels.into(), "channel");
+        Some(format!("has pictures of {channels}, but pictures must have 1 or 3 channels"))
     } else if !info.mean.iter().all(|mean| mean.is_finite()) {
         Some("has pictures whose mean is not a finite number".into())
     } else if !info.std.iter().all(|std| std.is_finite() && *std > 0.0) {
@@ -248,8 +249,8 @@ async fn inspect_registered(
     Ok(inspected)
 }
 
-/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is, and a warning is
-/// returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
+/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is, and a warning
+/// is returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
 pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> Option<String> {
     if !changes::has_changed(dataset).await {
         return None;
@@ -288,23 +289,23 @@ fn name_mistake(name: &str) -> Option<SpecError> {
     if ["inspect", "bundled", "uploads"].contains(&name) {
         return mistake(format!("is reserved for the call /api/v1/datasets/{name}; choose another name"));
     }
-    let is_good = (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(is_plain);
-    if is_good && !name.starts_with('.') {
+    let is_plain_name = (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(is_plain);
+    if is_plain_name && !name.starts_with('.') {
         return None;
     }
     let problem = match name.chars().find(|c| !is_plain(*c)) {
         _ if name.is_empty() => "is empty".to_owned(),
         Some(' ') => "has a space".into(),
-        Some(odd) => format!("has {odd:?}"),
+        Some(special) => format!("has {special:?}"),
         None if name.len() > MAX_NAME_BYTES => format!("has {} characters", name.len()),
         None => "begins with a dot".into(),
     };
-    // The name with its odd characters replaced, if the name would then be valid.
+    // The name with its special characters replaced, if the name would then be valid.
     let parts: Vec<_> = name.split(|c: char| !is_plain(c)).filter(|part| !part.is_empty()).collect();
     let similar = parts.join("-");
     let similar = similar.trim_start_matches('.').trim_end_matches('-');
     let similar = if (1..=MAX_NAME_BYTES).contains(&similar.len()) {
-        format!("; `{similar}` would do")
+        format!("; for example `{similar}`")
     } else {
         String::new()
     };
@@ -321,11 +322,11 @@ fn is_plain(c: char) -> bool {
 /// Returns the mistake in the path of a request, if any.
 async fn path_mistake(datasets: &Datasets, caller: &Caller, path: &str) -> Option<SpecError> {
     let detail = if !path.starts_with('/') {
-        "must be an absolute path, such as /data/cifar10, on the machines that train on it".into()
+        "must be an absolute path, such as /data/cifar10, on the machines that train on the dataset".into()
     } else if path.len() > MAX_PATH_BYTES {
-        format!("has {} bytes; a path has at most {MAX_PATH_BYTES}", path.len())
+        format!("has {} bytes, but must have at most {MAX_PATH_BYTES}", path.len())
     } else if path.contains('\0') {
-        "is not a path: it has a zero byte".into()
+        "must not contain a zero byte".into()
     } else {
         datasets.roots.check_asked(path, caller).await.err()?
     };
@@ -380,26 +381,31 @@ pub(crate) async fn delete(
             let mut jobs = store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
             if !jobs.iter().all(|job| caller.sees_job(job)) {
-                let detail = "jobs of others train on it, some of them private; ask an admin for their names";
+                let detail = "jobs of other people train on this dataset, and some of these jobs are private; ask an admin for the names";
                 return Err(Error::Of(Code::DatasetInUse, detail.into()));
             }
             // If no job is left, the jobs have ended meanwhile.
-            Err(if jobs.is_empty() { error.into() } else { Error::Of(Code::DatasetInUse, needed_by(&jobs)) })
+            Err(if jobs.is_empty() {
+                error.into()
+            } else {
+                Error::Of(Code::DatasetInUse, in_use_message(&jobs))
+            })
         }
         Err(error) => Err(error.into()),
     }
 }
 
-/// Formats an error message such as `2 jobs train on it: j1 ("a", running), j2 ("b", queued); cancel them first`.
-fn needed_by(jobs: &[Job]) -> String {
+/// Formats an error message such as `2 jobs train on this dataset: j1 ("a", running), j2 ("b", queued); cancel these jobs first`.
+fn in_use_message(jobs: &[Job]) -> String {
     let named =
         jobs.iter().take(MAX_NAMED_JOBS).map(|job| format!("{} ({:?}, {})", job.id, job.name, job.state));
     let named = named.collect::<Vec<_>>().join(", ");
     match jobs.len() {
-        1 => format!("a job trains on it: {named}; cancel it first"),
+        1 => format!("a job trains on this dataset: {named}; cancel the job first"),
         n if n > MAX_NAMED_JOBS => {
-            format!("{n} jobs train on it: {named} and {} more; cancel them first", n - MAX_NAMED_JOBS)
+            let more = n - MAX_NAMED_JOBS;
+            format!("{n} jobs train on this dataset: {named} and {more} more; cancel these jobs first")
         }
-        n => format!("{n} jobs train on it: {named}; cancel them first"),
+        n => format!("{n} jobs train on this dataset: {named}; cancel these jobs first"),
     }
 }

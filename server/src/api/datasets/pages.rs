@@ -2,7 +2,7 @@
 
 use super::{
     NewDataset,
-    inspections::{Inspected, LONGEST_WAIT},
+    inspections::{Inspected, MAX_WAIT},
     register, visible_datasets,
 };
 use crate::{
@@ -44,13 +44,13 @@ async fn datasets_page(
     server_url: String,
     form: views::DatasetForm,
 ) -> Page {
-    let seen = visible_datasets(&*datasets.store, caller).await?;
+    let visible = visible_datasets(&*datasets.store, caller).await?;
     let may_submit = caller.may(Scope::Submit);
     let may_change = |dataset: &&Dataset| may_submit && auth.may_change(caller, dataset.owner.as_deref());
-    let changeable = seen.iter().filter(may_change).map(|d| d.name.clone());
+    let changeable = visible.iter().filter(may_change).map(|d| d.name.clone());
     let changeable = changeable.collect();
     let page = views::DatasetsPage {
-        datasets: seen,
+        datasets: visible,
         changeable,
         may_add: datasets.roots.may_name(caller),
         form,
@@ -70,7 +70,7 @@ pub(crate) async fn add_dataset(
 ) -> Page {
     let (name, path) = (new.name.clone(), new.path.clone());
     let mut form = views::DatasetForm { name, path, ..Default::default() };
-    let status = match register(&datasets, &caller, new, LONGEST_WAIT).await {
+    let status = match register(&datasets, &caller, new, MAX_WAIT).await {
         Ok(Inspected::Done(dataset)) => {
             let created = Extension(AuditSubject(dataset.name));
             return Ok((created, Redirect::to("/datasets")).into_response());

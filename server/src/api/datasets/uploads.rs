@@ -71,7 +71,7 @@ pub(crate) async fn upload_archive(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
-    Query(at): Query<ArchiveQuery>,
+    Query(piece): Query<ArchiveQuery>,
     request: Request,
 ) -> Result<StatusCode> {
     let upload = upload(&datasets, &caller, &name)?;
@@ -80,12 +80,12 @@ pub(crate) async fn upload_archive(
         let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
     })?;
-    if at.offset > 0 {
-        blocking(move || upload.write(at.offset, &body)).await?.map_err(refusal)?;
+    if piece.offset > 0 {
+        blocking(move || upload.write(piece.offset, &body)).await?.map_err(refusal)?;
         return Ok(StatusCode::NO_CONTENT);
     }
     let lock = FOLDERS.lock().await;
-    let known = paths(&datasets).await?;
+    let known = dataset_paths(&datasets).await?;
     if known.iter().any(|path| upload.has(path)) {
         let detail = "a dataset uses the pictures of an earlier upload of this name; choose another name";
         return Err(Error::Conflict(detail.into()));
@@ -100,10 +100,10 @@ pub(crate) async fn upload_archive(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Make an uploaded zip file a dataset
+/// Register an uploaded zip file as a dataset
 ///
-/// The pictures are unpacked into the server's data directory and registered under this name. They are removed with the dataset. A response
-/// 202 contains the progress; repeat the request until the response is 201.
+/// The pictures are unpacked into the server's data directory and registered under this name. Removing the dataset removes the pictures. A
+/// response 202 contains the progress; repeat the request until the response is 201.
 #[utoipa::path(post, path = "/datasets/uploads/{name}", tag = "datasets", params(("name" = String, Path), WaitQuery), request_body = UploadedDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being unpacked or inspected; ask again"),
         (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem, description = "The file is not a zip file of pictures"),
@@ -142,7 +142,7 @@ pub(crate) async fn register_upload(
     let path = unpacked.pictures.to_string_lossy().into_owned();
     let new = NewDataset { name, path: path.clone(), private: new.private };
     let registered = inspect_new(&datasets, &caller, new, patience).await.map_err(|error| match error {
-        // The sender knows no path on the server.
+        // The path on the server means nothing to the sender.
         Error::Invalid(mistakes) => {
             let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();
             let detail = details.join("; ").replace(&path, "the zip file");
@@ -196,7 +196,7 @@ pub(super) async fn remove(
         return Ok(Err(error));
     }
     // The folder may also be registered under another name.
-    let others = paths(&datasets).await?;
+    let others = dataset_paths(&datasets).await?;
     if others.iter().any(|path| datasets.roots.upload(path).as_ref() == Some(&folder)) {
         return Ok(Ok(()));
     }
@@ -209,7 +209,7 @@ pub(super) async fn remove(
 }
 
 /// The paths of all datasets.
-async fn paths(datasets: &Datasets) -> Result<Vec<String>> {
+async fn dataset_paths(datasets: &Datasets) -> Result<Vec<String>> {
     Ok(datasets.store.datasets().await?.into_iter().map(|dataset| dataset.path).collect())
 }
 
@@ -224,9 +224,9 @@ fn upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
 fn refusal(why: Refused) -> Error {
     match why {
         Refused::Wrong(detail) => Error::unprocessable(detail),
-        Refused::Offset(there) => {
-            Error::Conflict(format!("the server has {there} bytes of this file: continue at offset={there}"))
-        }
+        Refused::Offset(stored) => Error::Conflict(format!(
+            "the server has {stored} bytes of this file: continue at offset={stored}"
+        )),
         Refused::Io(error) => disk(&error),
     }
 }

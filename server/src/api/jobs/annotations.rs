@@ -20,7 +20,7 @@ use serde_json::Value;
 use std::{collections::BTreeMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
-/// Notes and tags of all jobs that have any. They are also fields of each job.
+/// Notes and tags of all jobs that have notes or tags. Each job also has its notes and tags as fields.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Annotations {
     /// Notes and tags by job id, in the order of ids.
@@ -52,7 +52,7 @@ pub(crate) struct AnnotationsQuery {
 /// Pages of annotations for cursors. The only order is by id.
 const PAGES: Pages = Pages::new("annotations", "id");
 
-/// Changes of a job. Absent fields stay unchanged.
+/// Changes to a job. Absent fields stay unchanged.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Change {

@@ -84,7 +84,7 @@ pub(crate) struct Estimate {
     name: String,
 }
 
-/// Number of the newest jobs that an estimate considers.
+/// Maximum number of jobs that an estimate considers, the newest first.
 const MAX_COMPARED_JOBS: u32 = 100;
 /// Minimum number of steps of a measured job. With fewer steps, the start-up dominates the speed.
 const MIN_MEASURED_STEPS: u64 = 20;
@@ -201,7 +201,7 @@ struct CurrentDatasets {
     warnings: HashMap<String, String>,
 }
 
-/// The datasets that the caller may see. A dataset that `documents` name is inspected again if its files have changed.
+/// Returns the datasets that the caller may see. A dataset that a document names is inspected again if its files have changed.
 async fn current_datasets<'a>(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -235,12 +235,12 @@ async fn check_on(
     let (mut spec, mut errors) = spec::read(document);
     // A mistake in parallel.mode does not affect the checks below.
     let causes = errors.iter().map(|e| e.pointer.clone()).filter(|pointer| pointer != "/parallel/mode");
-    let in_document = DocumentMistakes(causes.collect());
-    let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
+    let document_mistakes = DocumentMistakes(causes.collect());
+    let error_at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
     let name = dataset_name(document).unwrap_or_default();
     let dataset = datasets.iter().find(|d| d.name == name).cloned();
     if dataset.is_none() && !name.is_empty() {
-        errors.push(at("/data/dataset", no_dataset(name, datasets)));
+        errors.push(error_at("/data/dataset", no_dataset(name, datasets)));
     }
     if let (Some(spec), Some(dataset)) = (&mut spec, &dataset)
         && document.pointer("/data/validation").is_none_or(Value::is_null)
@@ -252,7 +252,7 @@ async fn check_on(
     }
     if let Some(spec) = &spec
         && start != (Start::FirstStep { launched: true })
-        && !in_document.touch(&["/parallel", "/train/precision"])
+        && !document_mistakes.has_any_in(&["/parallel", "/train/precision"])
     {
         errors.extend(slots_mistake(&scheduler.agents, spec));
     }
@@ -260,19 +260,19 @@ async fn check_on(
         // The job's evaluations and page show pictures of the dataset.
         if dataset.private && !spec.private {
             let detail = format!(
-                "must be true: the dataset {} is private, and the job's page shows its pictures",
+                "must be true, because the dataset {} is private and the job's page shows the dataset's pictures",
                 dataset.name
             );
-            errors.push(at("/private", detail));
+            errors.push(error_at("/private", detail));
         }
         let found = dataset_mistakes(spec, dataset);
-        errors.extend(found.into_iter().filter(|mistake| !in_document.may_cause(mistake)));
+        errors.extend(found.into_iter().filter(|mistake| !document_mistakes.may_cause(mistake)));
     }
     if let Some(spec) = &spec
         && start != Start::Checkpoint
-        && !in_document.touch(&["/model", "/data", "/train/recipe"])
+        && !document_mistakes.has_any_in(&["/model", "/data", "/train/recipe"])
     {
-        match submission::pretrained(scheduler, caller, spec, dataset.as_ref()).await? {
+        match submission::check_pretrained(scheduler, caller, spec, dataset.as_ref()).await? {
             WeightsCheck::Fit => {}
             WeightsCheck::Mistake(mistake) => errors.push(mistake),
             WeightsCheck::NotChecked(warning) => not_checked = Some(warning),
@@ -369,8 +369,9 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
         return None;
     }
     Some(format!(
-        "the network is validated every {validation_every} steps and saved every {save_every} steps, so the best network is kept only if both happen at the \
-         same step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validation_every}"
+        "the network is validated every {validation_every} steps and saved every {save_every} steps, so the best network is kept only if \
+         both happen at the same step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of \
+         {validation_every}"
     ))
 }
 
@@ -378,8 +379,8 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
 struct DocumentMistakes(Vec<String>);
 
 impl DocumentMistakes {
-    /// Whether a mistake is at one of these pointers, or below one of them.
-    fn touch(&self, ancestors: &[&str]) -> bool {
+    /// Whether a mistake is at or below one of these pointers.
+    fn has_any_in(&self, ancestors: &[&str]) -> bool {
         let is_below = |pointer: &str, ancestor: &str| {
             pointer.strip_prefix(ancestor).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
         };
@@ -390,11 +391,11 @@ impl DocumentMistakes {
     fn may_cause(&self, mistake: &SpecError) -> bool {
         match mistake.pointer.as_str() {
             "/train/batch_size" | "/train/global_batch_size" => {
-                self.touch(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
+                self.has_any_in(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
             }
-            "/parallel/model" => self.touch(&["/parallel"]),
+            "/parallel/model" => self.has_any_in(&["/parallel"]),
             // A recipe sets image sizes, means and the validation.
-            pointer => self.touch(&[pointer, "/train/recipe", "/data/image_size"]),
+            pointer => self.has_any_in(&[pointer, "/train/recipe", "/data/image_size"]),
         }
     }
 }
@@ -409,8 +410,8 @@ pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
     };
     let fetch = match name {
         "cifar10" | "cifar100" => format!("; `lockstep dataset get {name}` fetches it"),
-        "fashion-mnist" => "; \"Use the bundled pictures\" on the page of a new job (POST /api/v1/datasets/bundled) registers the 9,000 that \
-             come with the server, and `lockstep dataset get fashion-mnist` downloads all 70,000"
+        "fashion-mnist" => "; \"Use the bundled pictures\" on the page of a new job (POST /api/v1/datasets/bundled) registers the 9,000 \
+             pictures that come with the server, and `lockstep dataset get fashion-mnist` downloads all 70,000"
             .to_owned(),
         _ => String::new(),
     };
@@ -426,11 +427,11 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let mut slots = online.iter().flat_map(|agent| &agent.row.slots);
     let is_cpu = device == Device::Cpu || slots.all(|slot| slot.device == Device::Cpu.name());
     let capacity = max_capacity_of(online.into_iter().map(|agent| agent.row), device);
-    let most = capacity.slots;
-    if most >= spec.parallel.ranks as usize {
+    let max_slots = capacity.slots;
+    if max_slots >= spec.parallel.ranks as usize {
         return None;
     }
-    if most == 0 {
+    if max_slots == 0 {
         let gpu = device.kind().filter(|kind| kind.is_accelerator);
         let (pointer, detail) = match (gpu, spec.parallel.device) {
             (Some(kind), Device::Auto) => (
@@ -452,7 +453,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
         return Some(SpecError { pointer: pointer.into(), detail });
     }
     let unit = device.kind().map_or("slot", |kind| kind.slot_name);
-    let units = if most == 1 { unit.to_owned() } else { format!("{unit}s") };
+    let units = if max_slots == 1 { unit.to_owned() } else { format!("{unit}s") };
     let ranks = spec.parallel.ranks;
     // A machine's number of CPU slots can be changed by an option.
     let more_slots = match is_cpu {
@@ -463,29 +464,31 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     };
     let detail = if capacity.machines > 1 {
         format!(
-            "{ranks} ranks, but the {} machines online that can share a job have {most} {units} in all; use at most {most}, or join \
-             another machine{more_slots}",
+            "{ranks} ranks, but the {} machines online that can share a job have {max_slots} {units} in all; use at most {max_slots}, or \
+             join another machine{more_slots}",
             capacity.machines
         )
     } else {
         format!(
-            "{ranks} ranks, but the largest machine online has {most} {units}; use at most {most}, or join a machine with more{more_slots}"
+            "{ranks} ranks, but the largest machine online has {max_slots} {units}; use at most {max_slots}, or join a machine with \
+             more{more_slots}"
         )
     };
     Some(SpecError { pointer: "/parallel/ranks".into(), detail })
 }
 
-/// Number of training pictures without those held out for validation. If validation is a fraction, this is the expected number.
+/// Number of training pictures that are not held out for validation. If validation is a fraction, this is the expected number.
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
-        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures, which stay in one fold, are not considered.
+        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures, which stay in one fold, are
+        // not considered.
         (_, Some((fold, folds))) => {
             let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
             train - train / folds - u64::from(fold <= train % folds)
         }
-        (Validation::Fraction(part), None) => {
-            train - ((train as f64 * part).round() as u64).clamp(1.min(train), train)
+        (Validation::Fraction(fraction), None) => {
+            train - ((train as f64 * fraction).round() as u64).clamp(1.min(train), train)
         }
         (Validation::Split(_), None) => train,
     }
@@ -502,12 +505,12 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
         && !info.splits.iter().any(|s| s.name == *name)
     {
         let names: Vec<_> = info.splits.iter().map(|s| s.name.as_str()).filter(|n| *n != "train").collect();
-        let why = if info.unlabelled.contains(name) { " that has labels" } else { "" };
-        let there = if names.is_empty() { "only a training split".into() } else { names.join(", ") };
+        let condition = if info.unlabelled.contains(name) { " that has labels" } else { "" };
+        let existing = if names.is_empty() { "only a training split".into() } else { names.join(", ") };
         mistake(
             "/data/validation",
             format!(
-                "{} has no split {name:?}{why}; it has {there}. A fraction such as 0.1 holds pictures out of the training split",
+                "{} has no split {name:?}{condition}; it has {existing}. A fraction such as 0.1 holds pictures out of the training split",
                 dataset.name
             ),
         );
@@ -534,7 +537,7 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     if spec.data.image_size.is_none() && (info.height == 0 || info.height != info.width) {
         mistake(
             "/data/image_size",
-            format!("is needed: the pictures of {} are of different sizes, or not square", dataset.name),
+            format!("is missing: the pictures of {} have different sizes or are not square", dataset.name),
         );
     }
     if let (None, Some(validation)) = (&spec.data.image_size, spec.data.validation_size)

@@ -32,14 +32,14 @@ pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
     if parts.len() > MAX_CONDITIONS {
         return Err(refused(format!("has {} conditions; give at most {MAX_CONDITIONS}", parts.len())));
     }
-    parts.into_iter().map(condition).collect()
+    parts.into_iter().map(parse_condition).collect()
 }
 
 fn refused(detail: String) -> Error {
     Error::BadRequest(format!("where {detail}"))
 }
 
-fn condition(text: &str) -> Result<Condition> {
+fn parse_condition(text: &str) -> Result<Condition> {
     let found = text.find(['=', '!', '<', '>']).and_then(|at| {
         let (key, rest) = text.split_at_checked(at)?;
         let (sign, comparison) = COMPARISONS.into_iter().find(|(sign, _)| rest.starts_with(sign))?;
@@ -47,13 +47,13 @@ fn condition(text: &str) -> Result<Condition> {
     });
     let Some((path, comparison, value)) = found else {
         return Err(refused(format!(
-            "needs a key, one of = != < <= > >= and a value, such as train.lr>0.1; is {:?}",
+            "needs a key, one of = != < <= > >= and a value, such as train.lr>0.1, but is {:?}",
             shortened(text)
         )));
     };
     let (table, key, kind) = single_setting(path).map_err(refused)?;
     if value.is_empty() {
-        return Err(refused(format!("has no value for {path}: such as {path}=1")));
+        return Err(refused(format!("has no value for {path}; give a value, such as {path}=1")));
     }
     let chars = value.chars().count();
     if chars > VALUE_CHARS {
@@ -70,19 +70,21 @@ fn condition(text: &str) -> Result<Condition> {
             SettingValue::Number(number.ok_or_else(mistake)?)
         }
         _ if is_ordered => {
-            return Err(refused(format!("can compare {path} only with = and !=: it is not a number")));
+            return Err(refused(format!(
+                "can compare {path} only with = and !=, because {path} is not a number"
+            )));
         }
         Kind::Bool => SettingValue::Bool(value.parse().map_err(|_| {
-            refused(format!("compares {path} with {:?}; it is true or false", shortened(value)))
+            refused(format!("compares {path} with {:?}, but {path} is true or false", shortened(value)))
         })?),
         Kind::Word(words) if !words.contains(&value) => {
             let near = nearest(value, words.iter().copied());
             let words = near.map_or_else(
-                || format!("there are {}", words.join(", ")),
+                || format!("its values are {}", words.join(", ")),
                 |near| format!("did you mean {near:?}?"),
             );
             return Err(refused(format!(
-                "compares {path} with {:?}, which is not one of its values; {words}",
+                "compares {path} with {:?}, which is not a value of {path}; {words}",
                 shortened(value)
             )));
         }
@@ -105,8 +107,8 @@ fn is_single(kind: &Kind) -> bool {
     )
 }
 
-/// Looks up a setting in the table of keys, so that no text of the request becomes SQL. A key that only one table has needs no table:
-/// `lr` is `train.lr`.
+/// Looks up a setting in the table of keys, so that no text of the request becomes SQL. The path may omit the table if only one table has
+/// the key: `lr` means `train.lr`. Returns the table, the key and the kind.
 ///
 /// # Errors
 /// The key is unknown or ambiguous. The message continues a sentence that begins with the parameter's name.
@@ -128,7 +130,7 @@ pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static
         [] => {}
         several => {
             return Err(format!(
-                "names {given}, which may be {}: name its table",
+                "names {given}, which may mean {}; add the table to the name",
                 names(several).join(" or ")
             ));
         }
@@ -136,7 +138,7 @@ pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static
     let all = names(&all().collect::<Vec<_>>());
     let hint = match nearest(given, all.iter().map(String::as_str)) {
         Some(near) => format!("did you mean {near:?}?"),
-        None => "such as train.lr".to_owned(),
+        None => "name a setting such as train.lr".to_owned(),
     };
     Err(format!("names {:?}, which is not a setting; {hint}", shortened(path)))
 }
@@ -151,7 +153,7 @@ pub(super) fn single_setting(path: &str) -> std::result::Result<(&'static str, &
     match is_single(&kind) {
         true => Ok((table, key, kind)),
         false => Err(format!(
-            "names {}, which has several values: name a setting with one value",
+            "names {}, which has several values; name a setting that has one value",
             dotted(table, key)
         )),
     }

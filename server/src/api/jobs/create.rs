@@ -119,7 +119,7 @@ pub(in crate::api) fn idempotency_key(
     let key = key.ok_or_else(|| {
         Error::BadRequest(format!("Idempotency-Key must be 1 to {MAX_KEY_BYTES} visible ASCII characters"))
     })?;
-    // A path contains no NUL, so different requests have different texts.
+    // A path contains no NUL, so the hashed bytes of different requests differ.
     let request = Sha256::new().chain_update(uri.path()).chain_update([0]).chain_update(body).finalize();
     // If jobs have owners, two people may choose the same key, so the key contains the owner. No name contains the separator.
     let key = match caller.owner().filter(|_| auth.access.has_people()) {

@@ -14,12 +14,12 @@ use std::collections::BTreeMap;
 
 /// Maximum number of buckets to read of a metric.
 const MAX_BUCKETS: usize = 1000;
-/// Validation accuracy from which on no advice is needed.
+/// Minimum validation accuracy of a job that needs no advice.
 const GOOD_ACCURACY: f64 = 0.97;
-/// Training accuracy from which on more training does not help.
+/// Minimum training accuracy of a network that more training does not improve.
 const LEARNED_ACCURACY: f64 = 0.99;
-/// Training accuracy below which it counts as low.
-const LOW: f64 = 0.9;
+/// Training and validation accuracies below this value are low.
+const LOW_ACCURACY: f64 = 0.9;
 /// Margin of error above which a validation accuracy is too uncertain.
 const MAX_MARGIN: f64 = 0.1;
 /// Usual difference between training and validation accuracy.
@@ -33,7 +33,7 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
         return Ok(None);
     }
     let (train, data) = (&job.spec.train, &job.spec.data);
-    // With mixed or strongly augmented pictures, or another loss than the default, training and validation accuracy are not comparable.
+    // With mixed or strongly augmented pictures, or a loss other than the default, training and validation accuracy are not comparable.
     let is_comparable = train.mixup == 0.0
         && train.cutmix == 0.0
         && !data.random_resized_crop
@@ -86,9 +86,9 @@ impl Course {
             last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
         let mut findings = Vec::new();
         // With few pictures, chance alone changes the accuracy by half a margin.
-        let smallest = MIN_RISE.max(if margin > MAX_MARGIN { margin } else { margin / 2.0 });
+        let min_rise = MIN_RISE.max(if margin > MAX_MARGIN { margin } else { margin / 2.0 });
         let is_best = self.validations.iter().all(|accuracy| *accuracy <= last + MIN_RISE);
-        let rise = rise(&self.validations).filter(|rise| !is_learned && is_best && *rise > smallest);
+        let rise = rise(&self.validations).filter(|rise| !is_learned && is_best && *rise > min_rise);
         if let Some(rise) = rise {
             findings.push(format!(
                 "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
@@ -97,8 +97,8 @@ impl Course {
         }
         if let Some(training) = self.training
             && overfitted.is_none()
-            && training < LOW
-            && last < LOW
+            && training < LOW_ACCURACY
+            && last < LOW_ACCURACY
         {
             findings.push(format!(
                 "Training accuracy is low ({}), and so is validation accuracy ({}): raise train.lr or train more epochs (train.epochs); a \

@@ -89,13 +89,13 @@ pub(crate) async fn list(
     let has_metrics = types.is_empty() || types.contains(&"metrics");
     let pages = Pages::new("events", ORDER).owned_by("job", job.id.as_str());
     let mut after: u64 = pages.read(query.cursor.as_deref())?.unwrap_or(0);
-    let (mut items, mut bytes, mut examined, mut full) = (Vec::new(), 0, 0, false);
+    let (mut items, mut bytes, mut examined, mut is_full) = (Vec::new(), 0, 0, false);
     let _permit = large::permit(limit).await?;
     let limit = limit as usize;
-    while !full {
+    while !is_full {
         let rows = scheduler.store.events(&job.id, after, ROWS).await?;
         examined += rows.len();
-        let ends = rows.len() < ROWS as usize;
+        let is_end = rows.len() < ROWS as usize;
         // Lets other requests run between two queries.
         tokio::task::yield_now().await;
         'rows: for row in rows {
@@ -108,24 +108,24 @@ pub(crate) async fn list(
             tokio::task::yield_now().await;
             for (seq, frame) in row.frames(after) {
                 if items.len() == limit || bytes >= PAGE_BYTES {
-                    full = true;
+                    is_full = true;
                     break 'rows;
                 }
                 let event: Value =
                     serde_json::from_str(&frame).map_err(|e| Error::Internal(format!("event {seq}: {e}")))?;
                 after = seq;
-                let name = event.get("type").and_then(Value::as_str).unwrap_or_default();
-                if types.is_empty() || types.contains(&name) {
+                let event_type = event.get("type").and_then(Value::as_str).unwrap_or_default();
+                if types.is_empty() || types.contains(&event_type) {
                     bytes += frame.len();
                     items.push(event);
                 }
             }
             after = after.max(row.seq);
         }
-        if ends && !full {
+        if is_end && !is_full {
             return large::json(EventList { events: Elements { items, fields }, next_cursor: None }).await;
         }
-        full = full || examined >= MAX_EXAMINED;
+        is_full = is_full || examined >= MAX_EXAMINED;
     }
     let next_cursor = Some(pages.cursor(&after)?);
     large::json(EventList { events: Elements { items, fields }, next_cursor }).await

@@ -1,5 +1,5 @@
-//! Checks, when a job is submitted, whether a checkpoint fits the job that is to start from it. The checkpoint's header lists the classes
-//! that it was trained on, and the database has the dataset's classes. No dataset is opened.
+//! Checks at submission whether a checkpoint fits the job that is to start from the checkpoint. The checkpoint's header lists the classes
+//! of its training, and the database has the dataset's classes. No dataset is opened.
 
 use crate::{
     auth::access::Caller,
@@ -44,10 +44,10 @@ impl Trained {
     /// Reads the properties from a checkpoint's folder; `None` if they cannot be read. The ranks then check the checkpoint.
     pub(crate) async fn of(folder: &Path) -> Option<Self> {
         let folder = folder.to_owned();
-        let about = tokio::task::spawn_blocking(move || about(&folder)).await.ok()?.ok()?;
-        let number = |key: &str| about.get(key)?.parse().ok();
+        let metadata = tokio::task::spawn_blocking(move || checkpoint_metadata(&folder)).await.ok()?.ok()?;
+        let number = |key: &str| metadata.get(key)?.parse().ok();
         Some(Self {
-            classes: serde_json::from_str(about.get("classes")?).ok()?,
+            classes: serde_json::from_str(metadata.get("classes")?).ok()?,
             channels: number("channels")?,
             image_size: number("image_size")?,
         })
@@ -110,28 +110,28 @@ pub(crate) fn mistakes(
     if trained.channels != info.channels {
         let (was, is) = (trained.channels, info.channels);
         let was = plural(was.into(), "channel");
-        let detail = format!("it was trained on pictures of {was}, but pictures of {name} have {is}");
+        let detail =
+            format!("the checkpoint was trained on pictures of {was}, but pictures of {name} have {is}");
         mistake("/data/dataset", detail);
     }
-    let (was, is) = (trained.image_size, spec.data.effective_validation_size().unwrap_or(info.height));
-    let (had, has) = (source.model.stem_for(was as usize), spec.model.stem_for(is as usize));
-    if had != has && spec.model.stem == source.model.stem {
+    let trained_size = trained.image_size;
+    let size = spec.data.effective_validation_size().unwrap_or(info.height);
+    let (trained_stem, stem) =
+        (source.model.stem_for(trained_size as usize), spec.model.stem_for(size as usize));
+    let (was, is) = (trained_stem.name(), stem.name());
+    if trained_stem != stem && spec.model.stem == source.model.stem {
         let detail = format!(
-            "at {is} pixels model.stem = \"auto\" means {:?}, but at the {was} of its training {:?}: set model.stem, too",
-            has.name(),
-            had.name()
+            "model.stem = \"auto\" means {is:?} at {size} pixels, but {was:?} at {trained_size} pixels, the size at which the checkpoint \
+             was trained: set model.stem, too"
         );
         mistake("/data/image_size", detail);
-    } else if had != has {
-        mistake(
-            "/model/stem",
-            format!("the checkpoint's network has the {} stem, not the {} stem", had.name(), has.name()),
-        );
+    } else if trained_stem != stem {
+        mistake("/model/stem", format!("the checkpoint's network has the {was} stem, not the {is} stem"));
     }
     mistakes
 }
 
-/// Checks that a job can continue: its dataset is registered, and fits the newest checkpoint even if it was registered again.
+/// Checks that a job can continue: its dataset is registered and, if it was registered again, still fits the newest checkpoint.
 ///
 /// # Errors
 /// The dataset is not registered or does not fit, or the store cannot be read.
@@ -140,7 +140,7 @@ pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job
         return Ok(()); // A run from elsewhere has no dataset here. `lifecycle` refuses to continue the run.
     }
     let name = &job.spec.data.dataset;
-    // A private dataset may have been registered under this name since.
+    // In the meantime, a private dataset may have been registered under this name.
     let is_usable = |dataset: &Dataset| {
         !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
     };
@@ -159,8 +159,8 @@ pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job
 }
 
 /// Reads the metadata of a checkpoint's weights. Each part of sharded weights has all metadata, so any part is sufficient.
-fn about(folder: &Path) -> io::Result<HashMap<String, String>> {
-    match metadata(&folder.join(MODEL)) {
+fn checkpoint_metadata(folder: &Path) -> io::Result<HashMap<String, String>> {
+    match file_metadata(&folder.join(MODEL)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let mut names = fs::read_dir(folder)?.flatten().map(|entry| entry.file_name());
             let is_part = |name: &std::ffi::OsString| {
@@ -168,13 +168,13 @@ fn about(folder: &Path) -> io::Result<HashMap<String, String>> {
                     name.starts_with("model-") && checkpoint_files::kind(name) == Some(MODEL)
                 })
             };
-            metadata(&folder.join(names.find(is_part).ok_or(error)?))
+            file_metadata(&folder.join(names.find(is_part).ok_or(error)?))
         }
         read => read,
     }
 }
 
-fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {
+fn file_metadata(path: &Path) -> io::Result<HashMap<String, String>> {
     let mut file = regular_files::open(path)?;
     let mut size = [0; 8];
     file.read_exact(&mut size)?;

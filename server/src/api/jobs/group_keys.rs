@@ -23,11 +23,11 @@ fn invalid_by(detail: impl std::fmt::Display) -> Error {
 ///
 /// # Errors
 /// 400: `by` has no key, more than three, a key twice, or a key that is not a setting with one value.
-pub(super) fn by(text: &str) -> Result<Vec<GroupBy>> {
+pub(super) fn parse_by(text: &str) -> Result<Vec<GroupBy>> {
     let parts: Vec<_> = list::split_list(Some(text)).collect();
     if !(1..=MAX_KEYS).contains(&parts.len()) {
         return Err(invalid_by(format!(
-            "must name 1 to {MAX_KEYS} of project, owner, tag, state, name and keys such as train.lr; names {}",
+            "must name 1 to {MAX_KEYS} of project, owner, tag, state, name and keys such as train.lr, but names {}",
             parts.len()
         )));
     }
@@ -68,11 +68,11 @@ fn parse_key(part: &str) -> Result<GroupBy> {
 ///
 /// # Errors
 /// 400: only one of `by` and `group` is given, or the values do not fit the keys.
-pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(GroupBy, GroupValue)>> {
-    let given = |text: Option<&str>| text.is_some_and(|text| !text.is_empty());
-    let (by, values) = match (by_text, values) {
-        (Some(names), Some(values)) if given(by_text) => (by(names)?, values),
-        _ if !given(by_text) && !given(values) => return Ok(Vec::new()),
+pub(super) fn parse_group(by: Option<&str>, values: Option<&str>) -> Result<Vec<(GroupBy, GroupValue)>> {
+    let is_given = |text: Option<&str>| text.is_some_and(|text| !text.is_empty());
+    let (keys, values) = match (by, values) {
+        (Some(names), Some(values)) if is_given(by) => (parse_by(names)?, values),
+        _ if !is_given(by) && !is_given(values) => return Ok(Vec::new()),
         _ => {
             return Err(Error::BadRequest(
                 "by and group belong together: by=train.lr&group=[0.1] lists the jobs of one group".into(),
@@ -81,7 +81,7 @@ pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(
     };
     let invalid_group = || {
         Error::BadRequest(format!(
-            "group must be the values of a group as JSON, one for each of by, such as [\"resnet20\",0.1] or [null]; is {:?}",
+            "group must be the values of a group as JSON, one for each key of by, such as [\"resnet20\",0.1] or [null], but is {:?}",
             shortened(values)
         ))
     };
@@ -92,12 +92,14 @@ pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(
         )));
     }
     let values: Vec<GroupValue> = serde_json::from_str(values).map_err(|_| invalid_group())?;
-    let fits = values.len() == by.len() && by.iter().zip(&values).all(|(by, value)| fits(*by, value));
-    if fits { Ok(by.into_iter().zip(values).collect()) } else { Err(invalid_group()) }
+    let all_fit =
+        values.len() == keys.len() && keys.iter().zip(&values).all(|(key, value)| fits(*key, value));
+    if all_fit { Ok(keys.into_iter().zip(values).collect()) } else { Err(invalid_group()) }
 }
 
-fn fits(by: GroupBy, value: &GroupValue) -> bool {
-    match (by, value) {
+/// Whether a value has the type of a key.
+fn fits(key: GroupBy, value: &GroupValue) -> bool {
+    match (key, value) {
         (GroupBy::Setting { holds: SettingKind::Bool, .. }, value) => matches!(value, GroupValue::Bool(_)),
         (_, GroupValue::Missing) => true,
         (GroupBy::Setting { holds: SettingKind::Number, .. }, value) => {
@@ -108,7 +110,7 @@ fn fits(by: GroupBy, value: &GroupValue) -> bool {
 }
 
 /// Sort key of a group, from the values that the group's jobs have in common.
-pub(super) fn key(values: &[GroupValue]) -> Key {
+pub(super) fn sort_key(values: &[GroupValue]) -> Key {
     let part = |value: &GroupValue| match value {
         GroupValue::Bool(value) => Key::Number(f64::from(u8::from(*value))),
         GroupValue::Number(number) => Key::Number(*number),
@@ -132,10 +134,10 @@ mod tests {
     #[test]
     fn jobs_are_grouped_by_one_to_three_different_keys() {
         let lr = GroupBy::Setting { table: "train", key: "lr", holds: SettingKind::Number };
-        assert_eq!(by("train.lr").unwrap(), [lr]);
-        assert_eq!(by("lr").unwrap(), [lr], "only one table has this key");
-        assert_eq!(by("tag, spec.train.lr,project").unwrap(), [GroupBy::Tag, lr, GroupBy::Project]);
-        assert_eq!(by("spec.project").unwrap(), [GroupBy::Project]);
+        assert_eq!(parse_by("train.lr").unwrap(), [lr]);
+        assert_eq!(parse_by("lr").unwrap(), [lr], "only one table has this key");
+        assert_eq!(parse_by("tag, spec.train.lr,project").unwrap(), [GroupBy::Tag, lr, GroupBy::Project]);
+        assert_eq!(parse_by("spec.project").unwrap(), [GroupBy::Project]);
         for (text, expected) in [
             ("", "1 to 3"),
             ("tag,owner,state,name", "names 4"),
@@ -144,18 +146,18 @@ mod tests {
             ("data.mean", "one value"),
             ("x'; DROP TABLE jobs", "not a setting"),
         ] {
-            let reported = mistake(by(text));
+            let reported = mistake(parse_by(text));
             assert!(reported.contains(expected), "{text}: {reported}");
         }
     }
 
     #[test]
     fn a_group_has_one_value_of_the_right_type_for_each_key() {
-        let of = |by, values| group(Some(by), Some(values));
-        assert_eq!(group(None, None).unwrap(), []);
-        assert_eq!(group(Some(""), Some("")).unwrap(), []);
-        assert_eq!(of("owner", "[null]").unwrap(), [(GroupBy::Owner, GroupValue::Missing)]);
-        assert_eq!(of("train.lr,tag", "[0.1,\"a\"]").unwrap()[0].1, GroupValue::Number(0.1));
+        let parse = |by, values| parse_group(Some(by), Some(values));
+        assert_eq!(parse_group(None, None).unwrap(), []);
+        assert_eq!(parse_group(Some(""), Some("")).unwrap(), []);
+        assert_eq!(parse("owner", "[null]").unwrap(), [(GroupBy::Owner, GroupValue::Missing)]);
+        assert_eq!(parse("train.lr,tag", "[0.1,\"a\"]").unwrap()[0].1, GroupValue::Number(0.1));
         for (by, values) in [
             ("train.lr", "[\"0.1\"]"),
             ("train.lr", "[true]"),
@@ -168,12 +170,13 @@ mod tests {
             ("project", "[[\"a\"]]"),
             ("project", "vision"),
         ] {
-            assert!(mistake(of(by, values)).contains("one for each of by"), "{by} {values}");
+            assert!(mistake(parse(by, values)).contains("one for each key of by"), "{by} {values}");
         }
-        assert!(mistake(group(Some("tag"), None)).contains("belong together"));
-        assert!(mistake(group(None, Some("[1]"))).contains("belong together"));
+        assert!(mistake(parse_group(Some("tag"), None)).contains("belong together"));
+        assert!(mistake(parse_group(None, Some("[1]"))).contains("belong together"));
         let long = |bytes: usize| format!("[\"{}\"]", "x".repeat(bytes - 4));
-        assert!(group(Some("name"), Some(&long(MAX_VALUES_BYTES))).is_ok());
-        assert!(mistake(group(Some("name"), Some(&long(MAX_VALUES_BYTES + 1)))).contains("at most 16384"));
+        assert!(parse_group(Some("name"), Some(&long(MAX_VALUES_BYTES))).is_ok());
+        let too_long = long(MAX_VALUES_BYTES + 1);
+        assert!(mistake(parse_group(Some("name"), Some(&too_long))).contains("at most 16384"));
     }
 }

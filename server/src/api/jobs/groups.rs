@@ -1,6 +1,6 @@
 //! Groups of jobs, with mean and spread of metrics over the jobs of each group.
 
-use super::{group_keys, list::ListQuery, sorting::number};
+use super::{group_keys, list::ListQuery, sorting::numeric_sort_key};
 use crate::{
     api::list::{self, Key, MAX_LIMIT, Pages},
     auth::access::Caller,
@@ -26,7 +26,7 @@ const MAX_METRICS: usize = 16;
 /// Maximum size of a group's values in a cursor, in bytes. Longer values are replaced by their hash.
 const ID_BYTES: usize = 600;
 
-/// Limits the number of concurrent requests, because each reads all matching jobs and the database has few readers.
+/// Limits the number of concurrent requests, because each request reads all matching jobs and the database has few readers.
 static PERMITS: Semaphore = Semaphore::const_new(2);
 /// Maximum time to wait for a permit.
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -43,8 +43,8 @@ pub(crate) struct GroupsQuery {
     /// Comma-separated names of at most 16 numbers whose mean and spread over the jobs of each group are returned. All numeric sort keys of
     /// jobs are possible, such as `loss,best,spec.train.lr`.
     metrics: Option<String>,
-    /// Sort key: `group` (the common values), `jobs` (the number of jobs), `newest`, or one of `metrics` (its mean), with a leading `-` for
-    /// descending order (default `group`).
+    /// Sort key: `group` (the common values), `jobs` (the number of jobs), `newest`, or one of `metrics` (the metric's mean), with a
+    /// leading `-` for descending order (default `group`).
     sort: Option<String>,
     /// Maximum number of groups on a page, 1 to 1000 (default 100).
     #[param(minimum = 1, maximum = 1000)]
@@ -129,16 +129,16 @@ impl Group {
 
     fn key(&self, by: &str) -> Key {
         match by {
-            "group" => group_keys::key(&self.values),
+            "group" => group_keys::sort_key(&self.values),
             "jobs" => Some(self.jobs as f64).into(),
             "newest" => self.newest_at.into(),
-            metric => self.metrics.get(metric).and_then(|of| of.mean).into(),
+            metric => self.metrics.get(metric).and_then(|statistics| statistics.mean).into(),
         }
     }
 }
 
 /// Parses the names of metrics in a request, without duplicates.
-fn names(text: Option<&str>) -> Result<Vec<&str>> {
+fn parse_metric_names(text: Option<&str>) -> Result<Vec<&str>> {
     let mut names: Vec<&str> = Vec::new();
     for name in list::split_list(text) {
         if !names.contains(&name) {
@@ -156,9 +156,9 @@ fn names(text: Option<&str>) -> Result<Vec<&str>> {
 
 /// List groups of jobs
 ///
-/// For each group: the number of jobs in each state, and mean and standard deviation of metrics, for example over jobs that differ only in
-/// their seed. All matching jobs are included. With `by=tag`, a job is in the group of each of its tags. Private jobs of others are not
-/// included.
+/// Returns for each group the number of jobs in each state, and mean and standard deviation of metrics, for example over jobs that differ
+/// only in their seed. All matching jobs are included, except private jobs of other people. With `by=tag`, a job is in the group of each of
+/// its tags.
 #[utoipa::path(get, path = "/jobs/groups", tag = "jobs", params(GroupsQuery),
     responses((status = 200, body = GroupList), (status = 400, body = Problem)))]
 pub(crate) async fn list(
@@ -166,15 +166,15 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(query): Query<GroupsQuery>,
 ) -> Result<Json<GroupList>> {
-    let by = group_keys::by(&query.by)?;
-    let names = names(query.metrics.as_deref())?;
-    let metrics = names.iter().map(|name| number(name)).collect::<Result<Vec<_>>>()?;
+    let by = group_keys::parse_by(&query.by)?;
+    let names = parse_metric_names(query.metrics.as_deref())?;
+    let metrics = names.iter().map(|name| numeric_sort_key(name)).collect::<Result<Vec<_>>>()?;
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let sort = query.sort.as_deref().filter(|sort| !sort.is_empty()).unwrap_or("group");
     let (sorted_by, _) = list::sort_key(sort);
     if !["group", "jobs", "newest"].contains(&sorted_by) && !names.contains(&sorted_by) {
         return Err(Error::BadRequest(format!(
-            "groups are sorted by group, jobs, newest or one of metrics; name {:?} in metrics, too",
+            "sort is {:?}, but must be group, jobs, newest or one of metrics; to sort by a metric, add it to metrics",
             lockstep_protocol::spec::shortened(sorted_by)
         )));
     }
@@ -190,8 +190,9 @@ pub(crate) async fn list(
         created_before: query.created_before,
         ..ListQuery::default()
     };
-    let turn = tokio::time::timeout(PERMIT_TIMEOUT, PERMITS.acquire()).await;
-    let _turn = turn.map_err(|_| Error::Unavailable("other requests are grouping jobs; try again".into()))?;
+    let permit = tokio::time::timeout(PERMIT_TIMEOUT, PERMITS.acquire()).await;
+    let _permit =
+        permit.map_err(|_| Error::Unavailable("other requests are grouping jobs; try again".into()))?;
     let found = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MAX_GROUPS).await?;
     let Some(found) = found else {
         return Err(Error::BadRequest(format!(

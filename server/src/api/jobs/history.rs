@@ -47,9 +47,10 @@ const ORDER: &str = "at";
 
 /// Show a job's history
 ///
-/// Entries are the start and end of each attempt, with the reason, the rank that caused the end and the checkpoint from which the next attempt
-/// continued, all pauses, retries and cancellations, and the alerts of a run from elsewhere. The history also has the job's parent and forks, and its place in the queue.
-/// Everybody sees who submitted or forked the job. Only the owner and admins see who requested the other changes.
+/// The entries report the start and end of each attempt, all pauses, retries and cancellations, and the alerts of a run from elsewhere. The
+/// end of an attempt has the reason, the rank that caused the end, and the checkpoint from which the next attempt continued. The history
+/// also has the job's parent and forks, and its place in the queue. Everybody sees who submitted or forked the job. Only the owner and
+/// admins see who requested the other changes.
 #[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
     responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn show(
@@ -70,8 +71,8 @@ pub(crate) async fn show(
     }
     let rows = scheduler.store.history(&job, may_see_who).await?;
     let attempts = scheduler.store.attempts(&job.id).await?;
-    let (parent, begun) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
-    let mut entries = event_entries(&job, begun, &rows.events, &rows.requests);
+    let (parent, forked_from) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
+    let mut entries = event_entries(&job, forked_from, &rows.events, &rows.requests);
     entries.extend(attempt_entries(&attempts, &rows.events));
     // The sort is stable, so a request stays before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
@@ -95,8 +96,8 @@ pub(crate) async fn show(
     Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
 }
 
-/// Returns the parent of a fork, if the caller may see that job, and the checkpoint that the fork began from. For a hidden parent, the
-/// checkpoint's id is that of the fork's own copy.
+/// Returns the parent of a fork, if the caller may see that job, and the id of the checkpoint from which the fork began. For a hidden
+/// parent, the id is that of the fork's own copy of the checkpoint.
 async fn parent(
     store: &dyn Store,
     caller: &Caller,
@@ -104,23 +105,24 @@ async fn parent(
     parent: Option<Parent>,
 ) -> Result<(Option<Relative>, Option<String>)> {
     let Some(Parent { job: id, checkpoint }) = parent else { return Ok((None, None)) };
-    let known = match job_id(&id) {
+    let row = match job_id(&id) {
         Ok(id) => store.job(&id).await?,
         Err(_) => None,
     };
-    let known = known.map(|row| row.job);
+    let parent_job = row.map(|row| row.job);
     // A deleted parent is shown unless it was private.
-    if known.as_ref().map_or(job.parent.is_none(), |known| !caller.sees_job(known)) {
-        let begun = checkpoint.strip_prefix(&id).map(|place| format!("{}{place}", job.id));
-        return Ok((None, Some(begun.unwrap_or_default())));
+    let is_hidden = parent_job.as_ref().map_or(job.parent.is_none(), |parent| !caller.sees_job(parent));
+    if is_hidden {
+        let own_copy = checkpoint.strip_prefix(&id).map(|rest| format!("{}{rest}", job.id));
+        return Ok((None, Some(own_copy.unwrap_or_default())));
     }
     let relative = Relative {
         job: id,
-        name: known.as_ref().map(|job| job.name.clone()),
-        state: known.as_ref().map(|job| job.state),
+        name: parent_job.as_ref().map(|job| job.name.clone()),
+        state: parent_job.as_ref().map(|job| job.state),
         checkpoint: checkpoint.clone(),
-        at: known.as_ref().map(|job| job.created_at),
-        who: known.and_then(|job| job.owner),
+        at: parent_job.as_ref().map(|job| job.created_at),
+        who: parent_job.and_then(|job| job.owner),
     };
     Ok((Some(relative), Some(checkpoint)))
 }
@@ -128,8 +130,8 @@ async fn parent(
 /// Returns the reason if an attempt began with fewer ranks than the job has.
 fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
     states.iter().find_map(|event| match &event.body {
-        EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: of, .. }
-            if *of == attempt && matches!(cause.kind(), ReasonKind::FewerRanks { .. }) =>
+        EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: starting, .. }
+            if *starting == attempt && matches!(cause.kind(), ReasonKind::FewerRanks { .. }) =>
         {
             Some(cause.clone())
         }
@@ -139,7 +141,7 @@ fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
 
 fn attempt_entries(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
     let mut entries = Vec::new();
-    for (n, attempt) in attempts.iter().enumerate() {
+    for (index, attempt) in attempts.iter().enumerate() {
         let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
             attempt;
         let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
@@ -153,7 +155,7 @@ fn attempt_entries(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
                 rank: reason.as_ref().and_then(|reason| reason.rank_and_step().0),
                 reason: reason.clone(),
                 step: *step,
-                next_checkpoint: attempts.get(n + 1).and_then(|next| next.checkpoint.clone()),
+                next_checkpoint: attempts.get(index + 1).and_then(|next| next.checkpoint.clone()),
             };
             entries.push(Entry { at, what, who: None });
         }
@@ -162,38 +164,49 @@ fn attempt_entries(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
 }
 
 /// Returns the entries that come from the job's changes of state and alerts rather than from its attempts.
-fn event_entries(job: &Job, begun: Option<String>, events: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
-    let begin = begun.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
-    let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
-    let mut before: Option<(JobState, Option<&ReasonKind>)> = None;
+fn event_entries(
+    job: &Job,
+    forked_from: Option<String>,
+    events: &[Event],
+    requests: &[AuditEntry],
+) -> Vec<Entry> {
+    let submission = forked_from.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
+    let mut entries = vec![Entry { at: job.created_at, what: submission, who: job.owner.clone() }];
+    let mut previous: Option<(JobState, Option<&ReasonKind>)> = None;
     for Event { seq, at, body } in events {
         if let EventBody::Alert { alert, .. } = body {
             entries.push(Entry { at: *at, what: What::Alert(alert.clone()), who: None });
         }
         let EventBody::State { state, cause, .. } = body else { continue };
         let kind = cause.as_ref().map(Reason::kind);
-        if before.is_some_and(|(old, of)| old == *state && of.map(discriminant) == kind.map(discriminant)) {
+        let is_same_kind = |old: Option<&ReasonKind>| old.map(discriminant) == kind.map(discriminant);
+        if previous.is_some_and(|(old_state, old_kind)| old_state == *state && is_same_kind(old_kind)) {
             continue;
         }
-        // The entries of attempts report the end of an active or lost attempt. A run from elsewhere has no attempts that would.
+        // The entries of attempts report the end of an active or lost attempt. A run from elsewhere has no such entries.
         let was_active = job.external.is_none()
-            && before.is_some_and(|(state, _)| state.is_active() || state == JobState::Lost);
-        // The attempt's end reports a preemption. A user may request a pause in addition.
-        let was_preempted = matches!(before, Some((_, Some(ReasonKind::Preempting { .. }))));
-        let was_cancelling = matches!(before, Some((_, Some(ReasonKind::Cancelling))));
-        let moved = before.is_none_or(|(old, _)| old != *state);
-        before = Some((*state, kind));
+            && previous.is_some_and(|(state, _)| state.is_active() || state == JobState::Lost);
+        // The entry of the attempt's end reports a preemption. A user may request a pause in addition.
+        let was_preempted = matches!(previous, Some((_, Some(ReasonKind::Preempting { .. }))));
+        let was_cancelling = matches!(previous, Some((_, Some(ReasonKind::Cancelling))));
+        let is_new_state = previous.is_none_or(|(old_state, _)| old_state != *state);
+        let is_inactive_change = is_new_state && !was_active;
+        previous = Some((*state, kind));
         let (what, action) = match (state, kind) {
-            // Already the first entry. If the job had many changes of state, this event may be missing.
+            // The first entry reports the submission, because this event may be missing if the job had many changes of state.
             (JobState::Queued, _) if *seq == 1 => continue,
-            (JobState::Queued, Some(ReasonKind::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
-            (JobState::Queued, Some(ReasonKind::RetriedByUser)) if moved => (What::Retried, Some("retry")),
+            (JobState::Queued, Some(ReasonKind::ResumedByUser)) if is_new_state => {
+                (What::Resumed, Some("resume"))
+            }
+            (JobState::Queued, Some(ReasonKind::RetriedByUser)) if is_new_state => {
+                (What::Retried, Some("retry"))
+            }
             (JobState::Pausing, Some(ReasonKind::Preempting { .. })) => continue,
-            (JobState::Pausing, _) if moved || was_preempted => (What::PauseRequested, Some("pause")),
-            (JobState::Paused, _) if moved && !was_active => (What::Paused, Some("pause")),
+            (JobState::Pausing, _) if is_new_state || was_preempted => (What::PauseRequested, Some("pause")),
+            (JobState::Paused, _) if is_inactive_change => (What::Paused, Some("pause")),
             (_, Some(ReasonKind::Cancelling)) if !was_cancelling => (What::CancelRequested, Some("cancel")),
-            (JobState::Cancelled, _) if moved && !was_active => (What::Cancelled, Some("cancel")),
-            (JobState::Failed, _) if moved && !was_active => (What::Failed { reason: cause.clone() }, None),
+            (JobState::Cancelled, _) if is_inactive_change => (What::Cancelled, Some("cancel")),
+            (JobState::Failed, _) if is_inactive_change => (What::Failed { reason: cause.clone() }, None),
             (JobState::Running, Some(ReasonKind::PrecisionFallback { .. })) => {
                 (What::PrecisionChanged { reason: cause.clone() }, None)
             }
@@ -207,11 +220,12 @@ fn event_entries(job: &Job, begun: Option<String>, events: &[Event], requests: &
 
 /// Returns the sender of the request with this action whose entry in the audit log is nearest to `at`.
 fn who_asked(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<String> {
-    let asked = |entry: &&AuditEntry| {
+    let may_be_request = |entry: &&AuditEntry| {
         let path = entry.object.split('?').next().unwrap_or_default();
-        let after = entry.at.duration_since(at);
-        path.rsplit('/').next() == Some(action) && after >= -MAX_RESPONSE_TIME && after <= MAX_RESPONSE_TIME
+        let is_near = entry.at.duration_since(at).abs() <= MAX_RESPONSE_TIME;
+        path.rsplit('/').next() == Some(action) && is_near
     };
-    let nearest = requests.iter().filter(asked).min_by_key(|entry| entry.at.duration_since(at).abs());
+    let nearest =
+        requests.iter().filter(may_be_request).min_by_key(|entry| entry.at.duration_since(at).abs());
     nearest.map(|entry| entry.who.clone()).filter(|who| !who.is_empty())
 }

@@ -39,7 +39,7 @@ pub(crate) struct Histograms {
     histograms: Vec<Histogram>,
 }
 
-fn kind(text: &str) -> Result<HistogramKind> {
+fn parse_kind(text: &str) -> Result<HistogramKind> {
     let found = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
     found.ok_or_else(|| Error::BadRequest("kind must be weight or gradient".into()))
 }
@@ -47,7 +47,7 @@ fn kind(text: &str) -> Result<HistogramKind> {
 /// Show histograms of weights and gradients
 ///
 /// A job has histograms if `log.histograms` is set. Without parameters, the response lists the layers and steps with histograms. With
-/// `layer`, it has the layer's histograms at every step; with `step`, the histograms of every layer at that step.
+/// `layer`, the response has the layer's histograms at every step; with `step`, the histograms of every layer at that step.
 #[utoipa::path(get, path = "/jobs/{id}/histograms", tag = "metrics", params(("id" = String, Path), HistogramQuery),
     responses((status = 200, body = Histograms), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn histograms(
@@ -55,7 +55,7 @@ pub(crate) async fn histograms(
     Path(id): Path<String>,
     Query(query): Query<HistogramQuery>,
 ) -> Result<Json<Histograms>> {
-    let kind = query.kind.as_deref().map(kind).transpose()?;
+    let kind = query.kind.as_deref().map(parse_kind).transpose()?;
     let job = jobs::find(&scheduler, &id).await?;
     let mut index = scheduler.store.histogram_index(&job.id).await?;
     index.layers.retain(|layer| kind.is_none_or(|kind| kind == layer.kind));

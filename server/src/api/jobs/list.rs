@@ -62,17 +62,17 @@ pub(crate) struct ListQuery {
     /// Only jobs submitted before this time (RFC 3339).
     #[param(format = DateTime)]
     pub(super) created_before: Option<String>,
-    /// Sort key, with a leading `-` for descending order (default `-created`): `created`, `started`, `finished`, `name`, `state`, `project`,
-    /// `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per second), `best`, the newest value of a metric (`loss`,
-    /// `accuracy`, `val_loss`, `val_accuracy`, `lr` and all others), `tag:` with a tag (jobs with the tag come last), or `spec.` with a key of
-    /// the specification such as `spec.train.lr` (lists are sorted by their text).
+    /// Sort key, with a leading `-` for descending order (default `-created`): `created`, `started`, `finished`, `name`, `state`,
+    /// `project`, `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per second), `best`, the newest value of a
+    /// metric (`loss`, `accuracy`, `val_loss`, `val_accuracy`, `lr` and all others), `tag:` with a tag (jobs with the tag come last), or
+    /// `spec.` with a key of the specification such as `spec.train.lr` (lists are sorted by their text).
     pub(crate) sort: Option<String>,
-    /// Page size, 1 to 1000 (default 50). A page also ends after 4 MiB; it then has a `next_cursor`.
+    /// Page size, 1 to 1000 (default 50). A page also ends after 4 MiB, and then has a `next_cursor`.
     #[param(minimum = 1, maximum = 1000)]
     pub(crate) limit: Option<u32>,
     /// `next_cursor` of the previous page, requested with the same `sort`.
     pub(super) cursor: Option<String>,
-    /// Comma-separated names of the fields to return of each job, such as `id,name,state`. The list has `notes` only if they are named here.
+    /// Comma-separated names of the fields to return of each job, such as `id,name,state`. Jobs have `notes` only if `notes` is named here.
     #[param(min_length = 1)]
     pub(super) fields: Option<String>,
     /// Comma-separated names of further metrics to return in `last` of each job, such as `grad_norm,step_ms`. `loss`, `accuracy`, `lr`,
@@ -114,7 +114,7 @@ impl ListQuery {
             with_notes: false,
             project,
             tags,
-            group: group_keys::group(self.by.as_deref(), self.group.as_deref())?,
+            group: group_keys::parse_group(self.by.as_deref(), self.group.as_deref())?,
             created_after: list::parse_time("created_after", self.created_after.as_deref())?,
             created_before: list::parse_time("created_before", self.created_before.as_deref())?,
             sort: sort(self.sort_text())?,
@@ -132,7 +132,7 @@ impl ListQuery {
     }
 
     /// Returns the parameters for which the page of jobs has no input field, so that its form can preserve them.
-    pub(crate) fn kept(&self) -> Vec<(&'static str, String)> {
+    pub(crate) fn params_without_field(&self) -> Vec<(&'static str, String)> {
         let given = [
             ("where", &self.conditions),
             ("created_after", &self.created_after),
@@ -164,7 +164,7 @@ pub(crate) async fn list(
     let _permit = large::permit(filter.limit).await?;
     let mut page = scheduler.store.jobs(&filter).await?;
     for job in &mut page.jobs {
-        // All metrics would be most of a long list.
+        // With all metrics, a long list would consist mostly of metrics.
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
         scheduler.last_plan.tell(job);
     }

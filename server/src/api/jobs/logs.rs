@@ -51,8 +51,8 @@ pub(crate) struct LogsQuery {
     after: u64,
     /// Only lines before the event with this number.
     before: Option<u64>,
-    /// Page size in lines, 1 to 10000 (default 1000). A page contains whole reports of ranks. So it may have fewer lines, or more if its
-    /// only report has more. A page also ends after 4 MiB.
+    /// Page size in lines, 1 to 10000 (default 1000). A page contains whole reports of ranks, so it may have fewer lines, or more lines if
+    /// it consists of one report. A page also ends after 4 MiB.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
     /// `seq` for the oldest line first (default), `-seq` for the newest line first.
@@ -94,26 +94,26 @@ struct Found {
 
 impl Found {
     /// Keeps the oldest or newest lines of complete events: at most `limit` lines, unless a single event has more.
-    fn at_most(mut self, limit: usize, newest: bool) -> Self {
-        let all = self.lines.len();
+    fn at_most(mut self, limit: usize, keeps_newest: bool) -> Self {
+        let count = self.lines.len();
         let (Some(first), Some(last)) = (self.lines.first(), self.lines.last()) else { return self };
-        if all <= limit {
+        if count <= limit {
             return self;
         }
         // The event of the first line beyond `limit` is left out completely.
-        let kept = if newest {
-            (self.lines[all - limit - 1].seq + 1).min(last.seq)..=last.seq
+        let kept = if keeps_newest {
+            (self.lines[count - limit - 1].seq + 1).min(last.seq)..=last.seq
         } else {
             first.seq..=(self.lines[limit].seq - 1).max(first.seq)
         };
         self.lines.retain(|line| kept.contains(&line.seq));
-        if self.lines.len() < all {
-            self.next = Some(if newest { *kept.start() } else { *kept.end() });
+        if self.lines.len() < count {
+            self.next = Some(if keeps_newest { *kept.start() } else { *kept.end() });
         }
         self
     }
 
-    async fn page(mut self, pages: Pages<'_>, newest_first: bool) -> Result<Response> {
+    async fn into_page(mut self, pages: Pages<'_>, newest_first: bool) -> Result<Response> {
         if newest_first {
             self.lines.reverse();
         }
@@ -148,7 +148,8 @@ pub(crate) async fn query(
     let job = jobs::find(&scheduler, &id).await?;
     let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
     if let Some(format) = query.format.as_deref().filter(|format| *format != "text") {
-        return Err(Error::BadRequest(format!("format is text or absent, not {:?}", shortened(format))));
+        let format = shortened(format);
+        return Err(Error::BadRequest(format!("format is {format:?}, but must be text or absent")));
     }
     let newest = query.newest_first()?;
     let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
@@ -173,19 +174,19 @@ pub(crate) async fn query(
     let filter = LogFilter { rank, attempt, after, before, limit, newest, containing: None };
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
         let found = search(&*scheduler.store, &job, filter, q).await?;
-        return found.at_most(limit as usize, newest).page(pages, newest).await;
+        return found.at_most(limit as usize, newest).into_page(pages, newest).await;
     }
     let LogPage { events, range, full } = scheduler.store.logs(&job_id(&id)?, &filter).await?;
     let next = range.filter(|_| full).map(|(first, last)| if newest { first } else { last });
     let found = Found { lines: lines(events, query.q.as_deref()), next };
-    found.at_most(limit as usize, newest).page(pages, newest).await
+    found.at_most(limit as usize, newest).into_page(pages, newest).await
 }
 
 /// Searches until `limit` matching lines are found, the log ends, or [`SEARCH_TIME`] has passed.
 async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Result<Found> {
     let start = Instant::now();
     let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
-    let wanted = filter.limit as usize;
+    let limit = filter.limit as usize;
     // Events that are not searched yet: `low < seq < high`.
     let (mut low, mut high) =
         (filter.after.min(job.last_seq), filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
@@ -211,7 +212,7 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
         if low + 1 >= high {
             return Ok(Found { lines: found, next: None });
         }
-        if found.len() >= wanted || start.elapsed() > SEARCH_TIME {
+        if found.len() >= limit || start.elapsed() > SEARCH_TIME {
             return Ok(Found { lines: found, next: Some(next) });
         }
     }
@@ -222,10 +223,10 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
     let mut found = Vec::new();
     for Event { seq, body, .. } in events {
         if let EventBody::Log { attempt, rank, lines } = body {
-            let wanted = lines
+            let matching = lines
                 .into_iter()
                 .filter(|l| containing.as_ref().is_none_or(|q| l.text.to_lowercase().contains(q)));
-            found.extend(wanted.map(|line| Line { seq, attempt, rank, line }));
+            found.extend(matching.map(|line| Line { seq, attempt, rank, line }));
         }
     }
     found

@@ -94,7 +94,10 @@ pub(crate) fn check_name<'a>(name: Option<&str>, jobs: impl IntoIterator<Item = 
     if jobs.into_iter().any(|job| job.external.is_some()) {
         return Ok(());
     }
-    Err(Error::BadRequest(format!("no metric is called {name:?}; there are {}", metric::NAMES.join(", "))))
+    Err(Error::BadRequest(format!(
+        "no metric is called {name:?}; the metrics are {}",
+        metric::NAMES.join(", ")
+    )))
 }
 
 /// Metrics of a job.
@@ -148,22 +151,22 @@ pub(crate) fn answer(found: query::Found) -> Metrics {
         as_of_seq: found.as_of,
         exact: found.exact,
         bucket_steps: found.bucket_steps,
-        series: found.series.into_iter().map(series).collect(),
+        series: found.series.into_iter().map(to_series).collect(),
     }
 }
 
-fn series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
+fn to_series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
     let SeriesKey { name, attempt, rank } = key;
-    let of = |value: fn(&Bucket) -> f32| {
+    let column = |value: fn(&Bucket) -> f32| {
         buckets.iter().map(|b| (b.finite > 0).then(|| value(b))).collect::<Vec<_>>()
     };
     Series {
         name,
         rank,
         attempt,
-        min: of(|b| b.min),
-        max: of(|b| b.max),
-        mean: of(|b| (b.sum / b.finite as f64) as f32),
+        min: column(|b| b.min),
+        max: column(|b| b.max),
+        mean: column(|b| (b.sum / b.finite as f64) as f32),
         steps: buckets.iter().map(|b| b.step).collect(),
     }
 }
@@ -205,13 +208,13 @@ struct Csv {
     store: Arc<dyn Store>,
     job: Job,
     filter: MetricFilter,
-    begun: bool,
-    /// Series (metric and rank) of which some points are only in chunks. They are sent first, then the events.
+    has_header: bool,
+    /// Series (metric and rank) of which some points are only in chunks. The points in chunks are sent first, then the points in events.
     series: VecDeque<(String, u32)>,
     /// Number of the last event whose points are in chunks, by metric and rank.
     watermarks: HashMap<(String, u32), u64>,
-    /// The number after which events are read next: at first that of the last event whose points were removed, then that of the last event
-    /// that was read.
+    /// Events after this number are read next. At first, this is the number of the last event whose points were removed, then of the last
+    /// event that was read.
     after: u64,
 }
 
@@ -221,11 +224,11 @@ impl Csv {
         let mut series = Vec::new();
         if after > 0 {
             let (_, chunks) = store.newest_metric_chunks(&job.id).await?;
-            let wanted = |chunk: &MetricChunk| {
+            let is_requested = |chunk: &MetricChunk| {
                 filter.name.as_ref().is_none_or(|name| *name == chunk.name)
                     && (filter.ranks.is_empty() || filter.ranks.contains(&chunk.rank))
             };
-            series.extend(chunks.into_iter().filter(wanted).map(|chunk| (chunk.name, chunk.rank)));
+            series.extend(chunks.into_iter().filter(is_requested).map(|chunk| (chunk.name, chunk.rank)));
             let place = |name: &str| metric::NAMES.iter().position(|known| *known == name);
             series.sort_by_cached_key(|(name, rank)| {
                 (place(name).unwrap_or(metric::NAMES.len()), name.clone(), *rank)
@@ -237,14 +240,14 @@ impl Csv {
             job,
             series: series.into(),
             filter,
-            begun: false,
+            has_header: false,
             watermarks: HashMap::new(),
             after,
         })
     }
 
     async fn next(&mut self) -> store::Result<Option<String>> {
-        if !std::mem::replace(&mut self.begun, true) {
+        if !std::mem::replace(&mut self.has_header, true) {
             return Ok(Some("attempt,rank,name,step,value\n".into()));
         }
         let mut text = String::new();
@@ -256,7 +259,7 @@ impl Csv {
                 let points = compaction::readable_chunk(0, &chunk);
                 let points =
                     points.into_iter().map(|p| (p.step, if p.finite > 0 { p.min } else { f32::NAN }));
-                self.lines(&mut text, chunk.attempt, rank, &name, points);
+                self.write_lines(&mut text, chunk.attempt, rank, &name, points);
             }
             self.watermarks.insert((name, rank), watermark);
             return Ok(Some(text));
@@ -265,8 +268,8 @@ impl Csv {
             return Ok(None);
         }
         let events = self.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
-        // Points that were removed from events before they were read would be missing in the file. The response is then aborted, so that
-        // the file is not taken for a complete one.
+        // If points were removed from events that were not read yet, the file would lack these points. The response is then aborted, so
+        // that the file is not mistaken for a complete file.
         if self.store.first_seq(&self.job.id).await? > self.after + 1 {
             let why = "the job's points were removed from its events during this request; ask again";
             return Err(store::StoreError::Unavailable(why.into()));
@@ -282,14 +285,14 @@ impl Csv {
             for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.wants(c)) {
                 let key = (name, rank);
                 if self.watermarks.get(&key).is_none_or(|watermark| seq > *watermark) {
-                    self.lines(&mut text, attempt, rank, &key.0, steps.into_iter().zip(values));
+                    self.write_lines(&mut text, attempt, rank, &key.0, steps.into_iter().zip(values));
                 }
             }
         }
         Ok(Some(text))
     }
 
-    fn lines(
+    fn write_lines(
         &self,
         text: &mut String,
         attempt: u32,

@@ -20,7 +20,7 @@ use utoipa::{IntoParams, ToSchema};
 const MAX_JOBS: usize = 50;
 const DEFAULT_POINTS: u32 = 500;
 const MAX_POINTS: u32 = 10_000;
-/// Maximum of the number of points times the number of jobs.
+/// Maximum product of the parameter `points` and the number of jobs.
 const MAX_TOTAL_POINTS: usize = 100_000;
 /// Maximum number of buckets in a response. Each rank and attempt of a job has its own series.
 const MAX_RESPONSE_POINTS: usize = 1_000_000;
@@ -39,7 +39,7 @@ pub(crate) struct JobsMetricsQuery {
     from: Option<u64>,
     /// Last step.
     to: Option<u64>,
-    /// Maximum number of buckets of each series, 1 to 10000 (default 500). Times the number of jobs, at most 100000.
+    /// Maximum number of buckets of each series, 1 to 10000 (default 500). `points` times the number of jobs must be at most 100000.
     #[param(minimum = 1, maximum = 10000)]
     points: Option<u32>,
 }
@@ -62,38 +62,38 @@ pub(crate) struct JobMetrics {
 
 /// Show a metric of several jobs
 ///
-/// For each job, the same response as of `GET /jobs/{id}/metrics`: exact points if they fit, otherwise buckets of equal ranges of steps.
+/// Returns for each job the response of `GET /jobs/{id}/metrics`: exact points if they fit, otherwise buckets of equal ranges of steps.
 #[utoipa::path(get, path = "/metrics/query", tag = "metrics", params(JobsMetricsQuery),
     responses((status = 200, body = JobsMetrics), (status = 400, body = Problem), (status = 404, body = Problem, description = "No job has one of the ids; the problem names the id")))]
 pub(crate) async fn find(
     State(scheduler): State<Arc<Scheduler>>,
-    State(history): State<Arc<crate::metrics::Metrics>>,
+    State(stored_metrics): State<Arc<crate::metrics::Metrics>>,
     Extension(caller): Extension<Caller>,
-    Query(asked): Query<JobsMetricsQuery>,
+    Query(params): Query<JobsMetricsQuery>,
 ) -> Result<Response> {
     let mut ids: Vec<&str> = Vec::new();
-    for id in list::split_list(Some(&asked.jobs)) {
+    for id in list::split_list(Some(&params.jobs)) {
         if !ids.contains(&id) {
             ids.push(id);
         }
         if ids.len() > MAX_JOBS {
             return Err(Error::BadRequest(format!(
-                "jobs must be 1 to {MAX_JOBS} ids; ask for the others with another request"
+                "jobs must be 1 to {MAX_JOBS} ids; request the metric of further jobs separately"
             )));
         }
     }
     if ids.is_empty() {
-        return Err(Error::BadRequest(format!("jobs must be 1 to {MAX_JOBS} ids with commas between them")));
+        return Err(Error::BadRequest(format!("jobs must be 1 to {MAX_JOBS} ids, separated by commas")));
     }
-    let points = count("points", asked.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
+    let points = count("points", params.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     if points * ids.len() > MAX_TOTAL_POINTS {
         return Err(Error::BadRequest(format!(
-            "{points} points of {} jobs are more than {MAX_TOTAL_POINTS}: ask for at most {} points, or for fewer jobs",
+            "{points} points for each of {} jobs are more than {MAX_TOTAL_POINTS} in all; request at most {} points, or fewer jobs",
             ids.len(),
             MAX_TOTAL_POINTS / ids.len()
         )));
     }
-    let JobsMetricsQuery { name, ranks, from, to, .. } = asked;
+    let JobsMetricsQuery { name, ranks, from, to, .. } = params;
     let filter = MetricsQuery { name: Some(name.clone()), ranks, from, to, points: None }.filter()?;
     let mut jobs = Vec::with_capacity(ids.len());
     for id in &ids {
@@ -108,11 +108,12 @@ pub(crate) async fn find(
     metrics::check_name(Some(&name), &jobs)?;
     let (mut found, mut buckets) = (Vec::new(), 0);
     for job in jobs {
-        let metrics: Metrics = metrics::answer(query::find(&history, &job, &filter, points).await?);
+        let metrics: Metrics = metrics::answer(query::find(&stored_metrics, &job, &filter, points).await?);
         buckets += metrics.series.iter().map(|series| series.steps.len()).sum::<usize>();
         if buckets > MAX_RESPONSE_POINTS {
             return Err(Error::BadRequest(format!(
-                "the response would have more than {MAX_RESPONSE_POINTS} points, one of each rank and attempt: ask for fewer points, ranks or jobs"
+                "the response would have more than {MAX_RESPONSE_POINTS} points, because each rank and attempt has a series; request fewer \
+                 points, ranks or jobs"
             )));
         }
         found.push(JobMetrics { job: job.id.to_string(), metrics });

@@ -178,7 +178,7 @@ pub(crate) async fn show(
     let row = match wait {
         0 => row(&*scheduler.store, &id).await?,
         1..=MAX_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
-        _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {MAX_WAIT_SECS}"))),
+        _ => return Err(Error::BadRequest(format!("wait is {wait}, but must be 0 to {MAX_WAIT_SECS}"))),
     };
     conditional::tagged(&headers, &diagnose(&metrics, &scheduler, &caller, row).await?)
 }
@@ -244,9 +244,9 @@ pub(crate) async fn retry(
         Some(trial) => scheduler.store.sweep(&trial.sweep).await?,
         None => None,
     };
-    let (at, is_compared) = (crate::now(), sweep.is_some_and(|sweep| sweep.finished_at.is_none()));
+    let (at, is_in_open_sweep) = (crate::now(), sweep.is_some_and(|sweep| sweep.finished_at.is_none()));
     let retry = move |row: &mut JobRow| {
-        if !is_compared {
+        if !is_in_open_sweep {
             // No sweep would resume the job after a rung.
             row.progress.pause_after = None;
         }

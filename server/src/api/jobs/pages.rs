@@ -65,7 +65,7 @@ pub(crate) async fn jobs(
             tag: filter.tags.join(","),
             owner: filter.owner.unwrap_or_default(),
             sort: query.sort.clone().unwrap_or_default(),
-            kept: query.kept(),
+            kept: query.params_without_field(),
         },
         has_jobs,
         next: query.next_cursor(page.next.as_ref())?,

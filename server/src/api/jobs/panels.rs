@@ -45,7 +45,7 @@ pub(crate) struct ProjectPanels {
     panels: Vec<Panel>,
 }
 
-/// Panels that replace the existing ones.
+/// Panels that replace the existing panels.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewPanels {
@@ -134,7 +134,7 @@ async fn visible_project(store: &dyn Store, caller: &Caller, name: String) -> Re
     let projects = store.projects(caller.sees_as().as_deref()).await?;
     match projects.iter().any(|project| project.name == name) {
         true => Ok(name),
-        false => Err(Error::NotFound("no project with a job that you see has this name".into())),
+        false => Err(Error::NotFound("no job that you may see is in a project with this name".into())),
     }
 }
 
@@ -168,7 +168,7 @@ pub(crate) async fn put_project(
     let project = visible_project(&*store, &caller, name).await?;
     // Jobs of a project may be runs from elsewhere, whose metrics have any names.
     let panels = new.check(true)?;
-    let kept = Some(&panels[..]).filter(|panels| !panels.is_empty());
-    store.put_panels(PanelsOf::Project(&project), kept).await?;
+    let stored = Some(&panels[..]).filter(|panels| !panels.is_empty());
+    store.put_panels(PanelsOf::Project(&project), stored).await?;
     Ok(Json(ProjectPanels { panels }))
 }

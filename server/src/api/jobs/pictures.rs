@@ -25,6 +25,7 @@ const DEFAULT_PICTURES: u32 = 60;
 const MAX_PICTURES: u32 = 200;
 /// The default split.
 const TRAIN: &str = "train";
+/// Time limit for an agent to read the pictures.
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Number of augmented versions of each picture.
 const VERSIONS: u32 = 5;
@@ -46,7 +47,7 @@ pub(crate) struct SamplesQuery {
     limit: Option<u32>,
     /// `next_cursor` of the previous page, requested with the same `split`, `class`, `shuffle` and `augmented`.
     cursor: Option<String>,
-    /// Id of a job: training pictures, each in five versions, as augmented by the job in its first five epochs.
+    /// Id of a job. Returns training pictures, each in five versions, as the job augments them in its first five epochs.
     augmented: Option<String>,
 }
 
@@ -68,17 +69,17 @@ impl SamplesQuery {
     ///
     /// # Errors
     /// 400: the cursor belongs to another list, or is combined with an offset.
-    fn begin(&self, pages: Pages) -> Result<u64> {
+    fn previous_count(&self, pages: Pages) -> Result<u64> {
         if self.cursor.is_some() && self.offset.is_some() {
-            let detail = "offset and cursor cannot be combined: leave one of them out";
+            let detail = "offset and cursor cannot be combined; leave one of them out";
             return Err(Error::BadRequest(detail.into()));
         }
-        let behind = pages.read(self.cursor.as_deref())?;
-        Ok(behind.or(self.offset).unwrap_or(0))
+        let position = pages.read(self.cursor.as_deref())?;
+        Ok(position.or(self.offset).unwrap_or(0))
     }
 }
 
-/// Identifies a dataset in cursors. The name is not sufficient, because another dataset may have it later.
+/// Identifies a dataset in cursors. The name is not sufficient, because another dataset may have the name later.
 fn dataset_id(dataset: &Dataset) -> String {
     format!("{} {}", dataset.name, dataset.added_at)
 }
@@ -106,8 +107,8 @@ pub(crate) async fn of_dataset(
     let limit = count("limit", query.limit, DEFAULT_PICTURES, MAX_PICTURES)?;
     let (order, id) = (query.order(), dataset_id(&dataset));
     let pages = Pages::new("samples", &order).owned_by("dataset", &id);
-    let begin = query.begin(pages)?;
-    // Saturating, because a cursor may have any number.
+    let begin = query.previous_count(pages)?;
+    // Saturating, because a client's cursor may contain any number.
     let end = |pictures: u64| begin.saturating_add(pictures);
     let (pick, next) = match query.augmented {
         None => {
@@ -162,15 +163,17 @@ pub(crate) async fn of_job(
     let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
-    let asked: Vec<&str> = query.indices.split(',').filter(|index| !index.is_empty()).collect();
-    if asked.len() > MAX_PICTURES as usize {
-        let detail =
-            format!("indices are at most {MAX_PICTURES}, are {}: request the others separately", asked.len());
+    let indices: Vec<&str> = query.indices.split(',').filter(|index| !index.is_empty()).collect();
+    if indices.len() > MAX_PICTURES as usize {
+        let detail = format!(
+            "indices names {} pictures, but may name at most {MAX_PICTURES}; request further pictures separately",
+            indices.len()
+        );
         return Err(Error::BadRequest(detail));
     }
-    let places = asked.into_iter().map(str::parse).collect::<std::result::Result<Vec<u64>, _>>();
+    let places = indices.into_iter().map(str::parse).collect::<std::result::Result<Vec<u64>, _>>();
     let places =
-        places.map_err(|_| Error::BadRequest("indices are numbers with commas between them".into()))?;
+        places.map_err(|_| Error::BadRequest("indices must be whole numbers, separated by commas".into()))?;
     let pick = Pick::Seen {
         data: Box::new(spec.data),
         seed: spec.train.seed,

@@ -35,8 +35,8 @@ const LIST: List<Project> = List {
 
 /// List projects
 ///
-/// Each project has the number of its jobs in each state, without private jobs of others. `sort`: `name`, `jobs`, `newest`. Projects have no
-/// time of creation, so `created_after` and `created_before` are refused.
+/// Each project has the number of its jobs in each state, without private jobs of other people. `sort`: `name`, `jobs`, `newest`. Projects
+/// have no time of creation, so `created_after` and `created_before` are refused.
 #[utoipa::path(get, path = "/projects", tag = "jobs", params(ListParams),
     responses((status = 200, body = ProjectList), (status = 400, body = Problem)))]
 pub(crate) async fn list(

@@ -76,8 +76,9 @@ pub(crate) struct QueuePage {
 /// Show the queue
 ///
 /// Jobs that wait for slots, in the order in which they get slots: by priority, then by fair share if the server uses it, then
-/// by age. Each job has the reason for waiting and the number of slots that are reserved for it. Private jobs of others have only a
-/// position; with `project` or `owner` they are left out. Positions are in the whole queue, and may change between two pages as jobs start.
+/// by age. Each job has the reason for waiting and the number of slots that are reserved for it. Private jobs of other people have only a
+/// position, and are left out with `project` or `owner`. Positions count all jobs of the queue, and may change between two pages as jobs
+/// start.
 #[utoipa::path(get, path = "/queue", tag = "jobs", params(QueueQuery),
     responses((status = 200, body = QueueList), (status = 400, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn list(
@@ -95,18 +96,18 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let fields = Fields::parse::<QueuedJob>(query.fields.as_deref())?;
     let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = scheduler.waiting.read(&*scheduler.store).await?;
-    // The order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.
+    // Uses the order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.
     scheduler.last_plan.sort(&mut rows, |row| &row.job.id);
-    let kept = scheduler.last_plan.reservations();
-    let slots = kept_slots(&kept);
-    let reservations = reservations(&scheduler.agents, caller, kept, &rows);
-    let wanted = |row: &JobRow, is_seen: bool| {
-        let matches = |asked: Option<&str>, has: Option<&str>| asked.is_none() || is_seen && asked == has;
+    let planned = scheduler.last_plan.reservations();
+    let slots = reserved_slots(&planned);
+    let reservations = reservations(&scheduler.agents, caller, planned, &rows);
+    let is_requested = |row: &JobRow, is_seen: bool| {
+        let matches = |filter: Option<&str>, own: Option<&str>| filter.is_none() || is_seen && filter == own;
         matches(project, Some(&row.job.project)) && matches(owner, row.job.owner.as_deref())
     };
     let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
     let mut jobs: Vec<Placed> = placed
-        .filter(|(_, row, is_seen)| wanted(row, *is_seen))
+        .filter(|(_, row, is_seen)| is_requested(row, *is_seen))
         .map(|(place, row, is_seen)| Placed { place, row: is_seen.then_some(row) })
         .collect();
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
@@ -114,11 +115,11 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
         let places: Vec<_> = jobs.iter().map(|job| (job.place, job.row.map(|row| &row.job.id))).collect();
         jobs.drain(..previous_count(&places, from));
     }
-    let more = jobs.len() > limit;
+    let has_more = jobs.len() > limit;
     jobs.truncate(limit);
-    let last = jobs.last().filter(|_| more).map(|last| (last.place, last.row.map(|row| &row.job.id)));
+    let last = jobs.last().filter(|_| has_more).map(|job| (job.place, job.row.map(|row| &row.job.id)));
     let next_cursor = last.map(|last| PAGES.cursor(&last)).transpose()?;
-    let items = jobs.into_iter().map(|job| queued(scheduler, &slots, job)).collect();
+    let items = jobs.into_iter().map(|job| queued_job(scheduler, &slots, job)).collect();
     Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }
 
@@ -130,29 +131,33 @@ struct Placed<'a> {
 
 /// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages, whose place may have
 /// changed.
-fn previous_count(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) -> usize {
-    let at = last.as_ref().and_then(|id| jobs.iter().position(|(_, job)| *job == Some(id)));
-    match (at, last) {
-        (Some(at), _) => at + 1,
-        // The job no longer waits, so the next job has the same or an earlier place.
-        (None, Some(_)) => jobs.partition_point(|(of, _)| of < place),
-        // This job is private to another person.
-        (None, None) => jobs.partition_point(|(of, _)| of <= place),
+fn previous_count(jobs: &[(u64, Option<&JobId>)], (last_place, last_id): &(u64, Option<JobId>)) -> usize {
+    let index = last_id.as_ref().and_then(|last_id| jobs.iter().position(|(_, id)| *id == Some(last_id)));
+    match (index, last_id) {
+        (Some(index), _) => index + 1,
+        // The last job no longer waits, so the next job has the same or an earlier place.
+        (None, Some(_)) => jobs.partition_point(|(place, _)| place < last_place),
+        // The last job is private to another person, so only its place is known.
+        (None, None) => jobs.partition_point(|(place, _)| place <= last_place),
     }
 }
 
 /// Number of reserved slots by job.
-fn kept_slots(all: &[scheduler::Reservation]) -> HashMap<JobId, u32> {
+fn reserved_slots(all: &[scheduler::Reservation]) -> HashMap<JobId, u32> {
     let mut slots = HashMap::new();
-    for kept in all {
-        let more = u32::try_from(kept.free.len() + kept.ending.len()).unwrap_or(u32::MAX);
-        let sum: &mut u32 = slots.entry(kept.job.clone()).or_default();
-        *sum = sum.saturating_add(more);
+    for reservation in all {
+        let count = u32::try_from(reservation.free.len() + reservation.ending.len()).unwrap_or(u32::MAX);
+        let sum: &mut u32 = slots.entry(reservation.job.clone()).or_default();
+        *sum = sum.saturating_add(count);
     }
     slots
 }
 
-fn queued(scheduler: &Scheduler, slots: &HashMap<JobId, u32>, Placed { place, row }: Placed) -> QueuedJob {
+fn queued_job(
+    scheduler: &Scheduler,
+    slots: &HashMap<JobId, u32>,
+    Placed { place, row }: Placed,
+) -> QueuedJob {
     let Some(row) = row else {
         return QueuedJob { place, ..QueuedJob::default() };
     };
@@ -160,7 +165,7 @@ fn queued(scheduler: &Scheduler, slots: &HashMap<JobId, u32>, Placed { place, ro
     let planned = scheduler.last_plan.of(&job.id);
     QueuedJob {
         place,
-        // A job that waits before its next attempt has its own reason.
+        // The plan has no reason for a job that waits before its next attempt.
         reason: planned.and_then(|waiting| waiting.reason).or_else(|| job.cause.clone()),
         kept_slots: Some(slots.get(&job.id).copied().unwrap_or(0)),
         id: Some(job.id.clone()),
@@ -181,24 +186,24 @@ fn reservations(
     all: Vec<scheduler::Reservation>,
     rows: &[Arc<JobRow>],
 ) -> Vec<Reservation> {
-    let wanted: HashSet<&JobId> = all.iter().map(|kept| &kept.job).collect();
-    let rows = rows.iter().filter(|row| wanted.contains(&row.job.id));
+    let reserving: HashSet<&JobId> = all.iter().map(|reservation| &reservation.job).collect();
+    let rows = rows.iter().filter(|row| reserving.contains(&row.job.id));
     let by_id: HashMap<JobId, &Arc<JobRow>> = rows.map(|row| (row.job.id.clone(), row)).collect();
     let online = agents.online();
-    let shown = all.into_iter().filter_map(|kept| {
+    let shown = all.into_iter().filter_map(|reservation| {
         // Skips a job that has just started, and a machine that has just disconnected.
-        let row = by_id.get(&kept.job)?;
-        let agent = online.iter().find(|agent| agent.row.id == kept.agent_id)?;
+        let row = by_id.get(&reservation.job)?;
+        let agent = online.iter().find(|agent| agent.row.id == reservation.agent_id)?;
         let is_seen = caller.sees_job(&row.job);
         Some(Reservation {
             agent: agent.row.name.clone(),
-            agent_id: kept.agent_id,
-            job: is_seen.then_some(kept.job),
+            agent_id: reservation.agent_id,
+            job: is_seen.then_some(reservation.job),
             name: is_seen.then(|| row.job.name.clone()),
-            free: kept.free,
-            ending: kept.ending,
-            whole_machine: kept.whole_machine,
-            since: kept.since,
+            free: reservation.free,
+            ending: reservation.ending,
+            whole_machine: reservation.whole_machine,
+            since: reservation.since,
         })
     });
     shown.collect()

@@ -61,8 +61,8 @@ pub(super) fn sort(text: &str) -> Result<JobSort> {
                 // The newest speed is a column of the job.
                 "images_per_second" => SortBy::Speed,
                 name => {
-                    let own = SORTS.into_iter().find(|(known, _)| *known == name);
-                    own.map_or(SortBy::Metric(name), |(_, by)| by)
+                    let column = SORTS.into_iter().find(|(known, _)| *known == name);
+                    column.map_or(SortBy::Metric(name), |(_, by)| by)
                 }
             }
         }
@@ -70,11 +70,11 @@ pub(super) fn sort(text: &str) -> Result<JobSort> {
     Ok(JobSort { by, descending })
 }
 
-/// Parses the name of a value that groups of jobs have a mean of: a sort key whose values are numbers.
+/// Parses a name in the parameter `metrics` of a request for groups: a sort key whose values are numbers.
 ///
 /// # Errors
 /// 400: the name is unknown, or its values are not numbers.
-pub(super) fn number(name: &str) -> Result<SortBy> {
+pub(super) fn numeric_sort_key(name: &str) -> Result<SortBy> {
     let JobSort { by, descending } = sort(name)?;
     let is_number = match by {
         SortBy::Created | SortBy::Started | SortBy::Finished => false,
@@ -84,7 +84,7 @@ pub(super) fn number(name: &str) -> Result<SortBy> {
     };
     if descending || !is_number {
         return Err(Error::BadRequest(format!(
-            "metrics names {:?}, which is not a number; such as loss, best or spec.train.lr",
+            "metrics names {:?}, which is not a number; name numbers such as loss, best or spec.train.lr",
             shortened(name)
         )));
     }
@@ -101,7 +101,9 @@ fn setting(path: &str) -> Result<SortBy> {
     let is_number = match kind {
         Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => true,
         Kind::Project | Kind::Tags | Kind::Notes => {
-            return Err(refused(format!("names spec.{key}: sort by project or by tag:NAME, not by notes")));
+            return Err(refused(format!(
+                "names spec.{key}, which is not part of the stored specification; sort by project or tag:NAME"
+            )));
         }
         // A list is sorted by its text.
         _ => false,

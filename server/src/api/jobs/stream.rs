@@ -101,7 +101,7 @@ struct Reader<'a> {
     /// Number of the last event that was written to the connection.
     sent: u64,
     /// Whether the reader was too slow and is no longer counted in `stream_clients`.
-    given_up: bool,
+    is_given_up: bool,
 }
 
 impl<'a> Reader<'a> {
@@ -117,7 +117,7 @@ impl<'a> Reader<'a> {
                 }
             }
         });
-        Self { scheduler, caller, to, closed, sent: 0, given_up: false }
+        Self { scheduler, caller, to, closed, sent: 0, is_given_up: false }
     }
 
     /// Sends a message. Closes the connection of a reader that does not read. That reader can reconnect with the last number that it
@@ -131,7 +131,7 @@ impl<'a> Reader<'a> {
             to.flush().await
         };
         tokio::select! {
-            sent = sending => return sent.map_err(|_| Disconnected),
+            result = sending => return result.map_err(|_| Disconnected),
             () = caller.ended() => {
                 self.close_signed_out().await;
                 return Err(Disconnected);
@@ -146,9 +146,9 @@ impl<'a> Reader<'a> {
         Err(Disconnected)
     }
 
-    /// Closes a reader that is too slow, with code 4008 and its last sequence number.
+    /// Closes the connection of a reader that is too slow, with code 4008 and the number of the last event that was sent.
     async fn give_up(&mut self) {
-        self.given_up = true;
+        self.is_given_up = true;
         self.scheduler.events.stream_clients.fetch_sub(1, Ordering::Relaxed);
         let reason = self.sent.to_string();
         self.close_when_read(CLOSE_TOO_SLOW, &reason).await;
@@ -210,7 +210,7 @@ impl<'a> Reader<'a> {
 impl Drop for Reader<'_> {
     fn drop(&mut self) {
         self.closed.abort();
-        if !self.given_up {
+        if !self.is_given_up {
             self.scheduler.events.stream_clients.fetch_sub(1, Ordering::Relaxed);
         }
     }
@@ -237,7 +237,7 @@ async fn follow(
     // until it is reached.
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
-    // The job's state as of the last event that was sent, once that event is past `last_seq`.
+    // The job's state after the last event that was sent, or after `last_seq` if that event is later.
     let mut state = row.job.state;
     let pace = Pace::from(&row.job);
     let Ok(job) = jobs::job_for(scheduler, &reader.caller, row).await else {
@@ -246,7 +246,7 @@ async fn follow(
     let job = Box::new(Job { notes: None, queue: None, ..job });
     reader.send_frame(&Frame::Hello { job, first_seq, last_seq }).await?;
     let mut live = false;
-    let (mut known_pace, mut due) = (Some(pace), Instant::now());
+    let (mut sent_pace, mut next_progress) = (Some(pace), Instant::now());
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
         if let Some(events) = subscription.after(reader.sent) {
@@ -293,16 +293,16 @@ async fn follow(
         }
         loop {
             let sent = reader.sent;
-            let news = subscription.pace().filter(|pace| live && known_pace != Some(*pace));
-            if let Some(pace) = news
-                && Instant::now() >= due
+            let new_pace = subscription.pace().filter(|pace| live && sent_pace != Some(*pace));
+            if let Some(pace) = new_pace
+                && Instant::now() >= next_progress
             {
                 reader.send_frame(&Frame::Progress(pace)).await?;
-                (known_pace, due) = (Some(pace), Instant::now() + LIST_INTERVAL);
+                (sent_pace, next_progress) = (Some(pace), Instant::now() + LIST_INTERVAL);
                 continue;
             }
             tokio::select! {
-                news = subscription.wait(sent) => match news {
+                update = subscription.wait(sent) => match update {
                     JobUpdate::Events => break,
                     JobUpdate::Labels(labels) => reader.send_frame(&Frame::Changed(labels)).await?,
                     JobUpdate::Deleted => {
@@ -322,7 +322,7 @@ async fn follow(
                     reader.close(1001, "the server is stopping").await;
                     return Ok(());
                 }
-                () = tokio::time::sleep_until(due), if news.is_some() => {}
+                () = tokio::time::sleep_until(next_progress), if new_pace.is_some() => {}
                 () = tokio::time::sleep_until(heartbeat) => {
                     reader.heartbeat().await?;
                     heartbeat = Instant::now() + HEARTBEAT;

@@ -40,14 +40,14 @@ async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -
     Err(Error::Unavailable(format!("checkpoint {} must be fetched from the object store, {why}", row.id)))
 }
 
-/// Chooses a validation split that the dataset has, for a document that names none.
+/// Chooses a validation split that the dataset has, for a document that names no validation split.
 pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
-    let Validation::Split(usual) = &spec.data.validation else { return };
-    if usual == "none" || spec.data.folds.is_some() {
+    let Validation::Split(default_split) = &spec.data.validation else { return };
+    if default_split == "none" || spec.data.folds.is_some() {
         return;
     }
     let splits: Vec<_> = dataset.info.splits.iter().filter(|split| split.samples > 0).collect();
-    if let Some(split) = default_validation(usual, splits.iter().map(|split| split.name.as_str())) {
+    if let Some(split) = default_validation(default_split, splits.iter().map(|split| split.name.as_str())) {
         spec.data.validation = Validation::Split(split.to_owned());
     } else if let [train] = splits[..] {
         spec.data.validation = Validation::Fraction(held_out_share(train.samples));
@@ -58,7 +58,7 @@ pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
 pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let unvalidated = match &spec.data.validation {
         Validation::Split(split) if spec.data.folds.is_none() => dataset.info.unvalidated_classes(split),
-        // Which pictures are held out is known to the ranks, which log such classes.
+        // Only the ranks know which pictures are held out. They log classes without validation pictures.
         _ => None,
     };
     let unvalidated = unvalidated.map(|words| format!("dataset {}: {words}", dataset.name));
@@ -74,8 +74,8 @@ fn broken_files(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     }
     let named = info.broken.iter().take(MAX_NAMED).map(|broken| format!("{} {}", broken.file, broken.detail));
     let named = named.collect::<Vec<_>>().join("; ");
-    let more = info.broken_count.saturating_sub(info.broken.len().min(MAX_NAMED) as u64);
-    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    let unnamed_count = info.broken_count.saturating_sub(info.broken.len().min(MAX_NAMED) as u64);
+    let more = if unnamed_count > 0 { format!("; and {unnamed_count} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
     Some(format!(
         "{files} of {} could not be read when the dataset was inspected. With data.broken_files = \"fail\", the job fails if a file \
@@ -110,8 +110,8 @@ pub(crate) async fn resolve_version(
         Err(detail) => return mistake(detail),
     };
     let versions = store.model_versions(Some(&name.model)).await?;
-    let seen = versions.iter().filter(|row| caller.sees_owned(&row.owned));
-    match seen.map(|row| &row.version).find(|version| name.which.matches(version)) {
+    let visible = versions.iter().filter(|row| caller.sees_owned(&row.owned));
+    match visible.map(|row| &row.version).find(|version| name.which.matches(version)) {
         Some(version) => {
             spec.model.pretrained = Some(version.checkpoint.clone());
             Ok(None)
@@ -125,7 +125,7 @@ pub(crate) async fn resolve_version(
 ///
 /// # Errors
 /// The database cannot be read, or the checkpoint cannot be fetched from the object store now.
-pub(crate) async fn pretrained(
+pub(crate) async fn check_pretrained(
     scheduler: &Scheduler,
     caller: &Caller,
     spec: &JobSpec,
@@ -136,7 +136,8 @@ pub(crate) async fn pretrained(
         |detail: String| Ok(WeightsCheck::Mistake(SpecError { pointer: "/model/pretrained".into(), detail }));
     if given.contains("://") {
         return mistake(
-            "is a URL, and weights are read from files: download the file to the machines that train, and give its path there"
+            "is a URL, but must be a path, because weights are read from files: download the file to the machines that train, and give its \
+             path there"
                 .into(),
         );
     }
@@ -162,7 +163,8 @@ pub(crate) async fn pretrained(
             }
             None => {
                 return mistake(format!(
-                    "no checkpoint has the id {given:?}; the checkpoint may have been removed: `lockstep checkpoints JOB` lists a job's checkpoints"
+                    "no checkpoint has the id {given:?}; the checkpoint may have been removed: `lockstep checkpoints JOB` lists a job's \
+                     checkpoints"
                 ));
             }
         }

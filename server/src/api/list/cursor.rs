@@ -1,5 +1,5 @@
-//! Cursors: the end of a page, with the list and order of the page. A cursor is valid only for the same list in the same order, because the same
-//! position in another list, such as another job's log, would be meaningless.
+//! A cursor has the position where a page ends, and the list and order of the page. A cursor is valid only for the same list in the same
+//! order, because its position would be meaningless in another list, such as another job's log.
 
 use crate::http::error::{Code, Error, Result};
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
@@ -15,8 +15,8 @@ const START_OVER: &str = "leave it out to begin with the first page";
 pub(in crate::api) struct Pages<'a> {
     /// Name of the list in responses, such as `jobs`.
     list: &'static str,
-    /// The owner of the list, such as `job` and the job's id, if there is a list for each owner.
-    of: Option<(&'static str, &'a str)>,
+    /// Kind and id of the owner of the list, such as `job` and the job's id; `None` if the server has only one such list.
+    owner: Option<(&'static str, &'a str)>,
     sort: &'a str,
 }
 
@@ -33,12 +33,12 @@ struct CursorPosition<K> {
 impl<'a> Pages<'a> {
     /// Pages of a list that exists once in the server.
     pub(in crate::api) const fn new(list: &'static str, sort: &'a str) -> Self {
-        Self { list, of: None, sort }
+        Self { list, owner: None, sort }
     }
 
     /// Pages of the list of an owner, such as the `kind` `job` and a job's id.
     pub(in crate::api) fn owned_by(self, kind: &'static str, id: &'a str) -> Self {
-        Self { of: Some((kind, id)), ..self }
+        Self { owner: Some((kind, id)), ..self }
     }
 
     pub(in crate::api) fn sort(self) -> &'a str {
@@ -47,10 +47,10 @@ impl<'a> Pages<'a> {
 
     /// Encodes a position as a cursor.
     pub(in crate::api) fn cursor<K: Serialize>(self, at: &K) -> Result<String> {
-        let of = self.of.map(|(_, id)| id.to_owned());
+        let of = self.owner.map(|(_, id)| id.to_owned());
         let position = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
-        let text = serde_json::to_vec(&position).map_err(|e| Error::Internal(format!("a cursor: {e}")))?;
-        Ok(BASE64_URL_SAFE_NO_PAD.encode(text))
+        let json = serde_json::to_vec(&position).map_err(|e| Error::Internal(format!("a cursor: {e}")))?;
+        Ok(BASE64_URL_SAFE_NO_PAD.encode(json))
     }
 
     /// Decodes a client's cursor into a position; `None` without a cursor.
@@ -68,7 +68,7 @@ impl<'a> Pages<'a> {
         if position.list != self.list {
             return Err(invalid("of another list"));
         }
-        match self.of {
+        match self.owner {
             Some((kind, id)) if position.of.as_deref() != Some(id) => {
                 return Err(invalid(&format!("of the {} of another {kind}", self.list)));
             }
@@ -77,7 +77,7 @@ impl<'a> Pages<'a> {
         if position.sort != self.sort {
             return Err(invalid("of another query"));
         }
-        // Stored texts have no NUL, and Postgres would report it as an error.
+        // No stored text has a NUL, and a query with a NUL would fail in Postgres.
         let at = (!has_nul(&position.at)).then(|| serde_json::from_value(position.at).ok()).flatten();
         at.map(Some).ok_or_else(|| invalid("not valid for this list"))
     }

@@ -156,7 +156,7 @@ fn no_such_model() -> Error {
 
 /// Register a checkpoint
 ///
-/// The checkpoint becomes the next version of the model; the first version makes the model. While a job has versions, it cannot be run again or
+/// The checkpoint becomes the next version of the model; the first version makes the model. A job with versions cannot be run again or
 /// deleted.
 #[utoipa::path(post, path = "/models", tag = "models", request_body = NewModel,
     responses((status = 201, body = ModelVersion, headers(("Location" = String))), (status = 404, body = Problem),
@@ -175,7 +175,7 @@ pub(crate) async fn create(
     // The gate checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(Some(&model)).await?;
     if versions.first().is_some_and(|first| !auth.may_change(&caller, first.owned.owner.as_deref())) {
-        let detail = format!("the model {model:?} is somebody else's; choose another name");
+        let detail = format!("the model {model:?} belongs to somebody else; choose another name");
         return Err(Error::Of(Code::NameTaken, detail));
     }
     if let Some(detail) = labels::notes_mistake(&new.description) {
@@ -185,7 +185,8 @@ pub(crate) async fn create(
     checkpoints::check_here(&checkpoints, &row).await?;
     let (programs, dataset_fingerprint) = lineage(&checkpoints, &row).await?;
     let version = {
-        let _kept = checkpoints.removing.lock().await;
+        // The lock prevents the removal of the checkpoint.
+        let _lock = checkpoints.removing.lock().await;
         let copies = checkpoints.copies_of(&row).await?;
         if !checkpoints.is_kept(&row, Some(&copies)) {
             return Err(checkpoints::removed());
@@ -208,7 +209,7 @@ pub(crate) async fn create(
     Ok((StatusCode::CREATED, Extension(subject), [(header::LOCATION, location)], Json(version)))
 }
 
-/// Returns the checkpoint that a request names. The caller must be allowed to change its job.
+/// Returns the checkpoint that a request names. The caller must be allowed to change the checkpoint's job.
 ///
 /// # Errors
 /// 404: the job or checkpoint does not exist, or the caller may not see it. 403: the job belongs to somebody else.
@@ -219,7 +220,7 @@ async fn choose_checkpoint(
     new: &NewModel,
 ) -> Result<CheckpointRow> {
     let store = &*checkpoints.store;
-    let (job, by_id) = match (&new.checkpoint, &new.job) {
+    let (job, named_row) = match (&new.checkpoint, &new.job) {
         (Some(id), None) => {
             let row = checkpoints::find(store, id).await?;
             (row.job.clone(), Some(row))
@@ -229,15 +230,15 @@ async fn choose_checkpoint(
     };
     let owned = store.owned_job(&job).await?;
     let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
-        let what = if by_id.is_some() { "no checkpoint has this id" } else { "no job has this id" };
-        return Err(Error::NotFound(what.into()));
+        let detail = if named_row.is_some() { "no checkpoint has this id" } else { "no job has this id" };
+        return Err(Error::NotFound(detail.into()));
     };
     if !auth.may_change(caller, owned.owner.as_deref()) {
-        let detail = "the job is somebody else's; only the owner and admins may register its checkpoints, because a job with registered versions \
-                      cannot be deleted";
+        let detail = "the job belongs to somebody else; only the owner and admins may register its checkpoints, because a job with \
+                      registered versions cannot be deleted";
         return Err(Error::Forbidden(detail.into()));
     }
-    match by_id {
+    match named_row {
         Some(row) => Ok(row),
         None => checkpoints::choose(store.checkpoints(&job).await?, "best"),
     }

@@ -29,8 +29,8 @@ pub(crate) async fn model(
     Path(name): Path<String>,
 ) -> Page {
     let mut rows = store.model_versions(Some(&name)).await?;
-    let is_own = rows.first().is_some_and(|first| auth.may_change(&caller, first.owned.owner.as_deref()));
-    let may_change = caller.may(Scope::Submit) && is_own;
+    let may_change = caller.may(Scope::Submit)
+        && rows.first().is_some_and(|first| auth.may_change(&caller, first.owned.owner.as_deref()));
     rows.retain(|row| caller.sees_owned(&row.owned));
     if rows.is_empty() {
         return Err(no_such_model().into());

@@ -59,8 +59,8 @@ pub(crate) struct AuditQuery {
 
 /// Read the audit log
 ///
-/// The log has every request that may have changed something and every attempt to sign in, with the sender, the sender's address, the action
-/// and the response's status. The newest 100 000 entries of the last year are kept.
+/// The log has every request that may have changed something and every attempt to sign in, with the sender, the sender's address, the
+/// action and the response's status. The newest 100 000 entries of the last year are kept.
 #[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::http::error::Problem)))]
 pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
@@ -77,22 +77,22 @@ pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     let after = list::parse_time("created_after", query.created_after.as_deref())?;
     let before = list::parse_time("created_before", query.created_before.as_deref())?;
     // Ids begin with the entry's time in milliseconds, as twelve hexadecimal digits.
-    let first_id = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
-    let behind = match (cursor.as_deref(), first_id.as_deref()) {
-        (Some(cursor), Some(first)) => Some(cursor.min(first)),
-        (cursor, first) => cursor.or(first),
+    let first_id_at_before = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
+    let before_id = match (cursor.as_deref(), first_id_at_before.as_deref()) {
+        (Some(cursor), Some(first_id)) => Some(cursor.min(first_id)),
+        (cursor, first_id) => cursor.or(first_id),
     };
     auth.audit.flush().await;
     let (who, text) = (query.who.as_deref().unwrap_or_default(), query.q.as_deref().unwrap_or_default());
-    let mut entries = auth.store.audit(behind, who.trim(), text.trim(), limit + 1).await?;
-    let mut more = entries.len() > limit as usize;
+    let mut entries = auth.store.audit(before_id, who.trim(), text.trim(), limit + 1).await?;
+    let mut has_more = entries.len() > limit as usize;
     entries.truncate(limit as usize);
     if let Some(after) = after {
         let newer = entries.iter().take_while(|entry| entry.at >= after).count();
-        more = more && newer == entries.len();
+        has_more = has_more && newer == entries.len();
         entries.truncate(newer);
     }
-    let next_cursor = entries.last().filter(|_| more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
+    let next_cursor = entries.last().filter(|_| has_more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
     let entries = Elements { items: entries, fields };
     Ok(AuditPage { entries, next_cursor })
 }

@@ -92,22 +92,21 @@ pub(crate) async fn show(
                 set_up_form("", StatusCode::OK, "")
             }
             Some(_) => Ok(Redirect::to(next).into_response()),
-            None => form(&auth, &ingress, next, "", None),
+            None => login_form(&auth, &ingress, next, "", None),
         };
     };
     match auth.access.take_login_code(code) {
         Some((token_id, until)) => {
-            let left =
+            let remaining =
                 until.map(|until| Duration::try_from(until.duration_since(crate::now())).unwrap_or_default());
-            let life = left.map_or(SESSION_LIFE, |left| left.min(SESSION_LIFE));
+            let life = remaining.map_or(SESSION_LIFE, |remaining| remaining.min(SESSION_LIFE));
             Ok(sign_in(&auth, &peer, &token_id, next, life).await?)
         }
         // The link was opened again in a browser that is already signed in.
         None if caller.is_some() => Ok(Redirect::to(next).into_response()),
         None => {
-            let why =
-                "That link was used, or is older than ten minutes. `lockstep login-link` prints another.";
-            failed_page(&auth, &ingress, peer.address, next, why)
+            let why = "This link was already used, or is older than ten minutes. `lockstep login-link` prints a new link.";
+            count_failed_attempt(&auth, &ingress, peer.address, next, why)
         }
     }
 }
@@ -129,19 +128,19 @@ pub(crate) async fn submit(
         return match auth.access.by_password(name, input.password, peer.address).await {
             Ok(row) => Ok(sign_in_person(&auth, &peer, &row, next, SESSION_LIFE).await?),
             Err(NotSignedIn::Wrong) => {
-                form(&auth, &ingress, next, name, Some("The name or the password is wrong."))
+                login_form(&auth, &ingress, next, name, Some("The name or the password is wrong."))
             }
             Err(other) => Err(PageError(people::refusal(other, peer.address))),
         };
     }
-    let failed = |why| failed_page(&auth, &ingress, peer.address, next, why);
+    let failed = |why| count_failed_attempt(&auth, &ingress, peer.address, next, why);
     let caller = auth.access.by_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
         Some(token) if token.scope != Scope::Agent => {
             Ok(sign_in(&auth, &peer, &token.id, next, SESSION_LIFE).await?)
         }
-        Some(_) => failed("That token is an agent's. Sign in with one of another scope."),
-        None => failed("This server does not know that token, or it is no longer valid."),
+        Some(_) => failed("A token with the scope agent cannot sign in. Use a token with another scope."),
+        None => failed("This token is unknown to the server, or no longer valid."),
     }
 }
 
@@ -171,24 +170,24 @@ fn set_up_form(name: &str, status: StatusCode, error: &str) -> Page {
     Ok((status, html(page.render())?).into_response())
 }
 
-fn form(auth: &Auth, ingress: &Ingress, next: &str, name: &str, error: Option<&str>) -> Page {
+fn login_form(auth: &Auth, ingress: &Ingress, next: &str, name: &str, error: Option<&str>) -> Page {
     let page = LoginPage {
         error: error.unwrap_or_default().to_owned(),
         name: name.to_owned(),
-        ..sign_in_page(auth, ingress, next, "")
+        ..login_page(auth, ingress, next, "")
     };
     let status = if error.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::OK };
     Ok((status, html(page.render())?).into_response())
 }
 
-/// Returns the page to sign in. With an OpenID provider, it has the provider's button with `error`. The button's link uses the public URL,
-/// to which the provider redirects.
-fn sign_in_page(auth: &Auth, ingress: &Ingress, next: &str, error: &str) -> LoginPage {
+/// Returns the page to sign in. If the server has an OpenID provider, the page shows the provider's button with `provider_error`. The
+/// button's link uses the public URL, to which the provider redirects.
+fn login_page(auth: &Auth, ingress: &Ingress, next: &str, provider_error: &str) -> LoginPage {
     let server = ingress.public_url.as_ref().map(ToString::to_string).unwrap_or_default();
     let provider = auth.oidc.as_ref().map(|oidc| ProviderButton {
         name: oidc.name().to_owned(),
         href: format!("{server}/login/oidc"),
-        error: error.to_owned(),
+        error: provider_error.to_owned(),
     });
     LoginPage {
         next: next.to_owned(),
@@ -209,15 +208,15 @@ pub(crate) struct FailedSignIn {
 }
 
 impl FailedSignIn {
-    /// Whether the failure counts towards the limit of attempts to sign in.
-    pub(crate) fn is_failure(&self) -> bool {
+    /// Whether the failure counts towards the maximum number of attempts to sign in.
+    pub(crate) fn is_counted(&self) -> bool {
         matches!(self.status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
     }
 }
 
 /// Returns the form to sign in, with the reason why the sign-in with the OpenID provider failed.
-pub(crate) fn refused_page(auth: &Auth, ingress: &Ingress, next: &str, why: FailedSignIn) -> Page {
-    let page = html(sign_in_page(auth, ingress, next, &why.detail).render())?;
+pub(crate) fn provider_failure_page(auth: &Auth, ingress: &Ingress, next: &str, why: FailedSignIn) -> Page {
+    let page = html(login_page(auth, ingress, next, &why.detail).render())?;
     let mut response = (why.status, page).into_response();
     if let Some(about) = why.about {
         response.extensions_mut().insert(AuditSubject(about));
@@ -225,9 +224,10 @@ pub(crate) fn refused_page(auth: &Auth, ingress: &Ingress, next: &str, why: Fail
     Ok(response)
 }
 
-fn failed_page(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
+/// Counts a failed attempt to sign in, and returns the form with the reason, or an error after too many attempts.
+fn count_failed_attempt(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
     match auth.access.attempts.count_failure(from) {
-        Ok(()) => form(auth, ingress, next, "", Some(why)),
+        Ok(()) => login_form(auth, ingress, next, "", Some(why)),
         Err(wait) => Err(PageError(people::too_often(from, wait))),
     }
 }
@@ -251,6 +251,7 @@ pub(crate) async fn sign_in_person(
     sign_in(auth, peer, &row.principal(), next, life).await
 }
 
+/// Makes a session of duration `life`. `token_id` is a token's id or a person's principal.
 async fn sign_in(auth: &Auth, peer: &Peer, token_id: &str, next: &str, life: Duration) -> Result<Response> {
     let secret = Secret::plain()?;
     let now = crate::now();
@@ -261,8 +262,8 @@ async fn sign_in(auth: &Auth, peer: &Peer, token_id: &str, next: &str, life: Dur
         expires_at: now + life,
     };
     auth.store.add_session(&session).await?;
-    for gone in auth.access.put_session(session) {
-        auth.store.remove_session(&gone).await?;
+    for removed in auth.access.put_session(session) {
+        auth.store.remove_session(&removed).await?;
     }
     let who = auth.access.name_of(token_id).unwrap_or_default();
     let mut response = Redirect::to(next).into_response();
@@ -306,7 +307,7 @@ pub(crate) async fn link(
     ServerUrl(server): ServerUrl,
 ) -> Result<(StatusCode, Json<LoginLink>)> {
     let Some(token) = caller.token() else {
-        let detail = "this server runs with --no-auth: open its URL; signing in is not needed";
+        let detail = "this server runs with --no-auth, so nobody needs to sign in; open the server's URL";
         return Err(Error::Conflict(detail.into()));
     };
     let code = auth.access.codes.make(&token.id, caller.expires_at())?;

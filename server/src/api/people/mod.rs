@@ -43,7 +43,7 @@ pub(crate) struct NewPerson {
     pub(super) subject: Option<String>,
 }
 
-/// Changes of a person. Absent fields stay unchanged. Any change ends the person's sessions.
+/// Changes to a person. Absent fields stay unchanged. Any change ends the person's sessions.
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PersonChange {
@@ -146,7 +146,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Resul
     let conflict = |detail: String| Err(Error::Conflict(detail));
     if !auth.access.required {
         return conflict(
-            "this server runs with --no-auth, without people; start it without --no-auth".into(),
+            "this server runs with --no-auth, so it has no people; start it without --no-auth".into(),
         );
     }
     if let Some(detail) = name_mistake(&new.name) {
@@ -163,7 +163,9 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Resul
     };
     let _one_at_a_time = auth.access.changing.lock().await;
     if allowed == Newcomer::First && auth.access.has_people() {
-        return conflict("somebody has been added meanwhile; sign in as an admin to add others".into());
+        return conflict(
+            "somebody else has been added meanwhile; sign in as an admin to add more people".into(),
+        );
     }
     check_room(auth, &new.name, identity.as_ref())?;
     insert(auth, new.name, new.role, hash, identity).await
@@ -324,7 +326,7 @@ pub(super) async fn set_own(
     passwords: OwnPassword,
 ) -> Result<PersonRow> {
     let Some(name) = caller.person() else {
-        let detail = "only a person has a password: sign in with a name and a password";
+        let detail = "this request does not come from a person; sign in with a name and a password";
         return Err(Error::Conflict(detail.into()));
     };
     if auth.access.person(name).is_some_and(|row| row.hash.is_none()) {

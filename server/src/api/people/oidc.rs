@@ -61,7 +61,7 @@ pub(crate) async fn begin(
             set_cookie(&mut response, &peer, (&cookie, PATH), &value, REQUEST_LIFE.as_secs());
             Ok(response)
         }
-        Err(error) => login::refused_page(&auth, &ingress, next, error.into()),
+        Err(error) => login::provider_failure_page(&auth, &ingress, next, error.into()),
     }
 }
 
@@ -77,9 +77,9 @@ pub(crate) async fn finish(
     let Some(request) = oidc.take(&answer.state, cookie(&headers, &own_cookie(&auth))) else {
         let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
         let refused = FailedSignIn { status: StatusCode::BAD_REQUEST, detail: detail.into(), about: None };
-        return login::refused_page(&auth, &ingress, "/jobs", refused);
+        return login::provider_failure_page(&auth, &ingress, "/jobs", refused);
     };
-    // Counts the attempt before the request to the provider, so that aborted requests count, too.
+    // Counts the attempt before the provider is asked, so that requests that the client aborts are also counted.
     let too_often = |wait| PageError(people::too_often(peer.address, wait));
     auth.access.attempts.try_sign_in(peer.address).map_err(too_often)?;
     let next = request.next.clone();
@@ -89,10 +89,10 @@ pub(crate) async fn finish(
             response
         }
         Err(refused) => {
-            if !refused.is_failure() {
+            if !refused.is_counted() {
                 auth.access.attempts.uncount_failure(peer.address);
             }
-            login::refused_page(&auth, &ingress, &next, refused)?
+            login::provider_failure_page(&auth, &ingress, &next, refused)?
         }
     };
     set_cookie(&mut response, &peer, (&own_cookie(&auth), PATH), "", 0);
@@ -110,19 +110,19 @@ async fn sign_in(
         Ok(account) => account,
         Err(error) => return Ok(Err(error.into())),
     };
-    let (row, done) = match person(auth, oidc, account).await? {
+    let (row, change) = match person(auth, oidc, account).await? {
         Ok(found) => found,
         Err(refused) => return Ok(Err(refused)),
     };
     let mut response = login::sign_in_person(auth, peer, &row, &request.next, SESSION_LIFE).await?;
-    if let Some(done) = done {
-        response.extensions_mut().insert(AuditSubject(done));
+    if let Some(change) = change {
+        response.extensions_mut().insert(AuditSubject(change));
     }
     Ok(Ok(response))
 }
 
-/// Returns the person for an account, and a text for the audit log if the person was added or changed. New people are added if the
-/// configuration allows it.
+/// Returns the person for an account, and a text for the audit log if the person was added or changed. A new person is added if the
+/// configuration allows new people.
 async fn person(
     auth: &Auth,
     oidc: &Oidc,
@@ -172,9 +172,9 @@ async fn person(
              lockstep user link NAME --subject {subject})"
         )
     };
-    let named = name.as_deref().unwrap_or("NAME");
+    let name_to_add = name.as_deref().unwrap_or("NAME");
     let Some(role) = role else {
-        return refuse(format!("No person has this account yet. {}", by_admin(named)));
+        return refuse(format!("No person has this account yet. {}", by_admin(name_to_add)));
     };
     let name = match name {
         Ok(name) => name,
@@ -189,26 +189,26 @@ async fn person(
         Err(other) => return Err(other),
     }
     let row = people::insert(auth, name, role, None, Some(identity)).await?;
-    let done = format!("added, {role}, subject {subject:?}");
-    Ok(Ok((row, Some(done))))
+    let change = format!("added, {role}, subject {subject:?}");
+    Ok(Ok((row, Some(change))))
 }
 
-/// Returns why a sign-in cannot add a person with this name, if so. Names are chosen at the provider, and a new person with the name would
-/// own the jobs and datasets of removed people and of tokens with that name.
+/// Returns the reason why a sign-in cannot add a person with this name; `None` if it can. Names are chosen at the provider, and a new
+/// person would own the jobs and datasets of a removed person or a token with the same name.
 async fn why_taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
     if auth.access.person(name).is_some() {
         return Ok(Some("another person has this name"));
     }
-    let is_it = |owner: Option<&String>| owner.is_some_and(|owner| owner == name);
+    let has_name = |owner: Option<&String>| owner.is_some_and(|owner| owner == name);
     let of_name = JobFilter { owner: Some(name.to_owned()), limit: 1, ..JobFilter::default() };
     let owns = auth
         .access
         .tokens()
         .iter()
-        .any(|token| (token.owner.is_none() && token.name == name) || is_it(token.owner.as_ref()))
+        .any(|token| (token.owner.is_none() && token.name == name) || has_name(token.owner.as_ref()))
         || !auth.store.jobs(&of_name).await?.jobs.is_empty()
-        || auth.store.datasets().await?.iter().any(|dataset| is_it(dataset.owner.as_ref()));
-    Ok(owns.then_some("there are tokens, jobs or datasets of this name, which would become yours"))
+        || auth.store.datasets().await?.iter().any(|dataset| has_name(dataset.owner.as_ref()));
+    Ok(owns.then_some("tokens, jobs or datasets have an owner with this name, and would become yours"))
 }
 
 /// Quotes a subject for a shell. Subjects consist of visible ASCII characters.

@@ -171,7 +171,7 @@ pub(crate) enum AccountForm {
     },
 }
 
-/// `POST /account`: changes the password, and replaces all sessions with a new one; or makes or revokes a token.
+/// `POST /account`: changes the password and replaces all sessions with a new session, makes a token, or revokes a token.
 pub(crate) async fn change_account(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
@@ -209,7 +209,8 @@ async fn apply_account(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountF
         }
         AccountForm::Token { name, scope, days } => {
             if caller.person().is_none() {
-                return Err(Error::Conflict("only people have tokens of their own".into()).into());
+                let detail = "only a person can have personal tokens; sign in with a name and a password";
+                return Err(Error::Conflict(detail.into()).into());
             }
             let days = match days.trim() {
                 "" => None,

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use std::{sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
-/// Maximum number of valid tokens of a person, so that nobody uses up the server's maximum.
+/// Maximum number of valid tokens of a person, so that no person alone reaches the server's maximum.
 const MAX_TOKENS_OF_A_PERSON: usize = 50;
 
 /// A token to make.
@@ -91,15 +91,15 @@ fn is_seen(token: &Token, caller: &Caller) -> bool {
 }
 
 /// Returns the token of a request, or of the session's login link; `None` for a session with a password or an OpenID provider.
-fn used_by(auth: &Auth, caller: &Caller) -> Option<Token> {
+fn request_token(auth: &Auth, caller: &Caller) -> Option<Token> {
     auth.access.token(&caller.token()?.id).map(|row| row.token)
 }
 
 /// Make a token
 ///
-/// A person makes tokens for their own use. Such a token has at most the rights and lifetime of the request that makes it. It ends with the
-/// person, and with the token of that request. A token with the scope `read` cannot make tokens. Only admins make other tokens, for
-/// programs and machines.
+/// A person makes personal tokens. A personal token has at most the rights and lifetime of the request that makes it. The token is revoked
+/// when the person is removed, and when the token of that request is revoked. A personal token with the scope `read` cannot make tokens.
+/// Only admins make tokens that belong to no person, for programs and machines.
 #[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
     responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid tokens, or a person has the name"),
         (status = 422, body = Problem)))]
@@ -110,8 +110,8 @@ pub(crate) async fn create(
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<MadeToken>)> {
     let (scope, name) = (new.scope, new.name.clone());
     let made = make(&auth, &caller, new).await?;
-    let concerns = AuditSubject(format!("{scope} {} {name:?}", made.token.id));
-    Ok((StatusCode::CREATED, Extension(concerns), Json(made)))
+    let subject = AuditSubject(format!("{scope} {} {name:?}", made.token.id));
+    Ok((StatusCode::CREATED, Extension(subject), Json(made)))
 }
 
 /// Makes a token.
@@ -126,9 +126,9 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     {
         return mistake("/name", format!("must have 1 to {TOKEN_NAME_CHARS} plain characters"));
     }
-    let longest = u64::from(TOKEN_DAYS) * 24 * 3600;
-    if new.expires_in_secs.is_some_and(|secs| !(1..=longest).contains(&secs)) {
-        return mistake("/expires_in_secs", format!("must be 1 to {longest} ({TOKEN_DAYS} days)"));
+    let max_secs = u64::from(TOKEN_DAYS) * 24 * 3600;
+    if new.expires_in_secs.is_some_and(|secs| !(1..=max_secs).contains(&secs)) {
+        return mistake("/expires_in_secs", format!("must be 1 to {max_secs} ({TOKEN_DAYS} days)"));
     }
     let (agent, agent_id) = match (new.scope, &new.agent) {
         (Scope::Agent, Some(agent)) => match agent_named(auth, agent).await? {
@@ -136,27 +136,33 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
             None => return mistake("/agent", "must have 1 to 100 plain characters".into()),
         },
         (Scope::Agent, None) => {
-            return mistake("/agent", "name the agent that this token is for".into());
+            return mistake(
+                "/agent",
+                "is missing; give the name of the agent that will use this token".into(),
+            );
         }
-        (_, Some(_)) => return mistake("/agent", "only a token of the scope agent can have an agent".into()),
+        (_, Some(_)) => {
+            return mistake("/agent", "must be absent, unless the token's scope is agent".into());
+        }
         (_, None) => (None, None),
     };
-    if let Some(has) = caller.scope()
-        && !has.allows(new.scope)
+    if let Some(own) = caller.scope()
+        && !own.allows(new.scope)
         && !caller.may(Scope::Admin)
     {
-        return mistake("/scope", format!("can be {has} at most, as you may do no more than that"));
+        return mistake("/scope", format!("must not allow more than your own scope, {own}"));
     }
     let now = crate::now();
     let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
-    let with = used_by(auth, caller).filter(|token| token.owner.is_some());
-    if with.as_ref().is_some_and(|token| token.scope == Scope::Read) {
-        let detail = "a token of the scope read cannot make others; sign in with your password, or use one of the scope submit";
+    let made_with = request_token(auth, caller).filter(|token| token.owner.is_some());
+    if made_with.as_ref().is_some_and(|token| token.scope == Scope::Read) {
+        let detail = "a token with the scope read cannot make tokens; sign in with your password, or use a token with the scope submit";
         return Err(Error::Forbidden(detail.into()));
     }
-    let until = caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));
-    if until.is_some_and(|until| expires_at.is_none_or(|at| at > until)) {
-        let detail = "must end no later than the token that you make it with; sign in with your password to make others";
+    let last_expiry = caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));
+    if last_expiry.is_some_and(|last| expires_at.is_none_or(|at| at > last)) {
+        let detail = "must not be longer than the remaining lifetime of the token that makes this request; \
+                      sign in with your password to make a token that stays valid for longer";
         return mistake("/expires_in_secs", detail.into());
     }
     // A machine's token has no owner, so that it stays valid when a person leaves.
@@ -165,14 +171,14 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     if let Some(owner) = &owner
         && auth.access.person(owner).is_none_or(|row| row.person.disabled_at.is_some())
     {
-        return Err(Error::Forbidden(format!("{owner} may no longer use this server")));
+        return Err(Error::Forbidden(format!("{owner} may no longer use this server; ask an admin")));
     }
     if owner.is_none() && new.scope != Scope::Agent && auth.access.person(&new.name).is_some() {
-        let detail = format!("{:?} is a person, who makes tokens of its own; choose another name", new.name);
+        let detail = format!("{:?} is the name of a person; choose another name for the token", new.name);
         return Err(Error::Conflict(detail));
     }
-    let is_its = |token: &Token| owner.is_some() && token.owner == owner && token.is_valid(now);
-    if auth.access.tokens().iter().filter(|token| is_its(token)).count() >= MAX_TOKENS_OF_A_PERSON {
+    let is_of_owner = |token: &Token| owner.is_some() && token.owner == owner && token.is_valid(now);
+    if auth.access.tokens().iter().filter(|token| is_of_owner(token)).count() >= MAX_TOKENS_OF_A_PERSON {
         return Err(Error::Conflict(format!(
             "you have {MAX_TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"
         )));
@@ -188,7 +194,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
         scope: new.scope,
         agent,
         agent_id,
-        made_with: with.filter(|_| owner.is_some()).map(|token| token.id),
+        made_with: made_with.filter(|_| owner.is_some()).map(|token| token.id),
         owner,
         created_at: now,
         expires_at,
@@ -201,7 +207,8 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     Ok(MadeToken { secret: secret.text, token })
 }
 
-/// Returns the name and id of the agent with a given name or id; `None` if the text cannot be either. The id is absent for an unknown name.
+/// Returns the name and id of the agent with a given name or id; `None` if `agent` is not a valid name or id. The id is absent for an
+/// unknown name.
 async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<(Option<String>, Option<String>)>> {
     if agent.trim().is_empty() || agent.len() > 100 || first_invisible(agent).is_some() {
         return Ok(None);
@@ -218,8 +225,8 @@ async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<(Option<String>,
 
 /// Revoke a token
 ///
-/// At once, requests with the token are refused, and its websockets, sessions and login links end. Tokens that were made with the token are
-/// revoked, too. A token can revoke itself, and other tokens with at most the same rights.
+/// Requests with the token are refused, and the token's websockets, sessions and login links end at once. Tokens that were made with the
+/// token are revoked, too. A token can revoke itself, and other tokens with at most the same rights.
 #[utoipa::path(delete, path = "/tokens/{id}", tag = "access", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn revoke(
@@ -239,22 +246,23 @@ pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Resu
     let _one_at_a_time = auth.access.changing.lock().await;
     let found = auth.access.token(id).filter(|row| is_seen(&row.token, caller));
     let row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
-    let is_stronger = |with: Token| with.id != row.token.id && !with.scope.allows(row.token.scope);
-    if !caller.may(Scope::Admin) && used_by(auth, caller).is_some_and(is_stronger) {
-        let detail = "this token allows more than the one that you use, which cannot revoke it; sign in with your password, or ask an admin";
+    let is_weaker = |own: Token| own.id != row.token.id && !own.scope.allows(row.token.scope);
+    if !caller.may(Scope::Admin) && request_token(auth, caller).is_some_and(is_weaker) {
+        let detail =
+            "a token cannot revoke a token that allows more; sign in with your password, or ask an admin";
         return Err(Error::Forbidden(detail.into()));
     }
-    // Tokens that were made with this token are revoked first, so that no such token stays valid if a write fails.
-    let mut ending = vec![row];
+    // Tokens that were made with this token are revoked first. Otherwise they would stay valid if a write fails.
+    let mut to_revoke = vec![row];
     let all = auth.access.tokens();
-    let mut next = 0;
-    while next < ending.len() {
-        let with = Some(ending[next].token.id.clone());
-        let made = all.iter().filter(|token| token.made_with == with && token.revoked_at.is_none());
-        ending.extend(made.filter_map(|token| auth.access.token(&token.id)));
-        next += 1;
+    let mut index = 0;
+    while index < to_revoke.len() {
+        let id = Some(to_revoke[index].token.id.clone());
+        let made = all.iter().filter(|token| token.made_with == id && token.revoked_at.is_none());
+        to_revoke.extend(made.filter_map(|token| auth.access.token(&token.id)));
+        index += 1;
     }
-    for mut row in ending.into_iter().rev().filter(|row| row.token.revoked_at.is_none()) {
+    for mut row in to_revoke.into_iter().rev().filter(|row| row.token.revoked_at.is_none()) {
         row.token.revoked_at = Some(crate::now());
         auth.store.put_token(&row).await?;
         auth.access.put_token(row);

@@ -46,7 +46,7 @@ pub(crate) struct FileQuery {
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct UploadQuery {
-    /// The file's path within the run: names with `/` between them, at most 1000 bytes.
+    /// The file's path within the run: names separated by `/`, at most 1000 bytes.
     path: String,
     /// Time of the file's last change, in milliseconds since 1970 (default: now).
     modified_ms: Option<u64>,
@@ -59,8 +59,11 @@ pub(crate) struct FilesOfRun {
     files: Vec<RunFile>,
 }
 
-/// Returns the id of a run from elsewhere. Other jobs have no files.
-async fn run(auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
+/// Returns the id of a run from elsewhere.
+///
+/// # Errors
+/// The job does not exist, or is no run from elsewhere and so has no files.
+async fn run_id(auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
     let id = auth.run_id(caller, id);
     let job = jobs::row(&*auth.store, &id).await?.job;
     match job.external {
@@ -94,7 +97,7 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<Json<FilesOfRun>> {
-    let files = run_files(&config, &run(&auth, &caller, &id).await?);
+    let files = run_files(&config, &run_id(&auth, &caller, &id).await?);
     Ok(Json(FilesOfRun { files: list_files(files).await? }))
 }
 
@@ -121,7 +124,7 @@ pub(crate) async fn upload(
     Query(query): Query<UploadQuery>,
     request: Request<Body>,
 ) -> Result<Json<RunFile>> {
-    let id = run(&auth, &caller, &id).await?;
+    let id = run_id(&auth, &caller, &id).await?;
     let body = runs.noted(&id, request.into_body());
     Ok(Json(store_file(run_files(&config, &id), query.path, query.modified_ms, body).await?))
 }
@@ -136,9 +139,10 @@ pub(super) async fn store_file(
     modified_ms: Option<u64>,
     body: Body,
 ) -> Result<RunFile> {
-    let (own, wanted) = (files.clone(), path.clone());
-    let begun = blocking(move || Ok::<_, Refused>((own.room(&wanted)?, own.incoming()?))).await?;
-    let (room, incoming) = begun.map_err(refusal)?;
+    let (files_of_run, path_of_file) = (files.clone(), path.clone());
+    let prepared =
+        blocking(move || Ok::<_, Refused>((files_of_run.room(&path_of_file)?, files_of_run.incoming()?)));
+    let (room, incoming) = prepared.await?.map_err(refusal)?;
     let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk(&e))?;
     let (mut parts, mut size_bytes, mut unchecked) = (body.into_data_stream(), 0, 0);
     while let Some(part) = parts.next().await {
@@ -161,7 +165,7 @@ pub(super) async fn store_file(
 
 /// Download a file of a run
 ///
-/// `Range` and `If-Modified-Since` are honoured.
+/// The headers `Range` and `If-Modified-Since` are supported.
 #[utoipa::path(get, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose"), FileQuery),
     responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>),
         (status = 206, content_type = "application/octet-stream", body = Vec<u8>, description = "The requested range"),
@@ -175,15 +179,15 @@ pub(crate) async fn download(
     Query(query): Query<FileQuery>,
     request: Request<Body>,
 ) -> Result<Response> {
-    send_file(&run_files(&config, &run(&auth, &caller, &id).await?), &query.path, request).await
+    send_file(&run_files(&config, &run_id(&auth, &caller, &id).await?), &query.path, request).await
 }
 
-/// Returns the response with a file. Browsers save the file and do not show it, because it could contain scripts of its program.
+/// Returns the response with a file. Browsers save the file and do not show it, because the file could contain scripts.
 pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request<Body>) -> Result<Response> {
     let place = files.place(path).map_err(refusal)?;
     let missing = || Error::NotFound("the run has no such file; GET /api/v1/runs/ID/files lists them".into());
-    // A folder can be opened, too.
-    if !tokio::fs::metadata(&place).await.is_ok_and(|about| about.is_file()) {
+    // A folder could be opened, too.
+    if !tokio::fs::metadata(&place).await.is_ok_and(|metadata| metadata.is_file()) {
         return Err(missing());
     }
     conditional::keep_one_range(request.headers_mut());
@@ -215,7 +219,7 @@ pub(crate) async fn delete(
     Path(id): Path<String>,
     Query(query): Query<FileQuery>,
 ) -> Result<StatusCode> {
-    let files = run_files(&config, &run(&auth, &caller, &id).await?);
+    let files = run_files(&config, &run_id(&auth, &caller, &id).await?);
     to_the_end(remove_path(files, query.path)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -1,10 +1,11 @@
-//! MLflow's REST interface (2.0), as far as its clients need it to log. Experiments are projects, runs are runs from elsewhere, and
-//! parameters are settings. Requests, responses and errors follow `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
+//! The calls of MLflow's REST interface (2.0) that MLflow's clients need to log. Experiments are projects, runs are runs from elsewhere,
+//! and parameters are settings. Requests, responses and errors follow `mlflow/protos/service.proto` and
+//! `mlflow/store/tracking/rest_store.py`.
 
 pub(crate) mod artifacts;
 mod models;
 
-use super::{LAST_STEP, NAME_CHARS, NewRun, begin, columns, number};
+use super::{LAST_STEP, NAME_CHARS, NewRun, columns, number, start_run};
 use crate::{
     api::{jobs, list::Pages, to_the_end},
     auth::{Auth, access::Caller},
@@ -37,8 +38,9 @@ const PREFIX: &str = "/api/2.0/mlflow/";
 /// MLflow's default experiment, which clients use if none is named.
 const DEFAULT_ID: &str = "0";
 const DEFAULT_NAME: &str = "Default";
-/// Names of the tags with a run's name, and with the user who runs the program.
+/// Key of the tag with a run's name.
 const RUN_NAME: &str = "mlflow.runName";
+/// Key of the tag with the user who runs the program.
 const USER: &str = "mlflow.user";
 /// Limits as documented by MLflow.
 const KEY_CHARS: usize = 250;
@@ -47,10 +49,11 @@ const TAG_CHARS: usize = 8000;
 const BATCH_METRICS: usize = 1000;
 const BATCH_PARAMS: usize = 100;
 const BATCH_TAGS: usize = 100;
-/// Maximum number of runs or experiments of a page, and of points of a page of a metric's history. A request may ask for more, up to
-/// MLflow's limit.
+/// Maximum number of runs or experiments on a page.
 const PAGE_RUNS: u32 = 1000;
+/// Maximum number of points on a page of a metric's history.
 const PAGE_POINTS: u32 = 25_000;
+/// Maximum of `max_results`, as documented by MLflow. A page may have fewer results.
 const PAGE_LIMIT: u32 = 50_000;
 
 /// An error in the format that MLflow's clients expect.
@@ -76,8 +79,8 @@ fn invalid(message: impl Into<String>) -> Refusal {
 }
 
 fn missing(key: &str) -> Refusal {
-    let about = "See the API docs for more information about request parameters.";
-    invalid(format!("Missing value for required parameter '{key}'. {about}"))
+    let advice = "See the API docs for more information about request parameters.";
+    invalid(format!("Missing value for required parameter '{key}'. {advice}"))
 }
 
 /// Error for a value of the wrong type, with MLflow's text.
@@ -87,8 +90,8 @@ fn invalid_value(key: &str, value: &Value) -> Refusal {
 
 fn no_call(method: &Method, name: &str) -> Refusal {
     let detail = format!(
-        "Lockstep has no call {method} {:?} of MLflow's: it supports experiments, and runs with parameters, metrics, tags, artifacts \
-         and logged models, and no registered models or traces",
+        "Lockstep does not support MLflow's call {method} {:?}. Lockstep supports experiments, and runs with parameters, metrics, tags, \
+         artifacts and logged models, but no registered models or traces",
         shortened(name)
     );
     refuse("ENDPOINT_NOT_FOUND", detail)
@@ -178,20 +181,20 @@ impl Parameters {
         at.transpose()
     }
 
-    /// Returns where the requested page begins.
+    /// Returns the start of the requested page, from its `page_token`.
     fn page_start<T: FromStr + Default>(&self) -> Result<T> {
         let from = self.text("page_token")?.map(str::parse::<T>).transpose();
         let from = from.map_err(|_| invalid("page_token must be the next_page_token of the previous page"));
         Ok(from?.unwrap_or_default())
     }
 
-    /// Returns the size of the requested page, which is at most `most`.
-    fn page_size(&self, most: u32) -> Result<u32> {
+    /// Returns the size of the requested page, which is at most `max`.
+    fn page_size(&self, max: u32) -> Result<u32> {
         match self.integer("max_results")? {
-            None => Ok(most),
-            Some(wanted) => match u32::try_from(wanted) {
-                Ok(wanted) if (1..=PAGE_LIMIT).contains(&wanted) => Ok(wanted.min(most)),
-                _ => Err(invalid_value("max_results", &wanted.into())),
+            None => Ok(max),
+            Some(requested) => match u32::try_from(requested) {
+                Ok(size) if (1..=PAGE_LIMIT).contains(&size) => Ok(size.min(max)),
+                _ => Err(invalid_value("max_results", &requested.into())),
             },
         }
     }
@@ -217,62 +220,64 @@ pub(crate) async fn call(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Json<Value>> {
-    let parts = CallState { runs, scheduler, auth, metrics, deleted_jobs, caller };
+    let state = CallState { runs, scheduler, auth, metrics, deleted_jobs, caller };
     let method = request.method().clone();
     let name = request.uri().path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
-    let asked = Parameters::read(request).await?;
-    let done = to_the_end(async move { Ok(parts.answer(&method, &name, &asked).await) }).await?;
-    Ok(Json(done?))
+    let parameters = Parameters::read(request).await?;
+    let answer = to_the_end(async move { Ok(state.answer(&method, &name, &parameters).await) }).await?;
+    Ok(Json(answer?))
 }
 
 impl CallState {
-    async fn answer(&self, method: &Method, name: &str, asked: &Parameters) -> Result<Value> {
+    async fn answer(&self, method: &Method, name: &str, parameters: &Parameters) -> Result<Value> {
         Ok(match (method.as_str(), name) {
-            ("POST", "experiments/create") => self.create_experiment(asked).await?,
+            ("POST", "experiments/create") => self.create_experiment(parameters).await?,
             ("GET", "experiments/get") => {
-                json!({"experiment": experiment(&project(asked.required("experiment_id")?))})
+                json!({"experiment": experiment(&project(parameters.required("experiment_id")?))})
             }
-            ("GET", "experiments/get-by-name") => self.experiment_by_name(asked).await?,
-            ("POST" | "GET", "experiments/search") => self.search_experiments(asked).await?,
-            ("POST", "runs/create") => self.create_run(asked).await?,
-            ("GET", "runs/get") => json!({"run": run(&self.visible_run(asked).await?)}),
-            ("POST", "runs/update") => self.update_run(asked).await?,
-            ("POST", "runs/delete") => self.delete_run(asked).await?,
-            ("POST", "runs/search") => self.search_runs(asked).await?,
+            ("GET", "experiments/get-by-name") => self.experiment_by_name(parameters).await?,
+            ("POST" | "GET", "experiments/search") => self.search_experiments(parameters).await?,
+            ("POST", "runs/create") => self.create_run(parameters).await?,
+            ("GET", "runs/get") => json!({"run": run(&self.visible_run(parameters).await?)}),
+            ("POST", "runs/update") => self.update_run(parameters).await?,
+            ("POST", "runs/delete") => self.delete_run(parameters).await?,
+            ("POST", "runs/search") => self.search_runs(parameters).await?,
             ("POST", "runs/log-metric") => {
-                let one = Parameters(asked.0.clone());
-                self.log(asked, &[one], RunChange::default()).await?
+                let one = Parameters(parameters.0.clone());
+                self.log(parameters, &[one], RunChange::default()).await?
             }
             ("POST", "runs/log-parameter") => {
-                let params = BTreeMap::from([pair(asked, "Param", PARAM_CHARS)?]);
-                self.change(asked, RunChange { params, ..RunChange::default() }).await?
+                let params = BTreeMap::from([pair(parameters, "Param", PARAM_CHARS)?]);
+                self.change(parameters, RunChange { params, ..RunChange::default() }).await?
             }
-            ("POST", "runs/log-batch") => self.log_batch(asked).await?,
+            ("POST", "runs/log-batch") => self.log_batch(parameters).await?,
             ("POST", "runs/set-tag") => {
-                let (key, value) = pair(asked, "Tag", TAG_CHARS)?;
+                let (key, value) = pair(parameters, "Tag", TAG_CHARS)?;
                 let values = BTreeMap::from([(key, Some(value))]);
-                self.change(asked, RunChange { values, ..RunChange::default() }).await?
+                self.change(parameters, RunChange { values, ..RunChange::default() }).await?
             }
             ("POST", "runs/delete-tag") => {
-                let key = asked.required("key")?;
-                let known = self.own_run(asked).await?.external.unwrap_or_default().values;
+                let key = parameters.required("key")?;
+                let known = self.own_run(parameters).await?.external.unwrap_or_default().values;
                 if !known.contains_key(key) {
-                    let id = asked.text("run_id")?.unwrap_or_default();
+                    let id = parameters.text("run_id")?.unwrap_or_default();
                     let detail = format!("No tag with name: {key} in run with id {id}");
                     return Err(refuse("RESOURCE_DOES_NOT_EXIST", detail));
                 }
                 let values = BTreeMap::from([(key.to_owned(), None)]);
-                self.change(asked, RunChange { values, ..RunChange::default() }).await?
+                self.change(parameters, RunChange { values, ..RunChange::default() }).await?
             }
             // The inputs of a run are not stored, and its models are its folders.
-            ("POST", "runs/log-inputs" | "runs/outputs") => self.change(asked, RunChange::default()).await?,
-            ("GET", "metrics/get-history") => self.history(asked).await?,
-            ("GET", "artifacts/list") => {
-                let path = asked.text("path")?.unwrap_or_default();
-                artifacts::of_run(&self.scheduler.config, &self.visible_run(asked).await?, path).await?
+            ("POST", "runs/log-inputs" | "runs/outputs") => {
+                self.change(parameters, RunChange::default()).await?
             }
-            ("POST", "logged-models") => self.create_model(asked).await?,
-            // Clients send this before they list the artifacts in a folder, and find a model there.
+            ("GET", "metrics/get-history") => self.history(parameters).await?,
+            ("GET", "artifacts/list") => {
+                let path = parameters.text("path")?.unwrap_or_default();
+                artifacts::of_run(&self.scheduler.config, &self.visible_run(parameters).await?, path).await?
+            }
+            ("POST", "logged-models") => self.create_model(parameters).await?,
+            // Clients send this before they list the artifacts in a folder, and find a model in that list.
             ("POST", "logged-models/search") => json!({"models": []}),
             _ => match name.strip_prefix(models::PREFIX) {
                 Some(address) => self.model(method, address).await?,
@@ -291,14 +296,14 @@ impl CallState {
         Ok(names)
     }
 
-    async fn search_experiments(&self, asked: &Parameters) -> Result<Value> {
-        if asked.text("filter")?.is_some() {
-            let detail = "Lockstep's experiments/search takes no filter: leave it out and choose among the experiments";
+    async fn search_experiments(&self, parameters: &Parameters) -> Result<Value> {
+        if parameters.text("filter")?.is_some() {
+            let detail = "Lockstep's experiments/search supports no filter; leave the filter out and choose among the experiments";
             return Err(invalid(detail));
         }
-        let from: usize = asked.page_start()?;
-        let max = asked.page_size(PAGE_RUNS)? as usize;
-        let are_deleted = asked.text("view_type")? == Some("DELETED_ONLY");
+        let from: usize = parameters.page_start()?;
+        let max = parameters.page_size(PAGE_RUNS)? as usize;
+        let are_deleted = parameters.text("view_type")? == Some("DELETED_ONLY");
         let all = if are_deleted { Vec::new() } else { self.projects().await? };
         let page = all.iter().skip(from).take(max).map(|name| experiment(name));
         let mut answer = json!({"experiments": page.collect::<Vec<_>>()});
@@ -308,11 +313,11 @@ impl CallState {
         Ok(answer)
     }
 
-    async fn create_experiment(&self, asked: &Parameters) -> Result<Value> {
-        let name = asked.required("name")?;
-        // A project has neither of them.
-        asked.text("artifact_location")?;
-        asked.list("tags")?;
+    async fn create_experiment(&self, parameters: &Parameters) -> Result<Value> {
+        let name = parameters.required("name")?;
+        // A project has neither a location nor tags, so only their types are checked.
+        parameters.text("artifact_location")?;
+        parameters.list("tags")?;
         let project = project(name);
         if self.projects().await?.contains(&project) {
             return Err(refuse(
@@ -324,8 +329,8 @@ impl CallState {
         Ok(json!({"experiment_id": id_of(&project)}))
     }
 
-    async fn experiment_by_name(&self, asked: &Parameters) -> Result<Value> {
-        let name = asked.required("experiment_name")?;
+    async fn experiment_by_name(&self, parameters: &Parameters) -> Result<Value> {
+        let name = parameters.required("experiment_name")?;
         let project = project(name);
         if !self.projects().await?.contains(&project) {
             let detail = format!("Could not find experiment with name '{name}'");
@@ -334,46 +339,46 @@ impl CallState {
         Ok(json!({"experiment": experiment(&project)}))
     }
 
-    async fn create_run(&self, asked: &Parameters) -> Result<Value> {
+    async fn create_run(&self, parameters: &Parameters) -> Result<Value> {
         let mut values = BTreeMap::new();
-        for tag in asked.list("tags")? {
+        for tag in parameters.list("tags")? {
             values.extend([pair(&tag, "Tag", TAG_CHARS)?]);
         }
-        let name = asked.text("run_name")?.map(str::to_owned).or_else(|| values.get(RUN_NAME).cloned());
+        let name = parameters.text("run_name")?.map(str::to_owned).or_else(|| values.get(RUN_NAME).cloned());
         let name: String = name.unwrap_or_else(|| "run".into()).chars().take(NAME_CHARS).collect();
         values.insert(RUN_NAME.into(), name.clone());
-        let project = Some(project(asked.text("experiment_id")?.unwrap_or(DEFAULT_ID)));
-        let started_at = asked.time("start_time")?.map(Timestamp::as_millisecond);
+        let project = Some(project(parameters.text("experiment_id")?.unwrap_or(DEFAULT_ID)));
+        let started_at = parameters.time("start_time")?.map(Timestamp::as_millisecond);
         let new = NewRun { name, project, started_at, values, ..NewRun::default() };
-        let (_, job) = begin(&self.runs, &self.auth, &self.caller, new).await?;
+        let (_, job) = start_run(&self.runs, &self.auth, &self.caller, new).await?;
         Ok(json!({"run": run(&job)}))
     }
 
     /// Returns the run that a request names, if the caller may see it.
-    async fn visible_run(&self, asked: &Parameters) -> Result<Job> {
-        find_run(&self.scheduler, &self.caller, asked.required("run_id")?).await
+    async fn visible_run(&self, parameters: &Parameters) -> Result<Job> {
+        find_run(&self.scheduler, &self.caller, parameters.required("run_id")?).await
     }
 
     /// Returns the run that a request names, if the caller may change it.
-    async fn own_run(&self, asked: &Parameters) -> Result<Job> {
-        let job = self.visible_run(asked).await?;
+    async fn own_run(&self, parameters: &Parameters) -> Result<Job> {
+        let job = self.visible_run(parameters).await?;
         check_own(&self.auth, &self.caller, &job)?;
         Ok(job)
     }
 
-    async fn change_run(&self, asked: &Parameters, change: RunChange) -> Result<Job> {
-        let job = self.own_run(asked).await?;
+    async fn change_run(&self, parameters: &Parameters, change: RunChange) -> Result<Job> {
+        let job = self.own_run(parameters).await?;
         Ok(self.runs.tell(&job.id, change).await?)
     }
 
     /// Changes a run. The response is empty.
-    async fn change(&self, asked: &Parameters, change: RunChange) -> Result<Value> {
-        self.change_run(asked, change).await?;
+    async fn change(&self, parameters: &Parameters, change: RunChange) -> Result<Value> {
+        self.change_run(parameters, change).await?;
         Ok(json!({}))
     }
 
-    async fn update_run(&self, asked: &Parameters) -> Result<Value> {
-        let state = match asked.text("status")? {
+    async fn update_run(&self, parameters: &Parameters) -> Result<Value> {
+        let state = match parameters.text("status")? {
             None => None,
             Some("RUNNING" | "SCHEDULED") => Some(JobState::Running),
             Some("FINISHED") => Some(JobState::Succeeded),
@@ -381,16 +386,16 @@ impl CallState {
             Some("KILLED") => Some(JobState::Cancelled),
             Some(other) => return Err(invalid_value("status", &other.into())),
         };
-        let name = asked.text("run_name")?.map(|name| (RUN_NAME.to_owned(), Some(name.to_owned())));
-        let ended_at = asked.time("end_time")?;
+        let name = parameters.text("run_name")?.map(|name| (RUN_NAME.to_owned(), Some(name.to_owned())));
+        let ended_at = parameters.time("end_time")?;
         let change =
             RunChange { state, ended_at, values: name.into_iter().collect(), ..RunChange::default() };
-        Ok(json!({"run_info": info(&self.change_run(asked, change).await?)}))
+        Ok(json!({"run_info": info(&self.change_run(parameters, change).await?)}))
     }
 
     /// Deletes a run permanently. MLflow keeps deleted runs for a while.
-    async fn delete_run(&self, asked: &Parameters) -> Result<Value> {
-        let job = self.own_run(asked).await?;
+    async fn delete_run(&self, parameters: &Parameters) -> Result<Value> {
+        let job = self.own_run(parameters).await?;
         if !job.state.is_final() {
             let change = RunChange { state: Some(JobState::Cancelled), ..RunChange::default() };
             self.runs.tell(&job.id, change).await?;
@@ -399,45 +404,47 @@ impl CallState {
         Ok(json!({}))
     }
 
-    async fn search_runs(&self, asked: &Parameters) -> Result<Value> {
-        if asked.text("filter")?.is_some() {
-            let detail = "Lockstep's runs/search takes no filter: leave it out and choose among the runs, or ask GET /api/v1/jobs";
+    async fn search_runs(&self, parameters: &Parameters) -> Result<Value> {
+        if parameters.text("filter")?.is_some() {
+            let detail = "Lockstep's runs/search supports no filter; leave the filter out and choose among the runs, or use \
+                          GET /api/v1/jobs";
             return Err(invalid(detail));
         }
-        let order = asked.texts("order_by").join(",").to_lowercase().replace(['`', '"'], "");
+        let order = parameters.texts("order_by").join(",").to_lowercase().replace(['`', '"'], "");
         let (sort, descending) = match order.split_whitespace().collect::<Vec<_>>()[..] {
             [] | ["attributes.start_time" | "attribute.start_time" | "start_time", "desc"] => {
                 ("-created", true)
             }
             ["attributes.start_time" | "attribute.start_time" | "start_time"]
             | ["attributes.start_time" | "attribute.start_time" | "start_time", "asc"] => ("created", false),
-            _ => return Err(invalid("Lockstep's runs/search orders by attributes.start_time only")),
+            _ => return Err(invalid("Lockstep's runs/search orders only by attributes.start_time")),
         };
-        let wanted: Vec<_> = asked.texts("experiment_ids").into_iter().map(project).collect();
+        let projects: Vec<_> = parameters.texts("experiment_ids").into_iter().map(project).collect();
         let pages = Pages::new("mlflow runs", sort);
         let filter = JobFilter {
             seen_by: self.caller.sees_as(),
-            // With several projects, the others are filtered out below.
-            project: if let [one] = &wanted[..] { Some(one.clone()) } else { None },
+            // If the request names several projects, jobs of other projects are filtered out below.
+            project: if let [project] = &projects[..] { Some(project.clone()) } else { None },
             sort: JobSort { by: SortBy::Created, descending },
-            limit: asked.page_size(PAGE_RUNS)?,
-            cursor: pages.read(asked.text("page_token")?)?,
+            limit: parameters.page_size(PAGE_RUNS)?,
+            cursor: pages.read(parameters.text("page_token")?)?,
             ..JobFilter::default()
         };
-        if wanted.is_empty() || asked.text("run_view_type")? == Some("DELETED_ONLY") {
+        if projects.is_empty() || parameters.text("run_view_type")? == Some("DELETED_ONLY") {
             return Ok(json!({"runs": []}));
         }
         let page = self.scheduler.store.jobs(&filter).await?;
-        let is_wanted = |job: &&Job| job.external.is_some() && wanted.contains(&job.project);
-        let mut answer = json!({"runs": page.jobs.iter().filter(is_wanted).map(run).collect::<Vec<_>>()});
+        let is_requested = |job: &&Job| job.external.is_some() && projects.contains(&job.project);
+        let mut answer = json!({"runs": page.jobs.iter().filter(is_requested).map(run).collect::<Vec<_>>()});
         if let Some(next) = &page.next {
             answer["next_page_token"] = pages.cursor(next)?.into();
         }
         Ok(answer)
     }
 
-    async fn log_batch(&self, asked: &Parameters) -> Result<Value> {
-        let (metrics, params, tags) = (asked.list("metrics")?, asked.list("params")?, asked.list("tags")?);
+    async fn log_batch(&self, parameters: &Parameters) -> Result<Value> {
+        let (metrics, params, tags) =
+            (parameters.list("metrics")?, parameters.list("params")?, parameters.list("tags")?);
         let limits = [
             ("metrics", metrics.len(), BATCH_METRICS),
             ("params", params.len(), BATCH_PARAMS),
@@ -463,12 +470,12 @@ impl CallState {
             let (key, value) = pair(tag, "Tag", TAG_CHARS)?;
             change.values.insert(key, Some(value));
         }
-        self.log(asked, &metrics, change).await
+        self.log(parameters, &metrics, change).await
     }
 
-    /// Appends points to the stored ones.
-    async fn log(&self, asked: &Parameters, metrics: &[Parameters], change: RunChange) -> Result<Value> {
-        let job = self.own_run(asked).await?;
+    /// Appends points to a run, and changes the run.
+    async fn log(&self, parameters: &Parameters, metrics: &[Parameters], change: RunChange) -> Result<Value> {
+        let job = self.own_run(parameters).await?;
         let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<Timestamp>);
         for metric in metrics {
             let key = metric.required("key")?;
@@ -486,7 +493,7 @@ impl CallState {
             points.push((key, step, value));
             // MLflow also refuses a metric without a time.
             let Some(at) = metric.time("timestamp")? else {
-                return Err(match asked.0.get("metrics") {
+                return Err(match parameters.0.get("metrics") {
                     Some(all) => invalid_value("metrics", all),
                     None => missing("timestamp"),
                 });
@@ -501,12 +508,12 @@ impl CallState {
         Ok(json!({}))
     }
 
-    async fn history(&self, asked: &Parameters) -> Result<Value> {
-        let job = self.visible_run(asked).await?;
-        let key = asked.required("metric_key")?;
-        let from: u64 = asked.page_start()?;
-        let max = asked.page_size(PAGE_POINTS)? as usize;
-        // Usually each step has a point, and the first range has a page. Where points are sparse, the range grows.
+    async fn history(&self, parameters: &Parameters) -> Result<Value> {
+        let job = self.visible_run(parameters).await?;
+        let key = parameters.required("metric_key")?;
+        let from: u64 = parameters.page_start()?;
+        let max = parameters.page_size(PAGE_POINTS)? as usize;
+        // Usually each step has a point, so the first range of steps fills a page. Where points are sparse, the range grows.
         let mut steps = max as u64;
         let points = loop {
             let to = from.saturating_add(steps);
@@ -516,7 +523,7 @@ impl CallState {
                 to: Some(to),
                 ..MetricFilter::default()
             };
-            // All points.
+            // The limit is so large that each bucket is one point.
             let found = query::find(&self.metrics, &job, &filter, 1 << 40).await?;
             let points: Vec<_> = found.series.into_values().flatten().collect();
             if points.len() > max || to >= job.step {
@@ -553,14 +560,14 @@ fn check_own(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
         true => Ok(()),
         false => Err(refuse(
             "PERMISSION_DENIED",
-            "this run is somebody else's: only its owner and admins change it",
+            "this run belongs to somebody else; only the owner and admins may change it",
         )),
     }
 }
 
 /// Returns a key and its value, checked against MLflow's limits.
-fn pair(asked: &Parameters, what: &str, limit: usize) -> Result<(String, String)> {
-    let (key, value) = (asked.required("key")?, asked.text("value")?.unwrap_or_default());
+fn pair(parameters: &Parameters, what: &str, limit: usize) -> Result<(String, String)> {
+    let (key, value) = (parameters.required("key")?, parameters.text("value")?.unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {
         let chars = text.chars().count();
         if chars > limit {
@@ -618,8 +625,8 @@ fn metric(key: &str, value: &Value, step: u64, job: &Job) -> Value {
 fn run(job: &Job) -> Value {
     let metrics = job.last.by_name().map(|(key, value)| metric(key, &value.into(), job.step, job));
     let metrics: Vec<_> = metrics.collect();
-    let of_no_program = External::default();
-    let external = job.external.as_ref().unwrap_or(&of_no_program);
+    let empty = External::default();
+    let external = job.external.as_ref().unwrap_or(&empty);
     let params: Vec<_> =
         external.config.iter().map(|(key, value)| json!({"key": key, "value": text_of(value)})).collect();
     let tags: Vec<_> =

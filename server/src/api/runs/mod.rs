@@ -102,7 +102,10 @@ impl NewRun {
             ("/tags", bytes(serde_json::to_string(&self.values))),
         ] {
             if bytes > RUN_CONFIG_BYTES {
-                mistake(pointer, format!("has {bytes} bytes as JSON; at most {RUN_CONFIG_BYTES} are kept"));
+                mistake(
+                    pointer,
+                    format!("has {bytes} bytes as JSON, but must have at most {RUN_CONFIG_BYTES}"),
+                );
             }
         }
         all
@@ -121,24 +124,25 @@ pub(crate) async fn create(
     Extension(caller): Extension<Caller>,
     Body(new, _): Body<NewRun>,
 ) -> Result<Response> {
-    let (status, job) = to_the_end(async move { begin(&runs, &auth, &caller, new).await }).await?;
+    let (status, job) = to_the_end(async move { start_run(&runs, &auth, &caller, new).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result<(StatusCode, Job)> {
+/// Starts a run, or continues the existing run with the requested id.
+async fn start_run(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result<(StatusCode, Job)> {
     let mistakes = new.mistakes();
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
     let config = new.config.unwrap_or_default();
     let id = new.id.as_deref().map_or_else(JobId::generate, |id| auth.run_id(caller, id));
-    let is_own = new.id.as_deref() == Some(id.as_str());
+    let is_job_id = new.id.as_deref() == Some(id.as_str());
     if new.id.is_some()
-        && let Some(job) = continue_run(runs, auth, caller, &id, is_own, &config).await?
+        && let Some(job) = continue_run(runs, auth, caller, &id, is_job_id, &config).await?
     {
         return Ok((StatusCode::OK, job));
     }
-    if is_own {
+    if is_job_id {
         return Err(Error::NotFound(
             "no job has this id, and only the server chooses ids of this form; choose another id, or leave the id out"
                 .into(),
@@ -164,8 +168,8 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
     if let Some(job) = runs.create(job).await? {
         return Ok((StatusCode::CREATED, job));
     }
-    // Another request with this id was faster.
-    match continue_run(runs, auth, caller, &id, is_own, &config).await? {
+    // Another request has created the run with this id meanwhile.
+    match continue_run(runs, auth, caller, &id, is_job_id, &config).await? {
         Some(job) => Ok((StatusCode::OK, job)),
         None => {
             Err(Error::Unavailable("the run that had this id is being deleted; try again in a moment".into()))
@@ -173,23 +177,24 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
     }
 }
 
-/// Continues the run with this id, if it exists. `is_own` means that the request has the job's own id.
+/// Continues the run with this id, if it exists. `is_job_id` says whether the request has the job's id, and not an id that the program
+/// chose.
 async fn continue_run(
     runs: &Runs,
     auth: &Auth,
     caller: &Caller,
     id: &JobId,
-    is_own: bool,
+    is_job_id: bool,
     config: &Map<String, Value>,
 ) -> Result<Option<Job>> {
     let Some(owned) = auth.store.owned_job(id).await? else { return Ok(None) };
     if !caller.sees_owned(&owned) {
-        let taken = "a private run of somebody else has this id: choose another";
-        return if is_own { Ok(None) } else { Err(Error::Conflict(taken.into())) };
+        let detail = "a private run of somebody else has this id; choose another id";
+        return if is_job_id { Ok(None) } else { Err(Error::Conflict(detail.into())) };
     }
     if !auth.may_change(caller, owned.owner.as_deref()) {
         return Err(Error::Forbidden(
-            "this run is somebody else's: only its owner and admins change it".into(),
+            "this run belongs to somebody else; only the owner and admins may change it".into(),
         ));
     }
     let change = RunChange { config: config.clone(), state: Some(JobState::Running), ..RunChange::default() };
@@ -260,7 +265,7 @@ impl NewRecords {
         if !(1..=LAST_STEP).contains(&self.first) {
             mistake(
                 "/first".into(),
-                "must be 1 for the run's first record, and larger for later ones".into(),
+                "must be 1 for the run's first record, and larger for later records".into(),
             );
         }
         let values: usize = self.records.iter().map(|record| record.values.len()).sum();
@@ -268,20 +273,20 @@ impl NewRecords {
             let detail = format!("have {values} values; send at most {RUN_VALUES} in one request");
             mistake("/records".into(), detail);
         }
-        for (place, record) in self.records.iter().enumerate() {
+        for (index, record) in self.records.iter().enumerate() {
             if record.step > LAST_STEP {
-                mistake(format!("/records/{place}/step"), format!("must be at most {LAST_STEP}"));
+                mistake(format!("/records/{index}/step"), format!("must be at most {LAST_STEP}"));
             }
             if let Some(detail) = record.values.keys().find_map(|name| name_mistake(name)) {
-                mistake(format!("/records/{place}/values"), detail);
+                mistake(format!("/records/{index}/values"), detail);
                 break;
             }
         }
         all
     }
 
-    /// Returns the time of the newest record, but not a time in the future.
-    fn at(&self) -> Timestamp {
+    /// Returns the time of the newest record, or the current time if that time is in the future or no record has a time.
+    fn newest_at(&self) -> Timestamp {
         let now = crate::now();
         let at = self.records.iter().filter_map(|record| record.at).max();
         at.and_then(|at| Timestamp::from_millisecond(at).ok()).map_or(now, |at| at.min(now))
@@ -319,15 +324,15 @@ pub(crate) async fn log(
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
-    let (first, count, at) = (new.first, new.records.len() as u64, new.at());
+    let (first, count, at) = (new.first, new.records.len() as u64, new.newest_at());
     let records = RunRecords { job: auth.run_id(&caller, &id), first: Some(first), count, at };
-    let columns_of = move |known: u64| {
-        let new = new.records.iter().skip(usize::try_from(known).unwrap_or(usize::MAX));
-        columns(new.flat_map(|record| {
+    let columns_after = move |stored_count: u64| {
+        let unstored = new.records.iter().skip(usize::try_from(stored_count).unwrap_or(usize::MAX));
+        columns(unstored.flat_map(|record| {
             record.values.iter().map(move |(name, value)| (name.as_str(), record.step, value.0))
         }))
     };
-    let logged = to_the_end(async move { Ok(runs.log(records, columns_of, RunChange::default()).await?) });
+    let logged = to_the_end(async move { Ok(runs.log(records, columns_after, RunChange::default()).await?) });
     match logged.await? {
         Appended::Stored { records, .. } => Ok(Json(RecordsStored { acknowledged: records })),
         Appended::Gap { expected } => Err(Error::Gap(
@@ -360,7 +365,7 @@ impl From<RunState> for JobState {
     }
 }
 
-/// Changes of a run. Absent fields stay unchanged.
+/// Changes to a run. Absent fields stay unchanged.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RunNews {

@@ -71,8 +71,8 @@ async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepR
 
 /// Submit a sweep
 ///
-/// The body is a job file with the section `sweep`. The server makes a job for each trial, and starts these jobs by the rules of the section.
-/// With an `Idempotency-Key`, repeating the request returns the sweep that the first request made.
+/// The body is a job file with the section `sweep`. The server makes a job for each trial, and starts these jobs by the rules of the
+/// section. With an `Idempotency-Key`, repeating the request returns the sweep that the first request made.
 #[utoipa::path(post, path = "/sweeps", tag = "sweeps", request_body(content((Object = "application/json"), (String = "application/toml"))),
     params(LaunchQuery, ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client")),
     responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "An earlier identical request has made this sweep"),
@@ -245,7 +245,7 @@ pub(crate) async fn delete(
     if store.delete_sweep(&find(&*store, &id).await?.id).await? {
         return Ok(StatusCode::NO_CONTENT);
     }
-    Err(Error::Conflict("the sweep has not ended; cancel it before it is deleted".into()))
+    Err(Error::Conflict("the sweep has not ended; cancel the sweep before you delete it".into()))
 }
 
 async fn change(

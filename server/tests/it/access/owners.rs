@@ -287,7 +287,7 @@ async fn people_create_tokens_within_their_role() {
     let (reader, worker) = [&looks, &works].map(|made| client(made["secret"].as_str().unwrap())).into();
     let (is, problem) =
         server.send_as(&reader, "POST", "/tokens", Some(json!({"name": "x", "scope": "read"}))).await;
-    assert!(is == 403 && problem["detail"].as_str().unwrap().contains("cannot make others"), "{problem}");
+    assert!(is == 403 && problem["detail"].as_str().unwrap().contains("cannot make tokens"), "{problem}");
     let id_of = |made: &Value| format!("/tokens/{}", made["id"].as_str().unwrap());
     let (is, problem) = server.send_as(&reader, "DELETE", &id_of(&works), None).await;
     assert!(is == 403 && problem["detail"].as_str().unwrap().contains("allows more"), "{problem}");

@@ -1,4 +1,4 @@
-//! Checks whether an agent is the one to which its token or certificate belongs.
+//! Checks whether the token or certificate that an agent uses belongs to this agent.
 
 use crate::{
     auth::{
@@ -14,20 +14,20 @@ use crate::{
 use lockstep_protocol::access::Token;
 use std::sync::Arc;
 
-/// The certificate of an agent that has joined with one.
+/// The certificate of an agent that has joined with a certificate; `None` if the agent has joined with a token.
 pub(super) struct AgentCertificate(Option<(Arc<AgentTrust>, Arc<ClientCertificate>)>);
 
 impl AgentCertificate {
     pub(super) fn of(ingress: &Ingress, caller: &Caller, peer: &Peer, agent: &AgentRow) -> Self {
-        let came_with_it = caller.token().is_some_and(is_certificate);
-        let both = ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| came_with_it);
+        let uses_certificate = caller.token().is_some_and(is_certificate);
+        let joined = ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| uses_certificate);
         if let Some(trust) = ingress.agents() {
-            trust.note_join(&agent.id, &agent.name, both.as_ref().map(|(_, certificate)| &**certificate));
+            trust.note_join(&agent.id, &agent.name, joined.as_ref().map(|(_, certificate)| &**certificate));
             if let Some(warning) = trust.warning_of(&agent.id) {
                 tracing::warn!(agent = agent.name, "{warning}");
             }
         }
-        Self(both)
+        Self(joined)
     }
 
     /// Waits until the certificate is revoked or expires, and returns the reason.
@@ -39,47 +39,48 @@ impl AgentCertificate {
     }
 }
 
-/// Checks an agent's id against its token. A token without an id is bound to the first new agent that joins with the token's name. It
-/// cannot be bound to a known agent, so a token cannot be used to take over an agent. A certificate is bound in the same way, but may also
-/// be bound to the known agent of its name, because the authority has issued it for that name.
+/// Checks an agent's id against its token. A token without an id is bound to the first new agent that joins with the token's name. Such a
+/// token cannot be bound to a known agent, so nobody can take over an agent with a new token. A certificate is bound in the same way, but
+/// may also be bound to the known agent with the certificate's name, because the authority has issued the certificate for that name.
 ///
 /// # Errors
-/// Why the agent is refused, for the agent's user.
+/// The reason why the agent is refused, for the agent's user.
 pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Result<(), String> {
     let Some(token) = caller.token() else { return Ok(()) };
     let _one_at_a_time = auth.access.changing.lock().await;
     // Reads the token again, because an earlier connection may have bound it.
-    let mut bound = auth.access.token(&token.id).ok_or("its token is no longer known")?;
+    let mut bound = auth.access.token(&token.id).ok_or("this agent's token is no longer known")?;
     let failed = |error: crate::store::StoreError| error.to_string();
-    let others = auth.store.agents_called(&agent.name, &agent.id).await.map_err(failed)?;
+    let known_agents = auth.store.agents_called(&agent.name, &agent.id).await.map_err(failed)?;
     match &bound.token.agent_id {
         Some(id) if *id == agent.id => {
-            let has_name = |row: &AgentRow| row.name == agent.name && row.id != agent.id;
+            let has_taken_name = |row: &AgentRow| row.name == agent.name && row.id != agent.id;
             // An admin made the token for this name, or no other agent has the name.
-            let is_free = bound.token.agent.as_deref() == Some(&agent.name) || !others.iter().any(has_name);
-            return is_free.then_some(()).ok_or_else(|| {
+            let is_allowed =
+                bound.token.agent.as_deref() == Some(&agent.name) || !known_agents.iter().any(has_taken_name);
+            return is_allowed.then_some(()).ok_or_else(|| {
                 format!(
-                    "{:?} is the name of another machine; give this agent another with --name",
+                    "{:?} is the name of another machine; give this agent another name with --name",
                     agent.name
                 )
             });
         }
-        Some(_) => return Err(other_agents(token, agent)),
+        Some(_) => return Err(wrong_agent(token, agent)),
         None => {}
     }
     if bound.token.revoked_at.is_some() {
-        return Err("its token was revoked".into());
+        return Err("this agent's token was revoked".into());
     }
-    let known = others.iter().find(|row| row.id == agent.id);
+    let known = known_agents.iter().find(|row| row.id == agent.id);
     let name = bound.token.agent.as_deref();
-    let is_free = if is_certificate(token) {
+    let may_bind = if is_certificate(token) {
         let is_named = |row: &AgentRow| name == Some(row.name.as_str()) || name == Some(row.id.as_str());
         is_named(agent) && known.is_none_or(is_named)
     } else {
         known.is_none() && !auth.access.has_agent(&agent.id) && name == Some(agent.name.as_str())
     };
-    if !is_free {
-        return Err(other_agents(token, agent));
+    if !may_bind {
+        return Err(wrong_agent(token, agent));
     }
     if is_certificate(token) {
         for past in auth.access.past_of(bound.token.agent.as_deref().unwrap_or_default()) {
@@ -92,26 +93,27 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
     Ok(())
 }
 
-fn other_agents(token: &Token, agent: &AgentRow) -> String {
+/// Returns the reason to refuse an agent whose token or certificate belongs to another agent.
+fn wrong_agent(token: &Token, agent: &AgentRow) -> String {
     let (name, id) = (&agent.name, &agent.id);
     if !is_certificate(token) {
         return format!(
-            "the token {:?} is for another agent than this one, which is {name} with the id {id}; make a token for it: lockstep token create \
-             --scope agent --agent {id}",
+            "the token {:?} belongs to another agent; make a token for this agent ({name}, id {id}): lockstep token create --scope agent \
+             --agent {id}",
             token.name
         );
     }
     let bound = token.agent.as_deref().unwrap_or_default();
     if token.agent_id.is_none() && bound != name {
         return format!(
-            "its certificate is for an agent named {bound:?}, and this one is {name}; start it with --name {bound}, or have a certificate \
-             issued for it: lockstep ca issue {name} --agent"
+            "the certificate is for an agent named {bound:?}, but this agent is named {name}; start this agent with --name {bound}, or \
+             have a certificate issued for this agent: lockstep ca issue {name} --agent"
         );
     }
     format!(
-        "the name {bound:?} of its certificate is bound to another agent than this one, which has the id {id}; start it with the \
-         --data-dir of that agent, or have a certificate with another name issued, or, if that agent no longer exists, an admin frees the \
-         name (lockstep token revoke {}) and issues its certificate again",
+        "the certificate's name {bound:?} is bound to another agent, not to this agent (id {id}); start this agent with the --data-dir of \
+         the other agent, or have a certificate with another name issued. If the other agent no longer exists, an admin frees the name \
+         (lockstep token revoke {}) and issues the certificate again",
         token.id
     )
 }

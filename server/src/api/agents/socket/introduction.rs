@@ -8,29 +8,33 @@ use lockstep_protocol::{
 };
 use std::collections::HashSet;
 
-/// Maximum length of an agent's name and of its id, in bytes.
-const NAME_BYTES: usize = 100;
+/// Maximum length of an agent's name, and of an agent's id, in bytes.
+const MAX_NAME_BYTES: usize = 100;
 /// Maximum number of slots of an agent.
-const SLOTS: usize = 1024;
-/// Maximum number of attempts of an agent: one for each slot, and attempts whose end is not reported yet.
-pub(super) const ATTEMPTS: usize = 4 * SLOTS;
-pub(super) const TOO_MANY_ATTEMPTS: &str = "it reports more than 4096 attempts";
+const MAX_SLOTS: usize = 1024;
+/// Maximum number of attempts that an agent reports. An agent may have more attempts than slots, because it also reports attempts whose
+/// end is not stored yet.
+pub(super) const MAX_ATTEMPTS: usize = 4 * MAX_SLOTS;
+pub(super) const TOO_MANY_ATTEMPTS: &str = "the agent reports more than 4096 attempts";
 /// Maximum length of each text in a machine's description, in bytes.
-const DESCRIPTION_BYTES: usize = 500;
+const MAX_DESCRIPTION_BYTES: usize = 500;
 
 /// The checked contents of `Hello`.
 pub(super) struct Hello {
     pub(super) row: AgentRow,
     pub(super) attempts: Vec<AttemptRef>,
+    /// The only job that the agent serves; `None` if it serves all jobs.
     pub(super) only_job: Option<JobId>,
+    /// Why the agent accepts no work; `None` if it accepts work.
     pub(super) no_work: Option<String>,
+    /// Id of the agent's process.
     pub(super) process: String,
 }
 
 /// Truncates a text of an agent to the maximum length.
-pub(super) fn shortened(mut words: String) -> String {
-    words.truncate(words.floor_char_boundary(DESCRIPTION_BYTES));
-    words
+pub(super) fn shortened(mut text: String) -> String {
+    text.truncate(text.floor_char_boundary(MAX_DESCRIPTION_BYTES));
+    text
 }
 
 /// Checks an agent's first message. The error is for the agent's user.
@@ -42,50 +46,55 @@ pub(super) fn check_hello(message: FromAgent) -> Result<Hello, String> {
     };
     if protocol != PROTOCOL_VERSION {
         return Err(format!(
-            "this server uses version {PROTOCOL_VERSION} of the protocol and the agent version {protocol}; \
-             run the same version of lockstep on both"
+            "this server uses version {PROTOCOL_VERSION} of the protocol, but the agent uses version {protocol}; \
+             run the same version of lockstep on both machines"
         ));
     }
-    let named =
-        |text: &str| !text.trim().is_empty() && text.len() <= NAME_BYTES && first_invisible(text).is_none();
-    if !named(&name) || !named(&agent_id) {
+    let is_valid_name = |text: &str| {
+        !text.trim().is_empty() && text.len() <= MAX_NAME_BYTES && first_invisible(text).is_none()
+    };
+    if !is_valid_name(&name) || !is_valid_name(&agent_id) {
         return Err(format!(
-            "an agent's name must have 1 to {NAME_BYTES} plain characters; give one with --name"
+            "an agent's name must have 1 to {MAX_NAME_BYTES} plain characters; choose a name with --name"
         ));
     }
-    // The id is a part of URLs.
-    let in_id = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
-    if !agent_id.bytes().all(in_id) {
+    // URLs contain the id.
+    let is_allowed_in_id = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+    if !agent_id.bytes().all(is_allowed_in_id) {
         return Err(
-            "an agent's id has letters (a to z, A to Z), digits, - and _; without the file agent_id in its folder it gets a new id".into(),
+            "an agent's id must contain only letters (a to z, A to Z), digits, - and _; remove the file agent_id in the agent's data \
+             directory, so that the agent gets a new id"
+                .into(),
         );
     }
-    if slots.len() > SLOTS {
+    if slots.len() > MAX_SLOTS {
         let count = slots.len();
-        return Err(format!("this agent has {count} slots, and at most {SLOTS} are allowed: give it fewer"));
+        return Err(format!(
+            "this agent has {count} slots, but at most {MAX_SLOTS} are allowed; start it with fewer slots"
+        ));
     }
-    if attempts.len() > ATTEMPTS {
+    if attempts.len() > MAX_ATTEMPTS {
         return Err(TOO_MANY_ATTEMPTS.into());
     }
     let (mut machine, mut slots) = (machine, slots);
     for text in [&mut machine.hostname, &mut machine.cpu, &mut machine.version] {
-        text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
+        text.truncate(text.floor_char_boundary(MAX_DESCRIPTION_BYTES));
     }
     for text in [&mut machine.address, &mut machine.interface, &mut machine.network_id] {
-        // Truncated, these would belong to another machine.
-        *text = text.take().filter(|text| text.len() <= NAME_BYTES && first_invisible(text).is_none());
+        // Removed rather than truncated, because a truncated address or name could be that of another machine.
+        *text = text.take().filter(|text| text.len() <= MAX_NAME_BYTES && first_invisible(text).is_none());
     }
     for slot in &mut slots {
         for text in [Some(&mut slot.name), Some(&mut slot.device), slot.uuid.as_mut()].into_iter().flatten() {
-            text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
+            text.truncate(text.floor_char_boundary(MAX_DESCRIPTION_BYTES));
         }
     }
     // Each slot may be in at most one group, and groups may have only known slots.
-    let mut unseen: HashSet<u32> = slots.iter().map(|slot| slot.index).collect();
-    if unseen.len() < slots.len() {
-        return Err("this agent names a slot twice, so that two ranks would share it".into());
+    let mut ungrouped: HashSet<u32> = slots.iter().map(|slot| slot.index).collect();
+    if ungrouped.len() < slots.len() {
+        return Err("this agent names a slot twice, so two ranks would share the slot".into());
     }
-    machine.nvlink_groups.iter_mut().for_each(|group| group.retain(|slot| unseen.remove(slot)));
+    machine.nvlink_groups.iter_mut().for_each(|group| group.retain(|slot| ungrouped.remove(slot)));
     machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
     let no_work = no_work.map(shortened);
@@ -98,13 +107,18 @@ mod tests {
     use super::*;
     use lockstep_protocol::agent::{Machine, Slot};
 
-    /// Checks the introduction of an agent with these lengths and numbers.
-    fn checked(name: usize, slots: usize, attempts: usize, description: usize) -> Result<Hello, String> {
-        check_hello(hello_of(&"n".repeat(name), slots, attempts, description))
+    /// Checks the introduction of an agent with these lengths and counts.
+    fn checked(
+        name_bytes: usize,
+        slots: usize,
+        attempts: usize,
+        description_bytes: usize,
+    ) -> Result<Hello, String> {
+        check_hello(hello_of(&"n".repeat(name_bytes), slots, attempts, description_bytes))
     }
 
-    fn hello_of(name: &str, slots: usize, attempts: usize, description: usize) -> FromAgent {
-        let text = "d".repeat(description);
+    fn hello_of(name: &str, slots: usize, attempts: usize, description_bytes: usize) -> FromAgent {
+        let text = "d".repeat(description_bytes);
         let one = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
         FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
@@ -147,7 +161,7 @@ mod tests {
         };
         assert!(hello("0af3-ID_a").is_ok());
         for id in [".", "..", "../people/ada", "a/b", "a?b", "a#b", "a%2Fb", "a b", "ä"] {
-            assert!(hello(id).err().unwrap().contains("an agent's id has letters"), "{id}");
+            assert!(hello(id).err().unwrap().contains("an agent's id must contain only letters"), "{id}");
         }
     }
 
@@ -166,19 +180,19 @@ mod tests {
 
     #[test]
     fn introductions_above_the_limits_are_refused() {
-        let largest =
-            checked(NAME_BYTES, SLOTS, ATTEMPTS, DESCRIPTION_BYTES).unwrap_or_else(|why| panic!("{why}"));
+        let largest = checked(MAX_NAME_BYTES, MAX_SLOTS, MAX_ATTEMPTS, MAX_DESCRIPTION_BYTES)
+            .unwrap_or_else(|why| panic!("{why}"));
         assert_eq!((largest.row.slots.len(), largest.attempts.len()), (1024, 4096));
         assert_eq!(largest.row.machine.address.map(|address| address.len()), Some(100));
         for (checked, expected) in [
-            (checked(NAME_BYTES + 1, 1, 0, 1), "1 to 100 plain characters; give one with --name"),
-            (checked(1, SLOTS + 1, 0, 1), "has 1025 slots, and at most 1024 are allowed"),
-            (checked(1, 1, ATTEMPTS + 1, 1), "more than 4096 attempts"),
+            (checked(MAX_NAME_BYTES + 1, 1, 0, 1), "1 to 100 plain characters; choose a name with --name"),
+            (checked(1, MAX_SLOTS + 1, 0, 1), "has 1025 slots, but at most 1024 are allowed"),
+            (checked(1, 1, MAX_ATTEMPTS + 1, 1), "more than 4096 attempts"),
         ] {
             let why = checked.err().expect("it is above a limit");
             assert!(why.contains(expected), "{why}");
         }
-        // Descriptions that are too long are cut.
+        // Descriptions that are too long are truncated.
         for (bytes, kept) in [(500, 500), (501, 500), (1 << 20, 500)] {
             let row = checked(1, 1, 0, bytes).unwrap_or_else(|why| panic!("{why}")).row;
             let machine = row.machine;

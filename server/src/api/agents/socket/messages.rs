@@ -13,14 +13,15 @@ use tokio::sync::Semaphore;
 
 /// Maximum size of a message, in bytes. A report has at most about a mebibyte, or somewhat more with many log lines.
 pub(super) const MESSAGE_BYTES: usize = 16 << 20;
-/// Maximum size of `Hello`, in bytes. The largest valid one, with all slots, attempts and descriptions at their limits, is smaller.
+/// Maximum size of `Hello`, in bytes. The largest valid `Hello`, with all slots, attempts and descriptions at their limits, is smaller.
 pub(super) const HELLO_BYTES: usize = 2 << 20;
-/// Maximum size of a message that is decoded on the connection's thread, in bytes. Longer messages are decoded one at a time on a blocking
-/// thread, because decoding may take a second, which would delay all heartbeats, and memory of up to forty times the message's size.
+/// Maximum size of a message that is decoded on the connection's thread, in bytes. Longer messages are decoded on a blocking thread,
+/// because decoding may take a second, which would delay all heartbeats. Only one longer message is decoded at a time, because decoding
+/// may need forty times the message's size of memory.
 const DECODED_HERE_BYTES: usize = 2 << 20;
 static DECODING: Semaphore = Semaphore::const_new(1);
 
-/// Returns a message and its length; `None` until the last part of a message has come.
+/// Returns a message and its length in bytes; `None` until the last part of a message has arrived.
 pub(super) async fn read(
     message: std::result::Result<Message, axum::Error>,
     partial: &mut PartialMessages,
@@ -28,26 +29,27 @@ pub(super) async fn read(
     let bytes = match message? {
         Message::Binary(bytes) => bytes,
         Message::Text(_) => {
-            return Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED });
+            return Err(End { why: "the agent sent text".into(), code: close_code::UNSUPPORTED });
         }
         Message::Ping(_) | Message::Pong(_) | Message::Close(_) => return Ok(None),
     };
     let length = bytes.len();
     match decode_message(bytes).await? {
         FromAgent::Part(part) => match partial.add(part).map_err(End::protocol)? {
-            Some(whole) => {
-                let length = whole.len();
-                Ok(Some((decode_message(whole.into()).await?, length)))
+            Some(joined) => {
+                let length = joined.len();
+                Ok(Some((decode_message(joined.into()).await?, length)))
             }
             None => Ok(None),
         },
-        whole => Ok(Some((whole, length))),
+        message => Ok(Some((message, length))),
     }
 }
 
 async fn decode_message(bytes: Bytes) -> std::result::Result<FromAgent, End> {
     let decode = |bytes: &[u8]| {
-        wire::decode(bytes).map_err(|e| End::protocol(format!("it sent a message that cannot be read: {e}")))
+        wire::decode(bytes)
+            .map_err(|e| End::protocol(format!("the agent sent a message that cannot be read: {e}")))
     };
     if bytes.len() <= DECODED_HERE_BYTES {
         return decode(&bytes);
@@ -62,7 +64,7 @@ pub(super) async fn read_first(
     partial: &mut PartialMessages,
 ) -> std::result::Result<Option<FromAgent>, End> {
     if matches!(&message, Ok(Message::Binary(bytes)) if bytes.len() > HELLO_BYTES) {
-        return Err(End::protocol("its first message is longer than the 2 MiB of a Hello"));
+        return Err(End::protocol("the first message is longer than 2 MiB, the maximum size of Hello"));
     }
     Ok(read(message, partial).await?.map(|(message, _)| message))
 }

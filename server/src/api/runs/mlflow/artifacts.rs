@@ -27,14 +27,14 @@ pub(super) fn uri(job: &Job) -> String {
 }
 
 /// Splits an address into a run's id and the path of a file or folder. The path is empty for all files of the run.
-fn parts(address: &str) -> (&str, &str) {
+fn split_address(address: &str) -> (&str, &str) {
     let (run, path) = address.trim_matches('/').split_once('/').unwrap_or((address.trim_matches('/'), ""));
-    // Clients write `.` for the run's own folder.
+    // Clients write `.` for the folder of all files of the run.
     (run, if path == "." { "" } else { path.trim_start_matches("./") })
 }
 
 /// Lists the files and folders directly in a folder, with paths that begin with `prefix`. The list is empty for a file.
-fn in_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
+fn list_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
     let mut found = BTreeMap::new();
     for file in all {
         let rest = match folder {
@@ -42,14 +42,14 @@ fn in_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
             _ => file.path.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/')),
         };
         let Some(rest) = rest else { continue };
-        let entry = match rest.split_once('/') {
+        let (name, entry) = match rest.split_once('/') {
             Some((name, _)) => (name, json!({"path": format!("{prefix}{name}"), "is_dir": true})),
             None => (
                 rest,
                 json!({"path": format!("{prefix}{rest}"), "is_dir": false, "file_size": file.size_bytes}),
             ),
         };
-        found.entry(entry.0).or_insert(entry.1);
+        found.entry(name).or_insert(entry);
     }
     found.into_values().collect()
 }
@@ -60,7 +60,7 @@ pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Resul
     check_path(&files, path)?;
     let prefix = if path.is_empty() { String::new() } else { format!("{path}/") };
     let all = files::list_files(files).await?;
-    Ok(json!({"root_uri": uri(job), "files": in_folder(&all, path, &prefix)}))
+    Ok(json!({"root_uri": uri(job), "files": list_folder(&all, path, &prefix)}))
 }
 
 /// Refuses a path outside the run's folder, with MLflow's text.
@@ -80,11 +80,11 @@ pub(crate) async fn list(
     if request.method() != Method::GET {
         return Err(no_call(request.method(), NAME));
     }
-    let asked = Parameters::read(request).await?;
-    let (run, path) = parts(asked.required("path")?);
+    let parameters = Parameters::read(request).await?;
+    let (run, path) = split_address(parameters.required("path")?);
     let files = files::run_files(&scheduler.config, &find_run(&scheduler, &caller, run).await?.id);
     check_path(&files, path)?;
-    Ok(Json(json!({"files": in_folder(&files::list_files(files).await?, path, "")})))
+    Ok(Json(json!({"files": list_folder(&files::list_files(files).await?, path, "")})))
 }
 
 /// `GET`, `PUT` and `DELETE /api/2.0/mlflow-artifacts/artifacts/RUN/PATH`.
@@ -96,7 +96,7 @@ pub(crate) async fn file(
     Path(address): Path<String>,
     request: Request,
 ) -> Result<Response> {
-    let (run, path) = parts(&address);
+    let (run, path) = split_address(&address);
     let job = find_run(&scheduler, &caller, run).await?;
     let files = files::run_files(&scheduler.config, &job.id);
     check_path(&files, path)?;
@@ -131,7 +131,7 @@ mod tests {
         let file = |path: &str| RunFile { path: path.into(), size_bytes: 3, modified_ms: 0 };
         let all = ["a.txt", "dir/b.txt", "dir/sub/c.txt", "dir/sub/d.txt", "dirt"].map(file);
         let names = |folder: &str, prefix: &str| -> Vec<(String, bool)> {
-            let found = in_folder(&all, folder, prefix);
+            let found = list_folder(&all, folder, prefix);
             let found = found.as_array().unwrap().iter();
             found.map(|f| (f["path"].as_str().unwrap().into(), f["is_dir"].as_bool().unwrap())).collect()
         };
@@ -142,7 +142,7 @@ mod tests {
         for (address, expected) in
             [("r", ("r", "")), ("/r/", ("r", "")), ("r/.", ("r", "")), ("r/./a/b", ("r", "a/b"))]
         {
-            assert_eq!(parts(address), expected);
+            assert_eq!(split_address(address), expected);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Logged models of MLflow 3 (`LoggedModel` in `mlflow/protos/service.proto`). A logged model is a folder of its run's files, as a model of
-//! MLflow 2 is. Its id is `m-`, the run's id, `-` and the folder's name. Its parameters and tags are not kept.
+//! Logged models of MLflow 3 (`LoggedModel` in `mlflow/protos/service.proto`). A logged model is a folder of its run's files, like a model
+//! of MLflow 2. The model's id is `m-`, the run's id, `-` and the folder's name. The model's parameters and tags are not stored.
 
 use super::{CallState, Parameters, Result, artifacts, check_own, find_run, id_of, invalid, no_call, refuse};
 use crate::{api::runs::files, http::error::Error};
@@ -8,7 +8,7 @@ use lockstep_protocol::job::Job;
 use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 
-/// The path of the calls for one model, without its id.
+/// The path of the calls for one model, before the model's id.
 pub(super) const PREFIX: &str = "logged-models/";
 const DEFAULT_NAME: &str = "model";
 
@@ -21,23 +21,25 @@ fn model(job: &Job, name: &str) -> Value {
 }
 
 impl CallState {
-    pub(super) async fn create_model(&self, asked: &Parameters) -> Result<Value> {
-        let name = asked.text("name")?.unwrap_or(DEFAULT_NAME);
-        let run = asked.text("source_run_id")?;
+    pub(super) async fn create_model(&self, parameters: &Parameters) -> Result<Value> {
+        let name = parameters.text("name")?.unwrap_or(DEFAULT_NAME);
+        let run = parameters.text("source_run_id")?;
         let run = run.ok_or_else(|| {
-            invalid("a model needs a run, which keeps its files: call mlflow.start_run before log_model")
+            invalid(
+                "a model needs a run, which has the model's files: call mlflow.start_run before log_model",
+            )
         })?;
         let job = find_run(&self.scheduler, &self.caller, run).await?;
         check_own(&self.auth, &self.caller, &job)?;
         if name.contains('/') || files::run_files(&self.scheduler.config, &job.id).place(name).is_err() {
             return Err(invalid(format!(
-                "a model cannot have the name {name:?}: its files are in a folder with this name"
+                "a model cannot have the name {name:?}: the name must be valid for the folder of the model's files"
             )));
         }
         Ok(model(&job, name))
     }
 
-    /// Handles a call for the model whose id begins `address`.
+    /// Handles a call for a model. `address` begins with the model's id.
     pub(super) async fn model(&self, method: &Method, address: &str) -> Result<Value> {
         let decoded = percent_decode_str(address).decode_utf8_lossy().into_owned();
         let (id, part) = decoded.split_once('/').unwrap_or((decoded.as_str(), ""));
@@ -55,7 +57,7 @@ impl CallState {
             ("DELETE", "") => {
                 let files = files::run_files(&self.scheduler.config, &job.id);
                 match files::remove_path(files, name.to_owned()).await {
-                    // A model without files exists, too.
+                    // A model without files has no folder.
                     Ok(()) | Err(Error::NotFound(_)) => Ok(json!({})),
                     Err(error) => Err(error.into()),
                 }

@@ -164,7 +164,7 @@ async fn known_artifacts(
 ) -> Result<ArtifactStore, ServeError> {
     let artifacts = ArtifactStore::new(storage, config.artifacts_adopt);
     if away.is_none() {
-        artifacts.was_checked();
+        artifacts.note_usable();
         away = unavailable_reason(artifacts.confirm(store)).await.map_err(|detail| {
             ServeError::Artifacts { url: config.artifacts.clone().unwrap_or_default(), detail }
         })?;

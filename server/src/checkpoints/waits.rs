@@ -22,8 +22,8 @@ pub(crate) struct Wait {
 pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
 
 impl CheckpointWaits {
-    /// The index of the first of these checkpoints for which the job has waited less than `most`. Starts the wait for checkpoints that are new.
-    pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], most: Duration) -> Option<usize> {
+    /// The index of the first of these checkpoints for which the job has waited less than `limit`. Starts the wait for checkpoints that are new.
+    pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], limit: Duration) -> Option<usize> {
         if checkpoints.is_empty() {
             return None;
         }
@@ -33,7 +33,7 @@ impl CheckpointWaits {
         for checkpoint in checkpoints {
             since.entry(checkpoint.clone()).or_insert(now);
         }
-        checkpoints.iter().position(|checkpoint| since[checkpoint].elapsed() < most)
+        checkpoints.iter().position(|checkpoint| since[checkpoint].elapsed() < limit)
     }
 
     /// Forgets a job that has started, or whose checkpoints are not being uploaded.

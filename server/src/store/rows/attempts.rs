@@ -156,7 +156,7 @@ pub enum Ingested {
     /// The report's records are on disk.
     Stored {
         acknowledged: Acknowledged,
-        /// The changes of the job by the transaction, in the result of the transaction's first new report; otherwise `None`.
+        /// All changes of the job by the transaction, in the result of the job's first new report. `None` in other results.
         changed: Option<Box<Changed>>,
     },
     /// The attempt may not write: it was fenced, has ended, or its job was deleted.

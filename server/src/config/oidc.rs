@@ -42,7 +42,8 @@ impl FromStr for Issuer {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let invalid = |why: &str| Err(format!("{why}; an example is https://keycloak.example.org/realms/team"));
+        let invalid =
+            |why: &str| Err(format!("{why}; an example is https://keycloak.example.org/realms/team"));
         let url = match Url::parse(text) {
             Ok(url) => url,
             Err(error) => return invalid(&error.to_string()),

@@ -11,16 +11,16 @@ use sha2::{Digest, Sha256};
 /// Allows clients to cache a response if they revalidate it before each use.
 pub(crate) const CACHING: &str = "private, no-cache";
 
-/// A response with `value` as JSON and an entity tag of its content, or 304 if the client has it already. The tag is weak, because
+/// A response with `value` as JSON and an entity tag of its content, or 304 if the client already has this content. The tag is weak, because
 /// responses may be compressed.
 pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
     let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&body)[..16]));
-    let about = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
+    let caching = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
     if is_known(headers, &tag) {
-        return Ok((StatusCode::NOT_MODIFIED, about).into_response());
+        return Ok((StatusCode::NOT_MODIFIED, caching).into_response());
     }
-    Ok((about, [(header::CONTENT_TYPE, "application/json")], body).into_response())
+    Ok((caching, [(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
 /// Whether `If-None-Match` contains `tag`. The response is then 304.

@@ -31,8 +31,7 @@ fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option
     let mut chosen = Group::new();
     for (n, c) in group.iter().copied().enumerate() {
         if slots(c) >= missing {
-            let last =
-                group[n..].iter().copied().filter(|c| slots(*c) >= missing).min_by_key(|c| slots(*c));
+            let last = group[n..].iter().copied().filter(|c| slots(*c) >= missing).min_by_key(|c| slots(*c));
             chosen.extend(last);
             return Some(chosen);
         }

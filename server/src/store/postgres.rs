@@ -29,7 +29,7 @@ pub(super) struct Lock;
 
 impl Lock {
     #[allow(clippy::unused_self)] // The same signature as for SQLite's lock file.
-    pub(super) fn closes(&self) {}
+    pub(super) fn note_closing(&self) {}
 }
 
 /// The comments in the module of the same name in `sqlite.rs` apply here, too.

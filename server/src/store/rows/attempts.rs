@@ -112,7 +112,7 @@ pub struct Report {
     pub agent_id: String,
     pub attempt: AttemptRef,
     pub source: Source,
-    /// Number of the first record.
+    /// Number of records of the source before the first record of this report.
     pub first: u64,
     /// The records, in order.
     pub events: Vec<AttemptEvent>,

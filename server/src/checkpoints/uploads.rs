@@ -97,7 +97,8 @@ impl Upload {
         Ok(names.into_iter().filter(|name| is_file(name)).collect())
     }
 
-    /// Begins an upload with its manifest. An earlier upload with another manifest is dropped. `is_live`: whether the attempt may still write.
+    /// Begins an upload with its manifest. An earlier upload with another manifest is dropped. `is_live`: whether the attempt may still
+    /// write.
     ///
     /// # Errors
     /// The bytes are not a manifest of this checkpoint, or it names files that are too large.

@@ -11,8 +11,8 @@ use sha2::{Digest, Sha256};
 /// Allows clients to cache a response if they revalidate it before each use.
 pub(crate) const CACHING: &str = "private, no-cache";
 
-/// A response with `value` as JSON and an entity tag of its content, or 304 if the client already has this content. The tag is weak, because
-/// responses may be compressed.
+/// A response with `value` as JSON and an entity tag of its content, or 304 if the client already has this content. The tag is weak,
+/// because responses may be compressed.
 pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
     let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&body)[..16]));

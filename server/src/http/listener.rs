@@ -216,8 +216,8 @@ impl Shared {
         Some(Some(AddressCount { shared: self.clone(), address }))
     }
 
-    /// Closes the connection that has been idle longest, among all connections or the connections of an address. Returns false if all of them
-    /// are in use.
+    /// Closes the connection that has been idle longest, among all connections or the connections of an address. Returns false if all of
+    /// them are in use.
     fn make_room(&self, address: Option<IpAddr>) -> bool {
         let open = lock(&self.open);
         let idle = open.values().filter_map(|connection| {

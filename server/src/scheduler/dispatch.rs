@@ -31,7 +31,7 @@ mod resume_point;
 mod start;
 mod unreported;
 
-pub(crate) use ends::{declined, ended_at, ready, requeue_after_leave, stop_order, stop_other_agents};
+pub(crate) use ends::{declined, ended_at, ready, requeue_after_leave, stop_other_agents, stop_reason};
 pub(crate) use needs::is_checkpoint_id;
 
 /// Interval between two rounds without a notification.

@@ -35,8 +35,8 @@ pub(super) struct Round<'a> {
     served: HashSet<JobId>,
     /// The candidates of each device, for all other jobs.
     by_device: Vec<(Device, Arc<Candidates>)>,
-    /// Why jobs of a kind wait. Hundreds of jobs may be of one kind. Slots do not become free during a round, so a kind that does not fit does
-    /// not fit later in the round. A reservation changes the reasons, so it clears this map.
+    /// Why jobs of a kind wait. Hundreds of jobs may be of one kind. Slots do not become free during a round, so a kind that does not fit
+    /// does not fit later in the round. A reservation changes the reasons, so it clears this map.
     pub(super) waits: HashMap<JobKind, Wait>,
 }
 

@@ -140,7 +140,8 @@ pub trait Store {
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
     /// The number of jobs that match a filter, regardless of its limit and cursor.
     async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
-    /// The groups of all jobs that match a filter, regardless of its limit and cursor, in no order; `None` if there are more than `max_groups`.
+    /// The groups of all jobs that match a filter, regardless of its limit and cursor, in no order; `None` if there are more than
+    /// `max_groups`.
     async fn job_groups(
         &self,
         filter: &JobFilter,
@@ -449,8 +450,8 @@ pub trait Store {
         reason: Option<&str>,
         finished_at: Option<Timestamp>,
     ) -> Result<bool>;
-    /// Deletes a sweep that has ended. Its jobs stay, without a sweep. Returns false and changes nothing if there is no such sweep, or if it has
-    /// not ended.
+    /// Deletes a sweep that has ended. Its jobs stay, without a sweep. Returns false and changes nothing if there is no such sweep, or if
+    /// it has not ended.
     async fn delete_sweep(&self, id: &str) -> Result<bool>;
     /// The jobs of a sweep that exist, without their notes, by their trials' numbers.
     async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>>;

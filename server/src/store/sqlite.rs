@@ -1,8 +1,8 @@
 //! The store on SQLite.
 //!
-//! One connection writes, so that the server's own connections never cause SQLITE_BUSY. Other connections read concurrently (write-ahead log).
-//! `synchronous = FULL`: a commit is on disk before it is acknowledged, even if the machine loses power. Ingest puts many reports into
-//! one transaction, which costs one sync for all.
+//! One connection writes, so that the server's own connections never cause SQLITE_BUSY. Other connections read concurrently (write-ahead
+//! log). `synchronous = FULL`: a commit is on disk before it is acknowledged, even if the machine loses power. Ingest puts many reports
+//! into one transaction, which costs one sync for all.
 //!
 //! Until the database is closed cleanly, the lock file states that the write-ahead log must exist. A database without this log has
 //! lost writes and is refused. After an unclean shutdown, every page is checked.

@@ -4,8 +4,8 @@ use super::point::{Point, Sums};
 use crate::store::MinuteRow;
 use jiff::Timestamp;
 
-/// The means that a row of the database holds, as a point at the end of the row's minute. `None` if another version of the server has written
-/// the row in another format.
+/// The means that a row of the database holds, as a point at the end of the row's minute. `None` if another version of the server has
+/// written the row in another format.
 pub(crate) fn point_of(row: &MinuteRow) -> Option<Point> {
     let end = row.minute.checked_add(1)?.checked_mul(60)?;
     Point::decode(Timestamp::from_second(end).ok()?, &row.data)

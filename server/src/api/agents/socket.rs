@@ -321,7 +321,7 @@ impl Connection<'_> {
             let Some(row) = row else { continue };
             let is_ending = lifecycle::is_ending(&row) && scheduler.agents.leases.agent_count(attempt) > 1;
             let ending = is_ending.then(|| ("its ranks on another machine have ended".to_owned(), false));
-            for (reason, patient) in dispatch::stop_order(&row).into_iter().chain(ending) {
+            for (reason, patient) in dispatch::stop_reason(&row).into_iter().chain(ending) {
                 send(to, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
             }
         }

@@ -199,7 +199,7 @@ pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, 
 pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()> {
     let places = scheduler.agents.leases.places_of(job);
     if let Some(row) = scheduler.store.job(job).await?
-        && let (Some(attempt), Some((reason, patient))) = (row.live(), stop_order(&row))
+        && let (Some(attempt), Some((reason, patient))) = (row.live(), stop_reason(&row))
     {
         send_stop(scheduler, &places, &attempt, &reason, patient);
         scheduler.agents.leases.note_stop_requested(&attempt);
@@ -208,7 +208,7 @@ pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()>
 }
 
 /// The reason why a job's ranks must end, and whether they write a checkpoint first; `None` if they need not end.
-pub(crate) fn stop_order(row: &JobRow) -> Option<(String, bool)> {
+pub(crate) fn stop_reason(row: &JobRow) -> Option<(String, bool)> {
     match (&row.stop, row.job.state) {
         (Some(stop), _) => Some((stop.words().to_owned(), false)),
         (None, JobState::Pausing) => {

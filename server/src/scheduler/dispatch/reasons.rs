@@ -62,8 +62,8 @@ fn machines_may_come_back(scheduler: &Scheduler, job: &Job) -> bool {
     up < RECONNECT_TIME && crate::now().duration_since(job.created_at).unsigned_abs() > up
 }
 
-/// Whether two reasons are equal or differ only in numbers of slots. Such a change is not worth an event: the last plan shows these numbers,
-/// and each machine that connects or disconnects changes them for all waiting jobs.
+/// Whether two reasons are equal or differ only in numbers of slots. Such a change is not worth an event: the last plan shows these
+/// numbers, and each machine that connects or disconnects changes them for all waiting jobs.
 fn differ_only_in_counts(known: &Reason, why: &Reason) -> bool {
     use ReasonKind::{NoAgentAccepts, TooFewSlots, WaitingForSlots};
     let needed = |wait: &SlotWait| (wait.device, wait.slots_needed);

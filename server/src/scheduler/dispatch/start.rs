@@ -2,7 +2,7 @@
 //! because the transaction may have been committed nevertheless.
 
 use super::{
-    ends::{end_attempt, send_stop, stop_order},
+    ends::{end_attempt, send_stop, stop_reason},
     needs::{Needs, datasets, fail, needs},
     resume_point::{ALL_LOST, ResumePoint, forget_missing},
     skip_permanent_error,
@@ -318,7 +318,7 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
             scheduler.agents.leases.release(&attempt.job, attempt.attempt);
         }
         let stop = match row {
-            Some(row) if is_live => stop_order(row),
+            Some(row) if is_live => stop_reason(row),
             // The attempt has ended, and its agents know.
             Some(row) if row.job.state != JobState::Cancelled => None,
             _ => Some((ReasonKind::CancelledByUser { detail: None }.to_string(), false)),

@@ -310,9 +310,9 @@ mod tests {
         for n in 2..=MAX_LINKS + 1 {
             symlink(at(format!("root/{}", n - 1)), at(format!("root/{n}"))).unwrap();
         }
-        let some = roots(&[&at("root".into())], "127.0.0.1:0");
+        let allowed = roots(&[&at("root".into())], "127.0.0.1:0");
         let may = async |n: usize| {
-            some.check_asked(at(format!("root/{n}")).to_str().unwrap(), &Caller::anybody()).await
+            allowed.check_asked(at(format!("root/{n}")).to_str().unwrap(), &Caller::anybody()).await
         };
         let why = may(MAX_LINKS).await.expect_err("it leads outside");
         assert!(why.contains("--dataset-root"), "{why}");
@@ -334,8 +334,8 @@ mod tests {
         symlink(at("outside"), at("root/link")).unwrap();
         symlink(at("root/set"), at("way-in")).unwrap();
         symlink(at("real"), at("linked-root")).unwrap();
-        let some = roots(&[&at("root"), &at("linked-root")], "127.0.0.1:0");
-        let may = async |path: PathBuf| some.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
+        let allowed = roots(&[&at("root"), &at("linked-root")], "127.0.0.1:0");
+        let may = async |path: PathBuf| allowed.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
         for good in [
             "root",
             "root/set",
@@ -360,10 +360,10 @@ mod tests {
             assert!(why.contains(at("root").to_str().unwrap()) && why.contains("--dataset-root"), "{why}");
         }
         assert!(may("/".into()).await.is_err() && may("/etc".into()).await.is_err());
-        // Paths reported by the machine with the files, which may not exist on this one.
-        assert_eq!(some.check_found(at("real/x").to_str().unwrap()), Ok(()));
-        assert!(some.check_found(at("outside").to_str().unwrap()).is_err());
-        assert!(some.check_found(at("root/../outside").to_str().unwrap()).is_err());
+        // Paths reported by the machine with the files, which may not exist on this machine.
+        assert_eq!(allowed.check_found(at("real/x").to_str().unwrap()), Ok(()));
+        assert!(allowed.check_found(at("outside").to_str().unwrap()).is_err());
+        assert!(allowed.check_found(at("root/../outside").to_str().unwrap()).is_err());
     }
 
     #[tokio::test]
@@ -374,33 +374,33 @@ mod tests {
         std::fs::write(at("there"), "weights").unwrap();
         symlink(at("there"), at("link")).unwrap();
         symlink(at("there"), at("root/link")).unwrap();
-        let some = roots(&[Path::new(&at("root"))], "127.0.0.1:0");
+        let allowed = roots(&[Path::new(&at("root"))], "127.0.0.1:0");
         let anybody = Caller::anybody();
         for known in ["there", "link"] {
             let same = |why: String| why.replace(&at(known), &at("missing"));
             for name in ["missing", known] {
-                assert!(some.check_weights(&at(name), &anybody).await.is_err(), "{name}");
+                assert!(allowed.check_weights(&at(name), &anybody).await.is_err(), "{name}");
             }
             let (weights, folder) = (
-                some.check_weights(&at(known), &anybody).await,
-                some.check_asked(&at(known), &anybody).await,
+                allowed.check_weights(&at(known), &anybody).await,
+                allowed.check_asked(&at(known), &anybody).await,
             );
-            assert_eq!(weights.map_err(same), some.check_weights(&at("missing"), &anybody).await);
-            assert_eq!(folder.map_err(same), some.check_asked(&at("missing"), &anybody).await);
+            assert_eq!(weights.map_err(same), allowed.check_weights(&at("missing"), &anybody).await);
+            assert_eq!(folder.map_err(same), allowed.check_asked(&at("missing"), &anybody).await);
         }
-        assert!(some.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
+        assert!(allowed.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
         // A link below a root is refused with the same message, whether its target exists or not.
         symlink(at("missing"), at("root/dangling")).unwrap();
-        let link = some.check_asked(&at("root/link"), &anybody).await.unwrap_err();
-        let dangling = some.check_asked(&at("root/dangling"), &anybody).await.unwrap_err();
+        let link = allowed.check_asked(&at("root/link"), &anybody).await.unwrap_err();
+        let dangling = allowed.check_asked(&at("root/dangling"), &anybody).await.unwrap_err();
         assert_eq!(link.replace(&at("there"), &at("missing")), dangling);
-        let link = some.check_weights(&at("root/link"), &anybody).await.unwrap_err();
-        let dangling = some.check_weights(&at("root/dangling"), &anybody).await.unwrap_err();
+        let link = allowed.check_weights(&at("root/link"), &anybody).await.unwrap_err();
+        let dangling = allowed.check_weights(&at("root/dangling"), &anybody).await.unwrap_err();
         assert_eq!(link.replace(&at("root/link"), &at("root/dangling")), dangling);
         // A link to itself does not cause an endless loop.
         symlink(at("root/loop"), at("root/loop")).unwrap();
         assert_eq!(resolved(Path::new(&at("root/loop"))), resolved(Path::new(&at("root"))).join("loop"));
-        assert_eq!(some.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));
+        assert_eq!(allowed.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));
     }
 
     #[tokio::test]

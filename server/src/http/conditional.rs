@@ -81,7 +81,7 @@ fn one_range(value: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn with(name: header::HeaderName, value: &str) -> HeaderMap {
+    fn headers_with(name: header::HeaderName, value: &str) -> HeaderMap {
         HeaderMap::from_iter([(name, value.parse().unwrap())])
     }
 
@@ -98,13 +98,13 @@ mod tests {
             ("\"", false),
             ("", false),
         ] {
-            assert_eq!(is_known(&with(header::IF_NONE_MATCH, value), "\"a\""), known, "{value}");
+            assert_eq!(is_known(&headers_with(header::IF_NONE_MATCH, value), "\"a\""), known, "{value}");
         }
         assert!(!is_known(&HeaderMap::new(), "\"a\""));
-        for (value, counts) in
+        for (value, applies) in
             [("\"a\"", true), ("W/\"a\"", false), ("\"b\"", false), ("Sat, 01 Jan 2028 00:00:00 GMT", false)]
         {
-            assert_eq!(range_applies(&with(header::IF_RANGE, value), "\"a\""), counts, "{value}");
+            assert_eq!(range_applies(&headers_with(header::IF_RANGE, value), "\"a\""), applies, "{value}");
         }
         assert!(range_applies(&HeaderMap::new(), "\"a\""));
     }
@@ -129,7 +129,7 @@ mod tests {
             ("bytes=0-1,3-4", None),
             ("0-1", None),
         ] {
-            let mut headers = with(header::RANGE, value);
+            let mut headers = headers_with(header::RANGE, value);
             keep_one_range(&mut headers);
             assert_eq!(headers.get(header::RANGE).map(|kept| kept.to_str().unwrap()), kept, "{value}");
         }

@@ -185,9 +185,9 @@ mod tests {
         assert_eq!(decode(0, &encode(0, &points)).unwrap(), points);
         points[0].join(&Bucket::of(2, 3.0));
         assert_eq!(decode(1, &encode(1, &points)).unwrap(), points);
-        let mut cut = encode(1, &points);
-        cut.pop();
-        assert!(decode(1, &cut).is_err());
+        let mut truncated = encode(1, &points);
+        truncated.pop();
+        assert!(decode(1, &truncated).is_err());
         assert!(decode(0, &[0xff; 12]).is_err());
     }
 }

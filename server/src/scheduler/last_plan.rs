@@ -105,7 +105,7 @@ mod tests {
         replace(&[kept("a", 1)]);
         replace(&[kept("a", 2), kept("b", 2)]);
         assert_eq!(last.reservations(), [kept("a", 1), kept("b", 2)]);
-        // One plan does not have it.
+        // The plan in between has no reservation on agent a.
         replace(&[kept("b", 3)]);
         replace(&[kept("a", 4)]);
         assert_eq!(last.reservations(), [kept("a", 4)]);

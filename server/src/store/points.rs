@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn the_numbers_of_metrics_do_not_change() {
-        // Rows name metrics by these numbers: new ones go to the end.
+        // Rows name metrics by these numbers, so new names go to the end.
         assert_eq!(
             &NAMES[..25],
             [

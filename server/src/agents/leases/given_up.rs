@@ -163,7 +163,7 @@ mod tests {
                 assert!(leases.is_given_up("a"));
                 leases.note_ranks_ended("a", attempt);
             }
-            assert!(!leases.is_given_up("a"), "of {count}");
+            assert!(!leases.is_given_up("a"), "with {count} attempts");
         }
     }
 }

@@ -262,11 +262,11 @@ mod tests {
         assert!(authority.revoke("node-c").unwrap_err().contains("lockstep ca list"));
         assert_eq!(authority.revoke("node-a").unwrap().len(), 2);
         assert!(authority.revoke("node-a").unwrap_err().contains("revoked since"));
-        let left = authority.issued().unwrap();
-        let states: Vec<_> = left.iter().map(|r| (r.name.as_str(), r.state(crate::now()))).collect();
+        let records = authority.issued().unwrap();
+        let states: Vec<_> = records.iter().map(|r| (r.name.as_str(), r.state(crate::now()))).collect();
         assert_eq!(states, [("node-a", "revoked"), ("node-a", "revoked"), ("node-b", "valid")]);
         // In capital letters, as openssl prints serial numbers.
-        let serial = left[2].serial.to_uppercase();
+        let serial = records[2].serial.to_uppercase();
         assert_eq!(authority.revoke(&serial).unwrap()[0].name, "node-b");
         assert_eq!(files::revocation_lists(&revocation_list(dir.path())).unwrap().len(), 1);
     }

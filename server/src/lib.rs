@@ -1,4 +1,4 @@
-//! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
+//! The server: REST and websockets, dispatch of jobs to agents, ingest of ranks' reports, and the store.
 //!
 //! A folder is a subsystem, which gets its dependencies when it is created. ARCHITECTURE.md lists the folders in their order: each uses
 //! only folders before it. `app.rs` has all subsystems, for `boot` and for the router.

@@ -259,7 +259,11 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     ca(serve.folder.path(), &["issue", "proxy.example", "--data-dir", "data"]).ok();
     for (name, why, reported) in [
         ("node-old", "certificate expired at", "it has expired"),
-        ("node-x", "of an authority that is not in", "by an authority (CA) that it does not know"),
+        (
+            "node-x",
+            "the authority of its certificate is not in",
+            "by an authority (CA) that it does not know",
+        ),
         ("proxy.example", "not for clients", "is not acceptable to it"),
     ] {
         let certificate = files(name);

@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 /// Bytes of encoded reports that may wait. Beyond that, reports stay in the agents' spools.
 const QUEUE_BYTES: usize = 64 << 20;
-/// Bytes per permit of the semaphore. Its number of permits is a `u32`, so one per byte could not hold the largest message.
+/// Bytes of space for which one permit of the semaphore stands.
 const PERMIT_BYTES: usize = 1 << 10;
 /// Total time for which the reports between two heartbeats may wait for space. Heartbeats queue behind them, so this is much less than a
 /// lease.
@@ -38,7 +38,7 @@ pub(crate) enum Work {
 /// An agent's connection, which is closed when the agent must resend from the last stored record.
 #[derive(Debug, Clone)]
 pub(crate) struct ReportConnection {
-    cut: mpsc::Sender<()>,
+    close: mpsc::Sender<()>,
     /// Attempts of which records are missing.
     incomplete: Arc<Mutex<HashSet<AttemptRef>>>,
 }
@@ -46,14 +46,14 @@ pub(crate) struct ReportConnection {
 impl ReportConnection {
     /// The receiver gets a message when the connection must be closed.
     pub(crate) fn new() -> (Self, mpsc::Receiver<()>) {
-        let (cut, cut_off) = mpsc::channel(1);
-        (Self { cut, incomplete: Arc::default() }, cut_off)
+        let (close, must_close) = mpsc::channel(1);
+        (Self { close, incomplete: Arc::default() }, must_close)
     }
 
     /// Closes the connection, because a report of this attempt was not stored.
     pub(crate) fn close_for(&self, attempt: &AttemptRef) {
         lock(&self.incomplete).insert(attempt.clone());
-        let _ = self.cut.try_send(());
+        let _ = self.close.try_send(());
     }
 
     /// Whether records of this attempt are missing. Later records must then not be stored, in particular the attempt's end.
@@ -67,6 +67,7 @@ impl ReportConnection {
 pub(crate) struct Inbox {
     to: mpsc::UnboundedSender<Work>,
     permits: Arc<Semaphore>,
+    /// Number of ends of attempts that wait to be stored.
     ends: Arc<AtomicUsize>,
 }
 
@@ -80,7 +81,7 @@ pub(crate) struct Reservation {
     end: Option<End>,
 }
 
-/// An end of an attempt that waits to be stored. It is counted until it is stored.
+/// An attempt's end, which is counted in [`Inbox::ends`] until it is stored.
 #[derive(Debug)]
 struct End(Arc<AtomicUsize>);
 

@@ -1,7 +1,7 @@
 //! Leases: the slots that attempts occupy, and the time until which they may occupy them.
 //!
-//! Leases are in memory and use the monotonic clock, so a change of the system time expires no lease. Which attempt may write is in the
-//! store (its fencing token). A restarted server therefore gives every live attempt one full lease, within which its agent has to report.
+//! Leases are in memory and use the monotonic clock, so a change of the system time expires no lease. A restarted server gives every live
+//! attempt one full lease, within which its agent has to report. Which attempt may write is decided by the store, with the fencing token.
 
 use crate::{store::Place, util::lock};
 use lockstep_protocol::{agent::AttemptRef, job::JobId};
@@ -54,7 +54,8 @@ struct AgentHold {
     end: Option<RanksEnd>,
     /// Whether the agent has reported the attempt to this server, so the order to start has reached the agent.
     has_order: bool,
-    /// For an attempt over several agents: the agent has finished its preflight check. Rank 0's agent also gives the port.
+    /// `None` until the agent has finished its preflight check, which only attempts over several agents have. The inner value is the port,
+    /// which only rank 0's agent gives.
     ready: Option<Option<u16>>,
 }
 
@@ -78,7 +79,7 @@ impl Lease {
         !self.unreachable.is_empty() || self.holds.iter().any(|hold| hold.end == Some(RanksEnd::LostContact))
     }
 
-    fn expired_at(&self, hold: &AgentHold) -> Expired {
+    fn to_expired(&self, hold: &AgentHold) -> Expired {
         Expired {
             attempt: self.attempt.clone(),
             place: hold.place.clone(),
@@ -189,7 +190,7 @@ impl Leases {
         let until = Instant::now() + self.duration;
         self.update_given_up(agent_id, attempts, until);
         let mut leases = lock(&self.held);
-        let mut is_theirs = |attempt: &AttemptRef| {
+        let mut renew_one = |attempt: &AttemptRef| {
             let mut holds = leases.lease_of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
                 Some(hold) if hold.end != Some(RanksEnd::Unknown) => {
@@ -200,7 +201,7 @@ impl Leases {
                 _ => false,
             }
         };
-        attempts.iter().filter(|attempt| !is_theirs(attempt)).cloned().collect()
+        attempts.iter().filter(|attempt| !renew_one(attempt)).cloned().collect()
     }
 
     /// Records that an agent has finished its preflight check. After the last agent, returns all agents and the port on which rank 0 will
@@ -232,16 +233,16 @@ impl Leases {
     }
 
     /// Number of agents to which an attempt was given; 0 if the attempt has ended.
-    pub(crate) fn places(&self, attempt: &AttemptRef) -> usize {
+    pub(crate) fn agent_count(&self, attempt: &AttemptRef) -> usize {
         lock(&self.held).lease_of(attempt).map_or(0, |lease| lease.holds.len())
     }
 
-    /// Whether a rank of an attempt, of which this agent has ranks, was given to another agent.
+    /// Whether an agent has ranks of an attempt, and `rank` was given to another agent.
     pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
-        let has = |hold: &AgentHold| hold.place.ranks.iter().any(|(of, _)| *of == rank);
-        let is_its = |hold: &AgentHold| hold.place.agent_id == agent_id;
+        let has_rank = |hold: &AgentHold| hold.place.ranks.iter().any(|(held, _)| *held == rank);
+        let is_here = |hold: &AgentHold| hold.place.agent_id == agent_id;
         lock(&self.held).lease_of(attempt).is_some_and(|lease| {
-            lease.holds.iter().any(is_its) && lease.holds.iter().any(|hold| !is_its(hold) && has(hold))
+            lease.holds.iter().any(is_here) && lease.holds.iter().any(|hold| !is_here(hold) && has_rank(hold))
         })
     }
 
@@ -272,7 +273,7 @@ impl Leases {
         slots.collect()
     }
 
-    /// The job in each slot in use on every agent, by its id.
+    /// For each agent's id, the job in each slot in use.
     pub(crate) fn jobs_in_slots(&self) -> HashMap<String, HashMap<u32, JobId>> {
         let mut found: HashMap<String, HashMap<u32, JobId>> = HashMap::new();
         for (job, lease) in &lock(&self.held).by_job {
@@ -284,7 +285,7 @@ impl Leases {
         found
     }
 
-    /// Jobs whose ranks have ended on one of their agents, so that the others will end, too.
+    /// Jobs whose ranks have ended on one agent, so that their ranks on other agents will end, too.
     pub(crate) fn ending(&self) -> Vec<JobId> {
         let ends = |lease: &Lease| lease.holds.iter().any(|hold| hold.end.is_some());
         lock(&self.held).by_job.iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
@@ -304,7 +305,7 @@ impl Leases {
             let has_no_holds = lease.held().next().is_none();
             let counts = |hold: &&AgentHold| has_no_holds || hold.end.is_none();
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
-            holds.map(|hold| lease.expired_at(hold)).collect()
+            holds.map(|hold| lease.to_expired(hold)).collect()
         };
         lock(&self.held).by_job.values().flat_map(expired).collect()
     }

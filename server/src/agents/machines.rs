@@ -54,11 +54,12 @@ pub(crate) struct Machines {
 /// The measurements of a machine.
 #[derive(Debug)]
 struct Measured {
-    heard: Instant,
+    /// When the newest sample arrived.
+    arrived_at: Instant,
     newest: MachineSample,
     /// The samples in memory, oldest first.
     recent: VecDeque<Point>,
-    /// For each of the last samples, the milliseconds by which its clock was behind this server's clock on arrival.
+    /// For each of the last samples, the milliseconds by which the sample's time was behind this server's clock on arrival.
     clock: VecDeque<i64>,
     minute: Minute,
     /// Finished minutes that are not in the database yet.
@@ -84,28 +85,28 @@ pub(crate) struct Newest {
     pub(crate) clock_behind_ms: Option<i64>,
 }
 
-/// `value` if it is between 0 and `most`, otherwise `None`.
-fn possible(value: Option<f32>, most: f32) -> Option<f32> {
-    value.filter(|value| (0.0..=most).contains(value))
+/// `value` if it is between 0 and `max`, otherwise `None`.
+fn possible(value: Option<f32>, max: f32) -> Option<f32> {
+    value.filter(|value| (0.0..=max).contains(value))
 }
 
 /// Removes impossible values from a sample, such as numbers that are not finite and GPUs without a slot. Other values are trusted.
 fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
-    let known = |slot: u32| slots.iter().any(|s| s.index == slot);
+    let has_slot = |slot: u32| slots.iter().any(|s| s.index == slot);
     // The maximum number of slots of an agent.
     sample.gpus.truncate(1024);
     let mut seen = Vec::new();
     sample.gpus.retain(|gpu| {
-        let first = seen.len() < MEASURED_GPUS && known(gpu.slot) && !seen.contains(&gpu.slot);
-        if first {
+        let is_valid = seen.len() < MEASURED_GPUS && has_slot(gpu.slot) && !seen.contains(&gpu.slot);
+        if is_valid {
             seen.push(gpu.slot);
         }
-        first
+        is_valid
     });
     sample.cpus = possible(Some(sample.cpus), 1e6).unwrap_or(0.0);
     sample.cpu_utilization = possible(sample.cpu_utilization, 1.0);
     sample.load = possible(sample.load, 1e9);
-    let bytes = |bytes: &mut u64| *bytes = (*bytes).min(MAX_VALUE as u64);
+    let limit = |bytes: &mut u64| *bytes = (*bytes).min(MAX_VALUE as u64);
     [
         &mut sample.memory_used_bytes,
         &mut sample.memory_bytes,
@@ -114,19 +115,19 @@ fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
         &mut sample.disk_bytes,
     ]
     .into_iter()
-    .for_each(bytes);
+    .for_each(limit);
     let rates = [
         &mut sample.disk_read_bytes_per_second,
         &mut sample.disk_written_bytes_per_second,
         &mut sample.network_received_bytes_per_second,
         &mut sample.network_sent_bytes_per_second,
     ];
-    rates.into_iter().flatten().for_each(bytes);
+    rates.into_iter().flatten().for_each(limit);
     for gpu in &mut sample.gpus {
         gpu.utilization = possible(gpu.utilization, 1.0);
         gpu.temperature_celsius = possible(gpu.temperature_celsius, 1000.0);
         gpu.power_watts = possible(gpu.power_watts, 1e6);
-        bytes(&mut gpu.memory_used_bytes);
+        limit(&mut gpu.memory_used_bytes);
     }
     sample
 }
@@ -149,16 +150,16 @@ impl Machines {
         let mut all = lock(&self.by_agent);
         if !all.contains_key(agent)
             && all.len() >= MEASURED_MACHINES
-            && let Some(oldest) = all.iter().min_by_key(|(_, m)| m.heard).map(|(id, _)| id.clone())
+            && let Some(oldest) = all.iter().min_by_key(|(_, m)| m.arrived_at).map(|(id, _)| id.clone())
         {
             all.remove(&oldest);
         }
         let now = Instant::now();
         let measured = match all.get_mut(agent) {
-            Some(measured) if now - measured.heard < MIN_SAMPLE_INTERVAL => return,
+            Some(measured) if now - measured.arrived_at < MIN_SAMPLE_INTERVAL => return,
             Some(measured) => measured,
             None => all.entry(agent.to_owned()).or_insert_with(|| Measured {
-                heard: now,
+                arrived_at: now,
                 newest: sample.clone(),
                 recent: VecDeque::new(),
                 clock: VecDeque::new(),
@@ -166,17 +167,17 @@ impl Machines {
                 unstored: VecDeque::new(),
             }),
         };
-        measured.heard = now;
+        measured.arrived_at = now;
         measured.newest = sample;
         if let Some(finished) = measured.minute.add(agent, &point) {
             measured.unstored.push_back(finished);
         }
         measured.recent.push_back(point);
         measured.clock.push_back(behind);
-        let keep = |length: usize, most: usize| length.saturating_sub(most);
-        measured.recent.drain(..keep(measured.recent.len(), RECENT_SAMPLES));
-        measured.clock.drain(..keep(measured.clock.len(), CLOCK_SAMPLES));
-        measured.unstored.drain(..keep(measured.unstored.len(), MAX_UNSTORED));
+        let excess = |length: usize, max: usize| length.saturating_sub(max);
+        measured.recent.drain(..excess(measured.recent.len(), RECENT_SAMPLES));
+        measured.clock.drain(..excess(measured.clock.len(), CLOCK_SAMPLES));
+        measured.unstored.drain(..excess(measured.unstored.len(), MAX_UNSTORED));
     }
 
     /// Called when an agent connects. Earlier differences of the clocks are dropped.
@@ -197,12 +198,12 @@ impl Machines {
         let nearest = measured.clock.iter().copied().min_by_key(|ms| ms.abs());
         Some(Newest {
             sample: measured.newest.clone(),
-            age: measured.heard.elapsed(),
+            age: measured.arrived_at.elapsed(),
             clock_behind_ms: nearest.filter(|_| measured.clock.len() >= MIN_CLOCK_SAMPLES),
         })
     }
 
-    /// The finished minutes that are not in the database, and the samples in memory, from `since` on; both in order of time.
+    /// All finished minutes that are not in the database, and the samples in memory from `since` on. Both are in order of time.
     pub(crate) fn since(&self, agent: &str, since: Timestamp) -> (Vec<MinuteRow>, Vec<Point>) {
         let all = lock(&self.by_agent);
         let Some(measured) = all.get(agent) else { return (Vec::new(), Vec::new()) };

@@ -34,12 +34,12 @@ use tokio::sync::{mpsc, oneshot};
 /// A connected agent.
 #[derive(Debug, Clone)]
 pub(crate) struct Online {
-    /// The number of the connection. A newer connection of the same agent replaces it.
+    /// The id of the connection. A newer connection of the same agent replaces this connection.
     pub(crate) connection: u64,
     pub(crate) row: Arc<AgentRow>,
     /// The only job that the agent serves.
     pub(crate) only_job: Option<JobId>,
-    /// The reason why the agent is stopping in order.
+    /// The reason that the agent gave when it began to shut down.
     pub(crate) leaving: Option<String>,
     /// The reason why the agent accepts no work now.
     pub(crate) no_work: Option<String>,
@@ -66,7 +66,7 @@ pub(crate) struct Joining {
     pub(crate) address: IpAddr,
 }
 
-/// Why an agent may not join, for its user.
+/// Why an agent may not join, as text for the person who runs the agent.
 #[derive(Debug)]
 pub(crate) struct MayNotJoin {
     pub(crate) why: String,
@@ -89,7 +89,7 @@ pub(crate) enum RequestError {
         path: String,
         asked: Vec<String>,
     },
-    /// The agent disconnected or took too long; with the number of requests before this one.
+    /// The agent disconnected or took too long.
     NoReply(QueuePosition),
     /// The agent's process for the request was killed, in the agent's words.
     Killed {
@@ -115,7 +115,7 @@ impl RequestError {
             }
             Self::NoReply(QueuePosition { agent, ahead }) => {
                 format!(
-                    "{agent} did not respond in time, because {ahead} such requests were ahead; try again"
+                    "{agent} did not respond in time, because {ahead} other requests were ahead; try again"
                 )
             }
             Self::Killed { agent, detail } => {
@@ -128,7 +128,7 @@ impl RequestError {
     }
 }
 
-/// The agent of a request, and the number of requests of the same kind that it handles before.
+/// The agent of a request, and the number of requests of the same kind that the agent handles before this request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct QueuePosition {
     pub(crate) agent: String,
@@ -144,7 +144,7 @@ struct Pending {
     reply_to: oneshot::Sender<Result<AgentReply, String>>,
 }
 
-/// Agents by id.
+/// The connected agents, and what the server knows of agents in general.
 #[derive(Debug)]
 pub(crate) struct Agents {
     /// The slots that attempts occupy on the agents.
@@ -155,27 +155,28 @@ pub(crate) struct Agents {
     pub(crate) rows: AgentRows,
     /// The agents' reports.
     pub(crate) inbox: Inbox,
+    /// By the agent's id.
     online: Mutex<HashMap<String, Online>>,
     /// By the request's id, the oldest first.
     pending: Mutex<BTreeMap<u64, Pending>>,
-    next: AtomicU64,
+    /// The id of the next connection or request.
+    next_id: AtomicU64,
     /// The time of each agent's last message since this server's start (monotonic clock), by the agent's id.
     last_message_at: Mutex<HashMap<String, Instant>>,
     /// Ids of drained agents, connected or not. Drained agents get no new work.
     draining: Mutex<HashSet<String>>,
 }
 
-/// Compares names with numbers by their values: node-2 comes before node-10. Names that differ only in leading zeros keep the order of
-/// text.
+/// Compares numbers in names by their values: node-2 comes before node-10. Names that differ only in leading zeros are compared as text.
 fn natural_order(a: &str, b: &str) -> Order {
     let (mut left, mut right) = (a.as_bytes(), b.as_bytes());
     while let ([x, ..], [y, ..]) = (left, right) {
         let order = if x.is_ascii_digit() && y.is_ascii_digit() {
-            let (mine, rest) = number(left);
-            let (theirs, other_rest) = number(right);
-            (left, right) = (rest, other_rest);
+            let (left_digits, left_rest) = split_number(left);
+            let (right_digits, right_rest) = split_number(right);
+            (left, right) = (left_rest, right_rest);
             // Of two numbers without leading zeros, the longer is larger.
-            mine.len().cmp(&theirs.len()).then_with(|| mine.cmp(theirs))
+            left_digits.len().cmp(&right_digits.len()).then_with(|| left_digits.cmp(right_digits))
         } else {
             (left, right) = (&left[1..], &right[1..]);
             x.cmp(y)
@@ -188,7 +189,7 @@ fn natural_order(a: &str, b: &str) -> Order {
 }
 
 /// The digits at the beginning without leading zeros, and the rest of the text.
-fn number(text: &[u8]) -> (&[u8], &[u8]) {
+fn split_number(text: &[u8]) -> (&[u8], &[u8]) {
     let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
     let zeros = text[..end].iter().take_while(|byte| **byte == b'0').count();
     (&text[zeros..end], &text[end..])
@@ -205,7 +206,7 @@ impl Agents {
             inbox,
             online: Mutex::default(),
             pending: Mutex::default(),
-            next: AtomicU64::default(),
+            next_id: AtomicU64::default(),
             last_message_at: Mutex::default(),
             draining: Mutex::default(),
         }
@@ -243,8 +244,7 @@ impl Agents {
             );
             return Err(MayNotJoin { why, may_pass: true });
         }
-        let connection = self.next.fetch_add(1, Ordering::Relaxed);
-        // An earlier connection of the same agent is closed, because its sender is dropped here.
+        let connection = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (connected_at, findings, row) = (crate::now(), Vec::new(), Arc::new(row));
         let joined = Online {
             connection,
@@ -258,6 +258,7 @@ impl Agents {
             findings,
             to,
         };
+        // This drops the sender of an earlier connection of the same agent, which closes that connection.
         online.insert(joined.row.id.clone(), joined);
         Ok(connection)
     }
@@ -266,8 +267,8 @@ impl Agents {
     pub(crate) fn leave(&self, id: &str, connection: u64) -> Option<Online> {
         lock(&self.pending).retain(|_, pending| pending.connection != connection);
         let mut online = lock(&self.online);
-        let mine = online.get(id).is_some_and(|o| o.connection == connection);
-        if mine { online.remove(id) } else { None }
+        let is_current = online.get(id).is_some_and(|o| o.connection == connection);
+        if is_current { online.remove(id) } else { None }
     }
 
     /// Notes that a message came from an agent.
@@ -348,7 +349,7 @@ impl Agents {
 
     /// Sends a request to an agent; the reply is awaited with [`Agents::reply`].
     pub(crate) fn send_request(&self, agent: &Online, request: AgentRequest) -> PendingReply {
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (reply_to, reply) = oneshot::channel();
         let pending = Pending {
             connection: agent.connection,
@@ -395,7 +396,7 @@ impl Agents {
         Some(QueuePosition { agent: mine.agent.clone(), ahead })
     }
 
-    /// Requests of a queue that a connection has not replied to.
+    /// Number of requests of a queue to which a connection has not replied.
     pub(crate) fn pending_requests(&self, connection: u64, queue: RequestQueue) -> usize {
         lock(&self.pending).values().filter(|p| p.connection == connection && p.queue == queue).count()
     }

@@ -1,5 +1,4 @@
-//! Requests to agents about models and data: chooses, among the agents that have the files, the one with the least work, and waits for its
-//! reply.
+//! Requests to agents about models and data. A request goes to the least busy of the agents that have its files.
 
 use super::{Agents, Online, PendingReply, RequestError};
 use futures_util::future::join_all;
@@ -23,7 +22,7 @@ pub(crate) async fn call(
     agents.reply(waiting, patience).await
 }
 
-/// Sends a request to the most suitable agent. `Agents::reply` waits for the reply.
+/// Sends a request to the agent that [`choose_agent`] chooses. `Agents::reply` waits for the reply.
 ///
 /// # Errors
 /// No agent is online, or no agent has the files.
@@ -32,7 +31,8 @@ pub(crate) async fn send(agents: &Agents, request: AgentRequest) -> Result<Pendi
     Ok(agents.send_request(&agent, request))
 }
 
-/// The agent for a request: among those that have its files, the one with the fewest pending requests of its kind, then the fewest busy slots.
+/// Chooses the agent for a request: of the agents that have the request's files, the one with the fewest pending requests of the same kind.
+/// If several have equally few, the one with the fewest busy slots.
 ///
 /// # Errors
 /// No agent is online, or no agent has the files.
@@ -40,7 +40,7 @@ pub(crate) async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Res
     let mut online = agents.online();
     online.retain(|agent| agent.leaving.is_none());
     if online.len() > 1 {
-        online = with_files(agents, online, request.paths()).await?;
+        online = agents_with_files(agents, online, request.paths()).await?;
     }
     let load = |agent: &Online| {
         (
@@ -53,8 +53,8 @@ pub(crate) async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Res
     online.into_iter().min_by_key(load).ok_or(RequestError::NobodyOnline)
 }
 
-/// The agents that have all of these files. If there are none, the agents that did not reply.
-async fn with_files(
+/// The agents that have all of these files. If no agent has all files, the agents that did not reply.
+async fn agents_with_files(
     agents: &Agents,
     online: Vec<Online>,
     paths: Vec<String>,
@@ -63,32 +63,34 @@ async fn with_files(
         let request = AgentRequest::HasFiles { paths: paths.clone() };
         async {
             let waiting = agents.send_request(&agent, request);
-            let there = match agents.reply(waiting, FILES_TIMEOUT).await {
+            let found = match agents.reply(waiting, FILES_TIMEOUT).await {
                 Ok(AgentReply::Files { there }) => Some(there),
                 // The agent is silent or disconnected.
                 _ => None,
             };
-            (agent, there)
+            (agent, found)
         }
     });
-    let (mut having, mut silent, mut asked) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut with_files, mut silent, mut without_files) = (Vec::new(), Vec::new(), Vec::new());
     let mut missing = None;
-    for (agent, there) in join_all(checks).await {
-        match there {
-            Some(there) => match there.iter().position(|there| !there) {
-                None => having.push(agent),
-                Some(first) => {
-                    asked.push(agent.row.name.clone());
-                    missing = missing.or(Some(first));
+    for (agent, found) in join_all(checks).await {
+        match found {
+            // For each path, whether the agent has the file.
+            Some(found) => match found.iter().position(|is_found| !is_found) {
+                None => with_files.push(agent),
+                Some(index) => {
+                    without_files.push(agent.row.name.clone());
+                    missing = missing.or(Some(index));
                 }
             },
             None => silent.push(agent),
         }
     }
-    match (having.is_empty(), silent.is_empty(), missing) {
-        (false, ..) => Ok(having),
-        (true, true, Some(first)) => {
-            Err(RequestError::NobodyHasFiles { path: paths.get(first).cloned().unwrap_or_default(), asked })
+    match (with_files.is_empty(), silent.is_empty(), missing) {
+        (false, ..) => Ok(with_files),
+        (true, true, Some(index)) => {
+            let path = paths.get(index).cloned().unwrap_or_default();
+            Err(RequestError::NobodyHasFiles { path, asked: without_files })
         }
         _ => Ok(silent),
     }

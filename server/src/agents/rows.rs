@@ -44,17 +44,17 @@ impl AgentRows {
     async fn write(&self, store: &dyn Store) {
         let (rows, replies): (Vec<_>, Vec<_>) = {
             let mut waiting = lock(&self.waiting);
-            let some = MAX_BATCH.min(waiting.len());
-            waiting.drain(..some).unzip()
+            let count = MAX_BATCH.min(waiting.len());
+            waiting.drain(..count).unzip()
         };
-        let all = store.put_agents(&rows).await;
-        let is_refused = all.as_ref().is_err_and(|error| !error.may_pass());
-        let all = all.map_err(|error| error.to_string());
+        let batch = store.put_agents(&rows).await;
+        let is_refused = batch.as_ref().is_err_and(|error| !error.may_pass());
+        let batch = batch.map_err(|error| error.to_string());
         for (row, reply) in rows.iter().zip(replies) {
-            // If the database refuses a row, the others are stored separately.
+            // If the database refuses a row, each row is stored separately.
             let written = match is_refused {
                 true => store.put_agents(std::slice::from_ref(row)).await.map_err(|error| error.to_string()),
-                false => all.clone(),
+                false => batch.clone(),
             };
             // The agent's connection may have ended.
             let _ = reply.send(written);

@@ -53,7 +53,7 @@ const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// Time for which an invalid token stays in lists.
 const INVALID_TOKEN_LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 
-/// Why a token is refused. Only the holder of a token learns more than that the token is unknown.
+/// Why a token is refused. Only somebody who has a known token gets another reason than `Unknown`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Denied {
     Unknown,
@@ -137,10 +137,10 @@ impl Access {
         known.tokens.insert(row.hash, Arc::new(credential));
     }
 
-    /// Adds a session of an existing token or person; returns the sessions that were ended for it.
+    /// Adds a session of an existing token or person. Returns the hashes of the sessions that were ended to make room for it.
     pub(crate) fn put_session(&self, row: SessionRow) -> Vec<String> {
         let mut known = self.write();
-        let Some(of) = known.session_credential(&row.token_id) else { return vec![row.hash] };
+        let Some(holder) = known.session_credential(&row.token_id) else { return vec![row.hash] };
         let mut gone = Vec::new();
         loop {
             // Beyond the limit per token, only this token's oldest session is ended.
@@ -160,14 +160,14 @@ impl Access {
             gone.push(oldest);
         }
         let credential = Credential {
-            token: of.token.clone(),
+            token: holder.token.clone(),
             hash: row.hash.clone(),
-            scope: of.scope,
+            scope: holder.scope,
             session_since: Some(row.created_at),
-            expires_at: Some(of.expires_at.map_or(row.expires_at, |end| end.min(row.expires_at))),
+            expires_at: Some(holder.expires_at.map_or(row.expires_at, |end| end.min(row.expires_at))),
             // The session ends with its token.
-            ended: of.ended.child_token(),
-            usage: of.usage.clone(),
+            ended: holder.ended.child_token(),
+            usage: holder.usage.clone(),
         };
         known.sessions.insert(row.hash, Arc::new(credential));
         gone
@@ -184,9 +184,9 @@ impl Access {
     /// Closes the connections of expired tokens and sessions, and removes expired sessions.
     pub(crate) fn expire(&self, now: Timestamp) {
         let is_over = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
-        let over = self.read().tokens.values().any(|c| is_over(c) && !c.ended.is_cancelled())
+        let any_is_over = self.read().tokens.values().any(|c| is_over(c) && !c.ended.is_cancelled())
             || self.read().sessions.values().any(|c| is_over(c) || c.ended.is_cancelled());
-        if !over {
+        if !any_is_over {
             return;
         }
         let mut known = self.write();
@@ -281,9 +281,9 @@ impl Access {
     /// Uses up a code. Returns the token or person that it signs in, and the latest end of the session.
     pub(crate) fn take_login_code(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let (id, until) = self.codes.take(code)?;
-        let of = self.read().session_credential(&id)?;
-        let is_valid = of.token.is_valid(crate::now()) && !of.ended.is_cancelled();
-        (is_valid && of.token.scope != Scope::Agent).then_some((id, until))
+        let holder = self.read().session_credential(&id)?;
+        let is_valid = holder.token.is_valid(crate::now()) && !holder.ended.is_cancelled();
+        (is_valid && holder.token.scope != Scope::Agent).then_some((id, until))
     }
 
     /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Runs until dropped.
@@ -315,7 +315,7 @@ impl Access {
         if !used.is_empty()
             && let Err(error) = store.note_token_use(&used).await
         {
-            tracing::warn!(%error, "when tokens were last used could not be stored");
+            tracing::warn!(%error, "the times of the tokens' last use could not be stored");
         }
     }
 }

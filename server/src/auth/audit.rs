@@ -1,5 +1,5 @@
 //! The audit log. Requests queue their entries and do not wait until these are written. A task writes many entries at a time, and removes
-//! old ones.
+//! old entries.
 
 use crate::{
     store::{AuditEntry, Store},
@@ -77,7 +77,7 @@ impl AuditWriter {
     /// Writes entries until the server stops, and then the entries that still wait.
     pub(crate) async fn run(mut self) {
         let mut purged = None;
-        let mut since = 0;
+        let mut new_entries = 0;
         loop {
             let first = tokio::select! {
                 first = self.queue.recv() => first,
@@ -95,14 +95,14 @@ impl AuditWriter {
             {
                 batch.push(more);
             }
-            since += batch.len();
+            new_entries += batch.len();
             self.write(batch).await;
             let is_due = purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL);
-            if (is_due || since >= PURGE_AFTER.min(self.kept as usize / 2 + 1))
+            if (is_due || new_entries >= PURGE_AFTER.min(self.kept as usize / 2 + 1))
                 && !self.stopping.is_cancelled()
             {
                 self.purge().await;
-                (purged, since) = (Some(Instant::now()), 0);
+                (purged, new_entries) = (Some(Instant::now()), 0);
             }
         }
     }

@@ -58,8 +58,8 @@ impl Auth {
         Ok(())
     }
 
-    /// The job with the given id of a run: the job's own id, or an id that the caller's program chose. The job's id is a hash of the chosen
-    /// id and the owner, so it is found without a query, and different owners may choose the same id.
+    /// The id of a run's job. `id` is the job's id, or an id that the caller's program chose. For a chosen id, the job's id is a hash of
+    /// the chosen id and the owner. So it is found without a query, and different owners may choose the same id.
     pub(crate) fn run_id(&self, caller: &Caller, id: &str) -> JobId {
         id.parse().unwrap_or_else(|_| {
             let owner = caller.owner().unwrap_or_default();

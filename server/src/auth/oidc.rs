@@ -12,6 +12,9 @@ mod id_token;
 mod keys;
 mod open_requests;
 mod provider;
+
+pub(crate) use open_requests::{LIFE as REQUEST_LIFE, OpenRequest};
+
 use crate::config::oidc::{NameClaim, OidcConfig};
 use id_token::Expected;
 use lockstep_protocol::people::{Identity, Role, name_mistake};
@@ -20,9 +23,6 @@ use provider::Provider;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::{io, net::IpAddr, sync::Arc};
-
-/// Time limit for a browser to return from the provider.
-pub(crate) use open_requests::{LIFE as REQUEST_LIFE, OpenRequest};
 
 /// Claims of an ID token, with further claims of the UserInfo endpoint.
 type Claims = Map<String, Value>;
@@ -151,9 +151,9 @@ impl Oidc {
                 id_token::check(&tokens.id_token, &header, &key, &expected)?
             }
         };
-        let is_verified = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
+        let verified = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
         let groups = self.config.groups.as_ref().map(|g| g.claim.as_str());
-        let wanted = [Some(self.config.name_claim.as_str()), is_verified, groups];
+        let wanted = [Some(self.config.name_claim.as_str()), verified, groups];
         if wanted.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
             self.provider.add_user_info(&metadata, &tokens, &subject, &mut claims).await?;
         }

@@ -13,8 +13,8 @@ use std::{
 /// Maximum size of a file: more than any token has.
 const BYTES: u64 = 200;
 
-/// Reads a token from a file. `None` if the file does not exist, other accounts can read it, or it does not contain a token of Lockstep;
-/// the caller then writes a new one.
+/// Reads a token from a file. `None` if the file does not exist, other accounts can read it, or it does not contain a token of Lockstep.
+/// The caller then writes a new token.
 ///
 /// # Errors
 /// The path is a link or not a file, or cannot be read.
@@ -30,11 +30,11 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
         }
         Err(error) => return Err(error),
     };
-    let about = file.metadata()?;
-    if !about.is_file() {
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
         return Err(io::Error::other(format!("{} is not a file; remove it", path.display())));
     }
-    if about.mode() & 0o077 != 0 || about.uid() != rustix::process::geteuid().as_raw() {
+    if metadata.mode() & 0o077 != 0 || metadata.uid() != rustix::process::geteuid().as_raw() {
         tracing::warn!(path = %path.display(), "other accounts could read this token; a new token replaces it");
         return Ok(None);
     }
@@ -47,7 +47,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
 /// Writes a token into a new file atomically.
 pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
     let new = path.with_added_extension("new");
-    // A file that a killed server has left.
+    // A killed server may have left this file.
     match fs::remove_file(&new) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}

@@ -109,16 +109,16 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
     let data_dir = resolved(&config.data_dir)
         .map_err(|source| ServeError::DataDir { path: config.data_dir.clone(), source })?;
     if let Some(directory) = storage.directory() {
-        let shared = if directory.starts_with(&data_dir) {
+        let overlap = if directory.starts_with(&data_dir) {
             "it is in the data directory"
         } else if data_dir.starts_with(directory) {
             "the data directory is in it"
         } else {
             ""
         };
-        if !shared.is_empty() {
+        if !overlap.is_empty() {
             return Err(failed(format!(
-                "{shared} ({}), so both would be lost together; choose a directory on another disk",
+                "{overlap} ({}), so both would be lost together; choose a directory on another disk",
                 data_dir.display()
             )));
         }
@@ -130,9 +130,9 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
 /// Resolves the links of a path whose last components may not exist yet.
 fn resolved(path: &Path) -> std::io::Result<PathBuf> {
     let path = std::path::absolute(path)?;
-    for there in path.ancestors() {
-        match (there.canonicalize(), path.strip_prefix(there)) {
-            (Ok(there), Ok(rest)) => return Ok(there.components().chain(rest.components()).collect()),
+    for ancestor in path.ancestors() {
+        match (ancestor.canonicalize(), path.strip_prefix(ancestor)) {
+            (Ok(real), Ok(rest)) => return Ok(real.components().chain(rest.components()).collect()),
             (Err(error), _) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
@@ -145,9 +145,9 @@ fn resolved(path: &Path) -> std::io::Result<PathBuf> {
 /// # Errors
 /// The store cannot be used until the user changes something.
 async fn unavailable_reason(
-    asked: impl Future<Output = Result<(), Unusable>>,
+    check: impl Future<Output = Result<(), Unusable>>,
 ) -> Result<Option<String>, String> {
-    match tokio::time::timeout(STORE_TIMEOUT, asked).await {
+    match tokio::time::timeout(STORE_TIMEOUT, check).await {
         Ok(Ok(())) => Ok(None),
         Ok(Err(Unusable { why, may_pass: true })) => Ok(Some(why)),
         Ok(Err(Unusable { why, .. })) => Err(why),
@@ -155,21 +155,21 @@ async fn unavailable_reason(
     }
 }
 
-/// Confirms that the object store is the store that the database knows. `away` is the reason if the store is unavailable.
+/// Confirms that the object store is the store that the database knows. `unavailable` is the reason if the store is unavailable.
 async fn known_artifacts(
     config: &ServeConfig,
     store: &dyn Store,
     storage: ObjectStorage,
-    mut away: Option<String>,
+    mut unavailable: Option<String>,
 ) -> Result<ArtifactStore, ServeError> {
     let artifacts = ArtifactStore::new(storage, config.artifacts_adopt);
-    if away.is_none() {
-        artifacts.was_checked();
-        away = unavailable_reason(artifacts.confirm(store)).await.map_err(|detail| {
+    if unavailable.is_none() {
+        artifacts.note_usable();
+        unavailable = unavailable_reason(artifacts.confirm(store)).await.map_err(|detail| {
             ServeError::Artifacts { url: config.artifacts.clone().unwrap_or_default(), detail }
         })?;
     }
-    if let Some(why) = away {
+    if let Some(why) = unavailable {
         artifacts.note_failure(RequestKind::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
@@ -233,7 +233,7 @@ async fn open(
     run_files::clear_incoming(&config.data_dir.join("jobs"));
     let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
     let artifact_store = match artifacts {
-        Some((storage, away)) => match known_artifacts(&config, &*store, storage, away).await {
+        Some((storage, unavailable)) => match known_artifacts(&config, &*store, storage, unavailable).await {
             Ok(artifacts) => Some(artifacts),
             Err(error) => {
                 store.close().await;
@@ -245,8 +245,8 @@ async fn open(
     wire::start(config, store, artifact_store, oidc, certificate).await
 }
 
-fn open_log(to: &AccessLogTo, most_bytes: u64) -> Result<AccessLog, ServeError> {
-    AccessLog::open(to, most_bytes).map_err(|error| {
+fn open_log(to: &AccessLogTo, max_bytes: u64) -> Result<AccessLog, ServeError> {
+    AccessLog::open(to, max_bytes).map_err(|error| {
         let name = match to {
             AccessLogTo::File(path) => path.display().to_string(),
             AccessLogTo::Stdout => "the standard output".into(),

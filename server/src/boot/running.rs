@@ -101,21 +101,21 @@ async fn ensure(
     let known = auth.access.token(id);
     let (agent, agent_id) = agent.unzip();
     let mut secret = token_file::read(path)?.map(Secret::of);
-    if let Some(there) = &secret {
-        let same = known.as_ref().filter(|row| row.hash == there.hash);
-        let is_right = |row: &TokenRow| row.token.is_valid(crate::now()) && row.token.agent_id == agent_id;
-        if same.is_some_and(is_right) {
+    if let Some(found) = &secret {
+        let own_row = known.as_ref().filter(|row| row.hash == found.hash);
+        let is_usable = |row: &TokenRow| row.token.is_valid(crate::now()) && row.token.agent_id == agent_id;
+        if own_row.is_some_and(is_usable) {
             return Ok(());
         }
-        if same.is_some() || auth.access.by_token(&there.text).is_ok() {
+        if own_row.is_some() || auth.access.by_token(&found.text).is_ok() {
             secret = None;
         }
     }
-    let made = secret.is_none();
+    let is_new = secret.is_none();
     let secret = secret.map_or_else(Secret::token, Ok)?;
     let token = Token { agent, agent_id, ..Token::of(id.into(), name.into(), scope, crate::now()) };
     let row = TokenRow { token, hash: secret.hash.clone() };
     auth.store.put_token(&row).await.map_err(|error: StoreError| io::Error::other(error.to_string()))?;
     auth.access.put_token(row);
-    if made { token_file::write(path, &secret.text) } else { Ok(()) }
+    if is_new { token_file::write(path, &secret.text) } else { Ok(()) }
 }

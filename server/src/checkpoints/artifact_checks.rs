@@ -26,8 +26,8 @@ pub(crate) async fn set_damaged_aside(
     then: &str,
 ) -> io::Result<()> {
     let folder = checkpoints.folder(row);
-    let done = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
-    if let Some(how) = done.map_err(io::Error::other)?? {
+    let checked = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
+    if let Some(how) = checked.map_err(io::Error::other)?? {
         tracing::warn!(checkpoint = row.id, how, "a checkpoint on the disk is damaged; it is set aside");
         let name = name_of(row);
         let text =
@@ -37,16 +37,16 @@ pub(crate) async fn set_damaged_aside(
     Ok(())
 }
 
-fn manifest(folder: &Path) -> io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    regular_files::open(&folder.join(MANIFEST))?.read_to_end(&mut text)?;
-    Ok(text)
+fn read_manifest(folder: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    regular_files::open(&folder.join(MANIFEST))?.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Checks a folder. If it is damaged, renames the folder and returns a description of the damage.
 fn set_aside(folder: &Path) -> io::Result<Option<String>> {
-    let before = manifest(folder).ok();
-    let checked = irregular(folder).and_then(|irregular| match irregular {
+    let before = read_manifest(folder).ok();
+    let checked = find_irregular(folder).and_then(|irregular| match irregular {
         Some(how) => Err(io::Error::new(io::ErrorKind::InvalidData, how)),
         None => check_whole(folder),
     });
@@ -57,7 +57,7 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
         Err(error) => return Err(error),
     };
     // The checkpoint is not damaged, but was replaced or removed during the check.
-    if !folder.exists() || manifest(folder).ok() != before {
+    if !folder.exists() || read_manifest(folder).ok() != before {
         return Ok(None);
     }
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
@@ -67,11 +67,11 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
     Ok(Some(how))
 }
 
-/// An error text if an entry of the folder is not a regular file, because reading a pipe would never end.
-fn irregular(folder: &Path) -> io::Result<Option<String>> {
+/// Describes an entry of the folder that is not a regular file. Such files are not opened, because reading a pipe would never end.
+fn find_irregular(folder: &Path) -> io::Result<Option<String>> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        if !entry.path().metadata().is_ok_and(|about| about.is_file()) {
+        if !entry.path().metadata().is_ok_and(|found| found.is_file()) {
             return Ok(Some(format!("its {} is not a regular file", entry.file_name().to_string_lossy())));
         }
     }
@@ -80,11 +80,11 @@ fn irregular(folder: &Path) -> io::Result<Option<String>> {
 
 /// Whether all files of a checkpoint exist with the right sizes. The contents are not read.
 pub(crate) fn looks_whole(folder: &Path) -> bool {
-    let Ok(text) = manifest(folder) else { return false };
-    let Ok(manifest) = serde_json::from_slice::<Manifest>(&text) else { return false };
-    manifest.files.iter().all(|(name, wanted)| {
-        let about = folder.join(name).metadata();
-        about.is_ok_and(|about| about.is_file() && about.len() == wanted.size_bytes)
+    let Ok(bytes) = read_manifest(folder) else { return false };
+    let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes) else { return false };
+    manifest.files.iter().all(|(name, listed)| {
+        let found = folder.join(name).metadata();
+        found.is_ok_and(|found| found.is_file() && found.len() == listed.size_bytes)
     })
 }
 

@@ -32,7 +32,7 @@ const MAX_TRIES: usize = 2;
 const SPARE_BYTES: u64 = 256 << 20;
 /// Time limit for all checks for which a round of dispatch waits. The round does nothing else while it waits.
 pub(crate) const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
-/// Name of the folder in a job's folder that has the files of checkpoints which are being fetched.
+/// Name of the folder, in a job's folder, of checkpoints that are being fetched.
 const FETCHED: &str = "fetched";
 
 impl From<object_store::Error> for NotFetched {
@@ -106,9 +106,9 @@ fn begin(
     row: &CheckpointRow,
     waiting: Option<&Job>,
 ) -> (Fetch, bool) {
-    let (fetch, mine) = store.fetch(&row.id);
-    let begins = mine.is_some();
-    if let Some(sender) = mine {
+    let (fetch, sender) = store.fetch(&row.id);
+    let is_new = sender.is_some();
+    if let Some(sender) = sender {
         let (checkpoints, row) = (Arc::clone(checkpoints), row.clone());
         let waiting = waiting.map(|job| (job.id.clone(), job.attempt));
         checkpoints.tasks.clone().spawn(async move {
@@ -135,7 +135,7 @@ fn begin(
             checkpoints.agents.leases.wake_dispatch();
         });
     }
-    (fetch, begins)
+    (fetch, is_new)
 }
 
 /// Makes sure that an undamaged checkpoint is on this disk. Fetches the checkpoint from the object store if the copy on the disk is missing
@@ -148,7 +148,7 @@ async fn ensure_undamaged(
     let folder = checkpoints.folder(row);
     let is_stopping = || NotFetched::Away("the server is stopping".into());
     if folder.exists() {
-        let _one = store.checking.acquire().await.map_err(|_| is_stopping())?;
+        let _permit = store.checking.acquire().await.map_err(|_| is_stopping())?;
         // A disk error is not fatal here: the process that reads the checkpoint reports the error.
         let then = "fetched from the object store";
         if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row, then).await {
@@ -158,7 +158,7 @@ async fn ensure_undamaged(
             return Ok(());
         }
     }
-    let _one = store.fetching.acquire().await.map_err(|_| is_stopping())?;
+    let _permit = store.fetching.acquire().await.map_err(|_| is_stopping())?;
     let fetched = fetch_now(checkpoints, store, row).await;
     if fetched.is_err() {
         remove_partial(checkpoints, row).await;
@@ -205,11 +205,11 @@ pub(crate) async fn fetch_if_missing(
     };
     // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
-        && let Some((fetch, begins)) = check(checkpoints, row, copies, Some(waiting))
+        && let Some((fetch, is_new)) = check(checkpoints, row, copies, Some(waiting))
     {
         // Most checks are quick. Without a wait, the job would start one round later.
         let ended =
-            if begins { wait_for_check(fetch, patience).await } else { wait(fetch, Duration::ZERO).await };
+            if is_new { wait_for_check(fetch, patience).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
             // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the checkpoint
             // is being fetched now.
@@ -241,7 +241,7 @@ fn lost_message(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String 
     if row.job == waiting.id {
         let name = name_of(row);
         return format!(
-            "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the previous one"
+            "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the previous checkpoint"
         );
     }
     let id = &row.id;
@@ -341,8 +341,8 @@ fn check_room(wanted: u64, free: u64) -> Result<()> {
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
 async fn fetch_files(store: &ArtifactStore, place: &Place, partial: &Path) -> Result<()> {
     unless_missing(tokio::fs::remove_dir_all(partial).await)?;
-    let text = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
-    let manifest = place.read(&text).map_err(NotFetched::Damaged)?;
+    let manifest_bytes = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
+    let manifest = place.read(&manifest_bytes).map_err(NotFetched::Damaged)?;
     tokio::fs::create_dir_all(partial).await?;
     let disk = rustix::fs::statvfs(partial).map_err(io::Error::from)?;
     let wanted = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
@@ -355,7 +355,7 @@ async fn fetch_files(store: &ArtifactStore, place: &Place, partial: &Path) -> Re
         })?;
     }
     let path = partial.join(MANIFEST);
-    tokio::fs::write(&path, &text).await?;
+    tokio::fs::write(&path, &manifest_bytes).await?;
     Ok(File::open(&path).await?.sync_all().await?)
 }
 
@@ -383,13 +383,13 @@ async fn receive(
 /// Syncs the fetched folder and renames it to the checkpoint's folder. If that folder exists by now, it is kept instead.
 fn publish(partial: &Path, to: &Path) -> io::Result<()> {
     fs::File::open(partial)?.sync_all()?;
-    if let Some(all) = to.parent() {
-        fs::create_dir_all(all)?;
+    if let Some(parent) = to.parent() {
+        fs::create_dir_all(parent)?;
         if to.exists() {
             return fs::remove_dir_all(partial);
         }
         fs::rename(partial, to)?;
-        fs::File::open(all)?.sync_all()?;
+        fs::File::open(parent)?.sync_all()?;
     }
     // Fails, as intended, if other checkpoints are being fetched.
     let _ = partial.parent().map(fs::remove_dir);

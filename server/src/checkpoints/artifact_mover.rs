@@ -34,15 +34,15 @@ const ROWS: u32 = 1000;
 
 /// Why the upload or the deletion of a checkpoint failed.
 enum MoveError {
-    /// The object store is the wrong store, is unavailable, or refuses the checkpoint. With the reason.
+    /// The object store is the wrong store, is unavailable, or refuses the checkpoint, for this reason.
     Away(String),
-    /// The object store does not delete the objects. With the reason.
+    /// The object store does not delete the objects, for this reason.
     Kept(String),
     /// A database error.
     Database(StoreError),
     /// The files of the checkpoint cannot be read.
     Disk(io::Error),
-    /// The checkpoint's files were removed or replaced during the upload, which is notified separately.
+    /// The checkpoint's files were removed or replaced during the upload. The mover gets a separate notification of this change.
     Changed,
     /// The checkpoint's files do not match the manifest.
     Damaged(String),
@@ -83,7 +83,7 @@ type Result<T> = std::result::Result<T, MoveError>;
 pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
     let Some(store) = &checkpoints.artifact_store else { return };
     let mut backoff = RETRY;
-    while let Err(error) = find(&checkpoints, store).await {
+    while let Err(error) = queue_all_missing(&checkpoints, store).await {
         tracing::warn!(%error, "the list of checkpoints to upload cannot be read; trying again");
         tokio::time::sleep(backoff.pause()).await;
     }
@@ -92,7 +92,7 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
 }
 
 /// Queues the checkpoints on this disk whose copies in the object store are missing or different, and the objects of deleted checkpoints.
-async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
+async fn queue_all_missing(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     note_abandoned(checkpoints, store).await?;
     let mut after = String::new();
     loop {
@@ -122,9 +122,11 @@ async fn queue_if_missing(
     store: &ArtifactStore,
     row: &CheckpointRow,
 ) -> store::Result<()> {
-    let Ok(text) = regular_files::read(&checkpoints.folder(row).join(MANIFEST)).await else { return Ok(()) };
+    let Ok(manifest) = regular_files::read(&checkpoints.folder(row).join(MANIFEST)).await else {
+        return Ok(());
+    };
     let stored = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
-    if stored.and_then(|stored| stored.manifest) != Some(sha256(&text)) {
+    if stored.and_then(|stored| stored.manifest) != Some(sha256(&manifest)) {
         store.note(&row.id);
     }
     Ok(())
@@ -143,12 +145,12 @@ pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::R
 /// Waits until the store can be used and is the right store. If the store was unavailable when the server started, a wrong configuration is
 /// found only now.
 async fn wait_for(checkpoints: &Checkpoints, store: &ArtifactStore) {
-    let (mut backoff, mut is_told) = (RETRY, false);
+    let (mut backoff, mut is_logged) = (RETRY, false);
     while let Err(unusable) = store.confirm(&*checkpoints.store).await {
         store.note_failure(RequestKind::Other, &unusable.why);
-        if !unusable.may_pass && !is_told {
+        if !unusable.may_pass && !is_logged {
             tracing::error!(error = unusable.why, "the object store cannot be used with this configuration");
-            is_told = true;
+            is_logged = true;
         }
         tokio::time::sleep(backoff.pause()).await;
     }
@@ -228,17 +230,17 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
     if let Some(place) = store.storage.place(id) {
         // The objects may belong to another server, if it has a copy of this database and has adopted the store.
         store.confirm(&*checkpoints.store).await?;
-        let gone = async {
+        let deleted = async {
             if let Some(parts) = &record.parts {
                 store.storage.drop_parts(parts).await?;
             }
             store.storage.delete(&place, None).await
         };
-        let gone = gone.await;
+        let deleted = deleted.await;
         // A store that is not mounted looks empty, so it is confirmed again.
         store.confirm(&*checkpoints.store).await?;
         store.note_success(RequestKind::Other);
-        gone.map_err(|error| MoveError::Kept(describe(&error)))?;
+        deleted.map_err(|error| MoveError::Kept(describe(&error)))?;
     }
     checkpoints.store.forget_stored_checkpoint(url, id).await?;
     store.forget(id);
@@ -249,20 +251,20 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
 async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let Some(place) = store.storage.place(&row.id) else { return Ok(()) };
     let folder = checkpoints.folder(row);
-    let text = regular_files::read(&folder.join(MANIFEST)).await?;
+    let manifest = regular_files::read(&folder.join(MANIFEST)).await?;
     let known = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
-    if known.as_ref().and_then(|known| known.manifest.as_ref()) == Some(&sha256(&text)) {
+    if known.as_ref().and_then(|known| known.manifest.as_ref()) == Some(&sha256(&manifest)) {
         return Ok(());
     }
-    let text = Bytes::from(text);
-    let begun =
+    let manifest = Bytes::from(manifest);
+    let record =
         StoredCheckpoint { id: row.id.clone(), manifest: None, parts: known.and_then(|known| known.parts) };
-    match send_files(checkpoints, store, &place, &folder, &text, begun).await {
+    match send_files(checkpoints, store, &place, &folder, &manifest, record).await {
         // The checkpoint is not damaged, but was replaced during the upload, and is queued again.
-        Err(MoveError::Damaged(_)) if regular_files::read(&folder.join(MANIFEST)).await? != text => {
+        Err(MoveError::Damaged(_)) if regular_files::read(&folder.join(MANIFEST)).await? != manifest => {
             Err(MoveError::Changed)
         }
-        Err(trouble) => Err(trouble),
+        Err(error) => Err(error),
         Ok(()) => {
             store.note_success(RequestKind::Write);
             // Ranks remove only checkpoints that are on the disk, not those that only the object store has.
@@ -277,10 +279,10 @@ async fn send_files(
     store: &ArtifactStore,
     place: &Place,
     folder: &Path,
-    text: &Bytes,
+    manifest_bytes: &Bytes,
     mut record: StoredCheckpoint,
 ) -> Result<()> {
-    let manifest = place.read(text).map_err(MoveError::Damaged)?;
+    let manifest = place.read(manifest_bytes).map_err(MoveError::Damaged)?;
     store.confirm(&*checkpoints.store).await?;
     if let Some(parts) = record.parts.take() {
         store.storage.drop_parts(&parts).await?;
@@ -288,19 +290,19 @@ async fn send_files(
     // The row is written before the first object exists, so that every object can be found and deleted.
     write(checkpoints, store, &record).await?;
     // An earlier server may have been killed after the upload of the manifest and before the row was updated.
-    if store.storage.manifest(place).await?.as_ref() != Some(text) {
+    if store.storage.manifest(place).await?.as_ref() != Some(manifest_bytes) {
         for (name, file) in &manifest.files {
             if !store.storage.has(place, name, &file.sha256, file.size_bytes).await? {
                 send(checkpoints, store, place, (name, file), &folder.join(name), &mut record).await?;
             }
         }
-        store.storage.put_manifest(place, text.clone()).await?;
+        store.storage.put_manifest(place, manifest_bytes.clone()).await?;
     }
     // Deletes the remaining files of the checkpoint that this upload replaces.
     store.storage.delete(place, Some(&manifest)).await?;
     // If the store's disk was unmounted during the upload, the files were written into the mount point's folder.
     store.confirm(&*checkpoints.store).await?;
-    record.manifest = Some(sha256(text));
+    record.manifest = Some(sha256(manifest_bytes));
     write(checkpoints, store, &record).await
 }
 
@@ -319,6 +321,7 @@ struct Reader {
     verifier: Verifier,
 }
 
+/// Reads the next part, of at most `bytes` bytes.
 async fn next(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)> {
     blocking(move || {
         let mut part = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
@@ -329,7 +332,7 @@ async fn next(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)> {
     .await
 }
 
-/// Runs blocking work on a thread for blocking work.
+/// Runs blocking work on a separate thread.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
     tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?
 }
@@ -343,12 +346,12 @@ async fn send(
     path: &Path,
     record: &mut StoredCheckpoint,
 ) -> Result<()> {
-    let part = part_bytes(wanted.size_bytes);
+    let part_size = part_bytes(wanted.size_bytes);
     let path = path.to_owned();
     let file = blocking(move || regular_files::open(&path)).await?;
     let mut reader = Reader { file, verifier: Verifier::default() };
     let bytes;
-    (bytes, reader) = next(reader, part).await?;
+    (bytes, reader) = next(reader, part_size).await?;
     if wanted.size_bytes <= PART_BYTES {
         reader.verifier.finish(name, wanted).map_err(MoveError::Damaged)?;
         return Ok(store.storage.put(place, name, &wanted.sha256, bytes).await?);
@@ -362,7 +365,7 @@ async fn send(
         let mut bytes = bytes;
         while !bytes.is_empty() {
             upload.send(bytes).await?;
-            (bytes, reader) = next(reader, part).await?;
+            (bytes, reader) = next(reader, part_size).await?;
         }
         reader.verifier.finish(name, wanted).map_err(MoveError::Damaged)?;
         Ok(upload.finish().await?)

@@ -201,12 +201,12 @@ impl ArtifactStore {
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
         if let Some(fetch) = fetches.get(id) {
             let (ended, is_lost) = (fetch.outcome.borrow().clone(), fetch.outcome.has_changed().is_err());
-            let counts = match ended {
+            let is_current = match ended {
                 None => !is_lost,
                 Some(Ok(())) => false,
                 Some(Err(_)) => fetch.since.elapsed() < FETCH_RETRY.after(fetch.failures),
             };
-            if counts {
+            if is_current {
                 return (fetch.clone(), None);
             }
         }

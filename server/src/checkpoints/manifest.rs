@@ -19,7 +19,7 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
 /// may not concern the data.
 pub(crate) fn is_media_error(error: &io::Error) -> bool {
     const LASTING: [Errno; 4] = [Errno::IO, Errno::NODATA, Errno::BADMSG, Errno::UCLEAN];
-    error.raw_os_error().is_some_and(|number| LASTING.iter().any(|of| of.raw_os_error() == number))
+    error.raw_os_error().is_some_and(|number| LASTING.iter().any(|lasting| lasting.raw_os_error() == number))
 }
 
 /// Compares the bytes of a file with the manifest while the file is read or copied.
@@ -80,9 +80,9 @@ pub(crate) fn verify(mut file: fs::File, name: &str, wanted: &ManifestFile) -> i
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] if a file is missing, damaged or permanently unreadable. The text names the file.
 pub(crate) fn check_whole(folder: &Path) -> io::Result<()> {
-    let text = fs::read(folder.join(MANIFEST))
+    let bytes = fs::read(folder.join(MANIFEST))
         .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
-    let manifest: Manifest = serde_json::from_slice(&text)
+    let manifest: Manifest = serde_json::from_slice(&bytes)
         .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
     for (name, wanted) in &manifest.files {
         match fs::File::open(folder.join(name)) {

@@ -143,11 +143,11 @@ impl Checkpoints {
     /// newest checkpoint is being fetched from the object store or checked. `patience` is the time for which this call may wait for checks.
     pub(crate) async fn wait_for_newer(
         self: &Arc<Self>,
-        of: &JobRow,
+        job_row: &JobRow,
         agent: &str,
         patience: &mut Duration,
     ) -> Result<Option<Wait>> {
-        let job = &of.job;
+        let job = &job_row.job;
         // Pretrained weights are a checkpoint of another job.
         if let (Some(_), Some(given)) = (&self.artifact_store, &job.spec.model.pretrained)
             && let Some(row) = self.store.checkpoint(given).await?
@@ -159,7 +159,7 @@ impl Checkpoints {
             return Ok(Some(wait));
         }
         // A job that has never run and is no fork has no checkpoint.
-        if job.attempt == 0 && !of.is_fork() {
+        if job.attempt == 0 && !job_row.is_fork() {
             return Ok(None);
         }
         let online = self.reachable_agents();
@@ -189,8 +189,8 @@ impl Checkpoints {
             self.waits.forget(&job.id);
         }
         let awaited = self.waits.awaited(&job.id, &checkpoints, self.config.checkpoint_wait);
-        Ok(awaited.map(|n| {
-            let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
+        Ok(awaited.map(|index| {
+            let (holder, checkpoint) = (agents.swap_remove(index), checkpoints.swap_remove(index));
             let (checkpoint, agent) = (checkpoint.into(), Some(holder.into()));
             let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent, detail: None };
             Wait { why: Reason::from(why).into(), is_kept: false }
@@ -255,11 +255,11 @@ impl Checkpoints {
     /// A job's checkpoints, with the epoch and step of each checkpoint that the job no longer keeps: it is older than the newest
     /// `checkpoint.keep`, is not the best, and is not a version of a model.
     async fn old_checkpoints(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
-        let Some(job) = self.store.job(job).await? else { return Ok(None) };
-        let keep = (job.job.spec.checkpoint.keep as usize).max(2);
-        let rows = self.store.checkpoints(&job.job.id).await?;
-        let registered = self.store.registered_checkpoints(&job.job.id).await?;
-        let copies = self.copies(&job.job.id).await?;
+        let Some(row) = self.store.job(job).await? else { return Ok(None) };
+        let keep = (row.job.spec.checkpoint.keep as usize).max(2);
+        let rows = self.store.checkpoints(job).await?;
+        let registered = self.store.registered_checkpoints(job).await?;
+        let copies = self.copies(job).await?;
         // Only checkpoints that the server has are counted, because newer checkpoints may never arrive.
         let here = rows.iter().filter(|row| self.is_kept(row, copies.get(&row.id)));
         let old = here.skip(keep).filter(|row| !row.info.best && !registered.contains(&row.id));
@@ -305,8 +305,8 @@ impl Checkpoints {
 
 /// Removes folders of checkpoints and of uploads that are not in `kept`.
 fn sweep(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
-    for all in ["checkpoints", "uploads"] {
-        let entries = match fs::read_dir(job_dir.join(all)) {
+    for parent in ["checkpoints", "uploads"] {
+        let entries = match fs::read_dir(job_dir.join(parent)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
             entries => entries?,
         };
@@ -315,7 +315,7 @@ fn sweep(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
             let name = entry.file_name().to_string_lossy().into_owned();
             if parse_folder_name(&name).is_some() && !kept.contains(&name) {
                 // Renamed first, so that a partly removed checkpoint is never visible.
-                let hidden = job_dir.join(all).join(format!(".tmp-gone-{name}"));
+                let hidden = job_dir.join(parent).join(format!(".tmp-gone-{name}"));
                 fs::rename(entry.path(), &hidden)?;
                 fs::remove_dir_all(&hidden)?;
             }

@@ -66,13 +66,13 @@ pub(crate) struct ObjectStorage {
     root: Path,
 }
 
-fn other(detail: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+fn store_error(detail: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
     Error::Generic { store: "object", source: detail.into() }
 }
 
 /// Runs a request with the time limit [`REQUEST_TIMEOUT`].
-async fn within<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
-    let late = || other(format!("it has not answered within {} s", REQUEST_TIMEOUT.as_secs()));
+async fn with_timeout<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
+    let late = || store_error(format!("it has not answered within {} s", REQUEST_TIMEOUT.as_secs()));
     tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| late())?
 }
 
@@ -92,12 +92,12 @@ impl ObjectStorage {
     pub(crate) fn open(given: &str) -> std::result::Result<Self, String> {
         match Location::parse(given)? {
             Location::Directory(path) => {
-                let cannot = |error: &dyn std::fmt::Display| {
+                let failed = |error: &dyn std::fmt::Display| {
                     format!("the directory cannot be made: {error}; make it writable, or choose another")
                 };
-                std::fs::create_dir_all(&path).map_err(|error| cannot(&error))?;
-                let path = path.canonicalize().map_err(|error| cannot(&error))?;
-                let objects = LocalFileSystem::new_with_prefix(&path).map_err(|error| cannot(&error))?;
+                std::fs::create_dir_all(&path).map_err(|error| failed(&error))?;
+                let path = path.canonicalize().map_err(|error| failed(&error))?;
+                let objects = LocalFileSystem::new_with_prefix(&path).map_err(|error| failed(&error))?;
                 Ok(Self {
                     url: format!("file://{}", path.display()),
                     objects: Arc::new(objects.with_fsync(true)),
@@ -147,31 +147,31 @@ impl ObjectStorage {
         Some(Place { path: self.root.clone().join("jobs").join(job).join(name) })
     }
 
-    /// The text of a checkpoint's manifest. `None` if the store does not have the complete checkpoint.
+    /// The bytes of a checkpoint's manifest. `None` if the store does not have the complete checkpoint.
     ///
     /// # Errors
     /// A store error. A manifest that is too large is cut off, and then refused by [`Place::read`].
     pub(crate) async fn manifest(&self, place: &Place) -> Result<Option<Bytes>> {
         let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
-        let found = within(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await;
+        let found = with_timeout(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await;
         let Some(found) = optional(found)? else { return Ok(None) };
-        within(found.bytes()).await.map(Some)
+        with_timeout(found.bytes()).await.map(Some)
     }
 
     /// Writes a checkpoint's manifest, which completes the checkpoint.
-    pub(crate) async fn put_manifest(&self, place: &Place, text: Bytes) -> Result<()> {
-        within(self.objects.put(&place.path.clone().join(MANIFEST), text.into())).await.map(drop)
+    pub(crate) async fn put_manifest(&self, place: &Place, bytes: Bytes) -> Result<()> {
+        with_timeout(self.objects.put(&place.path.clone().join(MANIFEST), bytes.into())).await.map(drop)
     }
 
     /// Whether the store has a file with this checksum and size.
     pub(crate) async fn has(&self, place: &Place, name: &str, sha256: &str, size_bytes: u64) -> Result<bool> {
-        let found = optional(within(self.objects.head(&place.file(name, sha256))).await)?;
+        let found = optional(with_timeout(self.objects.head(&place.file(name, sha256))).await)?;
         Ok(found.is_some_and(|found| found.size == size_bytes))
     }
 
     /// Writes a small file whose bytes were verified by the caller.
     pub(crate) async fn put(&self, place: &Place, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
-        within(self.objects.put(&place.file(name, sha256), bytes.into())).await.map(drop)
+        with_timeout(self.objects.put(&place.file(name, sha256), bytes.into())).await.map(drop)
     }
 
     /// The bytes of a file. The caller must verify them.
@@ -181,7 +181,7 @@ impl ObjectStorage {
         name: &str,
         sha256: &str,
     ) -> Result<BoxStream<'static, Result<Bytes>>> {
-        Ok(within(self.objects.get(&place.file(name, sha256))).await?.into_stream())
+        Ok(with_timeout(self.objects.get(&place.file(name, sha256))).await?.into_stream())
     }
 
     /// Deletes the objects of a checkpoint that the manifest `kept` does not name. Without `kept`, deletes all objects, the manifest first.
@@ -197,19 +197,19 @@ impl ObjectStorage {
             })
         };
         let listed = self.objects.list(Some(&place.path)).map_ok(|object| object.location);
-        let gone: Vec<Path> = within(listed.try_collect()).await?;
-        for path in gone.iter().filter(|path| !is_kept(path)) {
+        let paths: Vec<Path> = with_timeout(listed.try_collect()).await?;
+        for path in paths.iter().filter(|path| !is_kept(path)) {
             self.delete_one(path).await?;
         }
         match (&self.directory, kept) {
             // Also removes folders and incomplete files, which lists of objects do not contain.
-            (Some(directory), None) => remove_folder(directory, &place.path).await.map_err(other),
+            (Some(directory), None) => remove_folder(directory, &place.path).await.map_err(store_error),
             _ => Ok(()),
         }
     }
 
     async fn delete_one(&self, path: &Path) -> Result<()> {
-        optional(within(self.objects.delete(path)).await).map(drop)
+        optional(with_timeout(self.objects.delete(path)).await).map(drop)
     }
 }
 
@@ -221,26 +221,26 @@ impl Place {
     /// Parses a manifest of this checkpoint.
     ///
     /// # Errors
-    /// The text is not a valid manifest of this checkpoint.
-    pub(crate) fn read(&self, text: &[u8]) -> std::result::Result<Manifest, String> {
-        let wrong = |detail: String| format!("its {MANIFEST} {detail}");
-        if text.len() > MANIFEST_BYTES {
-            return Err(wrong(format!("has more than {MANIFEST_BYTES} bytes")));
+    /// The bytes are not a valid manifest of this checkpoint.
+    pub(crate) fn read(&self, bytes: &[u8]) -> std::result::Result<Manifest, String> {
+        let invalid = |detail: String| format!("its {MANIFEST} {detail}");
+        if bytes.len() > MANIFEST_BYTES {
+            return Err(invalid(format!("has more than {MANIFEST_BYTES} bytes")));
         }
         let manifest: Manifest =
-            serde_json::from_slice(text).map_err(|error| wrong(format!("cannot be read ({error})")))?;
+            serde_json::from_slice(bytes).map_err(|error| invalid(format!("cannot be read ({error})")))?;
         let name = folder_name(manifest.epoch, manifest.step);
         if self.path.filename() != Some(name.as_str()) {
-            return Err(wrong(format!("belongs to {name}")));
+            return Err(invalid(format!("belongs to {name}")));
         }
         for (name, file) in &manifest.files {
             let is_sum = file.sha256.len() == 64 && file.sha256.bytes().all(|b| b.is_ascii_hexdigit());
             if !is_sum || std::path::Path::new(name).file_name() != Some(name.as_ref()) || name == MANIFEST {
-                return Err(wrong(format!("names {name:?} with the checksum {:?}", file.sha256)));
+                return Err(invalid(format!("names {name:?} with the checksum {:?}", file.sha256)));
             }
         }
         if manifest.files.is_empty() {
-            return Err(wrong("names no file".into()));
+            return Err(invalid("names no file".into()));
         }
         Ok(manifest)
     }

@@ -67,7 +67,7 @@ impl Upload {
     /// The number of bytes of each file that have arrived.
     pub(crate) fn state(&self) -> Result<UploadState> {
         let hash = |folder: &Path| match fs::read(folder.join(MANIFEST)) {
-            Ok(text) => Ok(Some(sha256(&text))),
+            Ok(bytes) => Ok(Some(sha256(&bytes))),
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
             Err(e) => Err(e),
         };
@@ -77,8 +77,8 @@ impl Upload {
             ..UploadState::default()
         };
         for name in self.received_files()? {
-            if let Ok(about) = self.partial.join(&name).metadata() {
-                state.received.insert(name, about.len());
+            if let Ok(found) = self.partial.join(&name).metadata() {
+                state.received.insert(name, found.len());
             }
         }
         Ok(state)
@@ -97,23 +97,24 @@ impl Upload {
         Ok(names.into_iter().filter(|name| is_file(name)).collect())
     }
 
-    /// Begins an upload with its manifest. An earlier upload with another manifest is dropped.
+    /// Begins an upload with its manifest. An earlier upload with another manifest is dropped. `is_live`: whether the attempt may still
+    /// write.
     ///
     /// # Errors
-    /// The text is not a manifest of this checkpoint, or names files that are too large.
-    pub(crate) fn begin(&self, text: &[u8], is_live: bool) -> Result<()> {
-        let manifest = self.read_manifest(text)?;
+    /// The bytes are not a manifest of this checkpoint, or it names files that are too large.
+    pub(crate) fn begin(&self, bytes: &[u8], is_live: bool) -> Result<()> {
+        let manifest = self.read_manifest(bytes)?;
         self.may_replace(&manifest, is_live)?;
-        let _one_at_a_time = self.lock()?;
+        let _lock = self.lock()?;
         let path = self.partial.join(MANIFEST);
-        if fs::read(&path).is_ok_and(|before| before == text) {
+        if fs::read(&path).is_ok_and(|before| before == bytes) {
             return Ok(());
         }
         for name in self.received_files()? {
             fs::remove_file(self.partial.join(name))?;
         }
         let temporary = self.partial.join("MANIFEST.new");
-        fs::write(&temporary, text)?;
+        fs::write(&temporary, bytes)?;
         Ok(fs::rename(temporary, path)?)
     }
 
@@ -122,16 +123,16 @@ impl Upload {
     /// # Errors
     /// The upload was not begun, `offset` is not the file's size, or the file would be larger than in the manifest.
     pub(crate) fn append(&self, name: &str, offset: u64, piece: &[u8]) -> Result<u64> {
-        let _one_at_a_time = self.lock()?;
+        let _lock = self.lock()?;
         let manifest = self.manifest()?;
         let Some(wanted) = manifest.files.get(name) else {
             return Err(Refused::Wrong(format!("the manifest of checkpoint {} names no {name}", self.name)));
         };
         let path = self.partial.join(name);
         let mut file = File::options().write(true).create(true).truncate(false).open(&path)?;
-        let there = file.metadata()?.len();
-        if there != offset {
-            return Err(Refused::Offset(there));
+        let size = file.metadata()?.len();
+        if size != offset {
+            return Err(Refused::Offset(size));
         }
         let end = offset.saturating_add(piece.len() as u64);
         if end > wanted.size_bytes {
@@ -154,7 +155,7 @@ impl Upload {
     /// # Errors
     /// [`Refused::Damaged`] if the files do not match the manifest. The files are removed.
     pub(crate) fn commit(&self, is_live: bool) -> Result<()> {
-        let _one_at_a_time = self.lock()?;
+        let _lock = self.lock()?;
         let manifest = match self.manifest() {
             Ok(manifest) => manifest,
             // The upload was committed before, and only the response was lost.
@@ -173,15 +174,15 @@ impl Upload {
             File::open(self.partial.join(name))?.sync_all()?;
         }
         File::open(&self.partial)?.sync_all()?;
-        let Some(all) = self.complete.parent() else { return Err(Refused::Wrong("no folder".into())) };
-        fs::create_dir_all(all)?;
-        self.put()?;
-        Ok(File::open(all)?.sync_all()?)
+        let Some(parent) = self.complete.parent() else { return Err(Refused::Wrong("no folder".into())) };
+        fs::create_dir_all(parent)?;
+        self.rename_to_complete()?;
+        Ok(File::open(parent)?.sync_all()?)
     }
 
     /// Renames the folder to its final name. It may replace a checkpoint of the same step, from before the evaluation or of an earlier
     /// attempt.
-    fn put(&self) -> io::Result<()> {
+    fn rename_to_complete(&self) -> io::Result<()> {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
         if !self.complete.exists() {
             return fs::rename(&self.partial, &self.complete);
@@ -203,12 +204,12 @@ impl Upload {
             return Ok(());
         }
         let stored = match fs::read(self.complete.join(MANIFEST)) {
-            Ok(text) => self.read_manifest(&text)?,
+            Ok(bytes) => self.read_manifest(&bytes)?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(e) => return Err(e.into()),
         };
-        let weights = |of: &Manifest| -> Vec<_> {
-            let files = of.files.iter().filter(|(name, _)| name.as_str() != STATE);
+        let weights = |manifest: &Manifest| -> Vec<_> {
+            let files = manifest.files.iter().filter(|(name, _)| name.as_str() != STATE);
             files.map(|(name, file)| (name.clone(), file.sha256.clone())).collect()
         };
         (weights(manifest) == weights(&stored)).then_some(()).ok_or(Refused::Stored)
@@ -229,7 +230,7 @@ impl Upload {
 
     fn manifest(&self) -> Result<Manifest> {
         match fs::read(self.partial.join(MANIFEST)) {
-            Ok(text) => self.read_manifest(&text),
+            Ok(bytes) => self.read_manifest(&bytes),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 Err(Refused::Wrong(format!("send {MANIFEST} of checkpoint {} first", self.name)))
             }
@@ -237,13 +238,13 @@ impl Upload {
         }
     }
 
-    fn read_manifest(&self, text: &[u8]) -> Result<Manifest> {
+    fn read_manifest(&self, bytes: &[u8]) -> Result<Manifest> {
         let wrong =
             |detail: String| Refused::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
-        if text.len() > MANIFEST_BYTES {
-            return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are allowed", text.len())));
+        if bytes.len() > MANIFEST_BYTES {
+            return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are allowed", bytes.len())));
         }
-        let manifest: Manifest = serde_json::from_slice(text).map_err(|e| wrong(e.to_string()))?;
+        let manifest: Manifest = serde_json::from_slice(bytes).map_err(|e| wrong(e.to_string()))?;
         let name = checkpoint_files::folder_name(manifest.epoch, manifest.step);
         if name != self.name {
             return Err(wrong(format!("it belongs to {name}")));

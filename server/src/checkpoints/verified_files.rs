@@ -12,6 +12,7 @@ const MAX_REMEMBERED: usize = 4096;
 /// The identity of a file when it was read. Writing into a file changes its times, and replacing a file changes the inode.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct FileIdentity {
+    /// Device and inode.
     file: (u64, u64),
     size_bytes: u64,
     modified: (i64, i64),
@@ -20,12 +21,12 @@ struct FileIdentity {
 }
 
 impl FileIdentity {
-    fn of(about: &Metadata, sha256: &str) -> Self {
+    fn of(metadata: &Metadata, sha256: &str) -> Self {
         Self {
-            file: (about.dev(), about.ino()),
-            size_bytes: about.size(),
-            modified: (about.mtime(), about.mtime_nsec()),
-            changed: (about.ctime(), about.ctime_nsec()),
+            file: (metadata.dev(), metadata.ino()),
+            size_bytes: metadata.size(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
             sha256: sha256.to_owned(),
         }
     }
@@ -40,25 +41,25 @@ impl VerifiedFiles {
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file is damaged; the text says how. Other errors if the file cannot be read now.
-    pub(crate) async fn check(&self, path: PathBuf, written: &ManifestFile) -> io::Result<()> {
-        let about = tokio::fs::metadata(&path).await?;
-        if lock(&self.0).contains(&FileIdentity::of(&about, &written.sha256)) {
+    pub(crate) async fn check(&self, path: PathBuf, wanted: &ManifestFile) -> io::Result<()> {
+        let metadata = tokio::fs::metadata(&path).await?;
+        if lock(&self.0).contains(&FileIdentity::of(&metadata, &wanted.sha256)) {
             return Ok(());
         }
-        let wanted = written.clone();
-        let seen = move || {
+        let wanted = wanted.clone();
+        let verify = move || {
             let file = regular_files::open(&path)?;
             // Taken before reading, so that a file which changes while it is read is verified again.
-            let seen = FileIdentity::of(&file.metadata()?, &wanted.sha256);
+            let identity = FileIdentity::of(&file.metadata()?, &wanted.sha256);
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            verify(file, &name, &wanted).map(|()| seen)
+            verify(file, &name, &wanted).map(|()| identity)
         };
-        let seen = tokio::task::spawn_blocking(seen).await.map_err(io::Error::other)??;
+        let identity = tokio::task::spawn_blocking(verify).await.map_err(io::Error::other)??;
         let mut known = lock(&self.0);
         if known.len() >= MAX_REMEMBERED {
             known.clear();
         }
-        known.insert(seen);
+        known.insert(identity);
         Ok(())
     }
 }

@@ -22,8 +22,9 @@ pub(crate) struct Wait {
 pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
 
 impl CheckpointWaits {
-    /// The index of the first of these checkpoints for which the job has waited less than `most`. Starts the wait for checkpoints that are new.
-    pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], most: Duration) -> Option<usize> {
+    /// The index of the first of these checkpoints for which the job has waited less than `limit`. Starts the wait for checkpoints that are
+    /// new.
+    pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], limit: Duration) -> Option<usize> {
         if checkpoints.is_empty() {
             return None;
         }
@@ -33,7 +34,7 @@ impl CheckpointWaits {
         for checkpoint in checkpoints {
             since.entry(checkpoint.clone()).or_insert(now);
         }
-        checkpoints.iter().position(|checkpoint| since[checkpoint].elapsed() < most)
+        checkpoints.iter().position(|checkpoint| since[checkpoint].elapsed() < limit)
     }
 
     /// Forgets a job that has started, or whose checkpoints are not being uploaded.
@@ -53,21 +54,21 @@ mod tests {
 
     #[test]
     fn a_wait_that_has_ended_is_not_repeated_before_the_job_starts() {
-        let (waits, job, none) = (CheckpointWaits::default(), JobId::generate(), Duration::ZERO);
+        let (waits, job, zero) = (CheckpointWaits::default(), JobId::generate(), Duration::ZERO);
         let long = Duration::from_secs(600);
         let newest = ["1-30".to_owned(), "1-20".to_owned()];
         assert_eq!(waits.awaited(&job, &[], long), None);
         assert_eq!(waits.awaited(&job, &newest, long), Some(0));
         assert_eq!(
-            waits.awaited(&job, &newest, none),
+            waits.awaited(&job, &newest, zero),
             None,
             "there is no second wait for the older checkpoint"
         );
         // The wait continues when the job is checked again, also if its agent was offline meanwhile.
-        assert_eq!(waits.awaited(&job, &[], none), None);
+        assert_eq!(waits.awaited(&job, &[], zero), None);
         waits.keep(&HashSet::from([&job]));
         let first = lock(&waits.0)[&job]["1-30"];
-        assert_eq!(waits.awaited(&job, &newest, none), None);
+        assert_eq!(waits.awaited(&job, &newest, zero), None);
         assert_eq!(lock(&waits.0)[&job]["1-30"], first);
         // A checkpoint of a later attempt is waited for again.
         assert_eq!(waits.awaited(&job, &["2-40".to_owned()], long), Some(0));

@@ -29,7 +29,7 @@ impl PublicUrl {
     }
 }
 
-/// The format of an `Origin` header: without a path.
+/// Formats the URL as in an `Origin` header, without a path.
 impl fmt::Display for PublicUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.https { "https://" } else { "http://" })?;
@@ -45,19 +45,21 @@ impl FromStr for PublicUrl {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = |why: &str| Err(format!("{why}; an example is https://lockstep.example.org"));
+        let invalid = |rule: &str| Err(format!("{rule}; an example is https://lockstep.example.org"));
         let (https, rest) = match text.split_once("://") {
             Some((scheme, rest)) if scheme.eq_ignore_ascii_case("https") => (true, rest),
             Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => (false, rest),
-            _ => return wrong("it begins with https:// or http://"),
+            _ => return invalid("it must begin with https:// or http://"),
         };
         let authority = rest.strip_suffix('/').unwrap_or(rest);
         if authority.contains(['/', '?', '#']) {
-            return wrong("it has no path: the dashboard is served at the root of its host");
+            return invalid("it must not have a path, because the dashboard is at the root of the host");
         }
-        let Some((host, port)) = host_and_port(authority) else { return wrong("it has no host") };
-        let usual = if https { 443 } else { 80 };
-        Ok(Self { https, host: host.to_ascii_lowercase(), port: port.filter(|port| *port != usual) })
+        let Some((host, port)) = host_and_port(authority) else {
+            return invalid("it must have a valid host, optionally with a port");
+        };
+        let default_port = if https { 443 } else { 80 };
+        Ok(Self { https, host: host.to_ascii_lowercase(), port: port.filter(|port| *port != default_port) })
     }
 }
 
@@ -71,8 +73,8 @@ pub(crate) fn host_and_port(authority: &str) -> Option<(&str, Option<u16>)> {
         }
         None => {
             let (host, port) = authority.split_at(authority.find(':').unwrap_or(authority.len()));
-            let name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
-            if host.is_empty() || !host.bytes().all(name) {
+            let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
+            if host.is_empty() || !host.bytes().all(is_allowed) {
                 return None;
             }
             (host, port)
@@ -106,14 +108,15 @@ impl FromStr for Network {
         match network {
             Err(_) => Err(format!("{text:?} is neither a network nor an address; an example is 10.0.0.0/8")),
             Ok(network) if network.prefix_len() == 0 => {
-                Err("a network of all addresses would let every client choose its own address".into())
+                let why = "because every client could then pretend to have any address";
+                Err(format!("{text:?} must not contain all addresses, {why}; name the proxies' networks"))
             }
             Ok(network) => Ok(Self(network)),
         }
     }
 }
 
-/// The address for rate limits. For IPv6 it is the /64 network, because a client has 2^64 addresses.
+/// The address for rate limits. For IPv6 it is the /64 network, because one client can use all addresses of such a network.
 pub(crate) fn client_key(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64)),
@@ -121,13 +124,13 @@ pub(crate) fn client_key(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Parses an address from `X-Forwarded-For`, which may have a port.
+/// Parses an address, with or without a port, from `X-Forwarded-For`.
 pub(crate) fn forwarded_address(text: &str) -> Option<IpAddr> {
     let text = text.trim();
-    let alone = || text.parse().ok();
+    let without_port = || text.parse().ok();
     let bracketed = || text.strip_prefix('[')?.strip_suffix(']')?.parse().ok().map(IpAddr::V6);
     let with_port = || text.parse::<SocketAddr>().ok().map(|address| address.ip());
-    alone().or_else(bracketed).or_else(with_port).map(|address: IpAddr| address.to_canonical())
+    without_port().or_else(bracketed).or_else(with_port).map(|address: IpAddr| address.to_canonical())
 }
 
 #[cfg(test)]

@@ -140,7 +140,7 @@ pub struct ServeConfig {
     pub checkpoint_wait: Duration,
     /// A stream whose client reads nothing for this long is closed. The client can reconnect and continue.
     pub stream_patience: Duration,
-    /// How long a job's points remain in its events, and so in its stream, after its end. Metrics keep them for ever.
+    /// How long a job's points remain in its events, and thus in its stream, after the job's end. Its metrics keep the points for ever.
     pub keep_points: Duration,
     /// A run from elsewhere whose program sends nothing for this long counts as failed until it sends again.
     pub run_silence: Duration,
@@ -165,7 +165,7 @@ pub struct ServeConfig {
     pub webhooks_allow_private: bool,
     /// The mail server for e-mail of webhooks. `None`: webhooks cannot send e-mail.
     pub smtp: Option<SmtpConfig>,
-    /// The pause after each failed attempt to send a message of a webhook. The number of attempts is one more.
+    /// The pause after each failed attempt to send a message of a webhook. There is one more attempt than pauses.
     pub webhook_retries: Vec<Duration>,
     /// Pictures that come with the program, which are registered if the server has no dataset.
     pub bundled: Option<Bundled>,
@@ -250,19 +250,20 @@ impl ServeConfig {
 
     /// Refuses options about agents' certificates that contradict each other or have no effect.
     fn check_agent_auth(&self) -> Result<(), String> {
-        let wants = [
+        let tls_options = [
             (self.agent_ca.is_some(), "--agent-ca"),
             (self.agent_auth.is_some_and(|auth| auth != AgentAuth::Token), "--agent-auth"),
             (self.tls_suites.is_some(), "--tls-suites"),
             (self.tls_lowest != TlsVersion::default(), "--tls-min-version"),
         ];
-        if let (None, Some((_, option))) = (&self.tls, wants.iter().find(|(given, _)| *given)) {
+        if let (None, Some((_, option))) = (&self.tls, tls_options.iter().find(|(given, _)| *given)) {
             return Err(format!(
-                "{option} is about TLS; give a certificate with --tls-cert and --tls-key, or use --tls-own-ca"
+                "{option} needs TLS; give a certificate with --tls-cert and --tls-key, or use --tls-own-ca"
             ));
         }
         if self.agent_crl.is_some() && self.agent_ca.is_none() {
-            return Err("--agent-crl is the list of --agent-ca; the server's own authority has its own (`lockstep ca revoke`)".into());
+            let own = "certificates of the server's own authority are revoked with `lockstep ca revoke`";
+            return Err(format!("--agent-crl revokes certificates of --agent-ca, which is missing; {own}"));
         }
         if self.agent_ca.is_some() && !self.agents_show_certificates() {
             return Err("--agent-ca has no effect with --agent-auth token; leave out one of the two".into());

@@ -42,19 +42,20 @@ impl FromStr for Issuer {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = |why: &str| Err(format!("{why}; an example is https://keycloak.example.org/realms/team"));
+        let invalid =
+            |why: &str| Err(format!("{why}; an example is https://keycloak.example.org/realms/team"));
         let url = match Url::parse(text) {
             Ok(url) => url,
-            Err(error) => return wrong(&error.to_string()),
+            Err(error) => return invalid(&error.to_string()),
         };
-        let Some(host) = url.host_str() else { return wrong("it has no host") };
+        let Some(host) = url.host_str() else { return invalid("it must have a host") };
         if url.query().is_some() || url.fragment().is_some() || !url.username().is_empty() {
-            return wrong("an issuer has no query, no fragment and no user name");
+            return invalid("it must not have a query, a fragment or a user name");
         }
         match url.scheme() {
             "https" => {}
             "http" if is_loopback(&url) => {}
-            _ => return wrong("it begins with https:// (http:// only for a provider on this machine)"),
+            _ => return invalid("it must begin with https:// (http:// only for a provider on this machine)"),
         }
         Ok(Self { host: host.to_owned(), text: text.to_owned() })
     }

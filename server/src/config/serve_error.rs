@@ -1,4 +1,4 @@
-//! Errors for which `lockstep serve` does not start, or ends.
+//! Errors that keep `lockstep serve` from starting, or end it.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -20,9 +20,9 @@ pub enum ServeError {
     )]
     OpenToOthers,
     #[error(
-        "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give it a \
-         certificate with --tls-cert and --tls-key, or have it make its own with --tls-own-ca, or name the proxy that \
-         encrypts with --trusted-proxy; --insecure-http allows unencrypted connections"
+        "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give the server \
+         a certificate with --tls-cert and --tls-key, or let it make its own with --tls-own-ca, or name the proxy that terminates \
+         TLS with --trusted-proxy; --insecure-http allows unencrypted connections"
     )]
     Plaintext(IpAddr),
     /// The options of the OpenID provider are wrong.
@@ -40,7 +40,7 @@ pub enum ServeError {
     #[error("the data directory {} cannot be used: {source}; make it writable or choose another with --data-dir", path.display())]
     DataDir { path: PathBuf, source: std::io::Error },
     #[error(
-        "the data directory {} is in use by another lockstep server{}; stop that one or choose another with --data-dir",
+        "the data directory {} is in use by another lockstep server{}; stop that server or choose another directory with --data-dir",
         path.display(),
         .pid.as_ref().map(|p| format!(" (process {p})")).unwrap_or_default()
     )]
@@ -65,9 +65,9 @@ pub enum ServeError {
     )]
     DatabaseTooNew {
         path: String,
-        /// The newest migration in it.
+        /// The newest migration of the database.
         found: i64,
-        /// The newest migration here.
+        /// The newest migration that this version has.
         known: i64,
     },
     #[error(
@@ -77,13 +77,13 @@ pub enum ServeError {
     )]
     DatabaseHalfMigrated { path: String, version: i64 },
     #[error(
-        "the database {path} was made by another build of lockstep: its migration {version} is not the one that this \
-         build has; use the build that made it, or back up with that one and restore into a new database with this one"
+        "the database {path} was made by another build of lockstep: its migration {version} differs from this build's; use the \
+         build that made the database, or back up with that build and restore into a new database with this build"
     )]
     DatabaseOfAnotherBuild { path: String, version: i64 },
     /// Another server, or another command of this program, uses the database.
     #[error(
-        "the database {path} is in use by another lockstep server{}; stop that one, or name another with --database",
+        "the database {path} is in use by another lockstep server{}; stop that server, or name another database with --database",
         .by.as_ref().map(|by| format!(" ({by})")).unwrap_or_default()
     )]
     DatabaseInUse {
@@ -104,25 +104,25 @@ pub enum ServeError {
         lock: PathBuf,
     },
     #[error(
-        "the database {path} is damaged ({detail}): put back a copy of the file with its -wal, or bring a backup into a new database \
+        "the database {path} is damaged ({detail}): put back a copy of the file with its -wal, or restore a backup into a new database \
          (`lockstep restore FILE --database URL`), and check the disk (smartctl, dmesg)"
     )]
     DatabaseDamaged { path: String, detail: String },
     #[error(
-        "the database {path} has nothing in it, and the data directory {} has folders of jobs ({job}): the database was lost, or it is \
-         another one; name the right one with --database, bring a backup into this one (`lockstep restore FILE`), or choose another \
-         --data-dir. To begin again here, move {}/jobs away", data_dir.display(), data_dir.display()
+        "the database {path} is empty, but the data directory {} has folders of jobs (such as {job}): the database was lost, or this \
+         is the wrong database; name the right one with --database, restore a backup into this one (`lockstep restore FILE`), or \
+         choose another --data-dir. To begin with an empty database, move {}/jobs away", data_dir.display(), data_dir.display()
     )]
     DatabaseEmpty {
         path: String,
         data_dir: PathBuf,
-        /// One of its jobs.
+        /// A job that has a folder in the data directory.
         job: String,
     },
     #[error("the database {path} cannot be opened: {detail}")]
     Database { path: String, detail: String },
     #[error(
-        "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"
+        "the token of this machine cannot be stored: {0}; make the file `token` of the data directory writable, or remove it"
     )]
     Token(#[source] std::io::Error),
     /// The server was running and could not continue.

@@ -46,17 +46,17 @@ impl FromStr for TlsSuites {
     /// Parses names of the IANA or of OpenSSL, separated by commas or colons.
     fn from_str(text: &str) -> Result<Self, String> {
         if text.len() > MAX_LIST_BYTES {
-            return Err(format!("a list of suites has at most {MAX_LIST_BYTES} bytes"));
+            return Err(format!("a list of suites must have at most {MAX_LIST_BYTES} bytes"));
         }
         let known = &provider().cipher_suites;
         let mut suites: Vec<SupportedCipherSuite> = Vec::new();
         for name in text.split([',', ':']).map(str::trim).filter(|name| !name.is_empty()) {
             let found = known.iter().find(|suite| names(suite).iter().any(|n| n.eq_ignore_ascii_case(name)));
             let Some(found) = found else {
-                let known: Vec<_> = known.iter().map(iana).collect();
+                let supported: Vec<_> = known.iter().map(iana).collect();
                 return Err(format!(
                     "{name:?} is not a supported cipher suite; the supported suites are {}",
-                    known.join(", ")
+                    supported.join(", ")
                 ));
             };
             if !suites.contains(found) {
@@ -111,14 +111,14 @@ pub(crate) fn offered(
     if lowest == TlsVersion::V1_3 {
         provider.cipher_suites.retain(|suite| suite.tls13().is_some());
     }
-    // Suites before TLS 1.3 require a kind of key.
-    let signs = match key.key.algorithm() {
+    // The name of a suite before TLS 1.3 contains the kind of key that the suite requires.
+    let key_kind = match key.key.algorithm() {
         SignatureAlgorithm::RSA => "_RSA_",
         _ => "_ECDSA_",
     };
     let has = |version: &SupportedProtocolVersion| {
         provider.cipher_suites.iter().any(|suite| {
-            suite.version() == version && (suite.tls13().is_some() || iana(suite).contains(signs))
+            suite.version() == version && (suite.tls13().is_some() || iana(suite).contains(key_kind))
         })
     };
     let versions: Vec<_> = [&TLS13, &TLS12].into_iter().filter(|version| has(version)).collect();
@@ -132,7 +132,7 @@ pub(crate) fn offered(
             TlsVersion::V1_2 => format!(
                 "--tls-suites has no suite for the kind of key of this server's certificate; add one with {} in its name, or one of \
                  TLS 1.3 such as TLS_AES_256_GCM_SHA384",
-                signs.trim_matches('_')
+                key_kind.trim_matches('_')
             ),
         });
     }

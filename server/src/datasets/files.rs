@@ -94,7 +94,7 @@ impl Tree {
         Ok(names.into_iter().filter(|name| self.root.join(name).exists()).collect())
     }
 
-    /// The file or folder at `path`, an entry of a folder that was entered.
+    /// The metadata of a file or folder in the list. If `path` is a link, the metadata of the link's target.
     fn stat(&self, path: &Path) -> Result<Metadata, String> {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let full = self.root.join(path);
@@ -144,24 +144,25 @@ impl Tree {
 
     /// Opens a file by its path in the list. Links are resolved first; a part of the path that becomes a link after that is not followed.
     fn file(&self, path: &str) -> Result<File, String> {
-        let is_one = self.has(path);
+        let may_be_listed = self.has(path);
         let path = Path::new(path);
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
-        if !is_one || !is_below || path.as_os_str().is_empty() {
+        if !may_be_listed || !is_below || path.as_os_str().is_empty() {
             return Err(format!("{} is not a file of the dataset", path.display()));
         }
         let real = self.real(path)?;
         let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
         let Some(name) = real.file_name() else { return Err(format!("{} is a folder", path.display())) };
         // Every folder is opened, from `/` on, because a folder above the root may become a link, too. `O_PATH` needs no right to read.
-        let folder = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let mut at = rustix::fs::open("/", folder, Mode::empty()).map_err(failed)?;
+        let folder_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut folder = rustix::fs::open("/", folder_flags, Mode::empty()).map_err(failed)?;
         for part in self.root.iter().skip(1).chain(real.parent().into_iter().flatten()) {
-            at = rustix::fs::openat(&at, part, folder, Mode::empty()).map_err(failed)?;
+            folder = rustix::fs::openat(&folder, part, folder_flags, Mode::empty()).map_err(failed)?;
         }
         // `NONBLOCK`: opening a named pipe does not wait. `NOCTTY`: a terminal does not become the controlling terminal.
-        let regular = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        Ok(File::from(rustix::fs::openat(&at, name, regular, Mode::empty()).map_err(failed)?))
+        let file_flags =
+            OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        Ok(File::from(rustix::fs::openat(&folder, name, file_flags, Mode::empty()).map_err(failed)?))
     }
 }
 
@@ -190,7 +191,8 @@ fn unicode(name: &std::ffi::OsStr) -> Result<String, String> {
 /// The list of a dataset's files. It is produced while it is sent, so each folder is read when the list reaches it.
 pub(crate) struct List {
     tree: Tree,
-    most: u64,
+    /// Maximum number of files and folders.
+    max_entries: u64,
     /// The folders that are not listed to their end, each with its path and its remaining names.
     open: Vec<(PathBuf, vec::IntoIter<String>)>,
     /// Number and total size of the files listed so far.
@@ -202,11 +204,11 @@ pub(crate) struct List {
 }
 
 impl List {
-    /// Opens the list of a dataset with at most `most` files and folders. `None` if a pattern has no files.
+    /// Opens the list of a dataset with at most `max_entries` files and folders. `None` if a pattern has no files.
     ///
     /// # Errors
     /// The pattern is invalid.
-    pub(crate) fn open(tree: Tree, most: u64) -> Result<Option<Self>, String> {
+    pub(crate) fn open(tree: Tree, max_entries: u64) -> Result<Option<Self>, String> {
         let mut open = Vec::new();
         if tree.kind != Kind::Folder {
             let names = tree.names()?;
@@ -215,7 +217,7 @@ impl List {
             }
             open.push((PathBuf::new(), names.into_iter()));
         }
-        Ok(Some(Self { tree, most, open, files: 0, bytes: 0, folders: 0, begun: false, ended: false }))
+        Ok(Some(Self { tree, max_entries, open, files: 0, bytes: 0, folders: 0, begun: false, ended: false }))
     }
 
     /// The next lines of the list, or `None` at its end.
@@ -268,11 +270,10 @@ impl List {
         }
     }
 
-    /// # Errors
-    /// With `more` further entries, the dataset has too many files and folders.
+    /// Checks that the entries listed so far and `more` further entries are not too many.
     fn check_count(&self, more: usize) -> Result<(), String> {
-        match self.files + self.folders + more as u64 > self.most {
-            true => Err(format!("it has more than {} files and folders", self.most)),
+        match self.files + self.folders + more as u64 > self.max_entries {
+            true => Err(format!("it has more than {} files and folders", self.max_entries)),
             false => Ok(()),
         }
     }
@@ -312,16 +313,16 @@ impl Parts {
         let mut out = Vec::new();
         while !self.ended && out.len() < READ_BYTES {
             let Some(part) = self.parts.next() else { break };
-            // A part is read before it is announced, so that a read error is reported to the agent. The agent would request a truncated
-            // response again and again.
+            // A part is read whole before it is sent, so that a read error is reported to the agent. If the response were truncated
+            // instead, the agent would request it again and again.
             let begin = out.len();
             out.push(PART_FOLLOWS);
-            if let Err((code, words)) = self.read(&part, &mut out) {
+            if let Err((code, message)) = self.read(&part, &mut out) {
                 self.ended = true;
                 out.truncate(begin);
                 out.push(code);
-                out.extend_from_slice(&u32::try_from(words.len()).unwrap_or(0).to_be_bytes());
-                out.extend_from_slice(words.as_bytes());
+                out.extend_from_slice(&u32::try_from(message.len()).unwrap_or(0).to_be_bytes());
+                out.extend_from_slice(message.as_bytes());
             }
         }
         Ok((!out.is_empty()).then_some(out))
@@ -338,7 +339,7 @@ impl Parts {
             Ok(file) => file,
             // The file was removed after it was listed. The agent then requests a new list.
             Err(_) if self.tree.has(&part.path) && self.tree.is_gone(&part.path) => return Err(changed()),
-            Err(words) => return Err((PART_REFUSED, words)),
+            Err(message) => return Err((PART_REFUSED, message)),
         };
         let found = file.metadata().map_err(failed)?;
         if !found.is_file()

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 #[derive(Debug, Default)]
 pub(crate) struct Inspections(Mutex<Known>);
 
-/// The known inspections, and the number that were begun.
+/// The inspections that are running or have just ended, and how many were begun.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     pub(crate) inspections: HashMap<String, Inspection>,
@@ -53,14 +53,14 @@ impl Inspections {
     pub(crate) fn ahead(&self, path: &str, agent: &Online) -> usize {
         let all = self.lock();
         let Some(own) = all.inspections.get(path) else { return 0 };
-        let same = |inspection: &&Inspection| {
+        let is_same_agent = |inspection: &&Inspection| {
             inspection.agent.get().is_some_and(|other| other.connection == agent.connection)
         };
         let before = all
             .inspections
             .values()
             .filter(|inspection| inspection.number < own.number && !inspection.has_ended());
-        before.filter(same).count()
+        before.filter(is_same_agent).count()
     }
 }
 

@@ -1,5 +1,5 @@
-//! The dataset of a job at the job's first start, in the job's folder. Datasets of machines on which the job starts later are compared with
-//! it.
+//! The note in a job's folder about the job's dataset at its first start. When the job starts on another machine later, the dataset of that
+//! machine is compared with the note.
 
 use crate::util::lock;
 use lockstep_protocol::dataset::{DATASET_NOTE, DatasetNote};
@@ -16,13 +16,13 @@ static NOTE_LOCK: Mutex<()> = Mutex::new(());
 /// Stores the note of a job's first start, if the job has no note yet. If the stored note has another dataset, returns its description.
 pub(crate) fn keep_dataset_note(job_dir: &Path, own: &DatasetNote) -> io::Result<Option<String>> {
     let _one_at_a_time = lock(&NOTE_LOCK);
-    let text = match fs::read(job_dir.join(DATASET_NOTE)) {
-        Ok(text) => text,
+    let bytes = match fs::read(job_dir.join(DATASET_NOTE)) {
+        Ok(bytes) => bytes,
         Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
         Err(error) => return Err(error),
     };
     // A note that was damaged by a loss of power is replaced. Otherwise the job could never start again.
-    let Ok(kept) = serde_json::from_slice::<DatasetNote>(&text) else {
+    let Ok(kept) = serde_json::from_slice::<DatasetNote>(&bytes) else {
         write(job_dir, &serde_json::to_vec(own)?)?;
         return Ok(None);
     };
@@ -30,17 +30,17 @@ pub(crate) fn keep_dataset_note(job_dir: &Path, own: &DatasetNote) -> io::Result
 }
 
 /// Writes a note. The temporary file is synced before it replaces the old note.
-fn write(job_dir: &Path, text: &[u8]) -> io::Result<()> {
+fn write(job_dir: &Path, note: &[u8]) -> io::Result<()> {
     let temporary = job_dir.join("dataset.new");
     let written = File::create(&temporary).and_then(|mut file| {
-        file.write_all(text)?;
+        file.write_all(note)?;
         file.sync_all()
     });
-    let kept = written.and_then(|()| fs::rename(&temporary, job_dir.join(DATASET_NOTE)));
-    if kept.is_err() {
+    let replaced = written.and_then(|()| fs::rename(&temporary, job_dir.join(DATASET_NOTE)));
+    if replaced.is_err() {
         let _ = fs::remove_file(&temporary);
     }
-    kept?;
+    replaced?;
     File::open(job_dir)?.sync_all()
 }
 

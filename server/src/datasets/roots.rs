@@ -20,7 +20,7 @@ const LINKS_TIMEOUT: Duration = Duration::from_secs(3);
 const OWN_DATA: &str = "is a path in the server's own data directory, which also holds private weights: give the checkpoint's id instead";
 /// Name of the file of weights in a folder.
 const WEIGHTS: &str = "model.safetensors";
-const INSTEAD: &str = "a checkpoint's id can be given everywhere";
+const ALTERNATIVE: &str = "a checkpoint's id is always allowed";
 
 /// The folders that may contain datasets.
 #[derive(Debug, Clone)]
@@ -62,8 +62,8 @@ impl DatasetRoots {
         if self.bundled.as_deref() == Some(Path::new(path)) {
             return Ok(());
         }
-        if leads_astray(Path::new(path)) {
-            return Err("has .. after a {, which may lead elsewhere; write the folder out".into());
+        if has_parent_after_brace(Path::new(path)) {
+            return Err("must not have .. after a {; write the folder's path without ..".into());
         }
         if self.roots.is_empty() {
             return if self.may_name(caller) {
@@ -93,8 +93,8 @@ impl DatasetRoots {
     /// # Errors
     /// The path is not allowed. The text says what can be given instead.
     pub(crate) async fn check_weights(&self, path: &str, caller: &Caller) -> Result<(), String> {
-        let leads = leads_to(path).await;
-        if !caller.sees_all() && leads.iter().any(|to| self.is_own(to)) {
+        let targets = weights_targets(path).await;
+        if !caller.sees_all() && targets.iter().any(|target| self.is_in_data_dir(target)) {
             return Err(OWN_DATA.into());
         }
         if self.roots.is_empty() {
@@ -102,11 +102,11 @@ impl DatasetRoots {
                 true => Ok(()),
                 false => Err(format!(
                     "is a path, which only admins may give: this server names no folders that files may come from \
-                     (`lockstep serve --dataset-root DIR`); {INSTEAD}"
+                     (`lockstep serve --dataset-root DIR`); {ALTERNATIVE}"
                 )),
             };
         }
-        self.check_leads(path, &leads)
+        self.check_targets(path, &targets)
     }
 
     /// Checks a job's path of weights again when the job starts: a link may have been made after its submission.
@@ -117,20 +117,20 @@ impl DatasetRoots {
         if self.roots.is_empty() {
             return Ok(());
         }
-        match tokio::time::timeout(LINKS_TIMEOUT, leads_to(path)).await {
-            Ok(leads) => self.check_leads(path, &leads),
+        match tokio::time::timeout(LINKS_TIMEOUT, weights_targets(path)).await {
+            Ok(targets) => self.check_targets(path, &targets),
             Err(_) => Ok(()),
         }
     }
 
-    fn check_leads(&self, path: &str, leads: &[PathBuf]) -> Result<(), String> {
-        if !self.is_written_out(path) && leads.iter().any(|to| self.is_own(to)) {
+    fn check_targets(&self, path: &str, targets: &[PathBuf]) -> Result<(), String> {
+        if !self.is_written_out(path) && targets.iter().any(|target| self.is_in_data_dir(target)) {
             return Err(OWN_DATA.into());
         }
-        match leads.iter().all(|to| self.has(to)) {
+        match targets.iter().all(|target| self.has(target)) {
             true => Ok(()),
             false => {
-                Err(format!("{}; {INSTEAD}", self.refusal(&format!("{path}, or where its links lead,"))))
+                Err(format!("{}; {ALTERNATIVE}", self.refusal(&format!("{path}, or where its links lead,"))))
             }
         }
     }
@@ -164,8 +164,8 @@ impl DatasetRoots {
             return Ok(());
         }
         let asked = PathBuf::from(path);
-        let leads = tokio::task::spawn_blocking(move || resolved(&asked));
-        match tokio::time::timeout(LINKS_TIMEOUT, leads).await {
+        let target = tokio::task::spawn_blocking(move || resolved(&asked));
+        match tokio::time::timeout(LINKS_TIMEOUT, target).await {
             Ok(Ok(real)) if real == plain(Path::new(path)) || self.has(&real) => Ok(()),
             // The process that opens the files checks their links, too.
             Err(_) => Ok(()),
@@ -174,7 +174,7 @@ impl DatasetRoots {
     }
 
     /// Whether a path without links is in the data directory.
-    fn is_own(&self, path: &Path) -> bool {
+    fn is_in_data_dir(&self, path: &Path) -> bool {
         path.starts_with(&self.data_dir.1)
     }
 
@@ -185,14 +185,14 @@ impl DatasetRoots {
         is_below && path.components().all(|part| part != Component::ParentDir)
     }
 
-    /// Checks that files may be used which a machine found at `path`, a path without links.
+    /// Checks that files which a machine found at `path` may be used. The path has no links.
     ///
     /// # Errors
     /// The path is not allowed. The text names the allowed folders.
     pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
         let path_found = plain(Path::new(path));
         let is_ours = self.bundled.as_ref() == Some(&path_found) || self.upload(path).is_some();
-        let is_below = self.has(&path_found) && !leads_astray(Path::new(path));
+        let is_below = self.has(&path_found) && !has_parent_after_brace(Path::new(path));
         match self.roots.is_empty() || is_ours || is_below {
             true => Ok(()),
             false => Err(self.refusal(&format!("it is {path} on the machine that has it, which"))),
@@ -207,7 +207,7 @@ impl DatasetRoots {
         Some(self.uploads.join(folder))
     }
 
-    /// Whether a path is a root or below a root. Names of folders are compared whole.
+    /// Whether a path is a root or below a root. `/data2` is not below `/data`.
     fn has(&self, path: &Path) -> bool {
         self.roots.iter().any(|(given, resolved)| path.starts_with(given) || path.starts_with(resolved))
     }
@@ -223,21 +223,22 @@ impl DatasetRoots {
 
 /// A path of weights with its links resolved, and the resolved path of the file that is read if the path is a folder. Paths that do not
 /// exist are resolved, too, so that a refusal does not reveal which paths exist.
-async fn leads_to(path: &str) -> [PathBuf; 2] {
+async fn weights_targets(path: &str) -> [PathBuf; 2] {
     let path = PathBuf::from(path);
     // A file system that does not respond must not delay other requests.
-    let leads = tokio::task::spawn_blocking(move || {
+    let targets = tokio::task::spawn_blocking(move || {
         let path = std::path::absolute(&path).unwrap_or(path);
         [resolved(&path), resolved(&path.join(WEIGHTS))]
     });
-    // Empty paths, which no root contains, if the task was cancelled.
-    leads.await.unwrap_or_default()
+    // If the task was cancelled: empty paths, which no root contains.
+    targets.await.unwrap_or_default()
 }
 
 /// Whether `..` follows a brace of a pattern. The text in braces may contain `/`, and then `..` leads to an unexpected folder.
-fn leads_astray(path: &Path) -> bool {
-    let behind = path.components().skip_while(|part| !part.as_os_str().as_encoded_bytes().contains(&b'{'));
-    behind.into_iter().any(|part| part == Component::ParentDir)
+fn has_parent_after_brace(path: &Path) -> bool {
+    let mut from_brace =
+        path.components().skip_while(|part| !part.as_os_str().as_encoded_bytes().contains(&b'{'));
+    from_brace.any(|part| part == Component::ParentDir)
 }
 
 /// A path without `.`, `..` and links, as far as the path exists on this machine. A link is followed even if its target does not exist:
@@ -245,34 +246,34 @@ fn leads_astray(path: &Path) -> bool {
 pub(crate) fn resolved(path: &Path) -> PathBuf {
     let parts =
         |path: &Path| -> Vec<_> { path.components().rev().map(|part| part.as_os_str().to_owned()).collect() };
-    let (mut whole, mut ahead, mut links) = (PathBuf::new(), parts(path), 0);
-    while let Some(part) = ahead.pop() {
-        Path::new(&part).components().for_each(|part| step(&mut whole, part));
+    let (mut done, mut remaining, mut links) = (PathBuf::new(), parts(path), 0);
+    while let Some(part) = remaining.pop() {
+        Path::new(&part).components().for_each(|part| push(&mut done, part));
         if links < MAX_LINKS
-            && let Ok(target) = whole.read_link()
+            && let Ok(target) = done.read_link()
         {
             links += 1;
-            whole.pop();
-            ahead.extend(parts(&target));
+            done.pop();
+            remaining.extend(parts(&target));
         }
     }
-    whole
+    done
 }
 
 /// A path without `.` and `..`.
 fn plain(path: &Path) -> PathBuf {
-    let mut whole = PathBuf::new();
-    path.components().for_each(|part| step(&mut whole, part));
-    whole
+    let mut done = PathBuf::new();
+    path.components().for_each(|part| push(&mut done, part));
+    done
 }
 
-fn step(whole: &mut PathBuf, part: Component<'_>) {
+fn push(path: &mut PathBuf, part: Component<'_>) {
     match part {
         Component::ParentDir => {
-            whole.pop();
+            path.pop();
         }
         Component::CurDir => {}
-        other => whole.push(other),
+        other => path.push(other),
     }
 }
 
@@ -309,9 +310,9 @@ mod tests {
         for n in 2..=MAX_LINKS + 1 {
             symlink(at(format!("root/{}", n - 1)), at(format!("root/{n}"))).unwrap();
         }
-        let some = roots(&[&at("root".into())], "127.0.0.1:0");
+        let allowed = roots(&[&at("root".into())], "127.0.0.1:0");
         let may = async |n: usize| {
-            some.check_asked(at(format!("root/{n}")).to_str().unwrap(), &Caller::anybody()).await
+            allowed.check_asked(at(format!("root/{n}")).to_str().unwrap(), &Caller::anybody()).await
         };
         let why = may(MAX_LINKS).await.expect_err("it leads outside");
         assert!(why.contains("--dataset-root"), "{why}");
@@ -333,8 +334,8 @@ mod tests {
         symlink(at("outside"), at("root/link")).unwrap();
         symlink(at("root/set"), at("way-in")).unwrap();
         symlink(at("real"), at("linked-root")).unwrap();
-        let some = roots(&[&at("root"), &at("linked-root")], "127.0.0.1:0");
-        let may = async |path: PathBuf| some.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
+        let allowed = roots(&[&at("root"), &at("linked-root")], "127.0.0.1:0");
+        let may = async |path: PathBuf| allowed.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
         for good in [
             "root",
             "root/set",
@@ -359,10 +360,10 @@ mod tests {
             assert!(why.contains(at("root").to_str().unwrap()) && why.contains("--dataset-root"), "{why}");
         }
         assert!(may("/".into()).await.is_err() && may("/etc".into()).await.is_err());
-        // Paths reported by the machine with the files, which may not exist on this one.
-        assert_eq!(some.check_found(at("real/x").to_str().unwrap()), Ok(()));
-        assert!(some.check_found(at("outside").to_str().unwrap()).is_err());
-        assert!(some.check_found(at("root/../outside").to_str().unwrap()).is_err());
+        // Paths reported by the machine with the files, which may not exist on this machine.
+        assert_eq!(allowed.check_found(at("real/x").to_str().unwrap()), Ok(()));
+        assert!(allowed.check_found(at("outside").to_str().unwrap()).is_err());
+        assert!(allowed.check_found(at("root/../outside").to_str().unwrap()).is_err());
     }
 
     #[tokio::test]
@@ -373,33 +374,33 @@ mod tests {
         std::fs::write(at("there"), "weights").unwrap();
         symlink(at("there"), at("link")).unwrap();
         symlink(at("there"), at("root/link")).unwrap();
-        let some = roots(&[Path::new(&at("root"))], "127.0.0.1:0");
+        let allowed = roots(&[Path::new(&at("root"))], "127.0.0.1:0");
         let anybody = Caller::anybody();
         for known in ["there", "link"] {
             let same = |why: String| why.replace(&at(known), &at("missing"));
             for name in ["missing", known] {
-                assert!(some.check_weights(&at(name), &anybody).await.is_err(), "{name}");
+                assert!(allowed.check_weights(&at(name), &anybody).await.is_err(), "{name}");
             }
             let (weights, folder) = (
-                some.check_weights(&at(known), &anybody).await,
-                some.check_asked(&at(known), &anybody).await,
+                allowed.check_weights(&at(known), &anybody).await,
+                allowed.check_asked(&at(known), &anybody).await,
             );
-            assert_eq!(weights.map_err(same), some.check_weights(&at("missing"), &anybody).await);
-            assert_eq!(folder.map_err(same), some.check_asked(&at("missing"), &anybody).await);
+            assert_eq!(weights.map_err(same), allowed.check_weights(&at("missing"), &anybody).await);
+            assert_eq!(folder.map_err(same), allowed.check_asked(&at("missing"), &anybody).await);
         }
-        assert!(some.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
+        assert!(allowed.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
         // A link below a root is refused with the same message, whether its target exists or not.
         symlink(at("missing"), at("root/dangling")).unwrap();
-        let link = some.check_asked(&at("root/link"), &anybody).await.unwrap_err();
-        let dangling = some.check_asked(&at("root/dangling"), &anybody).await.unwrap_err();
+        let link = allowed.check_asked(&at("root/link"), &anybody).await.unwrap_err();
+        let dangling = allowed.check_asked(&at("root/dangling"), &anybody).await.unwrap_err();
         assert_eq!(link.replace(&at("there"), &at("missing")), dangling);
-        let link = some.check_weights(&at("root/link"), &anybody).await.unwrap_err();
-        let dangling = some.check_weights(&at("root/dangling"), &anybody).await.unwrap_err();
+        let link = allowed.check_weights(&at("root/link"), &anybody).await.unwrap_err();
+        let dangling = allowed.check_weights(&at("root/dangling"), &anybody).await.unwrap_err();
         assert_eq!(link.replace(&at("root/link"), &at("root/dangling")), dangling);
         // A link to itself does not cause an endless loop.
         symlink(at("root/loop"), at("root/loop")).unwrap();
         assert_eq!(resolved(Path::new(&at("root/loop"))), resolved(Path::new(&at("root"))).join("loop"));
-        assert_eq!(some.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));
+        assert_eq!(allowed.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));
     }
 
     #[tokio::test]

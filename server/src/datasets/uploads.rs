@@ -1,6 +1,6 @@
 //! Uploaded zip files of pictures. The pieces of a zip file are collected in a folder of the data directory, and its pictures are
-//! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. Reading an archive needs little
-//! memory for any directory in it, because a zip file of a few bytes may claim any size.
+//! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. A zip file of a few bytes may claim any
+//! number and size of files, so an archive is read with little memory, whatever it claims.
 
 use crate::util::{disk_space::check_space, unless_missing};
 use sha2::{Digest, Sha256};
@@ -62,11 +62,14 @@ fn refuse<T>(why: impl Into<String>) -> Result<T> {
     Err(Refused::Wrong(why.into()))
 }
 
-/// The number of an archive's unpacked files, and their folder.
+/// The progress of unpacking an archive.
 #[derive(Debug)]
 pub(crate) struct Unpacked {
+    /// The folder of the unpacked files.
     pub(crate) pictures: PathBuf,
+    /// Number of files that are unpacked.
     pub(crate) files: u64,
+    /// Number of files to unpack.
     pub(crate) total: u64,
 }
 
@@ -87,7 +90,7 @@ impl Upload {
         Path::new(path).starts_with(&self.0)
     }
 
-    /// The folder of classes. Each first piece creates a new name, so that an inspection of earlier pictures is not used for the new ones.
+    /// The folder of classes. Its name is new for each upload, so that an inspection of earlier pictures is not used for new pictures.
     fn pictures(&self) -> io::Result<PathBuf> {
         let mut entries = fs::read_dir(&self.0)?.flatten().map(|entry| entry.path());
         entries.find(|path| path.is_dir()).ok_or_else(|| io::ErrorKind::NotFound.into())
@@ -115,9 +118,9 @@ impl Upload {
             opened => opened?,
         };
         check_space(&self.0, piece.len() as u64)?;
-        let there = file.metadata()?.len();
-        if there < offset {
-            return Err(Refused::Offset(there));
+        let size = file.metadata()?.len();
+        if size < offset {
+            return Err(Refused::Offset(size));
         }
         // The client resends a piece if the response was lost.
         file.set_len(offset)?;
@@ -131,13 +134,13 @@ impl Upload {
     /// The archive is not a zip file or has entries that are not allowed, or a disk error.
     pub(crate) fn unpack(&self, until: Instant) -> Result<Unpacked> {
         let path = self.0.join(ARCHIVE);
-        let Ok(end) = File::open(&path) else {
+        let Ok(archive) = File::open(&path) else {
             return refuse("no zip file was uploaded under this name; send it first");
         };
-        let end = Bounded { file: BufReader::new(end), left: Rc::new(Cell::new(MAX_END_BYTES)) };
-        let left = end.left.clone();
+        let directory = Bounded { file: BufReader::new(archive), left: Rc::new(Cell::new(MAX_END_BYTES)) };
+        let left = directory.left.clone();
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
-        let mut zip = ZipIterable::try_new(end, config).map_err(unreadable)?;
+        let mut zip = ZipIterable::try_new(directory, config).map_err(unreadable)?;
         left.set(u64::MAX);
         if zip.len() > MAX_FILES {
             return refuse(format!(
@@ -145,7 +148,7 @@ impl Upload {
                 zip.len()
             ));
         }
-        let files = listed(&mut zip)?;
+        let files = list_files(&mut zip)?;
         let total = files.iter().flatten().count() as u64;
         let bytes = files.iter().flatten().fold(0_u64, |sum, file| sum.saturating_add(file.bytes));
         if bytes > MAX_UNPACKED_BYTES {
@@ -157,10 +160,10 @@ impl Upload {
         }
         let root = self.pictures()?;
         let so_far = |files| Unpacked { pictures: root.clone(), files, total };
-        let is_there = |file: &Listed| {
-            root.join(&file.path).metadata().is_ok_and(|there| there.is_file() && there.len() == file.bytes)
+        let is_unpacked = |file: &Listed| {
+            root.join(&file.path).metadata().is_ok_and(|found| found.is_file() && found.len() == file.bytes)
         };
-        let missing = files.iter().flatten().filter(|file| !is_there(file));
+        let missing = files.iter().flatten().filter(|file| !is_unpacked(file));
         check_space(&root, missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes)))?;
 
         let body = Bounded { file: BufReader::new(File::open(&path)?), left: Rc::new(Cell::new(u64::MAX)) };
@@ -169,7 +172,7 @@ impl Upload {
         for file in &files {
             let entry = entries.next().ok_or_else(|| Refused::Wrong("the zip file has changed".into()))?;
             let Some(file) = file else { continue };
-            if !is_there(file) {
+            if !is_unpacked(file) {
                 if written > 0 && Instant::now() >= until {
                     return Ok(so_far(unpacked));
                 }
@@ -199,7 +202,7 @@ pub(crate) fn sweep(uploads: &Path, datasets: &[String]) {
     for folder in fs::read_dir(uploads).into_iter().flatten().flatten().map(|entry| entry.path()) {
         let upload = Upload(folder);
         let archive = upload.0.join(ARCHIVE).metadata();
-        let changed = archive.or_else(|_| upload.0.metadata()).and_then(|about| about.modified());
+        let changed = archive.or_else(|_| upload.0.metadata()).and_then(|found| found.modified());
         let is_old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > UNFINISHED_LIFE));
         let swept = match datasets.iter().any(|path| upload.has(path)) {
             true => upload.finish(),
@@ -207,7 +210,7 @@ pub(crate) fn sweep(uploads: &Path, datasets: &[String]) {
             false => Ok(()),
         };
         if let Err(error) = swept {
-            tracing::warn!(folder = %upload.0.display(), %error, "files of an upload stay on the disk");
+            tracing::warn!(folder = %upload.0.display(), %error, "files of an upload cannot be removed");
         }
     }
 }
@@ -226,16 +229,16 @@ impl Listed {
     }
 }
 
-/// The files of an archive in order; `None` for folders and for files that operating systems add. A folder that contains all others is left
-/// out.
-fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
+/// The entries of an archive in order. `None` for folders and for files that operating systems add. Folders that contain all files are left
+/// out of the files' paths.
+fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     let mut all = Vec::new();
     let mut names_bytes = 0;
     for entry in zip.files().map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
         // Some programs of Windows write `\` as the separator.
         let name = entry.name().map_err(unreadable)?.replace('\\', "/");
-        let wrong = |what: &str| refuse(format!("{:?} in the zip file {what}", shortened(&name)));
+        let refuse_entry = |why: &str| refuse(format!("{:?} in the zip file {why}", shortened(&name)));
         names_bytes += name.len();
         if names_bytes > MAX_NAMES_BYTES {
             return refuse(format!(
@@ -250,20 +253,20 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         }
         if parts.is_empty() || parts.iter().any(|part| part.is_empty() || part == ".." || part.contains('\0'))
         {
-            return wrong("leads out of its folder; pack the folder of classes again");
+            return refuse_entry("has an empty name or .. in its path; pack the folder of classes again");
         }
         if parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db") {
             all.push(None);
             continue;
         }
         if entry.is_symlink() {
-            return wrong("is a symbolic link; pack the files themselves");
+            return refuse_entry("is a symbolic link; pack the files themselves");
         }
         if entry.encrypted() {
-            return wrong("is encrypted; pack the folder without a password");
+            return refuse_entry("is encrypted; pack the folder without a password");
         }
         if parts.len() > MAX_DEPTH || parts.iter().any(|part| part.len() > MAX_NAME_BYTES) {
-            return wrong("has a name that is too long");
+            return refuse_entry("is in too many folders or has too long a name; shorten its path");
         }
         all.push(Some((parts, entry.size())));
     }
@@ -276,22 +279,23 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
         common.min(same).min(folders(parts))
     });
-    let around = first[..common].last().cloned();
-    let below =
+    let common_folder = first[..common].last().cloned();
+    let without_common =
         |(parts, bytes): (Vec<String>, u64)| Listed { path: parts.iter().skip(common).collect(), bytes };
-    let listed: Vec<_> = all.into_iter().map(|file| file.map(below)).collect();
+    let listed: Vec<_> = all.into_iter().map(|file| file.map(without_common)).collect();
     let mut seen = HashSet::new();
     if let Some(twice) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
         return refuse(format!("the zip file has {:?} twice; pack the folder again", twice.shown()));
     }
     drop(seen);
     let is_picture = |file: &Listed| {
-        let extension = file.path.extension();
-        extension.is_some_and(|is| PICTURE_EXTENSIONS.iter().any(|known| is.eq_ignore_ascii_case(known)))
+        file.path.extension().is_some_and(|extension| {
+            PICTURE_EXTENSIONS.iter().any(|known| extension.eq_ignore_ascii_case(known))
+        })
     };
     let files = || listed.iter().flatten();
     if files().all(|file| file.path.components().count() == 1) && files().any(is_picture) {
-        let found = around.map_or_else(
+        let found = common_folder.map_or_else(
             || "has no class folder: its pictures are at the top level".into(),
             |folder| format!("has only one class folder ({})", shortened(&folder)),
         );
@@ -315,7 +319,7 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
         _ => Refused::Io(error),
     })?;
     let copied = io::copy(&mut entry.by_ref().take(file.bytes), &mut to);
-    // The entry's checksum is compared at its end.
+    // The read at the entry's end compares its checksum.
     let copied = copied.and_then(|copied| Ok((copied, entry.read(&mut [0])?)));
     match copied {
         Ok((copied, 0)) if copied == file.bytes => return Ok(()),
@@ -329,7 +333,7 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
 fn unreadable(error: ZipError) -> Refused {
     match error {
         ZipError::Io(error) if error.raw_os_error().is_some() => Refused::Io(error),
-        error => Refused::Wrong(format!("this is no zip file that can be read: {error}")),
+        error => Refused::Wrong(format!("the zip file cannot be read: {error}; pack the folder again")),
     }
 }
 
@@ -337,10 +341,11 @@ fn shortened(name: &str) -> String {
     name.chars().take(100).collect()
 }
 
-/// A file with a limit for the bytes that are read at its end.
+/// A file with a limit for the total number of bytes that are read.
 #[derive(Debug)]
 struct Bounded {
     file: BufReader<File>,
+    /// Number of bytes that may still be read.
     left: Rc<Cell<u64>>,
 }
 
@@ -419,9 +424,9 @@ mod tests {
     #[test]
     fn unsafe_paths_and_links_are_refused() {
         for (names, expected) in [
-            (&["a/1.png", "../b/2.png"][..], "leads out"),
-            (&["/etc/x"], "leads out"),
-            (&["."], "leads out"),
+            (&["a/1.png", "../b/2.png"][..], "empty name or .."),
+            (&["/etc/x"], "empty name or .."),
+            (&["."], "empty name or .."),
             (&["a", "a/1.png"], "same path"),
             (&["a/1.png", "a"], "same path"),
             (&["a/1.png", "link:a/2.png"], "symbolic link"),

@@ -102,16 +102,16 @@ impl Hub {
         self.list_job(&changed.job, !changed.events.is_empty());
     }
 
-    /// Queues a job's state for the list. Of two states with the same event number, the one without events is newer.
-    fn list_job(&self, job: &Job, with_events: bool) {
+    /// Queues a job's state for the list. Of two states with the same event number, the state without new events is newer.
+    fn list_job(&self, job: &Job, has_new_events: bool) {
         let mut unpublished = lock(&self.unpublished);
-        let newer = match unpublished.get(&job.id) {
-            Some(Unpublished::Changed(before)) if with_events => before.last_seq < job.last_seq,
-            Some(Unpublished::Changed(before)) => before.last_seq <= job.last_seq,
+        let is_newer = match unpublished.get(&job.id) {
+            Some(Unpublished::Changed(queued)) if has_new_events => queued.last_seq < job.last_seq,
+            Some(Unpublished::Changed(queued)) => queued.last_seq <= job.last_seq,
             Some(Unpublished::Deleted { .. }) => false,
             None => true,
         };
-        if newer {
+        if is_newer {
             // Notes may be long, and no list shows them.
             let job = Job { notes: None, ..job.clone() };
             unpublished.insert(job.id.clone(), Unpublished::Changed(Box::new(job)));
@@ -121,7 +121,7 @@ impl Hub {
 
     /// Reads a job with `read`, and publishes the job's labels to the list and the job's stream.
     pub(crate) async fn labelled<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
-        let _newest_last = self.labelling.lock().await;
+        let _labelling = self.labelling.lock().await;
         let job = read.await?;
         if let Some(watched) = lock(&self.jobs).get(&job.id) {
             watched.labels.send_replace(Some(Labels::from(&job)));
@@ -138,12 +138,12 @@ impl Hub {
                 watched.recent.clear();
                 watched.recent_bytes = 0;
             }
-            let moved = watched.last_seq.send_if_modified(|last| {
-                let behind = *last < job.last_seq;
+            let has_advanced = watched.last_seq.send_if_modified(|last| {
+                let is_behind = *last < job.last_seq;
                 *last = job.last_seq.max(*last);
-                behind
+                is_behind
             });
-            if moved {
+            if has_advanced {
                 watched.pace = Some(Pace::from(job));
             }
         }
@@ -179,8 +179,8 @@ impl Hub {
     pub(crate) async fn publish_list(&self) {
         loop {
             self.wake.notified().await;
-            for (id, what) in std::mem::take(&mut *lock(&self.unpublished)) {
-                let (owner, private, frame) = match what {
+            for (id, change) in std::mem::take(&mut *lock(&self.unpublished)) {
+                let (owner, private, frame) = match change {
                     Unpublished::Changed(job) => (job.owner.clone(), job.spec.private, Frame::Job { job }),
                     Unpublished::Deleted { owner, private } => {
                         (owner, private, Frame::JobDeleted { id: id.to_string() })

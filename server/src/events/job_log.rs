@@ -15,14 +15,14 @@ const MAX_REMEMBERED: usize = 4096;
 pub(super) type WrittenLines = Mutex<HashSet<(JobId, u32, &'static str)>>;
 
 impl Events {
-    /// Writes a line into a job's log, unless a line about the topic `what` was already written for the attempt.
-    pub(crate) async fn log_once(&self, job: &JobId, attempt: u32, what: &'static str, text: String) {
+    /// Writes a line into a job's log, unless a line about this topic was already written for the attempt.
+    pub(crate) async fn log_once(&self, job: &JobId, attempt: u32, topic: &'static str, text: String) {
         {
             let mut written = lock(&self.written_lines);
             if written.len() >= MAX_REMEMBERED {
                 written.clear();
             }
-            if !written.insert((job.clone(), attempt, what)) {
+            if !written.insert((job.clone(), attempt, topic)) {
                 return;
             }
         }

@@ -29,7 +29,7 @@ pub(crate) struct Events {
     pub(crate) stored: AtomicU64,
     /// Number of steps of jobs in these reports.
     pub(crate) steps: AtomicU64,
-    /// Time from a rank's log line until it is stored, of the first line of each report.
+    /// Time from the writing of a log line by a rank until the line is stored, for the first line of each report.
     pub(crate) ingest_lag: Histogram,
     /// Number of open streams.
     pub(crate) stream_clients: AtomicI64,

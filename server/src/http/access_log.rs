@@ -30,6 +30,7 @@ const PATH_CHARS: usize = 512;
 #[derive(Debug, Clone)]
 pub(crate) struct AccessLog {
     lines: SyncSender<String>,
+    /// Number of lines that did not fit into the queue.
     lost: Arc<AtomicU64>,
 }
 
@@ -45,9 +46,9 @@ pub(crate) struct Line {
 }
 
 impl AccessLog {
-    /// Opens the log. A file that reaches `most_bytes` is followed by a new file.
-    pub(crate) fn open(to: &AccessLogTo, most_bytes: u64) -> io::Result<Self> {
-        let mut out = LogSink::open(to, most_bytes)?;
+    /// Opens the log. A file that reaches `max_bytes` is followed by a new file.
+    pub(crate) fn open(to: &AccessLogTo, max_bytes: u64) -> io::Result<Self> {
+        let mut out = LogSink::open(to, max_bytes)?;
         let (lines, waiting) = sync_channel(MAX_WAITING);
         let lost = Arc::new(AtomicU64::new(0));
         let log = Self { lines, lost: lost.clone() };
@@ -83,11 +84,7 @@ impl Drop for Line {
 /// The path, and the names of the query's parameters. Values are left out, because they may be secrets.
 fn logged_path(uri: &Uri) -> String {
     let plain = |text: &str| -> String {
-        let mut plain = String::new();
-        for c in text.chars().take(PATH_CHARS) {
-            if c.is_ascii_graphic() { plain.push(c) } else { plain.push('?') }
-        }
-        plain
+        text.chars().take(PATH_CHARS).map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect()
     };
     let mut shown = plain(uri.path());
     for (n, part) in
@@ -102,16 +99,16 @@ fn logged_path(uri: &Uri) -> String {
 
 enum LogSink {
     Stdout,
-    File { path: PathBuf, file: BufWriter<File>, bytes: u64, most_bytes: u64 },
+    File { path: PathBuf, file: BufWriter<File>, bytes: u64, max_bytes: u64 },
 }
 
 impl LogSink {
-    fn open(to: &AccessLogTo, most_bytes: u64) -> io::Result<Self> {
+    fn open(to: &AccessLogTo, max_bytes: u64) -> io::Result<Self> {
         match to {
             AccessLogTo::Stdout => Ok(LogSink::Stdout),
             AccessLogTo::File(path) => {
                 let (file, bytes) = open_private(path)?;
-                Ok(LogSink::File { path: path.clone(), file: BufWriter::new(file), bytes, most_bytes })
+                Ok(LogSink::File { path: path.clone(), file: BufWriter::new(file), bytes, max_bytes })
             }
         }
     }
@@ -119,8 +116,8 @@ impl LogSink {
     fn write_line(&mut self, line: &str) -> io::Result<()> {
         match self {
             LogSink::Stdout => io::stdout().lock().write_all(line.as_bytes()),
-            LogSink::File { path, file, bytes, most_bytes } => {
-                if *bytes > 0 && *bytes + line.len() as u64 > *most_bytes {
+            LogSink::File { path, file, bytes, max_bytes } => {
+                if *bytes > 0 && *bytes + line.len() as u64 > *max_bytes {
                     file.flush()?;
                     fs::rename(&*path, path.with_added_extension("1"))?;
                     let (fresh, length) = open_private(path)?;

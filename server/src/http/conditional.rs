@@ -11,16 +11,16 @@ use sha2::{Digest, Sha256};
 /// Allows clients to cache a response if they revalidate it before each use.
 pub(crate) const CACHING: &str = "private, no-cache";
 
-/// A response with `value` as JSON and an entity tag of its content, or 304 if the client has it already. The tag is weak, because
-/// responses may be compressed.
+/// A response with `value` as JSON and an entity tag of its content, or 304 if the client already has this content. The tag is weak,
+/// because responses may be compressed.
 pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
     let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&body)[..16]));
-    let about = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
+    let caching = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
     if is_known(headers, &tag) {
-        return Ok((StatusCode::NOT_MODIFIED, about).into_response());
+        return Ok((StatusCode::NOT_MODIFIED, caching).into_response());
     }
-    Ok((about, [(header::CONTENT_TYPE, "application/json")], body).into_response())
+    Ok((caching, [(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
 /// Whether `If-None-Match` contains `tag`. The response is then 304.
@@ -81,7 +81,7 @@ fn one_range(value: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn with(name: header::HeaderName, value: &str) -> HeaderMap {
+    fn headers_with(name: header::HeaderName, value: &str) -> HeaderMap {
         HeaderMap::from_iter([(name, value.parse().unwrap())])
     }
 
@@ -98,13 +98,13 @@ mod tests {
             ("\"", false),
             ("", false),
         ] {
-            assert_eq!(is_known(&with(header::IF_NONE_MATCH, value), "\"a\""), known, "{value}");
+            assert_eq!(is_known(&headers_with(header::IF_NONE_MATCH, value), "\"a\""), known, "{value}");
         }
         assert!(!is_known(&HeaderMap::new(), "\"a\""));
-        for (value, counts) in
+        for (value, applies) in
             [("\"a\"", true), ("W/\"a\"", false), ("\"b\"", false), ("Sat, 01 Jan 2028 00:00:00 GMT", false)]
         {
-            assert_eq!(range_applies(&with(header::IF_RANGE, value), "\"a\""), counts, "{value}");
+            assert_eq!(range_applies(&headers_with(header::IF_RANGE, value), "\"a\""), applies, "{value}");
         }
         assert!(range_applies(&HeaderMap::new(), "\"a\""));
     }
@@ -129,7 +129,7 @@ mod tests {
             ("bytes=0-1,3-4", None),
             ("0-1", None),
         ] {
-            let mut headers = with(header::RANGE, value);
+            let mut headers = headers_with(header::RANGE, value);
             keep_one_range(&mut headers);
             assert_eq!(headers.get(header::RANGE).map(|kept| kept.to_str().unwrap()), kept, "{value}");
         }

@@ -35,13 +35,13 @@ pub(crate) enum Error {
     Conflict(String),
     /// The job's state does not allow the request.
     WrongState(String, JobState),
-    /// Records are missing. With the number of the next expected record.
+    /// Records are missing. The second field is the number of the next expected record.
     Gap(String, u64),
     /// The caller is not authenticated.
     Unauthorized(String),
     /// The request comes from a page of another origin, or the caller may not make it.
     Forbidden(String),
-    /// The rate limit is exceeded. With the seconds until the next request is allowed.
+    /// The rate limit is exceeded. The second field is the number of seconds until the next request is allowed.
     TooMany(String, u64),
     /// A refusal with a code of its own, for programs.
     Of(Code, String),
@@ -105,8 +105,8 @@ impl Error {
             Error::TooMany(detail, _) => (Code::TooManyRequests, detail),
             Error::Conflict(detail) => (Code::Conflict, detail),
             Error::Of(code, detail) => (code, detail),
-            Error::WrongState(detail, of_job) => {
-                state = Some(of_job);
+            Error::WrongState(detail, job_state) => {
+                state = Some(job_state);
                 (Code::WrongState, detail)
             }
             Error::Gap(detail, next) => {
@@ -308,7 +308,7 @@ pub(crate) fn disk(error: &io::Error) -> Error {
     }
 }
 
-/// Runs work on files on a thread for blocking work. The work is completed even if the client disconnects.
+/// Runs blocking work on files on a separate thread. The work is completed even if the client disconnects.
 ///
 /// # Errors
 /// The work panicked.

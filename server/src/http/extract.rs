@@ -31,12 +31,11 @@ impl<S: Send + Sync, T: DeserializeOwned + IntoParams> FromRequestParts<S> for Q
             T::into_params(|| Some(ParameterIn::Query)).into_iter().map(|known| known.name).collect();
         let pairs = Pairs::try_from_uri(&parts.uri)?.0;
         if let Some((key, _)) = pairs.iter().find(|(key, _)| !known.contains(key)) {
-            let names = || known.iter().map(String::as_str);
-            let names = match nearest(key, names()) {
+            let hint = match nearest(key, known.iter().map(String::as_str)) {
                 Some(near) => format!("did you mean {near:?}?"),
                 None => format!("the parameters are {}", known.join(", ")),
             };
-            let detail = format!("there is no query parameter {:?} here; {names}", shortened(key));
+            let detail = format!("there is no query parameter {:?} here; {hint}", shortened(key));
             return Err(Error::BadRequest(detail));
         }
         Ok(Self(axum::extract::Query::try_from_uri(&parts.uri)?.0))
@@ -51,11 +50,11 @@ pub(crate) struct PageQuery<T>(pub T);
 /// The number of items that a request asks for, or `default`.
 ///
 /// # Errors
-/// The number is 0 or above `most`.
-pub(crate) fn count(key: &str, asked: Option<u32>, default: u32, most: u32) -> Result<u32> {
+/// The number is 0 or above `max`.
+pub(crate) fn count(key: &str, asked: Option<u32>, default: u32, max: u32) -> Result<u32> {
     match asked {
-        Some(asked) if !(1..=most).contains(&asked) => {
-            Err(Error::BadRequest(format!("{key} must be 1 to {most}, is {asked}")))
+        Some(asked) if !(1..=max).contains(&asked) => {
+            Err(Error::BadRequest(format!("{key} must be 1 to {max}, is {asked}")))
         }
         asked => Ok(asked.unwrap_or(default)),
     }

@@ -72,7 +72,8 @@ pub(crate) struct SignedIn {
     pub(crate) token_id: String,
 }
 
-/// Response extension of a handler: the object of the request, if the path does not name the object. The audit log has both.
+/// Response extension of a handler: the object of the request, if the path does not name the object. The audit log has the path and the
+/// object.
 #[derive(Debug, Clone)]
 pub(crate) struct AuditSubject(pub(crate) String);
 
@@ -84,7 +85,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     let path = request.uri().path().to_owned();
     let object: String =
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
-    // Every request has a peer here, because the guard refuses others.
+    // Every request has a peer here, because the guard refuses requests without a peer.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request_id::read(&request).to_owned();
     let by_certificate = match request.extensions().get::<Peer>() {
@@ -139,8 +140,8 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         // Without a caller, only failed sign-ins are recorded, because their number is limited. Other requests could displace important
         // entries.
         let is_sign_in = rules::is_sign_in(route.as_deref());
-        let is_wrong_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
-        if signed_in.is_some() || is_wrong_sign_in || (is_change && caller.is_some()) {
+        let is_failed_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
+        if signed_in.is_some() || is_failed_sign_in || (is_change && caller.is_some()) {
             let token = caller.as_ref().and_then(Caller::token);
             let action = match route.as_deref() {
                 _ if is_sign_in => "sign in".to_owned(),
@@ -212,9 +213,7 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another one".into(),
                 Denied::Expired => "that token has expired; ask for another one".into(),
-                Denied::Disabled => {
-                    "the person whose token that is may not use this server; ask an admin".into()
-                }
+                Denied::Disabled => "the owner of that token may not use this server; ask an admin".into(),
             })
         });
     }
@@ -273,10 +272,10 @@ fn forbidden(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
     // A session that a token's sign-in link began has the rights of that token.
-    let by_itself = |person: &&str| {
+    let is_own_session = |person: &&str| {
         caller.session().is_some() && caller.token().is_some_and(|token| token.id == principal(person))
     };
-    let detail = if let Some(person) = caller.person().filter(by_itself) {
+    let detail = if let Some(person) = caller.person().filter(is_own_session) {
         let roles = Role::ALL.into_iter().filter(|role| role.scope().allows(scope)).map(Role::as_str);
         let roles = roles.collect::<Vec<_>>().join(" or ");
         let what = if roles.is_empty() { "an agent's token".to_owned() } else { format!("the role {roles}") };

@@ -80,20 +80,22 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     }
     let public = || ingress.public_url.as_ref().map(ToString::to_string);
     if ingress.bypassed_proxy(peer) {
-        let at = public().unwrap_or_else(|| "its address".into());
-        let detail = format!("this server is reached through its proxy, which encrypts, at {at}; use that");
+        let url = public().unwrap_or_else(|| "the proxy's address".into());
+        let detail =
+            format!("this server must be reached through its proxy, which terminates TLS; use {url}");
         return Err(Error::Forbidden(detail));
     }
     let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
     // Behind a proxy, both headers are checked, because the proxy may pass on an X-Forwarded-Host from the client.
     let is_ours = |host: &&str| ingress.is_ours(host, peer);
-    let passed_on = text(header::HOST).is_none_or(|host| is_ours(&host));
-    // With two `Host` headers, a proxy may have used the other one (RFC 9112, section 3.2).
+    let is_host_ours = text(header::HOST).is_none_or(|host| is_ours(&host));
+    // With two `Host` headers, a proxy may have used the other header (RFC 9112, section 3.2).
     if headers.get_all(header::HOST).iter().nth(1).is_some() {
         return Err(Error::BadRequest("the request has more than one Host header".into()));
     }
-    let passed_on = passed_on && uri.authority().is_none_or(|authority| is_ours(&authority.as_str()));
-    let Some(host) = peer.authority(headers, uri).filter(|host| passed_on && is_ours(host)) else {
+    let is_uri_ours = uri.authority().is_none_or(|authority| is_ours(&authority.as_str()));
+    let is_client_host_ours = |host: &&str| is_host_ours && is_uri_ours && is_ours(host);
+    let Some(host) = peer.authority(headers, uri).filter(is_client_host_ours) else {
         let detail = match public() {
             Some(url) => format!("this server answers only to {}; open {url}", ingress.names_in_words(peer)),
             None => format!(
@@ -104,20 +106,20 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
         };
         return Err(Error::Refused(StatusCode::MISDIRECTED_REQUEST, detail));
     };
-    let socket = text(header::UPGRADE).is_some_and(|u| u.eq_ignore_ascii_case("websocket"));
-    let safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) && !socket;
-    if safe {
+    let is_websocket = text(header::UPGRADE).is_some_and(|u| u.eq_ignore_ascii_case("websocket"));
+    let is_safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) && !is_websocket;
+    if is_safe {
         return Ok(());
     }
-    let own = match text(header::ORIGIN) {
+    let is_own = match text(header::ORIGIN) {
         Some(origin) => ingress.is_own_origin(origin, host, peer),
         // Programs send no Origin. Browsers that leave it out send Sec-Fetch-Site.
         None => text(HeaderName::from_static("sec-fetch-site"))
             .is_none_or(|s| matches!(s, "same-origin" | "none")),
     };
-    if own {
+    if is_own {
         return Ok(());
     }
-    let own = public().unwrap_or_else(|| format!("{}://{host}", if peer.https { "https" } else { "http" }));
-    Err(Error::Forbidden(format!("requests from other web pages are refused; open {own} itself")))
+    let url = public().unwrap_or_else(|| format!("{}://{host}", if peer.https { "https" } else { "http" }));
+    Err(Error::Forbidden(format!("requests from other web pages are refused; open {url} itself")))
 }

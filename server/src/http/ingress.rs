@@ -141,8 +141,9 @@ impl Ingress {
             Err(_) => host.to_owned(),
         };
         let url = self.public_url.as_ref().map(|url| url.host().to_owned());
-        let certificate = self.certificate.as_ref().filter(|_| peer.https).map(|of| of.names());
-        // Left out behind a proxy, because only the proxy connects to this address, and if the system did not report it.
+        let certificate =
+            self.certificate.as_ref().filter(|_| peer.https).map(|certificate| certificate.names());
+        // The connection's address is left out behind a proxy, because only the proxy connects to it, and if the system did not report it.
         let reached = Some(peer.transport.to).filter(|to| !peer.by_proxy && !to.is_unspecified());
         let reached = reached.map(|to| to.to_string());
         let fixed = ["127.0.0.1", "::1", "localhost"].map(str::to_owned);

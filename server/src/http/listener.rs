@@ -55,7 +55,7 @@ const RESERVED_DESCRIPTORS: u64 = 44;
 const HEAD_BYTES: usize = 64 << 10;
 /// Time for which a client may leave sent data unacknowledged. Longer than the interruptions from which a network recovers.
 const UNACKNOWLEDGED_TIMEOUT: Duration = Duration::from_secs(120);
-/// Pause before the next accept after the system has refused one.
+/// Pause after the system has failed to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Maximum number of concurrent connections: half of the remaining descriptors, because a request may open a file. First raises the
@@ -86,10 +86,13 @@ struct Shared {
     router: Router,
     access_log: Option<AccessLog>,
     /// Number of connections of each address, including websockets.
-    of_address: Mutex<HashMap<IpAddr, usize>>,
-    most_of_address: usize,
-    room: Arc<Semaphore>,
-    next: AtomicU64,
+    per_address: Mutex<HashMap<IpAddr, usize>>,
+    max_per_address: usize,
+    /// A permit for each further connection.
+    permits: Arc<Semaphore>,
+    /// The id of the next connection.
+    next_id: AtomicU64,
+    /// The HTTP connections, by id.
     open: Mutex<HashMap<u64, Arc<Connection>>>,
 }
 
@@ -97,6 +100,7 @@ struct Shared {
 struct Connection {
     address: IpAddr,
     state: Mutex<ConnectionUse>,
+    /// Cancelled to close the connection while it is idle.
     give_up: CancellationToken,
 }
 
@@ -136,10 +140,10 @@ pub(crate) async fn serve(
         gate,
         router,
         access_log,
-        of_address: Mutex::default(),
-        most_of_address: (limit / 4).max(MIN_CONNECTIONS as usize),
-        room: Arc::new(Semaphore::new(limit)),
-        next: AtomicU64::new(0),
+        per_address: Mutex::default(),
+        max_per_address: (limit / 4).max(MIN_CONNECTIONS as usize),
+        permits: Arc::new(Semaphore::new(limit)),
+        next_id: AtomicU64::new(0),
         open: Mutex::default(),
     });
     let tasks = TaskTracker::new();
@@ -176,13 +180,13 @@ impl Shared {
             };
             let Some(counted) = self.count_connection(from.ip()) else { continue };
             let permit = loop {
-                if let Ok(permit) = self.room.clone().try_acquire_owned() {
+                if let Ok(permit) = self.permits.clone().try_acquire_owned() {
                     break permit;
                 }
                 // Connections that are busy now may become idle soon.
                 self.make_room(None);
                 tokio::select! {
-                    permit = self.room.clone().acquire_owned() => match permit {
+                    permit = self.permits.clone().acquire_owned() => match permit {
                         Ok(permit) => break permit,
                         Err(_) => return,
                     },
@@ -190,9 +194,9 @@ impl Shared {
                     () = stop.cancelled() => return,
                 }
             };
-            let place = ConnectionPermit { _counted: counted, _permit: permit };
+            let permit = ConnectionPermit { _counted: counted, _permit: permit };
             let tls = listener.tls.clone();
-            tasks.spawn(self.clone().handle_connection(stream, from, tls, place));
+            tasks.spawn(self.clone().handle_connection(stream, from, tls, permit));
         }
     }
 
@@ -203,24 +207,24 @@ impl Shared {
             return Some(None);
         }
         let address = client_key(address);
-        if lock(&self.of_address).get(&address).is_some_and(|count| *count >= self.most_of_address)
+        if lock(&self.per_address).get(&address).is_some_and(|count| *count >= self.max_per_address)
             && !self.make_room(Some(address))
         {
             return None;
         }
-        *lock(&self.of_address).entry(address).or_default() += 1;
+        *lock(&self.per_address).entry(address).or_default() += 1;
         Some(Some(AddressCount { shared: self.clone(), address }))
     }
 
-    /// Closes the connection that has been idle longest, among all connections or the connections of an address. If all are in use, the
-    /// next connection waits for one to close.
-    fn make_room(&self, of: Option<IpAddr>) -> bool {
+    /// Closes the connection that has been idle longest, among all connections or the connections of an address. Returns false if all of
+    /// them are in use.
+    fn make_room(&self, address: Option<IpAddr>) -> bool {
         let open = lock(&self.open);
         let idle = open.values().filter_map(|connection| {
             let state = lock(&connection.state);
             (state.requests == 0
                 && !connection.give_up.is_cancelled()
-                && of.is_none_or(|of| connection.address == of))
+                && address.is_none_or(|address| connection.address == address))
             .then_some((state.idle_since, connection))
         });
         let longest = idle.min_by_key(|(since, _)| *since);
@@ -235,10 +239,10 @@ impl Shared {
         stream: TcpStream,
         from: SocketAddr,
         tls: Option<TlsAcceptor>,
-        place: ConnectionPermit,
+        permit: ConnectionPermit,
     ) {
         let stop = self.gate.tasks.stopping.clone();
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         // If the socket is already closed, reading from it fails.
         let _ = stream.set_nodelay(true);
         let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED_TIMEOUT));
@@ -246,9 +250,9 @@ impl Shared {
         let state = Mutex::new(ConnectionUse { requests: 0, idle_since: Instant::now() });
         let address = client_key(from.ip());
         let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
-        lock(&self.open).insert(number, connection.clone());
+        lock(&self.open).insert(id, connection.clone());
         // Removes the connection from the list, also after an error.
-        let _listed = Listed { shared: &self, number };
+        let _listed = Listed { shared: &self, id };
         let stream = match tls {
             None => Either::Left(stream),
             Some(acceptor) => {
@@ -279,7 +283,7 @@ impl Shared {
         });
         // The stream owns the permit, so a connection keeps it after it has become a websocket.
         let io = TokioIo::new(InspectReader::new(stream, move |_: &[u8]| {
-            let _ = &place;
+            let _ = &permit;
         }));
         let serving = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -289,14 +293,14 @@ impl Shared {
             .with_upgrades();
         let mut serving = pin!(serving);
         let mut stopping = pin!(stop.cancelled());
-        let mut is_asked = false;
+        let mut is_ending = false;
         loop {
             tokio::select! {
                 // Errors of a connection are caused by its client and not logged.
                 _ = serving.as_mut() => break,
                 () = connection.give_up.cancelled() => break,
-                () = &mut stopping, if !is_asked => {
-                    is_asked = true;
+                () = &mut stopping, if !is_ending => {
+                    is_ending = true;
                     serving.as_mut().graceful_shutdown();
                 }
             }
@@ -339,12 +343,12 @@ impl Shared {
 /// Removes a connection from the list of HTTP connections when dropped.
 struct Listed<'a> {
     shared: &'a Shared,
-    number: u64,
+    id: u64,
 }
 
 impl Drop for Listed<'_> {
     fn drop(&mut self) {
-        lock(&self.shared.open).remove(&self.number);
+        lock(&self.shared.open).remove(&self.id);
     }
 }
 
@@ -361,7 +365,7 @@ struct AddressCount {
 
 impl Drop for AddressCount {
     fn drop(&mut self) {
-        let mut counts = lock(&self.shared.of_address);
+        let mut counts = lock(&self.shared.per_address);
         if let Some(count) = counts.get_mut(&self.address) {
             *count -= 1;
             if *count == 0 {

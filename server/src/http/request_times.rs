@@ -18,7 +18,7 @@ const CLASSES: usize = 5;
 /// The label of requests without a route.
 const NO_ROUTE: &str = "none";
 
-/// The durations of each route, by the router's pattern, whose number does not grow with the number of URLs.
+/// The durations by route. A route is a pattern of the router, so the number of entries does not grow with the number of URLs.
 #[derive(Debug, Default)]
 pub(crate) struct RequestTimes(RwLock<BTreeMap<String, [Histogram; CLASSES]>>);
 

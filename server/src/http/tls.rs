@@ -70,11 +70,11 @@ type FileStamp = (u64, u64, i64, i64);
 type Stamp = [Option<FileStamp>; 2];
 
 fn stamp_of(path: &Path) -> Option<FileStamp> {
-    fs::metadata(path).ok().map(|about| (about.ino(), about.len(), about.mtime(), about.mtime_nsec()))
+    fs::metadata(path).ok().map(|found| (found.ino(), found.len(), found.mtime(), found.mtime_nsec()))
 }
 
 impl ServerCertificate {
-    /// Loads the certificate from files, or from the server's own authority, which issues a new one if necessary.
+    /// Loads the certificate from files, or from the server's own authority, which issues a new certificate if necessary.
     ///
     /// # Errors
     /// A sentence that says what to change.
@@ -95,7 +95,7 @@ impl ServerCertificate {
         let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
-        // Checked before the server listens, because no client could connect if nothing were offered.
+        // If no version or suite can be offered, no client could connect. The server then does not start.
         tls_suites::offered(suites.as_ref(), lowest, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
@@ -144,10 +144,10 @@ impl ServerCertificate {
         warnings
     }
 
-    /// Checks the certificate's files every `every`, and renews a certificate of the server's own authority. Never returns.
-    pub(crate) async fn watch(self: Arc<Self>, every: Duration) {
+    /// Checks the certificate's files at this interval, and renews a certificate of the server's own authority. Never returns.
+    pub(crate) async fn watch(self: Arc<Self>, interval: Duration) {
         loop {
-            tokio::time::sleep(every).await;
+            tokio::time::sleep(interval).await;
             let served = self.clone();
             // Reading files from a network file system may take long.
             if tokio::task::spawn_blocking(move || served.reload_if_changed()).await.is_err() {
@@ -189,8 +189,8 @@ impl ServerCertificate {
         if due {
             files.reminded = Some(Instant::now());
             drop(files);
-            for remark in self.warnings() {
-                tracing::warn!("{remark}");
+            for warning in self.warnings() {
+                tracing::warn!("{warning}");
             }
         }
     }
@@ -220,10 +220,10 @@ impl OwnAuthority {
         Ok(Self { authority, names })
     }
 
-    /// Issues a new certificate if the current one expires soon or lacks a name of this machine.
+    /// Issues a new certificate if the current certificate expires soon or lacks a name of this machine.
     fn renew_if_due(&self) -> Result<(), String> {
         let path = self.authority.server_file();
-        let good = path.exists()
+        let is_usable = path.exists()
             && load(&path, &path).is_ok_and(|loaded| {
                 let has = |name: &String| loaded.facts.names.iter().any(|n| n.matches(name));
                 loaded.facts.days_left(crate::now()) >= RENEW_BEFORE_DAYS
@@ -232,7 +232,7 @@ impl OwnAuthority {
                     && loaded.key.cert.last().map(|c| files::fingerprint(c)).as_deref()
                         == Some(self.authority.fingerprint.as_str())
             });
-        if good { Ok(()) } else { self.authority.issue_for_server(&self.names) }
+        if is_usable { Ok(()) } else { self.authority.issue_for_server(&self.names) }
     }
 }
 

@@ -56,7 +56,7 @@ impl Ingest {
     async fn store_batch(&self, batch: Vec<Work>) {
         let Scheduler { events, agents, checkpoints, .. } = &*self.scheduler;
         let mut reports = Vec::with_capacity(batch.len());
-        let mut from = Vec::with_capacity(batch.len());
+        let mut senders = Vec::with_capacity(batch.len());
         let mut flushes = Vec::new();
         // Dropped when all reports are stored.
         let mut reservations = Vec::with_capacity(batch.len());
@@ -73,7 +73,7 @@ impl Ingest {
                         connection.close_for(&report.attempt);
                         continue;
                     }
-                    from.push((agent, connection, report.attempt.clone(), ReportSummary::of(&report)));
+                    senders.push((agent, connection, report.attempt.clone(), ReportSummary::of(&report)));
                     reservations.push(reservation);
                     reports.push(*report);
                 }
@@ -84,9 +84,9 @@ impl Ingest {
             if reports.is_empty() { Some((Vec::new(), false)) } else { self.store_all(reports).await };
         let Some((answers, tried_again)) = answers else { return };
         if tried_again {
-            self.catch_up(from.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
+            self.catch_up(senders.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
         }
-        for ((agent, connection, attempt, summary), answer) in from.into_iter().zip(answers) {
+        for ((agent, connection, attempt, summary), answer) in senders.into_iter().zip(answers) {
             if summary.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
                 agents.leases.note_ranks_ended(&agent, &attempt);
             }
@@ -169,18 +169,18 @@ impl Ingest {
             tried_again |= again;
             answers.push(match done.map(|mut answers| answers.pop()) {
                 Ok(Some(answer)) => answer,
-                _ => self.record_by_record(report).await?,
+                _ => self.store_records_separately(report).await?,
             });
         }
         Some((answers, tried_again))
     }
 
-    async fn record_by_record(&self, report: Report) -> Option<Ingested> {
+    async fn store_records_separately(&self, report: Report) -> Option<Ingested> {
         let mut all: Option<Changed> = None;
         let mut answer = Ingested::Stale;
         for (number, event) in (report.first..).zip(report.events.clone()) {
-            let alone = |event| Report { first: number, events: vec![event], ..report.clone() };
-            let (mut done, _) = self.store_with_retries(&[alone(event)]).await?;
+            let single = |event| Report { first: number, events: vec![event], ..report.clone() };
+            let (mut done, _) = self.store_with_retries(&[single(event)]).await?;
             if let Err(error) = &done {
                 let Report { attempt, source, .. } = &report;
                 tracing::error!(
@@ -188,11 +188,11 @@ impl Ingest {
                     "a record is skipped: the database refuses it"
                 );
                 // An empty record is stored instead and acknowledged. Otherwise the agent would send the record forever.
-                (done, _) = self.store_with_retries(&[alone(AttemptEvent::Unknown)]).await?;
+                (done, _) = self.store_with_retries(&[single(AttemptEvent::Unknown)]).await?;
             }
             answer = match done.map(|mut answers| answers.pop()) {
                 Ok(Some(answer)) => answer,
-                // Not even the record's number can be stored, so no report of this job can. The job's ranks are asked to stop.
+                // Not even the record's number can be stored, so no report of this job can be stored. The job's ranks are asked to stop.
                 _ => Ingested::Stale,
             };
             match &mut answer {
@@ -247,21 +247,22 @@ struct ReportSummary {
 
 impl ReportSummary {
     fn of(report: &Report) -> Self {
-        let mut this = Self { ending: None, unreachable: Vec::new(), steps: 0, first_line_at: None };
+        let mut summary = Self { ending: None, unreachable: Vec::new(), steps: 0, first_line_at: None };
         for event in &report.events {
             match event {
-                AttemptEvent::Ended(ending) => this.ending = Some(ending.clone()),
-                AttemptEvent::RankFailed { unreachable, .. } => this.unreachable.extend(unreachable),
+                AttemptEvent::Ended(ending) => summary.ending = Some(ending.clone()),
+                AttemptEvent::RankFailed { unreachable, .. } => summary.unreachable.extend(unreachable),
                 AttemptEvent::Metrics { rank: 0, columns } => {
                     let times = columns.iter().filter(|column| column.name == "step_ms");
-                    this.steps += times.map(|column| column.steps.len() as u64).sum::<u64>();
+                    summary.steps += times.map(|column| column.steps.len() as u64).sum::<u64>();
                 }
                 AttemptEvent::Log { lines, .. } => {
-                    this.first_line_at = this.first_line_at.or_else(|| lines.first().map(|line| line.at));
+                    summary.first_line_at =
+                        summary.first_line_at.or_else(|| lines.first().map(|line| line.at));
                 }
                 _ => {}
             }
         }
-        this
+        summary
     }
 }

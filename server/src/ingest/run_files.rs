@@ -83,15 +83,18 @@ impl RunFiles {
     /// # Errors
     /// The path is not allowed.
     pub(crate) fn place(&self, path: &str) -> Result<PathBuf> {
-        let wrong = |why: &str| Err(Refused::Path(format!("no file of a run may have this path: {why}")));
+        let refuse = |why: &str| Err(Refused::Path(format!("no file of a run may have this path: {why}")));
         if path.len() > RUN_FILE_PATH_BYTES {
-            return wrong(&format!("it has {} bytes, at most {RUN_FILE_PATH_BYTES} are allowed", path.len()));
+            return refuse(&format!(
+                "it has {} bytes, at most {RUN_FILE_PATH_BYTES} are allowed",
+                path.len()
+            ));
         }
         if path.chars().any(|c| c.is_control() || c == '\\') {
-            return wrong("it has a control character or a backslash");
+            return refuse("it has a control character or a backslash");
         }
         if path.split('/').any(|part| part.is_empty() || part == "." || part == ".." || part.len() > 255) {
-            return wrong(
+            return refuse(
                 "it must have names of at most 255 bytes with '/' between them, and none may be '.' or '..'",
             );
         }
@@ -142,13 +145,13 @@ impl RunFiles {
             let file = fs::File::options().write(true).open(incoming.path())?;
             file.set_modified(UNIX_EPOCH + Duration::from_millis(ms))?;
         }
-        let about = fs::metadata(incoming.path())?;
-        if about.len() != size_bytes {
-            let detail = format!("{} of {size_bytes} bytes were written", about.len());
+        let metadata = fs::metadata(incoming.path())?;
+        if metadata.len() != size_bytes {
+            let detail = format!("{} of {size_bytes} bytes were written", metadata.len());
             return Err(Refused::Io(io::Error::other(detail)));
         }
-        let _one_at_a_time = lock(&PLACE_LOCK);
-        check_size(about.len(), self.room(path)?)?;
+        let _lock = lock(&PLACE_LOCK);
+        check_size(metadata.len(), self.room(path)?)?;
         let put = || -> io::Result<()> {
             if let Some(folder) = place.parent() {
                 fs::create_dir_all(folder)?;
@@ -156,12 +159,12 @@ impl RunFiles {
             fs::rename(incoming.path(), &place)
         };
         match put() {
-            Ok(()) => Ok(described(path.to_owned(), &about)),
+            Ok(()) => Ok(describe(path.to_owned(), &metadata)),
             Err(e)
                 if matches!(e.kind(), AlreadyExists | DirectoryNotEmpty | IsADirectory | NotADirectory) =>
             {
                 Err(Refused::Taken(format!(
-                    "the run has a folder {path}, or a file where this path needs a folder: delete that first"
+                    "the run has a folder {path}, or a file where this path needs a folder: delete that file or folder first"
                 )))
             }
             Err(error) => Err(error.into()),
@@ -174,9 +177,9 @@ impl RunFiles {
     /// The path is not allowed, or a disk error.
     pub(crate) fn remove(&self, path: &str) -> Result<bool> {
         let place = self.place(path)?;
-        let _one_at_a_time = lock(&PLACE_LOCK);
+        let _lock = lock(&PLACE_LOCK);
         let removed = match fs::symlink_metadata(&place) {
-            Ok(about) if about.is_dir() => fs::remove_dir_all(&place),
+            Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(&place),
             Ok(_) => fs::remove_file(&place),
             Err(error) => Err(error),
         };
@@ -211,7 +214,7 @@ pub(crate) fn check_size(size_bytes: u64, room: u64) -> Result<()> {
         return Ok(());
     }
     Err(Refused::Full(format!(
-        "the files of a run have at most {RUN_FILES_BYTES} bytes together, and for this one {room} are left"
+        "the files of a run may have at most {RUN_FILES_BYTES} bytes together, of which {room} are left for this file"
     )))
 }
 
@@ -223,21 +226,21 @@ fn collect(folder: &Path, prefix: &str, all: &mut Vec<RunFile>) -> io::Result<()
     for entry in entries {
         let entry = entry?;
         // A file that was removed meanwhile is left out.
-        let (Ok(name), Ok(about)) = (entry.file_name().into_string(), entry.metadata()) else { continue };
+        let (Ok(name), Ok(metadata)) = (entry.file_name().into_string(), entry.metadata()) else { continue };
         let path = format!("{prefix}{name}");
-        if about.is_dir() {
+        if metadata.is_dir() {
             collect(&entry.path(), &format!("{path}/"), all)?;
         } else {
-            all.push(described(path, &about));
+            all.push(describe(path, &metadata));
         }
     }
     Ok(())
 }
 
-fn described(path: String, about: &fs::Metadata) -> RunFile {
-    let since = about.modified().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+fn describe(path: String, metadata: &fs::Metadata) -> RunFile {
+    let since = metadata.modified().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
     let modified_ms = since.and_then(|since| i64::try_from(since.as_millis()).ok()).unwrap_or(0);
-    RunFile { path, size_bytes: about.len(), modified_ms }
+    RunFile { path, size_bytes: metadata.len(), modified_ms }
 }
 
 #[cfg(test)]

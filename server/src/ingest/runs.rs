@@ -29,16 +29,16 @@ pub(crate) struct Runs {
     /// Maximum time without a request of a run's program. After it, the run becomes failed.
     silence: Duration,
     /// The time of the last request about each run, or of the first check after the server's start.
-    heard: Mutex<HashMap<JobId, Instant>>,
+    last_request_at: Mutex<HashMap<JobId, Instant>>,
 }
 
 impl Runs {
     pub(crate) fn new(store: Arc<dyn Store>, events: Arc<Events>, silence: Duration) -> Self {
-        Self { store, events, silence, heard: Mutex::default() }
+        Self { store, events, silence, last_request_at: Mutex::default() }
     }
 
     fn note(&self, id: &JobId) {
-        lock(&self.heard).insert(id.clone(), Instant::now());
+        lock(&self.last_request_at).insert(id.clone(), Instant::now());
     }
 
     /// The body of an upload, each part of which counts as a sign of life of the run.
@@ -119,12 +119,16 @@ impl Runs {
         }
     }
 
-    /// Returns those of the running runs that have been silent for too long. Forgets runs that are not running.
+    /// Returns the running runs that have been silent for too long. Forgets runs that are not running.
     fn silent(&self, running: Vec<JobId>) -> Vec<JobId> {
-        let mut heard = lock(&self.heard);
+        let mut last_request_at = lock(&self.last_request_at);
         let now = Instant::now();
-        let known = running.iter().map(|id| (id.clone(), heard.get(id).copied().unwrap_or(now))).collect();
-        *heard = known;
-        running.into_iter().filter(|id| heard.get(id).is_some_and(|at| now - *at > self.silence)).collect()
+        let known =
+            running.iter().map(|id| (id.clone(), last_request_at.get(id).copied().unwrap_or(now))).collect();
+        *last_request_at = known;
+        running
+            .into_iter()
+            .filter(|id| last_request_at.get(id).is_some_and(|at| now - *at > self.silence))
+            .collect()
     }
 }

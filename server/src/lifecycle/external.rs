@@ -76,10 +76,10 @@ pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Resu
         Some(JobState::Running) => make_running(row, at)?,
         Some(state) => {
             make_running(row, at)?;
-            vec![change_state(row, state, reason(state, change.reason.as_deref()), None, at)?]
+            vec![change_state(row, state, end_reason(state, change.reason.as_deref()), None, at)?]
         }
     });
-    events.extend(points(row, &change.columns)?);
+    events.extend(add_points(row, &change.columns)?);
     Ok(events)
 }
 
@@ -104,7 +104,7 @@ fn make_running(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refus
     Ok(vec![state_event(row)])
 }
 
-fn reason(state: JobState, text: Option<&str>) -> Option<Reason> {
+fn end_reason(state: JobState, text: Option<&str>) -> Option<Reason> {
     match (state, text) {
         (JobState::Succeeded, _) => None,
         (_, Some(text)) => Some(text.into()),
@@ -121,11 +121,11 @@ fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
     })?;
     let alerts = new_alerts(&external.summary, &change.summary);
     for (name, value) in &change.params {
-        let before = external.config.get(name).map(text_of);
-        if let Some(before) = before.filter(|before| before != value) {
+        let logged = external.config.get(name).map(text_of);
+        if let Some(logged) = logged.filter(|logged| logged != value) {
             // The text of MLflow's error.
             let detail = format!(
-                "Changing param values is not allowed. Param with key='{name}' was already logged with value='{before}' for run \
+                "Changing param values is not allowed. Param with key='{name}' was already logged with value='{logged}' for run \
                  ID='{id}'. Attempted logging new value '{value}'."
             );
             return Err(refused(state, detail));
@@ -178,7 +178,7 @@ pub fn text_of(value: &Value) -> String {
 
 /// Returns the events of points, and updates the job's newest values. A value that is not finite is a gap in a chart, and the newest finite
 /// value stays the job's newest value.
-fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
+fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
     // A metric without a finite value is in `known`, but not in `last`.
     let (last, known) = (&row.job.last.others, &row.progress.others);
     let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);

@@ -97,8 +97,8 @@ fn change_state(
 }
 
 /// The final state of an attempt, from the state to which its job has changed.
-fn attempt_state(of_job: JobState) -> AttemptState {
-    match of_job {
+fn attempt_state(job_state: JobState) -> AttemptState {
+    match job_state {
         JobState::Succeeded => AttemptState::Succeeded,
         JobState::Cancelled => AttemptState::Cancelled,
         JobState::Paused => AttemptState::Paused,
@@ -226,7 +226,7 @@ fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, R
     change_state(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
-/// Like [`queue`], and earlier restarts no longer count.
+/// Like [`queue`], but earlier restarts no longer count.
 fn queue_anew(row: &mut JobRow, reason: ReasonKind, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.restarts = 0;
     row.progress.not_begun = 0;
@@ -284,9 +284,10 @@ fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<Event
     row.progress.not_begun += u32::from(start_was_lost);
     let lost_machine =
         matches!(why.kind(), ReasonKind::AgentLost { .. }) || !row.progress.unreachable.is_empty();
-    let is_free = start_was_lost || (lost_machine && row.progress.checkpoint > row.progress.began_from);
-    if is_free || row.restarts < row.job.spec.recovery.max_restarts {
-        row.restarts += u32::from(!is_free);
+    let made_progress = row.progress.checkpoint > row.progress.began_from;
+    let counts = !start_was_lost && !(lost_machine && made_progress);
+    if !counts || row.restarts < row.job.spec.recovery.max_restarts {
+        row.restarts += u32::from(counts);
         let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };
         return change_state(row, JobState::Restarting, Some(why), Some(next), at);
     }

@@ -91,8 +91,8 @@ impl Progress {
             total => total,
         };
         for (step, value) in column.steps.iter().zip(&column.values).filter(|(_, v)| v.is_finite()) {
-            let at = u128::from(step.saturating_sub(1)) * SPARKLINE_POINTS as u128 / u128::from(total);
-            let part = &mut self.parts[(at as usize).min(SPARKLINE_POINTS - 1)];
+            let index = u128::from(step.saturating_sub(1)) * SPARKLINE_POINTS as u128 / u128::from(total);
+            let part = &mut self.parts[(index as usize).min(SPARKLINE_POINTS - 1)];
             part.0 += f64::from(*value);
             part.1 += 1;
         }
@@ -122,7 +122,7 @@ impl Progress {
     }
 
     /// Sets a rank's newest value of a metric, or `None` if it is not finite. Returns the mean over ranks.
-    pub(super) fn newest(&mut self, metric: &str, rank: u32, value: Option<f32>) -> Option<f64> {
+    pub(super) fn set_newest(&mut self, metric: &str, rank: u32, value: Option<f32>) -> Option<f64> {
         let ranks = self.others.entry(metric.to_owned()).or_default();
         match value {
             Some(value) => ranks.insert(rank, value),

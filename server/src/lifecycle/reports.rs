@@ -56,10 +56,10 @@ pub fn report(
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
                 // The reason stays if the job is being cancelled, or runs on fewer ranks.
-                let stays = |cause: &Reason| {
+                let is_kept = |cause: &Reason| {
                     row.stop.is_some() || matches!(cause.kind(), ReasonKind::FewerRanks { .. })
                 };
-                let cause = row.job.cause.clone().filter(stays);
+                let cause = row.job.cause.clone().filter(is_kept);
                 events.push(change_state(row, JobState::Running, cause, None, at)?);
             }
             events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
@@ -80,7 +80,7 @@ pub fn report(
             vec![state_event(row)]
         }
         AttemptEvent::Metrics { rank, columns } if rank < ranks => {
-            let columns = columns.into_iter().filter(is_column);
+            let columns = columns.into_iter().filter(is_valid_column);
             let events = columns
                 .map(|column| {
                     note_column(row, rank, &column);
@@ -167,7 +167,7 @@ pub(super) fn points_event(attempt: u32, rank: u32, column: MetricColumn) -> Eve
 }
 
 /// Whether a column of metrics is valid: a known name, and as many values as steps, at least one.
-fn is_column(column: &MetricColumn) -> bool {
+fn is_valid_column(column: &MetricColumn) -> bool {
     metric::NAMES.contains(&column.name.as_str())
         && column.steps.len() == column.values.len()
         && !column.steps.is_empty()
@@ -178,31 +178,31 @@ fn is_column(column: &MetricColumn) -> bool {
 pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     let mut all = Vec::new();
     // The rank whose points are being merged, and the index of the merged record.
-    let mut gathered: Option<(u32, usize)> = None;
+    let mut current: Option<(u32, usize)> = None;
     for event in events {
         let AttemptEvent::Metrics { rank, columns } = event else {
             if !matches!(event, AttemptEvent::Log { .. } | AttemptEvent::Rank { .. }) {
-                gathered = None;
+                current = None;
             }
             all.push(event.clone());
             continue;
         };
-        let index = match gathered {
-            Some((gathered_rank, index)) if gathered_rank == *rank => index,
+        let index = match current {
+            Some((current_rank, index)) if current_rank == *rank => index,
             _ => {
                 all.push(AttemptEvent::Metrics { rank: *rank, columns: Vec::new() });
                 all.len() - 1
             }
         };
-        gathered = Some((*rank, index));
-        let Some(AttemptEvent::Metrics { columns: to, .. }) = all.get_mut(index) else { continue };
-        for column in columns.iter().filter(|column| is_column(column)) {
-            match to.iter_mut().find(|c| c.name == column.name) {
+        current = Some((*rank, index));
+        let Some(AttemptEvent::Metrics { columns: merged, .. }) = all.get_mut(index) else { continue };
+        for column in columns.iter().filter(|column| is_valid_column(column)) {
+            match merged.iter_mut().find(|c| c.name == column.name) {
                 Some(same) => {
                     same.steps.extend_from_slice(&column.steps);
                     same.values.extend_from_slice(&column.values);
                 }
-                None => to.push(column.clone()),
+                None => merged.push(column.clone()),
             }
         }
     }
@@ -245,7 +245,7 @@ pub(super) fn note_column(row: &mut JobRow, rank: u32, column: &MetricColumn) {
         "val_loss" | "val_accuracy" | "images_per_second" => {}
         name => {
             let others = &mut job.last.others;
-            if let Some(mean) = row.progress.newest(name, rank, newest) {
+            if let Some(mean) = row.progress.set_newest(name, rank, newest) {
                 others.insert(name.to_owned(), mean);
             } else {
                 others.remove(name);

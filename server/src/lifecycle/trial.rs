@@ -11,8 +11,8 @@ use lockstep_protocol::{
 
 /// Whether the stopped ranks of a trial have reached its rung: a checkpoint of that epoch exists.
 pub(super) fn is_at_rung(row: &JobRow) -> bool {
-    let (steps, written) = (row.job.steps_per_epoch, row.progress.checkpoint);
-    row.progress.pause_after.is_some_and(|epoch| steps > 0 && written >= Some(u64::from(epoch) * steps))
+    let (steps, newest) = (row.job.steps_per_epoch, row.progress.checkpoint);
+    row.progress.pause_after.is_some_and(|epoch| steps > 0 && newest >= Some(u64::from(epoch) * steps))
 }
 
 /// Pauses a trial whose ranks have stopped at its rung.

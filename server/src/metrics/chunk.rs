@@ -99,7 +99,7 @@ pub(crate) fn join_neighbours(buckets: &mut Vec<Bucket>, index: impl Fn(&Bucket)
 }
 
 /// Merges points in any order into a series with ascending steps. If a step has several points, the last point replaces the others.
-pub(crate) fn merged(mut series: Vec<Bucket>, points: impl IntoIterator<Item = Bucket>) -> Vec<Bucket> {
+pub(crate) fn merge(mut series: Vec<Bucket>, points: impl IntoIterator<Item = Bucket>) -> Vec<Bucket> {
     series.extend(points);
     // This sort is stable, and fast for a few ascending runs.
     series.sort_by_key(|point| point.step);
@@ -117,14 +117,14 @@ pub(crate) fn merged(mut series: Vec<Bucket>, points: impl IntoIterator<Item = B
 pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
     let index = |bucket: &Bucket| bucket.index(width);
     // Most points come in order.
-    let at = match to.last() {
+    let position = match to.last() {
         Some(last) if index(last) > index(point) => to.partition_point(|bucket| index(bucket) < index(point)),
         Some(last) if index(last) == index(point) => to.len() - 1,
         _ => to.len(),
     };
-    match to.get_mut(at) {
+    match to.get_mut(position) {
         Some(same) if index(same) == index(point) => same.join(point),
-        _ => to.insert(at, *point),
+        _ => to.insert(position, *point),
     }
 }
 
@@ -155,7 +155,7 @@ pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError>
     let mut buckets = Vec::with_capacity(data.len() / if level == 0 { 5 } else { 20 });
     let mut step = 0u64;
     while !from.0.is_empty() {
-        let one = (|| {
+        let bucket = (|| {
             step = step.checked_add(from.number()?)?;
             if level == 0 {
                 return Some(Bucket::of(step, f32::from_le_bytes(from.bytes()?)));
@@ -169,7 +169,7 @@ pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError>
                 sum: f64::from_le_bytes(from.bytes()?),
             })
         })();
-        buckets.push(one.ok_or_else(|| StoreError::Corrupt("a chunk of metrics".into()))?);
+        buckets.push(bucket.ok_or_else(|| StoreError::Corrupt("a chunk of metrics".into()))?);
     }
     Ok(buckets)
 }
@@ -185,9 +185,9 @@ mod tests {
         assert_eq!(decode(0, &encode(0, &points)).unwrap(), points);
         points[0].join(&Bucket::of(2, 3.0));
         assert_eq!(decode(1, &encode(1, &points)).unwrap(), points);
-        let mut cut = encode(1, &points);
-        cut.pop();
-        assert!(decode(1, &cut).is_err());
+        let mut truncated = encode(1, &points);
+        truncated.pop();
+        assert!(decode(1, &truncated).is_err());
         assert!(decode(0, &[0xff; 12]).is_err());
     }
 }

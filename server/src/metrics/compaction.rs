@@ -105,7 +105,7 @@ fn grow(
     let mut points = stored;
     for (key, new) in added {
         let to = points.entry(key).or_default();
-        *to = chunk::merged(std::mem::take(to), new);
+        *to = chunk::merge(std::mem::take(to), new);
     }
     let newest = newest.into_iter().map(|chunk| ((SeriesKey::of(&chunk), chunk.level), chunk));
     let mut newest: HashMap<(SeriesKey, u32), MetricChunk> =

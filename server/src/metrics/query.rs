@@ -24,8 +24,9 @@ pub(crate) struct Found {
 /// The level to read, and the buckets to return.
 struct Plan {
     level: u32,
-    /// Buckets begin after this step and have this width, a multiple of the level's own.
+    /// The step before the first bucket.
     base: u64,
+    /// Number of steps of each bucket: a multiple of the width of the level's buckets.
     width: u64,
 }
 
@@ -34,8 +35,8 @@ impl Plan {
     /// on how points were reported and compacted.
     fn new(first: u64, last: u64, points: u64) -> Self {
         let before = first.saturating_sub(1);
-        let wanted = last.saturating_sub(before).div_ceil(points).max(1);
-        let level = (0..LEVELS).rev().find(|l| width(*l) <= wanted).unwrap_or(0);
+        let wanted_width = last.saturating_sub(before).div_ceil(points).max(1);
+        let level = (0..LEVELS).rev().find(|l| width(*l) <= wanted_width).unwrap_or(0);
         let base = before / width(level) * width(level);
         let width = last.saturating_sub(base).div_ceil(points).next_multiple_of(width(level)).max(1);
         Self { level, base, width }
@@ -56,7 +57,7 @@ pub(crate) async fn find(
     // Reads again if a compaction has moved the watermark between two reads.
     loop {
         let (watermark, extent) = metrics.store.metric_extent(&job.id, filter).await?;
-        // Reads the newest rows without a range, because a bucket that crosses an end of the range is returned whole. `inside` removes
+        // Reads the newest rows without a range, because a bucket that crosses an end of the range is returned whole. `is_inside` removes
         // the other points.
         let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
         let page = metrics.store.metrics(&job.id, &newest).await?;
@@ -75,8 +76,8 @@ pub(crate) async fn find(
         let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
 
         let read = async |level: u32| -> Result<Option<BTreeMap<SeriesKey, Vec<Bucket>>>> {
-            // The range is extended to bucket boundaries. Buckets of width w cover the steps k w + 1 to (k + 1) w; the first one also
-            // covers step 0.
+            // The range is extended to bucket boundaries. Buckets of width w cover the steps k w + 1 to (k + 1) w. The first bucket
+            // also covers step 0.
             let w = width(level);
             let from = match from.saturating_sub(1) / w * w {
                 _ if w == 1 => from,
@@ -84,18 +85,19 @@ pub(crate) async fn find(
                 before => before + 1,
             };
             let to = to.div_ceil(w).saturating_mul(w);
-            let whole = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
-            let (now, chunks) = metrics.store.metric_chunks(&job.id, level, &whole).await?;
-            if now != watermark {
+            let aligned = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
+            let (watermark_now, chunks) = metrics.store.metric_chunks(&job.id, level, &aligned).await?;
+            if watermark_now != watermark {
                 return Ok(None);
             }
-            let inside = |b: &Bucket| (from..=to).contains(&b.step);
+            let is_inside = |b: &Bucket| (from..=to).contains(&b.step);
             let mut series: BTreeMap<SeriesKey, Vec<Bucket>> = BTreeMap::new();
             for chunk in chunks {
                 let buckets = compaction::readable_chunk(level, &chunk);
-                series.entry(SeriesKey::of(&chunk)).or_default().extend(buckets.into_iter().filter(inside));
+                let buckets = buckets.into_iter().filter(is_inside);
+                series.entry(SeriesKey::of(&chunk)).or_default().extend(buckets);
             }
-            add_tail(&mut series, &tail, width(level), inside);
+            add_tail(&mut series, &tail, width(level), is_inside);
             series.retain(|_, buckets| !buckets.is_empty());
             Ok(Some(series))
         };
@@ -108,9 +110,9 @@ pub(crate) async fn find(
         }
         // Sparse points may fit although the range has too many steps. The slack is for points outside the range in the buckets at its ends.
         if plan.level > 0 && fits(&series, 2 * width(plan.level) as usize) {
-            let Some(every) = read(0).await? else { continue };
-            if fits(&every, 0) {
-                return Ok(Found { as_of, exact: true, bucket_steps: 1, series: every });
+            let Some(all_points) = read(0).await? else { continue };
+            if fits(&all_points, 0) {
+                return Ok(Found { as_of, exact: true, bucket_steps: 1, series: all_points });
             }
         }
         series.values_mut().for_each(|buckets| chunk::join_neighbours(buckets, |bucket| plan.index(bucket)));
@@ -122,15 +124,15 @@ fn add_tail(
     series: &mut BTreeMap<SeriesKey, Vec<Bucket>>,
     tail: &[RankColumn],
     width: u64,
-    inside: impl Fn(&Bucket) -> bool,
+    is_inside: impl Fn(&Bucket) -> bool,
 ) {
     for reported in tail {
         let of_series = series.entry(SeriesKey::of_points(reported)).or_default();
         let column = &reported.column;
         let points = column.steps.iter().zip(&column.values).map(|(step, value)| Bucket::of(*step, *value));
-        let points = points.filter(&inside);
+        let points = points.filter(&is_inside);
         match width {
-            1 => *of_series = chunk::merged(std::mem::take(of_series), points),
+            1 => *of_series = chunk::merge(std::mem::take(of_series), points),
             _ => points.for_each(|point| chunk::put(of_series, &point, width)),
         }
     }

@@ -72,14 +72,14 @@ impl Candidate {
         Self { agent, all, free }
     }
 
-    fn first(&self) -> Option<&Slot> {
+    fn first_slot(&self) -> Option<&Slot> {
         let first = self.all.first()?;
         self.agent.row.slots.iter().find(|slot| slot.index == *first)
     }
 
     /// The kind of the candidate's slots.
     pub(super) fn device(&self) -> &str {
-        self.first().map_or("", |slot| slot.device.as_str())
+        self.first_slot().map_or("", |slot| slot.device.as_str())
     }
 
     /// Free slots for `ranks` ranks, from as few NVLink groups as possible.
@@ -87,7 +87,7 @@ impl Candidate {
         if self.has_no_links() {
             return self.free[..ranks.min(self.free.len())].to_vec();
         }
-        self.linked(ranks).concat()
+        self.choose_linked(ranks).concat()
     }
 
     /// Number of NVLink groups from which [`Candidate::choose_slots`] takes slots. Fewer groups have faster links.
@@ -95,14 +95,15 @@ impl Candidate {
         if self.has_no_links() {
             return ranks.min(self.free.len());
         }
-        self.linked(ranks).len()
+        self.choose_linked(ranks).len()
     }
 
     fn has_no_links(&self) -> bool {
         self.agent.row.machine.nvlink_groups.is_empty()
     }
 
-    fn linked(&self, ranks: usize) -> Vec<Vec<u32>> {
+    /// Free slots for `ranks` ranks, by NVLink group.
+    fn choose_linked(&self, ranks: usize) -> Vec<Vec<u32>> {
         let mut groups = self.free_groups();
         let mut left = ranks.min(self.free.len());
         let mut taken = Vec::new();
@@ -120,11 +121,12 @@ impl Candidate {
 
     /// The free slots by NVLink group, the largest group first. A slot without NVLink is a group of its own.
     fn free_groups(&self) -> Vec<Vec<u32>> {
-        let joined = &self.agent.row.machine.nvlink_groups;
-        let of = |group: &Vec<u32>| self.free.iter().copied().filter(|slot| group.contains(slot)).collect();
-        let is_alone = |slot: &u32| !joined.iter().any(|group| group.contains(slot));
-        let mut groups: Vec<Vec<u32>> = joined.iter().map(of).collect();
-        groups.extend(self.free.iter().copied().filter(is_alone).map(|slot| vec![slot]));
+        let linked = &self.agent.row.machine.nvlink_groups;
+        let free_in =
+            |group: &Vec<u32>| self.free.iter().copied().filter(|slot| group.contains(slot)).collect();
+        let is_unlinked = |slot: &u32| !linked.iter().any(|group| group.contains(slot));
+        let mut groups: Vec<Vec<u32>> = linked.iter().map(free_in).collect();
+        groups.extend(self.free.iter().copied().filter(is_unlinked).map(|slot| vec![slot]));
         // The sort is stable: equal groups stay in the agent's order.
         groups.sort_by_key(|group| Reverse(group.len()));
         groups
@@ -132,17 +134,17 @@ impl Candidate {
 
     /// The model of the candidate's slots, such as `NVIDIA H200`.
     pub(super) fn model(&self) -> &str {
-        self.first().map_or("", |slot| slot.name.as_str())
+        self.first_slot().map_or("", |slot| slot.name.as_str())
     }
 }
 
 /// The slots in which ranks of a job for `device` may run.
 pub(super) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
-    let of = |kind: &str| -> Vec<u32> {
+    let of_kind = |kind: &str| -> Vec<u32> {
         slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
     };
-    let kinds = device.slot_kinds().into_iter().map(|kind| of(kind.name));
-    kinds.into_iter().find(|found| !found.is_empty()).unwrap_or_default()
+    let by_kind = device.slot_kinds().into_iter().map(|kind| of_kind(kind.name));
+    by_kind.into_iter().find(|found| !found.is_empty()).unwrap_or_default()
 }
 
 /// Whether an address is reachable only from its own machine.
@@ -168,10 +170,10 @@ pub(super) fn link_speeds(candidates: &[Candidate], group: &Group) -> BTreeMap<u
     group.iter().map(|c| (*c, machine(c).interface_mbits.unwrap_or(slowest))).collect()
 }
 
-/// Groups of agents, each with a flag: the slots are of different models.
+/// Groups of agents, each with a flag whether its slots are of different models.
 pub(super) type Groups = Arc<[(Group, bool)]>;
 
-/// The largest groups of candidates that reach each other and have slots of one kind, each with a flag: the slots are of different models.
+/// The largest groups of candidates that reach each other and have slots of one kind, and the largest such groups with slots of one model.
 fn groups(candidates: &[Candidate]) -> Groups {
     // Agents that report neither a network nor an address cannot share a job.
     let mut networks: BTreeMap<&str, Group> = BTreeMap::new();

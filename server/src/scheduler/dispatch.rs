@@ -31,7 +31,7 @@ mod resume_point;
 mod start;
 mod unreported;
 
-pub(crate) use ends::{declined, ended_at, leaves, left, ready, wanted};
+pub(crate) use ends::{declined, ended_at, ready, requeue_after_leave, stop_other_agents, stop_reason};
 pub(crate) use needs::is_checkpoint_id;
 
 /// Interval between two rounds without a notification.
@@ -122,14 +122,14 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
     }
     let limit = scheduler.config.heartbeat.mul_f64(LOST_AFTER_HEARTBEATS).max(MIN_SILENCE);
     // An agent that was connected before this server was started may be reconnecting.
-    let up = scheduler.up_since.elapsed();
-    let silence = |id: &str| scheduler.agents.silence(id).or_else(|| up.checked_sub(RECONNECT_TIME));
+    let uptime = scheduler.up_since.elapsed();
+    let silence = |id: &str| scheduler.agents.silence(id).or_else(|| uptime.checked_sub(RECONNECT_TIME));
     let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > limit);
     for expired in
         scheduler.agents.leases.agents_to_give_up(is_silent, |id| scheduler.agents.is_connected(id))
     {
         let job = expired.attempt.job.clone();
-        let silence = scheduler.agents.silence(&expired.place.agent_id).unwrap_or(up).as_secs_f64();
+        let silence = scheduler.agents.silence(&expired.place.agent_id).unwrap_or(uptime).as_secs_f64();
         scheduler.agents.leases.give_up(&expired);
         let how = "the ranks of other machines have lost those on it";
         let ended = expire(scheduler, expired, (silence * 10.0).round() / 10.0, Some(how)).await;
@@ -199,14 +199,14 @@ async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
     let (mut occupants, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending());
     let known: HashSet<JobId> = occupants.iter().map(|occupant| occupant.job.clone()).collect();
     // Jobs whose ranks have ended on one of their agents will end everywhere. They need no preemption, so their priority does not matter.
-    let also = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
+    let only_ending = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
         job: job.clone(),
         priority: i32::MAX,
         preemptible: false,
         must_end: false,
         is_being_preempted: false,
     });
-    occupants.extend(also);
+    occupants.extend(only_ending);
     let ending: HashSet<JobId> = ending.into_iter().collect();
     let with_slots = |occupant: Occupant| {
         let places = scheduler.agents.leases.places_of(&occupant.job);
@@ -230,18 +230,19 @@ async fn carry_out(
     let mut starts = std::mem::take(&mut plan.starts).into_iter();
     for preemption in std::mem::take(&mut plan.preemptions) {
         // Starts before this preemption come first: if one of them fails, its slots are free, and the preemption may not be needed.
-        let before = preemption.starts_before - (planned - starts.len());
-        let before = starts.by_ref().take(before).collect();
-        if !start_all(scheduler, before).await? || !preempt(scheduler, snapshot, &preemption).await? {
+        let earlier_count = preemption.starts_before - (planned - starts.len());
+        let earlier = starts.by_ref().take(earlier_count).collect();
+        if !start_all(scheduler, earlier).await? || !preempt(scheduler, snapshot, &preemption).await? {
             // The next plan has the reason why the job waits.
             let id = &preemption.row.job.id;
-            plan.waiting.iter_mut().filter(|of| of.row.job.id == *id).for_each(|of| of.why = None);
+            let waiting = plan.waiting.iter_mut().filter(|waiting| waiting.row.job.id == *id);
+            waiting.for_each(|waiting| waiting.why = None);
         }
     }
-    // Starts come before less urgent work.
     start_all(scheduler, starts.collect()).await?;
     scheduler.checkpoints.waits.keep(&plan.waiting.iter().map(|waiting| &waiting.row.job.id).collect());
-    for (row, why) in plan.waiting.iter().filter_map(|of| Some((&of.row, of.why.as_ref()?))) {
+    let with_reason = plan.waiting.iter().filter_map(|waiting| Some((&waiting.row, waiting.why.as_ref()?)));
+    for (row, why) in with_reason {
         unstored.note(scheduler, row, why);
     }
     scheduler.last_plan.replace(plan);
@@ -264,7 +265,7 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// before its lease has expired.
 async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<&str>) -> Result<()> {
     let Expired { attempt, place, agent_count, had_order } = expired;
-    // A silent connection ends a moment later than the lease.
+    // The connection of a silent agent may still be open for a moment after its lease has expired.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();
     let is_heard = online.iter().any(|o| o.row.id == place.agent_id && o.row.last_seen_at >= heard_since);
@@ -293,7 +294,7 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
         })
         .await?;
     }
-    let reason = if how.is_some() { "the attempt has ended without it" } else { "its lease ran out" };
+    let reason = if how.is_some() { "the attempt has ended without this agent" } else { "its lease ran out" };
     send_stop(scheduler, &[place], &attempt, reason, false);
     Ok(())
 }

@@ -31,9 +31,8 @@ fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option
     let mut chosen = Group::new();
     for (n, c) in group.iter().copied().enumerate() {
         if slots(c) >= missing {
-            let fullest =
-                group[n..].iter().copied().filter(|c| slots(*c) >= missing).min_by_key(|c| slots(*c));
-            chosen.extend(fullest);
+            let last = group[n..].iter().copied().filter(|c| slots(*c) >= missing).min_by_key(|c| slots(*c));
+            chosen.extend(last);
             return Some(chosen);
         }
         missing -= slots(c);
@@ -42,8 +41,8 @@ fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option
     None
 }
 
-/// Chooses from the candidates with the fastest links that need no more machines than a choice from the whole group. Also returns the speed
-/// of the slowest chosen link.
+/// Chooses the candidates with the fastest links, but no more machines than `choose` needs from the whole group. Also returns the speed of
+/// the slowest chosen link.
 fn choose_fastest(
     candidates: &Candidates,
     group: &Group,
@@ -94,10 +93,10 @@ pub(super) fn choose(
     if found.iter().all(|c| candidates[*c].agent.only_job.is_some()) {
         found.sort_unstable();
     }
-    let mut left = ranks;
+    let mut missing = ranks;
     let take = |c: usize| {
-        let slots = candidates[c].choose_slots(left);
-        left -= slots.len();
+        let slots = candidates[c].choose_slots(missing);
+        missing -= slots.len();
         (c, slots)
     };
     Some(found.into_iter().map(take).collect())
@@ -112,7 +111,7 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
     if let Some(one) = one {
         return Some(vec![one]);
     }
-    let enough = |group: &Group| {
+    let largest = |group: &Group| {
         let mut group = group.clone();
         group.sort_by_key(|c| Reverse(size(*c)));
         let mut sum = 0;
@@ -123,7 +122,7 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
         group.truncate(needed + 1);
         Some(group)
     };
-    choose_group(candidates, enough)
+    choose_group(candidates, largest)
 }
 
 /// The largest capacity for one job, on one machine or on several machines that can share a job.

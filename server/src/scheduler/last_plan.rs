@@ -29,20 +29,20 @@ impl LastPlan {
     /// newer plan keeps its previous reason.
     pub(crate) fn replace(&self, plan: Plan) {
         let mut shown = lock(&self.0);
-        let before = std::mem::take(&mut *shown);
+        let previous = std::mem::take(&mut *shown);
         let waiting = plan.waiting.into_iter().zip(1..).map(|(waiting, place)| {
             let id = waiting.row.job.id.clone();
-            let known = || before.waiting.get(&id).and_then(|(_, why)| why.clone());
-            let why = waiting.why.or_else(known);
+            let previous_why = || previous.waiting.get(&id).and_then(|(_, why)| why.clone());
+            let why = waiting.why.or_else(previous_why);
             (id, (place, why))
         });
         shown.waiting = waiting.collect();
-        let since_before = |kept: Reservation| {
-            let is_same = |old: &&Reservation| old.job == kept.job && old.agent_id == kept.agent_id;
-            let since = before.reservations.iter().find(is_same).map_or(kept.since, |old| old.since);
-            Reservation { since, ..kept }
+        let keep_age = |new: Reservation| {
+            let is_same = |old: &&Reservation| old.job == new.job && old.agent_id == new.agent_id;
+            let since = previous.reservations.iter().find(is_same).map_or(new.since, |old| old.since);
+            Reservation { since, ..new }
         };
-        shown.reservations = plan.reservations.into_iter().map(since_before).collect();
+        shown.reservations = plan.reservations.into_iter().map(keep_age).collect();
     }
 
     /// A job's place in the queue and the reason why it waits. `None` if the newest plan has no such waiting job.
@@ -79,7 +79,7 @@ impl LastPlan {
 
     /// Removes the reservations of a job that has started.
     pub(crate) fn release(&self, job: &JobId) {
-        lock(&self.0).reservations.retain(|kept| kept.job != *job);
+        lock(&self.0).reservations.retain(|reservation| reservation.job != *job);
     }
 }
 
@@ -105,7 +105,7 @@ mod tests {
         replace(&[kept("a", 1)]);
         replace(&[kept("a", 2), kept("b", 2)]);
         assert_eq!(last.reservations(), [kept("a", 1), kept("b", 2)]);
-        // One plan does not have it.
+        // The plan in between has no reservation on agent a.
         replace(&[kept("b", 3)]);
         replace(&[kept("a", 4)]);
         assert_eq!(last.reservations(), [kept("a", 4)]);

@@ -166,7 +166,7 @@ pub(crate) struct Start {
     pub(crate) fewer: Option<Reason>,
 }
 
-/// Running jobs that end in favour of a waiting one.
+/// Running jobs that end in favour of a waiting job.
 #[derive(Debug)]
 pub(crate) struct Preemption {
     pub(crate) row: Arc<JobRow>,
@@ -235,7 +235,7 @@ fn is_due(row: &JobRow, now: Timestamp) -> bool {
     }
 }
 
-/// The delay before the restart with this number, from 1.
+/// The delay before a restart: 1 is the job's first restart.
 fn backoff(restarts: u32) -> Duration {
     match restarts {
         0 | 1 => Duration::ZERO,

@@ -14,7 +14,7 @@ pub(crate) enum NewJobError {
     Store(#[from] StoreError),
 }
 
-/// A job of a specification that was checked, submitted by `owner`.
+/// A job with a checked specification, submitted by `owner`.
 pub(crate) fn new_job(id: JobId, mut spec: JobSpec, owner: Option<String>) -> NewJob {
     // Tags and notes are not in the specification, because they can be changed after submission.
     let annotation = Annotation {
@@ -30,7 +30,7 @@ pub(crate) fn new_job(id: JobId, mut spec: JobSpec, owner: Option<String>) -> Ne
 /// # Errors
 /// The folder or the database cannot be written.
 pub(crate) async fn add_job(scheduler: &Scheduler, new: NewJob) -> Result<Created, NewJobError> {
-    // Before the row: a job that is stored has its folder, and a folder without a job is only a folder.
+    // The folder is written before the row, so that every stored job has a folder. A folder without a job does no harm.
     let folder = scheduler.config.job_dir(&new.id);
     if let Err(error) = write_folder(&folder, &new.spec).await {
         return Err(NewJobError::Folder { folder, error });

@@ -65,8 +65,8 @@ fn start(
     fewer: Option<Reason>,
 ) -> Option<Wait> {
     if let Some(wait) = round.checkpoint_wait(row, &candidates, &chosen) {
-        // Keeps the slots only during a check, which is short; otherwise jobs of lower priority would take them. An upload or a fetch may
-        // take hours.
+        // During a check, which is short, jobs of lower priority must not take the slots. An upload or a fetch may take hours, so the slots
+        // are not kept.
         if wait.is_kept {
             for (c, slots) in &chosen {
                 round.promise(&row.job.id, &candidates[*c], slots);

@@ -32,7 +32,7 @@ struct Room {
 pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Candidates) -> Option<Wait> {
     let job = &row.job;
     let (ranks, priority) = (job.ranks as usize, job.spec.priority);
-    let room = room(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
+    let room = find_room(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
     if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &room.chosen) {
         // No job is preempted yet, because its slots would be given to others meanwhile. Free slots are reserved during a check.
         for (c, slots) in room.chosen.iter().filter(|_| is_kept) {
@@ -77,7 +77,7 @@ fn counted_on<'a>(room: &Room, candidates: &Candidates, yielding: &'a [Yielding]
 }
 
 /// The candidates with the slots of these jobs counted as free, after the slots that are free now.
-fn without<'a>(
+fn with_slots_of<'a>(
     candidates: &Candidates,
     jobs: impl IntoIterator<Item = &'a Yielding>,
     promised: &HashSet<(String, u32)>,
@@ -96,7 +96,7 @@ fn without<'a>(
 
 /// Finds slots for a job of `ranks` ranks if some yielding jobs end: jobs that are ending anyway, and preemptible jobs of lower priority,
 /// the lowest priority first, then the newest job first.
-fn room(
+fn find_room(
     candidates: &Candidates,
     ranks: usize,
     priority: i32,
@@ -111,16 +111,16 @@ fn room(
     if lower.is_empty() && !yielding.iter().any(|job| job.is_ending) {
         return None;
     }
-    let ended = without(candidates, yielding.iter().filter(|job| job.is_ending), promised);
+    let ended = with_slots_of(candidates, yielding.iter().filter(|job| job.is_ending), promised);
     if let Some(chosen) = choose(&ended, ranks, reserved) {
         // The job did not fit before, so it counts on slots that are not free yet.
         return Some(Room { chosen, victims: Vec::new() });
     }
-    let of_one = (0..ended.len()).filter(|c| !reserved.contains(&ended[*c].agent.row.id));
-    let of_one =
-        of_one.filter_map(|c| on_one(&ended[c], ranks, yielding, &lower, promised).map(|found| (c, found)));
+    let single = (0..ended.len()).filter(|c| !reserved.contains(&ended[*c].agent.row.id));
+    let single =
+        single.filter_map(|c| on_one(&ended[c], ranks, yielding, &lower, promised).map(|found| (c, found)));
     // Fewest victims, then lowest priority, then the agent with most free slots.
-    let best = of_one.min_by_key(|(c, (_, victims))| {
+    let best = single.min_by_key(|(c, (_, victims))| {
         let highest = victims.iter().map(|victim| yielding[*victim].occupant.priority).max();
         (victims.len(), highest, Reverse(ended[*c].free.len()))
     });
@@ -139,8 +139,8 @@ fn on_one(
     promised: &HashSet<(String, u32)>,
 ) -> Option<(Vec<u32>, Vec<usize>)> {
     let agent = &candidate.agent.row.id;
-    let is_here = |(of, slot): &(String, u32)| {
-        of == agent && candidate.all.contains(slot) && !promised.contains(&(of.clone(), *slot))
+    let is_here = |(holder, slot): &(String, u32)| {
+        holder == agent && candidate.all.contains(slot) && !promised.contains(&(holder.clone(), *slot))
     };
     let slots_of = |victim: &usize| -> Vec<u32> {
         yielding[*victim].slots.iter().filter(|slot| is_here(slot)).map(|(_, slot)| *slot).collect()
@@ -162,27 +162,27 @@ fn on_one(
         sum += largest[fewest];
         fewest += 1;
     }
-    // With this number, takes the jobs of the lowest priority: a job is taken if the largest of the others have the slots that are then
-    // missing.
+    // With this number of victims, takes the jobs of the lowest priority: a job is taken if the largest `further` other jobs have the slots
+    // that are then still missing.
     let (mut missing, mut victims, mut slots) = (needed, Vec::new(), candidate.free.clone());
     while victims.len() < fewest {
-        let left = fewest - victims.len() - 1;
-        let at = (0..here.len()).find(|n| {
+        let further = fewest - victims.len() - 1;
+        let index = (0..here.len()).find(|n| {
             let mut rest: Vec<usize> =
                 here.iter().enumerate().filter(|(m, _)| m != n).map(|(_, (_, s))| s.len()).collect();
             rest.sort_unstable_by(|a, b| b.cmp(a));
-            here[*n].1.len() + rest.iter().take(left).sum::<usize>() >= missing
+            here[*n].1.len() + rest.iter().take(further).sum::<usize>() >= missing
         })?;
-        let (victim, its) = here.remove(at);
-        missing = missing.saturating_sub(its.len());
-        slots.extend(its);
+        let (victim, freed) = here.remove(index);
+        missing = missing.saturating_sub(freed.len());
+        slots.extend(freed);
         victims.push(victim);
     }
     slots.truncate(ranks);
     Some((slots, victims))
 }
 
-/// Like [`room`], over several agents: ends jobs by ascending priority until the job fits, then spares jobs that are not needed.
+/// Like [`find_room`], over several agents: ends jobs by ascending priority until the job fits, then spares jobs that are not needed.
 fn on_several(
     ended: &Candidates,
     ranks: usize,
@@ -191,13 +191,15 @@ fn on_several(
     all: Vec<usize>,
     promised: &HashSet<(String, u32)>,
 ) -> Option<Room> {
-    let with = |victims: &[usize]| {
-        choose(&without(ended, victims.iter().map(|victim| &yielding[*victim]), promised), ranks, reserved)
+    let choose_after = |victims: &[usize]| {
+        let victims = victims.iter().map(|victim| &yielding[*victim]);
+        choose(&with_slots_of(ended, victims, promised), ranks, reserved)
     };
-    with(&all)?;
+    choose_after(&all)?;
     // Finds the shortest prefix of the list that is enough.
-    let enough = (1..=all.len()).collect::<Vec<_>>().partition_point(|n| with(&all[..*n]).is_none()) + 1;
-    let chosen = with(&all[..enough])?;
+    let lengths: Vec<_> = (1..=all.len()).collect();
+    let enough = lengths.partition_point(|n| choose_after(&all[..*n]).is_none()) + 1;
+    let chosen = choose_after(&all[..enough])?;
     let is_used = |victim: &usize| {
         let mut slots = yielding[*victim].slots.iter();
         slots.any(|(agent, slot)| {
@@ -207,11 +209,11 @@ fn on_several(
     let mut victims: Vec<usize> = all[..enough].iter().copied().filter(is_used).collect();
     for victim in victims.clone().iter().rev().take(MAX_TRIED) {
         let fewer: Vec<usize> = victims.iter().copied().filter(|other| other != victim).collect();
-        if with(&fewer).is_some() {
+        if choose_after(&fewer).is_some() {
             victims = fewer;
         }
     }
-    Some(Room { chosen: with(&victims)?, victims })
+    Some(Room { chosen: choose_after(&victims)?, victims })
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ pub(super) fn wait_reason(
 ) -> Reason {
     let (ranks, device) = (job.ranks, device_for(&job.spec));
     let (drained, drained_slots) = round.drained(&job.id, device);
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let to_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     if round.snapshot.agents.is_empty() {
         return ReasonKind::NoAgentOnline.into();
     }
@@ -35,10 +35,10 @@ pub(super) fn wait_reason(
         // The device `auto` uses slots of any kind.
         device: if device == Device::Auto { Device::Cpu } else { device },
         slots_needed: ranks,
-        slots_free: number(sum.free),
-        slots_total: number(sum.slots),
+        slots_free: to_u32(sum.free),
+        slots_total: to_u32(sum.slots),
         agent: None,
-        machines: Some(number(sum.machines)),
+        machines: Some(to_u32(sum.machines)),
         slots_kept: None,
         kept_for: Vec::new(),
         slots_on: Vec::new(),
@@ -46,15 +46,15 @@ pub(super) fn wait_reason(
     };
     let mut takers: Vec<&Candidate> = candidates.iter().filter(|c| !c.all.is_empty()).collect();
     if takers.len() > 1 {
-        let on = |c: &Candidate| AgentSlots {
+        let slots_on = |c: &Candidate| AgentSlots {
             agent: c.agent.row.name.as_str().into(),
-            free: number(c.free.len()),
-            total: number(c.all.len()),
+            free: to_u32(c.free.len()),
+            total: to_u32(c.all.len()),
         };
         takers.sort_by_key(|c| Reverse(c.free.len()));
-        wait.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(on).collect();
+        wait.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(slots_on).collect();
     }
-    // Drained agents are only named if the job would fit with them. A job with its own agents waits for these.
+    // Drained agents are only named if the job would fit with them. A job with its own agents waits for its own agents.
     let all = candidates.iter().map(|c| c.all.len()).sum::<usize>() + drained_slots;
     let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
     let drained = drained.filter(|_| all >= ranks as usize && !has_own);
@@ -65,27 +65,27 @@ pub(super) fn wait_reason(
         }
         ReasonKind::TooFewSlots(wait)
     };
-    let of_one = |c: &Candidate, wait: &mut SlotWait| {
+    let describe_one = |c: &Candidate, wait: &mut SlotWait| {
         (wait.agent, wait.machines) = (Some(c.agent.row.name.as_str().into()), None);
-        (wait.slots_free, wait.slots_total) = (number(c.free.len()), number(c.all.len()));
+        (wait.slots_free, wait.slots_total) = (to_u32(c.free.len()), to_u32(c.all.len()));
     };
     let kind = match kept {
         Some([one]) => {
-            of_one(&candidates[*one], &mut wait);
-            reserved(std::slice::from_ref(&candidates[*one]), round, &mut wait);
+            describe_one(&candidates[*one], &mut wait);
+            add_reserved(std::slice::from_ref(&candidates[*one]), round, &mut wait);
             ReasonKind::WaitingForSlots(wait)
         }
         None if sum.machines <= 1 => {
             let largest = candidates.iter().max_by_key(|c| (c.all.len(), c.free.len()));
             if let Some(largest) = largest {
-                of_one(largest, &mut wait);
+                describe_one(largest, &mut wait);
             }
-            let with_slots: Vec<_> =
+            let of_device: Vec<_> =
                 candidates.iter().filter(|c| c.device() == largest_device(candidates)).collect();
             // The machines would have enough slots together if they could reach each other.
-            if with_slots.iter().map(|c| c.all.len()).sum::<usize>() >= ranks as usize {
-                let apart = |c: &&&Candidate| address(&c.agent.row.machine).is_none();
-                let names = with_slots.iter().filter(apart).map(|c| c.agent.row.name.clone());
+            if of_device.iter().map(|c| c.all.len()).sum::<usize>() >= ranks as usize {
+                let is_unreachable = |c: &&&Candidate| address(&c.agent.row.machine).is_none();
+                let names = of_device.iter().filter(is_unreachable).map(|c| c.agent.row.name.clone());
                 let detail = names.collect::<Vec<_>>().join(", ").into();
                 ReasonKind::MachinesApart { device: wait.device, slots_needed: ranks, detail }
             } else {
@@ -93,7 +93,7 @@ pub(super) fn wait_reason(
             }
         }
         Some(_) => {
-            reserved(candidates, round, &mut wait);
+            add_reserved(candidates, round, &mut wait);
             ReasonKind::WaitingForSlots(wait)
         }
         None => too_few(wait),
@@ -102,7 +102,7 @@ pub(super) fn wait_reason(
 }
 
 /// Adds the number of free slots that are reserved for earlier jobs, and these jobs' names, to `wait`.
-fn reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait) {
+fn add_reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait) {
     let mut jobs: Vec<&(JobId, String)> = Vec::new();
     let mut slots = 0;
     for candidate in candidates.iter().filter(|candidate| !candidate.free.is_empty()) {
@@ -119,11 +119,11 @@ fn reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait) {
     }
 }
 
-/// The kind of which the candidates have most slots.
+/// The kind of slot that the candidates have most of.
 fn largest_device(candidates: &[Candidate]) -> &str {
     let slots = |device: &str| -> usize {
         candidates.iter().filter(|c| c.device() == device).map(|c| c.all.len()).sum()
     };
-    // If several kinds have as many slots, the kind that `auto` prefers.
+    // Of kinds with equally many slots, the kind that `auto` prefers.
     DEVICE_KINDS.iter().rev().map(|kind| kind.name).max_by_key(|name| slots(name)).unwrap_or_default()
 }

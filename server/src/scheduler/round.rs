@@ -35,8 +35,8 @@ pub(super) struct Round<'a> {
     served: HashSet<JobId>,
     /// The candidates of each device, for all other jobs.
     by_device: Vec<(Device, Arc<Candidates>)>,
-    /// Why jobs of a kind wait, as hundreds of jobs may be of one kind. Slots are only taken in a round, so a kind that does not fit does
-    /// not fit later. A reservation changes the reasons, so it clears this map.
+    /// Why jobs of a kind wait. Hundreds of jobs may be of one kind. Slots do not become free during a round, so a kind that does not fit
+    /// does not fit later in the round. A reservation changes the reasons, so it clears this map.
     pub(super) waits: HashMap<JobKind, Wait>,
 }
 
@@ -65,9 +65,9 @@ impl<'a> Round<'a> {
         let mut slots = 0;
         let mut names = Vec::new();
         for agent in self.snapshot.agents.iter().filter(|agent| agent.is_drained && agent.serves(job)) {
-            let own = slots_for(&agent.row.slots, device).len();
-            slots += own;
-            if own > 0 {
+            let count = slots_for(&agent.row.slots, device).len();
+            slots += count;
+            if count > 0 {
                 names.push(agent.row.name.as_str());
             }
         }
@@ -80,7 +80,7 @@ impl<'a> Round<'a> {
     /// The agents on which this job may be started.
     pub(super) fn candidates(&mut self, job: &JobId, device: Device) -> Arc<Candidates> {
         let is_served = self.served.contains(job);
-        let known = self.by_device.iter().find(|(of, _)| *of == device);
+        let known = self.by_device.iter().find(|(known, _)| *known == device);
         if let Some((_, known)) = known.filter(|_| !is_served) {
             return Arc::clone(known);
         }
@@ -95,7 +95,7 @@ impl<'a> Round<'a> {
     }
 
     /// The reason why a job with these slots waits for a checkpoint; `None` if it need not wait. If the snapshot does not contain the
-    /// answer, the job is added to the plan's unknown ones.
+    /// answer, the job is added to the plan's `unknown` jobs.
     pub(super) fn checkpoint_wait(
         &mut self,
         row: &Arc<JobRow>,
@@ -116,7 +116,7 @@ impl<'a> Round<'a> {
         known.cloned().flatten()
     }
 
-    /// Reserves an agent for a waiting job, unless the agent is already reserved for an earlier one.
+    /// Reserves an agent for a waiting job, unless the agent is already reserved for an earlier job.
     pub(super) fn reserve(&mut self, job: &Job, candidate: &Candidate) {
         let agent_id = &candidate.agent.row.id;
         if self.reserved.insert(agent_id.clone()) {
@@ -179,13 +179,13 @@ impl AgentState {
     }
 }
 
-/// The device that a job needs. `auto` with half precision needs the first kind that supports it, because not every machine of the other
-/// kinds has the instructions.
+/// The device that a job needs. `auto` with half precision needs the first kind that supports the precision, because not every machine of
+/// the other kinds has the instructions.
 pub(crate) fn device_for(spec: &JobSpec) -> Device {
     let precision = spec.train.precision;
-    let half = matches!(precision, Precision::Bf16 | Precision::Fp16);
+    let is_half = matches!(precision, Precision::Bf16 | Precision::Fp16);
     match spec.parallel.device {
-        Device::Auto if half => DEVICE_KINDS
+        Device::Auto if is_half => DEVICE_KINDS
             .iter()
             .find(|kind| kind.half_precisions.contains(&precision))
             .map_or(Device::Auto, |kind| kind.device),

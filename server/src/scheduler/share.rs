@@ -1,5 +1,5 @@
 //! Fair share: the order in which jobs of one priority are considered. The job whose owner or project has the fewest slots in use comes
-//! first; if several have as few, the job that was submitted first.
+//! first. Of several such jobs, the job that was submitted first comes first.
 
 use crate::config::FairShare;
 use lockstep_protocol::job::Job;
@@ -14,13 +14,13 @@ pub(super) fn share(by: FairShare, job: &Job) -> String {
     }
 }
 
-/// Waiting jobs of one priority, in one line for each share.
+/// Waiting jobs of one priority, in a separate list for each share.
 pub(super) struct Queue<T> {
     /// Number of slots that the jobs of each share have, or get in this round.
     in_use: HashMap<String, u64>,
     /// Jobs in the order of their submission, with their index in this order.
-    lines: HashMap<String, VecDeque<(usize, T)>>,
-    /// The first job of each line: the share's slots in use, the job's index, the share.
+    by_share: HashMap<String, VecDeque<(usize, T)>>,
+    /// The first job of each share: the share's slots in use, the job's index, the share.
     firsts: BTreeSet<(u64, usize, String)>,
     /// The share of the job that is being considered.
     last: Option<String>,
@@ -28,25 +28,25 @@ pub(super) struct Queue<T> {
 
 impl<T> Queue<T> {
     pub(super) fn new(in_use: HashMap<String, u64>) -> Self {
-        Self { in_use, lines: HashMap::new(), firsts: BTreeSet::new(), last: None }
+        Self { in_use, by_share: HashMap::new(), firsts: BTreeSet::new(), last: None }
     }
 
     /// Replaces the jobs by those of the next priority, with their shares, in the order of their submission. All previous jobs must have
     /// been returned by [`Queue::next`].
     pub(super) fn fill(&mut self, waiting: impl IntoIterator<Item = (String, T)>) {
-        self.lines.clear();
-        for (place, (share, job)) in waiting.into_iter().enumerate() {
-            self.lines.entry(share).or_default().push_back((place, job));
+        self.by_share.clear();
+        for (index, (share, job)) in waiting.into_iter().enumerate() {
+            self.by_share.entry(share).or_default().push_back((index, job));
         }
-        for share in self.lines.keys().cloned().collect::<Vec<_>>() {
-            self.line_up(share);
+        for share in self.by_share.keys().cloned().collect::<Vec<_>>() {
+            self.add_first(share);
         }
     }
 
-    fn line_up(&mut self, share: String) {
-        if let Some((place, _)) = self.lines.get(&share).and_then(VecDeque::front) {
+    fn add_first(&mut self, share: String) {
+        if let Some((index, _)) = self.by_share.get(&share).and_then(VecDeque::front) {
             let in_use = self.in_use.get(&share).copied().unwrap_or(0);
-            self.firsts.insert((in_use, *place, share));
+            self.firsts.insert((in_use, *index, share));
         }
     }
 
@@ -54,10 +54,10 @@ impl<T> Queue<T> {
     pub(super) fn next(&mut self, given: u32) -> Option<T> {
         if let Some(last) = self.last.take() {
             *self.in_use.entry(last.clone()).or_default() += u64::from(given);
-            self.line_up(last);
+            self.add_first(last);
         }
         let (_, _, share) = self.firsts.pop_first()?;
-        let (_, job) = self.lines.get_mut(&share)?.pop_front()?;
+        let (_, job) = self.by_share.get_mut(&share)?.pop_front()?;
         self.last = Some(share);
         Some(job)
     }

@@ -223,7 +223,8 @@ fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
             }
         }
         let starting = plan.starts.iter().map(|start| &start.row.job.id);
-        let ids: HashSet<_> = starting.chain(plan.waiting.iter().map(|of| &of.row.job.id)).collect();
+        let ids: HashSet<_> =
+            starting.chain(plan.waiting.iter().map(|waiting| &waiting.row.job.id)).collect();
         assert_eq!(plan.starts.len() + plan.waiting.len(), snapshot.waiting.len(), "seed {seed}");
         assert_eq!(ids.len(), snapshot.waiting.len(), "seed {seed}");
     }
@@ -254,22 +255,24 @@ fn only_preemptible_jobs_of_lower_priority_are_stopped_each_for_one_job() {
 
 #[test]
 fn jobs_of_lower_priority_do_not_change_the_plan_of_higher_ones() {
-    let part = |plan: &Plan, least: i32| {
-        let starts = plan.starts.iter().filter(|start| start.row.job.spec.priority >= least);
+    let part = |plan: &Plan, min_priority: i32| {
+        let starts = plan.starts.iter().filter(|start| start.row.job.spec.priority >= min_priority);
         let slots =
             |start: &Start| slots_of(start).map(|(a, slot)| (a.row.id.clone(), slot)).collect::<Vec<_>>();
         let starts: Vec<_> = starts.map(|start| (start.row.job.id.clone(), slots(start))).collect();
-        let waiting = plan.waiting.iter().filter(|of| of.row.job.spec.priority >= least);
+        let waiting = plan.waiting.iter().filter(|waiting| waiting.row.job.spec.priority >= min_priority);
         let waiting: Vec<_> = waiting
-            .map(|of| (of.row.job.id.clone(), of.why.as_ref().map(|why| why.words().to_owned())))
+            .map(|waiting| {
+                (waiting.row.job.id.clone(), waiting.why.as_ref().map(|why| why.words().to_owned()))
+            })
             .collect();
         (starts, waiting)
     };
     for seed in 0..CASES {
         let (mut snapshot, whole) = random_case(seed);
-        for least in [1, 2] {
-            snapshot.waiting.retain(|row| row.job.spec.priority >= least);
-            assert_eq!(part(&plan(&snapshot), least), part(&whole, least), "seed {seed}");
+        for min_priority in [1, 2] {
+            snapshot.waiting.retain(|row| row.job.spec.priority >= min_priority);
+            assert_eq!(part(&plan(&snapshot), min_priority), part(&whole, min_priority), "seed {seed}");
         }
     }
 }
@@ -394,7 +397,7 @@ fn no_job_starves_while_smaller_ones_keep_coming() {
             }
             for row in &waiting {
                 let waited = now - submitted[&row.job.id];
-                // It and the seven jobs before it are each first in the queue for at most as long as the longest job runs.
+                // The job and the seven before it are each first in the queue for at most as long as the longest job runs.
                 assert!(waited <= 8 * 8, "seed {seed}: {} ranks have waited for {waited}", row.job.ranks);
             }
         }

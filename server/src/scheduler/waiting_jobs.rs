@@ -152,13 +152,13 @@ impl WaitingJobs {
         }
         let stored = store.waiting_versions().await?;
         let mut known = lock(&self.known);
-        let is_known = |(id, of): &(&JobId, &WaitingVersion)| {
-            let mine = known.places.get(*id).and_then(|place| known.rows.get(place));
-            mine.is_some_and(|row| version(row) == **of)
+        let is_current = |(id, stored): &(&JobId, &WaitingVersion)| {
+            let row = known.places.get(*id).and_then(|place| known.rows.get(place));
+            row.is_some_and(|row| version(row) == **stored)
         };
-        let new = stored.iter().filter(|stored| !is_known(stored)).map(|(id, _)| id);
+        let changed = stored.iter().filter(|stored| !is_current(stored)).map(|(id, _)| id);
         let gone = known.places.keys().filter(|id| !stored.contains_key(*id));
-        let differ: Vec<_> = new.chain(gone).cloned().collect();
+        let differ: Vec<_> = changed.chain(gone).cloned().collect();
         known.changed.extend(differ.iter().cloned());
         Ok(!differ.is_empty())
     }

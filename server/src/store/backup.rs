@@ -62,8 +62,8 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
         Location::Sqlite(path) => {
             // If no server runs, closing this connection moves a killed server's write-ahead log into the database and deletes the log. The
             // lock file must then no longer require the log.
-            let alone = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
-            let alone = match alone {
+            let lock = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
+            let unclean_lock = match lock {
                 Some(Err(ServeError::LogMissing { path, log, lock })) => {
                     return Err(ServeError::LogMissing { path, log, lock }.into());
                 }
@@ -73,7 +73,7 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
             let mut db = sqlx::SqliteConnection::connect_with(&options).await.map_err(failed)?;
             sqlite::copy::dump(&mut db, location, known, writer).await?;
             db.close().await?;
-            drop(alone);
+            drop(unclean_lock);
         }
         Location::Postgres(url) => {
             let options = postgres::options(url)?;

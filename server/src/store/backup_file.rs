@@ -75,34 +75,34 @@ impl Writer {
     }
 
     /// Writes the first line, for a database whose newest migration is `migration`.
-    pub(super) fn heading(&mut self, migration: i64) -> io::Result<()> {
-        self.line(&Heading { lockstep_backup: FORMAT, migration, at: crate::now() })
+    pub(super) fn write_heading(&mut self, migration: i64) -> io::Result<()> {
+        self.write_line(&Heading { lockstep_backup: FORMAT, migration, at: crate::now() })
     }
 
-    fn line(&mut self, value: &impl Serialize) -> io::Result<()> {
+    fn write_line(&mut self, value: &impl Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(value)?;
         line.push(b'\n');
         self.hash.update(&line);
         self.to.write_all(&line)
     }
 
-    pub(super) fn table(&mut self, table: &Table) -> io::Result<()> {
+    pub(super) fn write_table(&mut self, table: &Table) -> io::Result<()> {
         self.tables.push((table.name.clone(), 0));
-        self.line(table)
+        self.write_line(table)
     }
 
-    pub(super) fn row(&mut self, cells: &[Cell]) -> io::Result<()> {
+    pub(super) fn write_row(&mut self, cells: &[Cell]) -> io::Result<()> {
         if let Some((_, rows)) = self.tables.last_mut() {
             *rows += 1;
         }
-        self.line(&cells.iter().map(Cell::json).collect::<Vec<_>>())
+        self.write_line(&cells.iter().map(Cell::json).collect::<Vec<_>>())
     }
 
     /// Writes the last line and syncs the file to disk.
     pub(super) fn finish(mut self) -> io::Result<Summary> {
         let rows = self.tables.iter().map(|(_, rows)| rows).sum();
         let sha256 = hex::encode(self.hash.clone().finalize());
-        self.line(&End { rows, sha256 })?;
+        self.write_line(&End { rows, sha256 })?;
         self.to.flush().and_then(|()| self.to.get_ref().sync_all())?;
         Ok(Summary { tables: self.tables, size_bytes: self.to.get_ref().metadata()?.len() })
     }
@@ -174,11 +174,11 @@ impl Rows {
         while self.from.read_until(b'\n', &mut line)? > 0 {
             if line.first() != Some(&b'[') {
                 if let Ok(table) = serde_json::from_slice::<Table>(&line) {
-                    let plain = |name: &str| {
+                    let is_plain = |name: &str| {
                         !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
                     };
                     // The names become part of an SQL statement.
-                    if !plain(&table.name) || !table.columns.iter().all(|c| plain(&c.name)) {
+                    if !is_plain(&table.name) || !table.columns.iter().all(|c| is_plain(&c.name)) {
                         return Err(damaged(&self.path));
                     }
                     self.table = Some(table);

@@ -140,13 +140,14 @@ pub trait Store {
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
     /// The number of jobs that match a filter, regardless of its limit and cursor.
     async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
-    /// The groups of all jobs that match a filter, regardless of its limit and cursor, in no order; `None` if there are more than `most`.
+    /// The groups of all jobs that match a filter, regardless of its limit and cursor, in no order; `None` if there are more than
+    /// `max_groups`.
     async fn job_groups(
         &self,
         filter: &JobFilter,
         by: &[GroupBy],
         metrics: &[SortBy],
-        most: usize,
+        max_groups: usize,
     ) -> Result<Option<Vec<GroupRow>>>;
     /// A job's attempts, the oldest first.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
@@ -404,7 +405,7 @@ pub trait Store {
     /// Adds entries to the audit log.
     async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()>;
     /// At most `limit` entries of the audit log before the entry `before`, newest first. `who`: only entries of this person and the
-    /// person's tokens. `text`: only entries whose action or object contains it. An empty string matches all.
+    /// person's tokens. `text`: only entries whose action or object contains this text. An empty string matches all.
     async fn audit(&self, before: Option<&str>, who: &str, text: &str, limit: u32)
     -> Result<Vec<AuditEntry>>;
     /// Whether the audit log has a request with this action and object that succeeded.
@@ -441,7 +442,7 @@ pub trait Store {
     /// The specifications of a sweep's trials, in the order in which they start; none if there is no such sweep.
     async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>>;
     /// Stores a sweep's state, the reason, and the time of its end if it has ended. Returns false and stores nothing if there is no
-    /// such sweep, the sweep has ended, or it is being cancelled and this is another state.
+    /// such sweep, the sweep has ended, or the sweep is being cancelled and `state` is another state.
     async fn set_sweep_state(
         &self,
         id: &str,
@@ -449,10 +450,10 @@ pub trait Store {
         reason: Option<&str>,
         finished_at: Option<Timestamp>,
     ) -> Result<bool>;
-    /// Deletes a sweep that is over; its jobs stay, without a sweep. False, and nothing is changed, if there is no such sweep or it is
-    /// not over.
+    /// Deletes a sweep that has ended. Its jobs stay, without a sweep. Returns false and changes nothing if there is no such sweep, or if
+    /// it has not ended.
     async fn delete_sweep(&self, id: &str) -> Result<bool>;
-    /// The jobs of a sweep that are there, by their numbers; without their notes.
+    /// The jobs of a sweep that exist, without their notes, by their trials' numbers.
     async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>>;
 
     /// Counts for `/metrics`.

@@ -12,17 +12,17 @@ use lockstep_protocol::metric::{MetricColumn, NAMES};
 pub(crate) fn encode(columns: &[MetricColumn]) -> Vec<u8> {
     let mut out = Vec::with_capacity(8 + columns.iter().map(|c| 3 + 5 * c.values.len()).sum::<usize>());
     put_number(&mut out, columns.len() as u64);
-    let mut before: &[u64] = &[];
+    let mut previous_steps: &[u64] = &[];
     for column in columns {
         match NAMES.iter().position(|name| *name == column.name) {
-            Some(place) => put_number(&mut out, place as u64 + 1),
+            Some(index) => put_number(&mut out, index as u64 + 1),
             None => {
                 put_number(&mut out, 0);
                 put_number(&mut out, column.name.len() as u64);
                 out.extend(column.name.as_bytes());
             }
         }
-        if column.steps == before {
+        if column.steps == previous_steps {
             put_number(&mut out, 0);
         } else {
             put_number(&mut out, column.steps.len() as u64);
@@ -32,7 +32,7 @@ pub(crate) fn encode(columns: &[MetricColumn]) -> Vec<u8> {
                 last = *step;
             }
         }
-        before = &column.steps;
+        previous_steps = &column.steps;
         out.extend(column.values.iter().flat_map(|value| value.to_le_bytes()));
     }
     out
@@ -58,7 +58,7 @@ fn columns(data: &[u8], wanted: Option<&str>) -> Option<Vec<MetricColumn>> {
                 let length = usize::try_from(from.number()?).ok()?;
                 std::str::from_utf8(from.take(length)?).ok()?
             }
-            place => *NAMES.get(place - 1)?,
+            number => *NAMES.get(number - 1)?,
         };
         let count = from.number()?;
         if count > 0 {
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn the_numbers_of_metrics_do_not_change() {
-        // Rows name metrics by these numbers: new ones go to the end.
+        // Rows name metrics by these numbers, so new names go to the end.
         assert_eq!(
             &NAMES[..25],
             [

@@ -29,7 +29,7 @@ pub(super) struct Lock;
 
 impl Lock {
     #[allow(clippy::unused_self)] // The same signature as for SQLite's lock file.
-    pub(super) fn closes(&self) {}
+    pub(super) fn note_closing(&self) {}
 }
 
 /// The comments in the module of the same name in `sqlite.rs` apply here, too.
@@ -86,7 +86,7 @@ const OLDEST_POSTGRES: i32 = 130_000;
 const READERS: u32 = 8;
 /// Time limit for getting a connection from a pool. A request that exceeds it gets status 503.
 const POOL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limits of a statement. A request that exceeds one gets status 503. The URL may set other limits
+/// Time limits of a statement. A request that exceeds a limit gets status 503. The URL may set other limits
 /// (`?options=-c statement_timeout=...`). The limits do not apply to migrations and backups.
 const STATEMENT_TIMEOUTS: [(&str, &str); 2] = [("statement_timeout", "60s"), ("lock_timeout", "30s")];
 /// Time limit for getting the advisory lock. The session of a server that was just killed may take a moment to end.

@@ -1,4 +1,4 @@
-//! Rows that this version cannot read, or can read only in part. Each is logged once, and the others are read.
+//! Rows that this version cannot read, or can read only in part. Each such row is logged once, and all other rows are read.
 
 use super::{error::Result, values::from_json};
 use crate::util::lock;
@@ -17,7 +17,7 @@ const DETAIL_BYTES: usize = 500;
 
 static LOGGED: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
-/// The value in a job's column of JSON; the default, and a logged error, if it cannot be read.
+/// The value in a job's column of JSON. If it cannot be read, logs an error and returns the default.
 pub(super) fn json_or_default<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
     if text == "{}" {
         return T::default();
@@ -36,7 +36,7 @@ pub(crate) fn log_once(what: &str) {
     }
 }
 
-/// The rows that can be read. Errors of the others are logged.
+/// The rows that can be read. Errors of the other rows are logged.
 pub(super) fn readable<T>(rows: impl IntoIterator<Item = Result<T>>) -> Vec<T> {
     rows.into_iter().filter_map(|row| row.map_err(|error| log_once(&error.to_string())).ok()).collect()
 }
@@ -44,12 +44,12 @@ pub(super) fn readable<T>(rows: impl IntoIterator<Item = Result<T>>) -> Vec<T> {
 /// A stored specification as far as this version understands it, with defaults for the rest, and a description of the rest.
 /// Another version may have written it.
 pub(super) fn read_spec(stored: &str) -> (JobSpec, Option<String>) {
-    let flaw = match serde_json::from_str::<JobSpec>(stored) {
+    let error = match serde_json::from_str::<JobSpec>(stored) {
         Ok(spec) => return (spec, None),
         Err(error) => error,
     };
     let Ok(document) = serde_json::from_str::<Value>(stored) else {
-        return (JobSpec::default(), Some(format!("its specification: {flaw}")));
+        return (JobSpec::default(), Some(format!("its specification: {error}")));
     };
     let (spec, mistakes) = spec::read_leniently(&document);
     let mistakes: Vec<_> =

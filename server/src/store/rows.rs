@@ -74,7 +74,7 @@ impl CopyState {
     }
 }
 
-/// The copies of a checkpoint. Whether the server's disk has a copy is not stored; the copy's folder exists or does not.
+/// The copies of a checkpoint. Whether the server's disk has a copy is not stored: only the copy's folder shows it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Copies {
     /// The agents that have the checkpoint on their own disk. The agent of rank 0, which most likely continues the job, is first.
@@ -137,7 +137,7 @@ pub struct Annotation {
 /// A page of jobs' notes and tags.
 #[derive(Debug, Default)]
 pub struct AnnotationPage {
-    /// Notes and tags by job, except unreadable ones of another version.
+    /// Notes and tags by job, except jobs whose notes and tags this version cannot read.
     pub jobs: BTreeMap<JobId, Annotation>,
     /// The job after which the next page begins; `None` on the last page.
     pub next: Option<String>,

@@ -1,8 +1,8 @@
 //! The store on SQLite.
 //!
-//! One connection writes, so that the server's own connections never cause SQLITE_BUSY; others read concurrently (write-ahead log).
-//! `synchronous = FULL`: a commit is on disk before it is acknowledged, even if the machine loses power. Ingest puts many reports into
-//! one transaction, which costs one sync for all.
+//! One connection writes, so that the server's own connections never cause SQLITE_BUSY. Other connections read concurrently (write-ahead
+//! log). `synchronous = FULL`: a commit is on disk before it is acknowledged, even if the machine loses power. Ingest puts many reports
+//! into one transaction, which costs one sync for all.
 //!
 //! Until the database is closed cleanly, the lock file states that the write-ahead log must exist. A database without this log has
 //! lost writes and is refused. After an unclean shutdown, every page is checked.
@@ -41,7 +41,7 @@ mod dialect {
     pub(super) const BEGIN_WRITE: &str = "BEGIN IMMEDIATE";
     /// All reads of the transaction see one snapshot.
     pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN";
-    /// Table, name and type of every column. The table `jobs` is first, because others refer to it.
+    /// Table, name and type of every column. The table `jobs` is first, because other tables refer to it.
     pub(super) const SCHEMA: &str = "SELECT t.name, c.name, c.type FROM sqlite_master t \
         JOIN pragma_table_info(t.name) c WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite!_%' ESCAPE '!' \
         AND t.name <> '_sqlx_migrations' ORDER BY t.name <> 'jobs', t.name, c.cid";
@@ -83,9 +83,9 @@ mod dialect {
     /// Condition that a column of JSON has a number at the path, or a text that is wholly a number.
     pub(super) fn json_is_number(column: &str, path: &[&str]) -> String {
         // The comparison with a number converts the text if the whole text is a number.
-        let (text, at) = (json_text(column, path), path.join("."));
+        let (text, dotted) = (json_text(column, path), path.join("."));
         format!(
-            "CASE WHEN json_valid({column}) THEN json_type({column}, '$.{at}') END IN ('integer', 'real', 'text') \
+            "CASE WHEN json_valid({column}) THEN json_type({column}, '$.{dotted}') END IN ('integer', 'real', 'text') \
              AND CAST({text} AS NUMERIC) = {text}"
         )
     }
@@ -140,10 +140,10 @@ impl SqliteStore {
         let options = options.pragma("query_only", "1");
         let reader = pool(READERS).connect_with(options).await.map_err(failed_query)?;
         // Commits a change, so that the write-ahead log is not empty from now on.
-        let times: sqlx::Result<i32> = sqlx::query_scalar("PRAGMA user_version").fetch_one(&writer).await;
-        let next = times.map_err(failed_query)?.wrapping_add(1);
-        let next = AssertSqlSafe(format!("PRAGMA user_version = {next}"));
-        sqlx::query(next).execute(&writer).await.map_err(failed_query)?;
+        let counter: sqlx::Result<i32> = sqlx::query_scalar("PRAGMA user_version").fetch_one(&writer).await;
+        let next = counter.map_err(failed_query)?.wrapping_add(1);
+        let change = AssertSqlSafe(format!("PRAGMA user_version = {next}"));
+        sqlx::query(change).execute(&writer).await.map_err(failed_query)?;
         lock.note(NEEDS_WAL).map_err(|e| failed(e.to_string()))?;
         Ok(Self { writer, reader, lock: Arc::new(lock) })
     }
@@ -202,27 +202,28 @@ impl Lock {
         };
         let mut file = private_files::lock_file(&lock_path).map_err(failed)?;
         let locked = file.try_lock();
-        let mut by = String::new();
-        let read = file.read_to_string(&mut by);
+        let mut note = String::new();
+        let read = file.read_to_string(&mut note);
         match locked {
             Ok(()) => {
                 read.map_err(failed)?;
             }
             Err(TryLockError::WouldBlock) => {
-                let by = by.split(',').next().filter(|by| !by.is_empty()).map(str::to_owned);
+                let by = note.split(',').next().filter(|by| !by.is_empty()).map(str::to_owned);
                 return Err(ServeError::DatabaseInUse { path: name, by });
             }
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
         let log = beside(path, "-wal");
-        // A database that replaces a lost one (`lockstep restore`) begins as an empty file.
-        let is_there = path.metadata().is_ok_and(|file| file.len() > 0);
-        if is_there && by.ends_with(NEEDS_WAL) && !is_log(&log) {
+        // A database that replaces a lost database (`lockstep restore`) begins as an empty file.
+        let has_content = path.metadata().is_ok_and(|file| file.len() > 0);
+        let needs_wal = has_content && note.ends_with(NEEDS_WAL);
+        if needs_wal && !is_log(&log) {
             return Err(ServeError::LogMissing { path: name, log, lock: lock_path });
         }
-        let lock = Self { file, _inode: lock_inode(path)?, is_unclean: !by.is_empty() };
+        let lock = Self { file, _inode: lock_inode(path)?, is_unclean: !note.is_empty() };
         // The note of the previous process stays valid until this process writes to the database.
-        lock.note(if is_there && by.ends_with(NEEDS_WAL) { NEEDS_WAL } else { "" }).map_err(failed)?;
+        lock.note(if needs_wal { NEEDS_WAL } else { "" }).map_err(failed)?;
         Ok(lock)
     }
 
@@ -234,7 +235,7 @@ impl Lock {
     }
 
     /// Notes that the database is being closed cleanly. Closing the last connection removes the write-ahead log.
-    pub(super) fn closes(&self) {
+    pub(super) fn note_closing(&self) {
         let noted = if self.is_unclean { self.note("") } else { self.file.set_len(0) };
         if let Err(error) = noted {
             tracing::warn!(%error, "cannot note in the lock file that the database was closed cleanly; the next start checks the database");
@@ -245,7 +246,7 @@ impl Lock {
 impl Drop for Lock {
     /// Connections close when they are dropped.
     fn drop(&mut self) {
-        self.closes();
+        self.note_closing();
     }
 }
 

@@ -10,8 +10,9 @@ pub(crate) fn check_space(path: &Path, bytes: u64) -> io::Result<()> {
     let disk = rustix::fs::statvfs(path)?;
     let free = disk.f_bavail.saturating_mul(disk.f_frsize);
     if free < bytes.saturating_add(MIN_FREE_BYTES) {
-        let words = format!("{} MiB are free, of which {} stay free", free >> 20, MIN_FREE_BYTES >> 20);
-        return Err(io::Error::new(io::ErrorKind::StorageFull, words));
+        let (free, reserved) = (free >> 20, MIN_FREE_BYTES >> 20);
+        let detail = format!("{free} MiB are free, of which {reserved} MiB must stay free");
+        return Err(io::Error::new(io::ErrorKind::StorageFull, detail));
     }
     Ok(())
 }

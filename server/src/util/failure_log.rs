@@ -7,7 +7,7 @@ use std::fmt::Display;
 #[derive(Debug, Default)]
 pub(crate) struct Failing {
     error: String,
-    times: u64,
+    failures: u64,
 }
 
 impl Failing {
@@ -31,16 +31,16 @@ impl Failing {
     /// Counts an error. Returns whether it differs from the error of the previous try, and so must be logged.
     pub(crate) fn is_new(&mut self, error: &impl Display) -> bool {
         let error = error.to_string();
-        self.times += 1;
+        self.failures += 1;
         let is_new = self.error != error;
         self.error = error;
         is_new
     }
 
-    /// Called after a success. Returns the number of tries that have failed before it, or `None` if none have.
+    /// Called after a success. Returns the number of tries that have failed before it, or `None` if no try has failed.
     pub(crate) fn ended(&mut self) -> Option<u64> {
-        let Self { times, .. } = std::mem::take(self);
-        (times > 0).then_some(times)
+        let Self { failures, .. } = std::mem::take(self);
+        (failures > 0).then_some(failures)
     }
 }
 

@@ -32,12 +32,12 @@ impl Histogram {
         self.buckets.iter().all(|bucket| bucket.load(Ordering::Relaxed) == 0)
     }
 
-    /// Appends the samples of the family `name`. `labels` is empty or `label="value"` pairs, each with a comma behind it.
+    /// Appends the samples of the family `name`. `labels` is empty or `label="value"` pairs, each followed by a comma.
     pub(crate) fn write(&self, text: &mut String, name: &str, labels: &str) {
         let mut count = 0;
-        for (place, bucket) in self.buckets.iter().enumerate() {
+        for (index, bucket) in self.buckets.iter().enumerate() {
             count += bucket.load(Ordering::Relaxed);
-            let bound = BOUNDS.get(place).map_or("+Inf".into(), |micros| (*micros as f64 / 1e6).to_string());
+            let bound = BOUNDS.get(index).map_or("+Inf".into(), |micros| (*micros as f64 / 1e6).to_string());
             let _ = writeln!(text, "{name}_bucket{{{labels}le=\"{bound}\"}} {count}");
         }
         let sum = self.sum_micros.load(Ordering::Relaxed) as f64 / 1e6;

@@ -48,11 +48,11 @@ pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
         is_ours &= entry?.file_name().to_str().is_some_and(|name| SERVER_FILES.contains(&name));
     }
     if is_ours {
-        close(path, FOLDER)?;
+        restrict(path, FOLDER)?;
     }
-    warn_of_others(path);
+    warn_if_writable(path);
     folder(&path.join("jobs"))?;
-    close(&path.join("jobs"), FOLDER)
+    restrict(&path.join("jobs"), FOLDER)
 }
 
 /// Opens the file that a server locks while it runs. Creates the file if it does not exist.
@@ -80,40 +80,41 @@ pub(crate) fn lock_file(path: &Path) -> io::Result<File> {
 /// Creates a file if it does not exist, and removes the permissions of other accounts.
 pub(crate) fn file(path: &Path) -> io::Result<()> {
     File::options().write(true).create(true).truncate(false).mode(FILE).open(path)?;
-    close(path, FILE)?;
-    warn_of_others(path);
+    restrict(path, FILE)?;
+    warn_if_writable(path);
     Ok(())
 }
 
 /// Warns if other accounts of this machine could have changed a file, such as by adding a token to the database.
-fn warn_of_others(path: &Path) {
-    if let Ok(about) = fs::metadata(path) {
-        for what in of_others(about.mode(), about.uid(), rustix::process::geteuid().as_raw()) {
-            tracing::warn!(path = %path.display(), "{what}");
+fn warn_if_writable(path: &Path) {
+    if let Ok(metadata) = fs::metadata(path) {
+        let own = rustix::process::geteuid().as_raw();
+        for warning in permission_warnings(metadata.mode(), metadata.uid(), own) {
+            tracing::warn!(path = %path.display(), "{warning}");
         }
     }
 }
 
 /// The warnings about the mode and owner of a file or folder. The server runs as the account `own`.
-fn of_others(mode: u32, owner: u32, own: u32) -> Vec<String> {
-    let mut wrong = Vec::new();
+fn permission_warnings(mode: u32, owner: u32, own: u32) -> Vec<String> {
+    let mut warnings = Vec::new();
     if mode & 0o002 != 0 {
-        wrong.push("every account of this machine can write here and become admin of this server: remove that permission with chmod o-w".into());
+        warnings.push("every account of this machine can write here and become admin of this server: remove that permission with chmod o-w".into());
     }
     // Files of root need no warning: root can change all files.
     if owner != own && owner != 0 {
-        wrong.push(format!("it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the server's account with chown"));
+        warnings.push(format!("it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the server's account with chown"));
     }
-    wrong
+    warnings
 }
 
 /// Removes all permissions that are not in `mode`. A file of another owner stays unchanged.
-fn close(path: &Path, mode: u32) -> io::Result<()> {
-    let now = fs::metadata(path)?.permissions().mode() & 0o777;
-    if now & !mode == 0 {
+fn restrict(path: &Path, mode: u32) -> io::Result<()> {
+    let current = fs::metadata(path)?.permissions().mode() & 0o777;
+    if current & !mode == 0 {
         return Ok(());
     }
-    match fs::set_permissions(path, Permissions::from_mode(now & mode)) {
+    match fs::set_permissions(path, Permissions::from_mode(current & mode)) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         other => other,
     }
@@ -132,7 +133,7 @@ mod tests {
             (0o600, 65534, &["uid 65534"]),
             (0o722, 7, &["chmod o-w", "uid 7"]),
         ] {
-            let found = of_others(mode, owner, 1000);
+            let found = permission_warnings(mode, owner, 1000);
             let is_named = found.iter().zip(wanted).all(|(found, wanted)| found.contains(wanted));
             assert!(found.len() == wanted.len() && is_named, "{mode:o} {owner}: {found:?}");
         }

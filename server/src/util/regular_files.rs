@@ -19,7 +19,7 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
         Ok(file) if file.metadata()?.is_file() => Ok(file),
         Ok(_) => Err(irregular()),
         // Opening a socket always fails.
-        Err(_) if path.metadata().is_ok_and(|there| !there.is_file()) => Err(irregular()),
+        Err(_) if path.metadata().is_ok_and(|found| !found.is_file()) => Err(irregular()),
         Err(error) => Err(error),
     }
 }

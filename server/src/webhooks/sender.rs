@@ -99,7 +99,7 @@ fn client(allow_private: bool) -> Result<Client, String> {
     builder.build().map_err(|error| error.to_string())
 }
 
-/// The text of the innermost cause, which is the most specific, without the URL, which may contain a secret.
+/// The text of the innermost cause, which is the most specific. The URL is left out, because it may contain a secret.
 fn in_words(error: reqwest::Error) -> String {
     if error.is_timeout() {
         return timeout_message();

@@ -106,7 +106,7 @@ async fn repeated_keys_and_too_deep_bodies_are_refused() {
     }
     let twice = spec().to_string().replacen("{", "{\"name\": \"other\", ", 1);
     let (status, body) = send(json, twice).await;
-    assert!(status == 400 && body["detail"].as_str().unwrap().contains("\"name\" is there twice"), "{body}");
+    assert!(status == 400 && body["detail"].as_str().unwrap().contains("\"name\" appears twice"), "{body}");
     let inner = spec().to_string().replacen("\"epochs\"", "\"epochs\":3,\"epochs\"", 1);
     assert_eq!(send(json, inner).await.0, 400);
     // An array is not accepted in place of an object.

@@ -40,7 +40,7 @@ pub(super) struct GivenUp {
 const MAX_GIVEN_UP: usize = 64;
 
 impl Leases {
-    /// Records the ranks of an attempt whose machines do not answer, as one of its other ranks has reported.
+    /// Records that the machines of these ranks do not respond, as another rank of the attempt has reported.
     pub(crate) fn mark_unreachable(&self, attempt: &AttemptRef, ranks: &[u32]) {
         let mut leases = lock(&self.held);
         let Some(lease) = leases.lease_of_mut(attempt) else { return };
@@ -70,7 +70,7 @@ impl Leases {
                 let is_unreachable =
                     hold.place.ranks.iter().any(|(rank, _)| lease.unreachable.contains(rank));
                 if is_unreachable || !is_connected(&hold.place.agent_id) {
-                    found.push(lease.expired_at(hold));
+                    found.push(lease.to_expired(hold));
                 }
             }
         }
@@ -98,15 +98,15 @@ impl Leases {
         }
     }
 
-    /// Extends the time for which an agent stays given up because of the attempts that it still reports, and ends it for its other
-    /// attempts.
+    /// Extends the time for which an agent is given up because of the attempts that it still reports. Because of attempts that it no longer
+    /// reports, the agent is no longer given up.
     pub(super) fn update_given_up(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
         lock(&self.given_up).retain_mut(|entry| {
-            let is_its = entry.agent_id == agent_id;
-            if is_its {
+            let is_of_agent = entry.agent_id == agent_id;
+            if is_of_agent {
                 entry.until = until;
             }
-            !is_its || attempts.contains(&entry.attempt)
+            !is_of_agent || attempts.contains(&entry.attempt)
         });
     }
 
@@ -163,7 +163,7 @@ mod tests {
                 assert!(leases.is_given_up("a"));
                 leases.note_ranks_ended("a", attempt);
             }
-            assert!(!leases.is_given_up("a"), "of {count}");
+            assert!(!leases.is_given_up("a"), "with {count} attempts");
         }
     }
 }

@@ -4,13 +4,14 @@ use super::point::{Point, Sums};
 use crate::store::MinuteRow;
 use jiff::Timestamp;
 
-/// The means of a row, at the end of its minute. `None` if another version has written the row in another format.
+/// The means that a row of the database holds, as a point at the end of the row's minute. `None` if another version of the server has
+/// written the row in another format.
 pub(crate) fn point_of(row: &MinuteRow) -> Option<Point> {
     let end = row.minute.checked_add(1)?.checked_mul(60)?;
     Point::decode(Timestamp::from_second(end).ok()?, &row.data)
 }
 
-/// The number of the minute that contains a time.
+/// The minute that contains a time, counted from 1970.
 pub(crate) fn minute_of(at: Timestamp) -> i64 {
     at.as_second().div_euclid(60)
 }
@@ -43,8 +44,8 @@ impl Minute {
 
     /// Ends the minute, and begins the minute of `now`. Returns the minute if it has points.
     pub(crate) fn finish(&mut self, agent: &str, now: Timestamp) -> Option<MinuteRow> {
-        let before = std::mem::replace(self, Self::new(now));
-        let data = before.sums.mean(now).encode();
-        (before.points > 0).then(|| MinuteRow { agent_id: agent.to_owned(), minute: before.minute, data })
+        let over = std::mem::replace(self, Self::new(now));
+        let data = over.sums.mean(now).encode();
+        (over.points > 0).then(|| MinuteRow { agent_id: agent.to_owned(), minute: over.minute, data })
     }
 }

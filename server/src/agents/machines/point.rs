@@ -23,15 +23,15 @@ pub(crate) const GPU_METRICS: [&str; 4] =
 pub(crate) struct Point {
     pub(crate) at: Timestamp,
     pub(crate) machine: [f32; MACHINE_METRICS.len()],
-    /// By slot.
+    /// Slot and metrics of each GPU.
     pub(crate) gpus: Vec<(u32, [f32; GPU_METRICS.len()])>,
 }
 
-fn number(value: Option<f32>) -> f32 {
+fn or_nan(value: Option<f32>) -> f32 {
     value.unwrap_or(f32::NAN)
 }
 
-fn whole(value: Option<u64>) -> f32 {
+fn integer_or_nan(value: Option<u64>) -> f32 {
     value.map_or(f32::NAN, |value| value as f32)
 }
 
@@ -40,19 +40,19 @@ impl Point {
         let gpu = |gpu: &GpuSample| {
             let GpuSample { slot, utilization, memory_used_bytes, temperature_celsius, power_watts } = gpu;
             let memory = *memory_used_bytes as f32;
-            (*slot, [number(*utilization), memory, number(*temperature_celsius), number(*power_watts)])
+            (*slot, [or_nan(*utilization), memory, or_nan(*temperature_celsius), or_nan(*power_watts)])
         };
         Self {
             at,
             machine: [
-                number(sample.cpu_utilization),
-                number(sample.load),
+                or_nan(sample.cpu_utilization),
+                or_nan(sample.load),
                 sample.memory_used_bytes as f32,
                 sample.disk_used_bytes as f32,
-                whole(sample.disk_read_bytes_per_second),
-                whole(sample.disk_written_bytes_per_second),
-                whole(sample.network_received_bytes_per_second),
-                whole(sample.network_sent_bytes_per_second),
+                integer_or_nan(sample.disk_read_bytes_per_second),
+                integer_or_nan(sample.disk_written_bytes_per_second),
+                integer_or_nan(sample.network_received_bytes_per_second),
+                integer_or_nan(sample.network_sent_bytes_per_second),
             ],
             gpus: sample.gpus.iter().map(gpu).collect(),
         }
@@ -116,11 +116,11 @@ impl Sums {
     pub(super) fn add(&mut self, point: &Point) {
         add(&mut self.machine, &point.machine);
         for (slot, values) in &point.gpus {
-            let place = self.gpus.iter().position(|(known, _)| known == slot).unwrap_or_else(|| {
+            let index = self.gpus.iter().position(|(known, _)| known == slot).unwrap_or_else(|| {
                 self.gpus.push((*slot, Default::default()));
                 self.gpus.len() - 1
             });
-            add(&mut self.gpus[place].1, values);
+            add(&mut self.gpus[index].1, values);
         }
     }
 
@@ -137,13 +137,13 @@ pub(crate) fn buckets(points: &[Point], from: Timestamp, to: Timestamp, count: u
     let length = (to.as_millisecond() - start).max(count);
     let mut all = vec![Sums::default(); count as usize];
     for point in points {
-        let place = (point.at.as_millisecond() - start) * count / length;
-        if let Some(sums) = usize::try_from(place.min(count - 1)).ok().and_then(|place| all.get_mut(place)) {
+        let index = (point.at.as_millisecond() - start) * count / length;
+        if let Some(sums) = usize::try_from(index.min(count - 1)).ok().and_then(|index| all.get_mut(index)) {
             sums.add(point);
         }
     }
-    let end = |place: usize| start + length * (place as i64 + 1) / count;
+    let end = |index: usize| start + length * (index as i64 + 1) / count;
     let mean =
-        |(place, sums): (usize, &Sums)| sums.mean(Timestamp::from_millisecond(end(place)).unwrap_or(to));
+        |(index, sums): (usize, &Sums)| sums.mean(Timestamp::from_millisecond(end(index)).unwrap_or(to));
     all.iter().enumerate().map(mean).collect()
 }

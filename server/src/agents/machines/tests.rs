@@ -123,7 +123,7 @@ fn machines_and_samples_are_bounded() {
     assert_eq!(machines.newest("m1").unwrap().sample.cpu_utilization, Some(0.5));
     for number in 0..2 * RECENT_SAMPLES as i64 {
         if let Some(measured) = lock(&machines.by_agent).get_mut("m1") {
-            measured.heard -= MIN_SAMPLE_INTERVAL;
+            measured.arrived_at -= MIN_SAMPLE_INTERVAL;
         }
         machines.add("m1", sample(0.5, 1), &slots(1), at(100 + 5 * number));
     }

@@ -97,8 +97,8 @@ fn online(state: &MachineState<'_>, since: Timestamp, warn: &mut impl FnMut(bool
     }
     let sample = &newest.sample;
     let free = sample.disk_bytes.saturating_sub(sample.disk_used_bytes);
-    let little = LOW_DISK.1.min((sample.disk_bytes as f64 * LOW_DISK.0) as u64);
-    if sample.disk_bytes > 0 && free < little {
+    let low = LOW_DISK.1.min((sample.disk_bytes as f64 * LOW_DISK.0) as u64);
+    if sample.disk_bytes > 0 && free < low {
         warn(
             true,
             format!(

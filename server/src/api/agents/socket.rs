@@ -252,7 +252,7 @@ async fn serve(
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
         }
         if let Some(reason) = leaving {
-            dispatch::left(&scheduler, online, reason, code == close_code::AGAIN).await;
+            dispatch::requeue_after_leave(&scheduler, online, reason, code == close_code::AGAIN).await;
         }
         // Removes an agent that served a single job and ended with that job. Otherwise the agent would stay on the list forever. An agent
         // that will reconnect stays on the list, and so does a drained agent.
@@ -320,9 +320,9 @@ impl Connection<'_> {
                 row => row.ok().flatten().filter(|row| row.live().as_ref() == Some(attempt)),
             };
             let Some(row) = row else { continue };
-            let is_ending = lifecycle::is_ending(&row) && scheduler.agents.leases.places(attempt) > 1;
+            let is_ending = lifecycle::is_ending(&row) && scheduler.agents.leases.agent_count(attempt) > 1;
             let ending = is_ending.then(|| ("its ranks on another machine have ended".to_owned(), false));
-            for (reason, patient) in dispatch::wanted(&row).into_iter().chain(ending) {
+            for (reason, patient) in dispatch::stop_reason(&row).into_iter().chain(ending) {
                 send(to, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
             }
         }
@@ -384,7 +384,7 @@ impl Connection<'_> {
             FromAgent::Leaving { reason } => {
                 let reason: String = reason.chars().take(200).collect();
                 scheduler.agents.heard(&self.id, crate::now(), Some(&reason));
-                dispatch::leaves(scheduler, &self.id, &self.name);
+                dispatch::stop_other_agents(scheduler, &self.id, &self.name);
                 self.leaving = Some(reason);
             }
             FromAgent::Declined { attempt, reason } => {

@@ -3,9 +3,9 @@
 //! A correct token or code is always accepted, so failures of others behind the same address lock nobody out. The limit only slows
 //! down guessing, and limits the log lines of guessing.
 //!
-//! A password is expensive to check and may be guessed from many addresses. An attempt with one is therefore counted before it is
-//! checked, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
-//! start) has a counter of its own, so guessing elsewhere does not lock the person out.
+//! A password is expensive to check and may be guessed from many addresses. An attempt with a password is therefore counted before the
+//! check, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
+//! start) has its own counter, so guessing elsewhere does not lock the person out.
 
 use crate::{config::addresses::client_key, util::lock};
 use std::{
@@ -40,10 +40,10 @@ struct Counters {
 }
 
 /// The time until a counter is reset, if it is full.
-fn wait_if_full<K: Hash + Eq>(counts: &Counts<K>, key: &K, most: u32) -> Option<Duration> {
+fn wait_if_full<K: Hash + Eq>(counts: &Counts<K>, key: &K, max: u32) -> Option<Duration> {
     let (count, since) = counts.get(key)?;
     let left = WINDOW.checked_sub(since.elapsed()).filter(|left| !left.is_zero())?;
-    (*count >= most).then_some(left)
+    (*count >= max).then_some(left)
 }
 
 fn add<K: Hash + Eq>(counts: &mut Counts<K>, key: K) -> (u32, Instant) {
@@ -61,9 +61,9 @@ fn take_back<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
     }
 }
 
-/// Removes the oldest entry if there are `most` entries.
-fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, most: usize) {
-    while counts.len() >= most {
+/// Removes the oldest entry if there are `max` entries.
+fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, max: usize) {
+    while counts.len() >= max {
         let oldest = counts.iter().min_by_key(|(_, (_, since))| *since).map(|(key, _)| key.clone());
         let Some(oldest) = oldest else { return };
         counts.remove(&oldest);
@@ -71,8 +71,10 @@ fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, most: usize) {
 }
 
 impl Counters {
+    /// Makes sure that an address can have a counter.
+    ///
     /// # Errors
-    /// There are too many addresses.
+    /// There are too many addresses. The error is the time to wait.
     fn make_room(&mut self, from: IpAddr) -> Result<(), Duration> {
         if self.addresses.len() >= ADDRESSES && !self.addresses.contains_key(&from) {
             self.addresses.retain(|_, (_, since)| since.elapsed() < WINDOW);

@@ -54,8 +54,8 @@ impl Credential {
     /// The time of the last use, if it is not stored yet.
     pub(super) fn take_used(&self) -> Option<Timestamp> {
         let used = self.usage.last.load(Ordering::Relaxed);
-        let before = self.usage.stored.swap(used, Ordering::Relaxed);
-        if used > before { Timestamp::from_millisecond(used).ok() } else { None }
+        let stored = self.usage.stored.swap(used, Ordering::Relaxed);
+        if used > stored { Timestamp::from_millisecond(used).ok() } else { None }
     }
 
     /// The token with its current fields.
@@ -111,7 +111,7 @@ impl Caller {
         !private || self.sees_all() || self.owns(owner)
     }
 
-    /// Whether the caller sees the object of which this is the owner and the privacy.
+    /// Whether the caller sees an object with this owner and privacy.
     pub(crate) fn sees_owned(&self, owned: &Owned) -> bool {
         self.sees(owned.private, owned.owner.as_deref())
     }

@@ -28,9 +28,9 @@ pub(crate) fn is_certificate(token: &Token) -> bool {
 impl Access {
     /// The rows that record earlier revocations of a name.
     pub(crate) fn past_of(&self, name: &str) -> Vec<TokenRow> {
-        let begin = certificate_id(name) + UNTIL;
+        let prefix = certificate_id(name) + UNTIL;
         let known = self.read();
-        let past = known.tokens.values().filter(|c| c.token.id.starts_with(&begin));
+        let past = known.tokens.values().filter(|c| c.token.id.starts_with(&prefix));
         past.map(|c| TokenRow { token: c.token_with_use(), hash: c.hash.clone() }).collect()
     }
 

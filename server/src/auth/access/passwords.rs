@@ -22,7 +22,7 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 /// The queue in which a password waits to be hashed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lane {
-    /// For all other addresses, which may guess passwords.
+    /// For addresses from which the person has not signed in before. They may guess passwords.
     Strangers,
     /// For addresses from which the person has signed in before: a short queue.
     Familiar,

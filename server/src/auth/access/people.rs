@@ -26,7 +26,7 @@ pub(super) struct KnownPerson {
 pub(crate) enum NotSignedIn {
     /// The name or the password is wrong, or the person is disabled. The response does not reveal which.
     Wrong,
-    /// Too many attempts. With the time to wait.
+    /// Too many attempts have failed. The field is the time to wait.
     TooOften(Duration),
     NotChecked(PasswordError),
 }
@@ -103,14 +103,14 @@ impl Access {
         known.renew_tokens_of(&name);
         // Also sessions of the person's tokens.
         known.sessions.retain(|_, session| {
-            let is_its = session.token.owner.as_deref() == Some(name.as_str());
-            if is_its {
+            let is_of_person = session.token.owner.as_deref() == Some(name.as_str());
+            if is_of_person {
                 session.ended.cancel();
             }
-            !is_its
+            !is_of_person
         });
-        let its = known.tokens.values().filter(|c| c.token.owner.as_deref() == Some(name.as_str()));
-        its.for_each(|c| self.codes.forget(&c.token.id));
+        let tokens = known.tokens.values().filter(|c| c.token.owner.as_deref() == Some(name.as_str()));
+        tokens.for_each(|c| self.codes.forget(&c.token.id));
         self.codes.forget(&principal(&name));
     }
 

@@ -10,7 +10,7 @@ use lockstep_protocol::people::subject_mistake;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Maximum size of a token in bytes. A token with a few hundred groups has about ten thousand.
+/// Maximum size of a token in bytes. A token with a few hundred groups has about ten thousand bytes.
 pub(super) const MAX_BYTES: usize = 64 << 10;
 /// Maximum difference of the clocks of provider and server, in seconds.
 const MAX_CLOCK_SKEW: i64 = 60;

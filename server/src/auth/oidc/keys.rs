@@ -15,7 +15,7 @@ const MAX_KEYS: usize = 100;
 /// public key that is used as a secret.
 enum Algorithm {
     Rsa(&'static RsaParameters),
-    Ecdsa { curve: &'static str, bytes: usize, with: &'static dyn VerificationAlgorithm },
+    Ecdsa { curve: &'static str, bytes: usize, verification: &'static dyn VerificationAlgorithm },
     Ed25519(&'static EdDSAParameters),
 }
 
@@ -28,8 +28,8 @@ fn algorithm(name: &str) -> Option<Algorithm> {
         "PS256" => Rsa(&signature::RSA_PSS_2048_8192_SHA256),
         "PS384" => Rsa(&signature::RSA_PSS_2048_8192_SHA384),
         "PS512" => Rsa(&signature::RSA_PSS_2048_8192_SHA512),
-        "ES256" => Ecdsa { curve: "P-256", bytes: 32, with: &signature::ECDSA_P256_SHA256_FIXED },
-        "ES384" => Ecdsa { curve: "P-384", bytes: 48, with: &signature::ECDSA_P384_SHA384_FIXED },
+        "ES256" => Ecdsa { curve: "P-256", bytes: 32, verification: &signature::ECDSA_P256_SHA256_FIXED },
+        "ES384" => Ecdsa { curve: "P-384", bytes: 48, verification: &signature::ECDSA_P384_SHA384_FIXED },
         "EdDSA" => Ed25519(&signature::ED25519),
         _ => return None,
     })
@@ -62,7 +62,7 @@ pub(super) fn read_set(set: &Value) -> Option<Vec<Key>> {
     Some(keys.filter_map(|key| Key::deserialize(key).ok()).collect())
 }
 
-/// The key that a token names. If it names none, the only key that fits the algorithm.
+/// The key that a token names. If the token names no key, the only key that fits the algorithm.
 pub(super) fn find(keys: &[Key], alg: &str, kid: Option<&str>) -> Option<Key> {
     let mut fitting = keys.iter().filter(|key| key.fits(alg, kid));
     match (kid, fitting.next(), fitting.next()) {
@@ -73,39 +73,40 @@ pub(super) fn find(keys: &[Key], alg: &str, kid: Option<&str>) -> Option<Key> {
 
 impl Key {
     fn fits(&self, alg: &str, kid: Option<&str>) -> bool {
-        let kind = match algorithm(alg) {
+        let has_kind = match algorithm(alg) {
             Some(Algorithm::Rsa(_)) => self.kty == "RSA",
             Some(Algorithm::Ecdsa { curve, .. }) => self.kty == "EC" && self.crv.as_deref() == Some(curve),
             Some(Algorithm::Ed25519(_)) => self.kty == "OKP" && self.crv.as_deref() == Some("Ed25519"),
             None => false,
         };
-        kind && self.used_for.as_deref().is_none_or(|used_for| used_for == "sig")
-            && self.alg.as_deref().is_none_or(|its| its == alg)
+        has_kind
+            && self.used_for.as_deref().is_none_or(|used_for| used_for == "sig")
+            && self.alg.as_deref().is_none_or(|own| own == alg)
             && kid.is_none_or(|kid| self.kid.as_deref() == Some(kid))
     }
 
     /// Verifies that `signed` was signed with the private part of this key.
     pub(super) fn verify(&self, alg: &str, signed: &[u8], signature: &[u8]) -> Result<(), OidcError> {
         let wrong = || OidcError::Refused("The ID token's signature is wrong.".into());
-        let part = |text: &str| URL_SAFE_NO_PAD.decode(text.trim_end_matches('=')).map_err(|_| wrong());
+        let decode = |text: &str| URL_SAFE_NO_PAD.decode(text.trim_end_matches('=')).map_err(|_| wrong());
         let verified = match algorithm(alg).ok_or_else(wrong)? {
-            Algorithm::Rsa(with) => {
-                let (n, e) = (part(&self.n)?, part(&self.e)?);
+            Algorithm::Rsa(parameters) => {
+                let (n, e) = (decode(&self.n)?, decode(&self.e)?);
                 // Some providers write leading zeros, which `ring` does not accept.
                 let n = &n[n.iter().position(|byte| *byte != 0).unwrap_or(n.len())..];
-                RsaPublicKeyComponents { n, e: &e[..] }.verify(with, signed, signature)
+                RsaPublicKeyComponents { n, e: &e[..] }.verify(parameters, signed, signature)
             }
-            Algorithm::Ecdsa { bytes, with, .. } => {
-                let (x, y) = (part(&self.x)?, part(&self.y)?);
+            Algorithm::Ecdsa { bytes, verification, .. } => {
+                let (x, y) = (decode(&self.x)?, decode(&self.y)?);
                 if x.len() != bytes || y.len() != bytes {
                     return Err(wrong());
                 }
                 // An uncompressed point.
                 let point = [&[4], &x[..], &y[..]].concat();
-                UnparsedPublicKey::new(with, point).verify(signed, signature)
+                UnparsedPublicKey::new(verification, point).verify(signed, signature)
             }
-            Algorithm::Ed25519(with) => {
-                UnparsedPublicKey::new(with, part(&self.x)?).verify(signed, signature)
+            Algorithm::Ed25519(parameters) => {
+                UnparsedPublicKey::new(parameters, decode(&self.x)?).verify(signed, signature)
             }
         };
         verified.map_err(|_| wrong())

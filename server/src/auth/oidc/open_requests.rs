@@ -17,9 +17,9 @@ use std::{
 
 /// Time limit for a browser to return from the provider.
 pub(crate) const LIFE: Duration = Duration::from_secs(600);
-/// Maximum number of sign-ins of an address (or IPv6 /64 network). A further one removes the oldest.
+/// Maximum number of sign-ins of an address (or IPv6 /64 network). A further sign-in removes the oldest.
 const MAX_PER_ADDRESS: usize = 100;
-/// Maximum number of sign-ins of all addresses. A further one removes the oldest.
+/// Maximum number of sign-ins of all addresses. A further sign-in removes the oldest.
 const MAX_SIGN_INS: usize = 10_000;
 
 /// The sign-ins in progress, by the hash of `state`.
@@ -92,8 +92,10 @@ impl OpenRequests {
     }
 }
 
-fn forget_oldest(open: &mut HashMap<String, OpenRequest>, of: impl Fn(&OpenRequest) -> bool) {
-    let oldest = open.iter().filter(|(_, request)| of(request)).min_by_key(|(_, request)| request.since);
+/// Removes the oldest of the sign-ins for which `is_candidate` is true.
+fn forget_oldest(open: &mut HashMap<String, OpenRequest>, is_candidate: impl Fn(&OpenRequest) -> bool) {
+    let candidates = open.iter().filter(|(_, request)| is_candidate(request));
+    let oldest = candidates.min_by_key(|(_, request)| request.since);
     if let Some(state) = oldest.map(|(state, _)| state.clone()) {
         open.remove(&state);
     }

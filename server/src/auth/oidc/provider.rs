@@ -18,7 +18,7 @@ use std::{
 };
 use tokio::sync::{Mutex, Semaphore};
 
-/// Maximum size of a response in bytes. The largest known configuration has about ten thousand.
+/// Maximum size of a response in bytes. The largest known configuration has about ten thousand bytes.
 pub(super) const MAX_BYTES: usize = 256 << 10;
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Configuration and keys are requested again after this time, at the next sign-in.
@@ -50,35 +50,35 @@ impl<T> Default for Fetched<T> {
 }
 
 impl<T> Fetched<T> {
-    /// The cached response if it is at most `most` old. Otherwise a new response, or, if the request fails, the cached one.
+    /// The cached response if it is younger than `max_age`. Otherwise a new response, or, if the request fails, the cached response.
     async fn get(
         &mut self,
-        most: Duration,
-        ask: impl Future<Output = Result<T, OidcError>>,
+        max_age: Duration,
+        request: impl Future<Output = Result<T, OidcError>>,
     ) -> Result<Arc<T>, OidcError> {
-        let has = self.value.as_ref().map(|(value, _)| value.clone());
-        if let (Some(value), Some((_, since))) = (&has, &self.value)
-            && since.elapsed() < most
+        let cached = self.value.as_ref().map(|(value, _)| value.clone());
+        if let (Some(value), Some((_, since))) = (&cached, &self.value)
+            && since.elapsed() < max_age
         {
             return Ok(value.clone());
         }
         let paused =
             self.failed.as_ref().filter(|(_, at)| at.elapsed() < PAUSE).map(|(error, _)| error.clone());
-        let asked = match paused {
+        let response = match paused {
             Some(error) => Err(error),
             None => {
-                let asked = ask.await;
-                self.failed = asked.as_ref().err().map(|error| (error.clone(), Instant::now()));
-                asked
+                let response = request.await;
+                self.failed = response.as_ref().err().map(|error| (error.clone(), Instant::now()));
+                response
             }
         };
-        match asked {
+        match response {
             Ok(value) => {
                 let value = Arc::new(value);
                 self.value = Some((value.clone(), Instant::now()));
                 Ok(value)
             }
-            Err(error) => has.ok_or(error),
+            Err(error) => cached.ok_or(error),
         }
     }
 }
@@ -161,13 +161,13 @@ impl Provider {
     }
 
     pub(super) async fn metadata(&self) -> Result<Arc<Metadata>, OidcError> {
-        self.metadata.lock().await.get(MAX_AGE, self.ask_metadata()).await
+        self.metadata.lock().await.get(MAX_AGE, self.fetch_metadata()).await
     }
 
-    async fn ask_metadata(&self) -> Result<Metadata, OidcError> {
+    async fn fetch_metadata(&self) -> Result<Metadata, OidcError> {
         let issuer = self.config.issuer.as_str();
         let url = format!("{}/.well-known/openid-configuration", issuer.trim_end_matches('/'));
-        let metadata: Metadata = self.answer(self.http.get(&url), &url).await?;
+        let metadata: Metadata = self.send(self.http.get(&url), &url).await?;
         if metadata.issuer != issuer {
             let other: String = metadata.issuer.chars().take(200).collect();
             return Err(unusable(&format!(
@@ -192,11 +192,11 @@ impl Provider {
         kid: Option<&str>,
     ) -> Result<Key, OidcError> {
         let mut keys = self.keys.lock().await;
-        let known = keys.get(MAX_AGE, self.ask_keys(metadata)).await?;
+        let known = keys.get(MAX_AGE, self.fetch_keys(metadata)).await?;
         if let Some(key) = keys::find(&known, alg, kid) {
             return Ok(key);
         }
-        let renewed = keys.get(self.config.key_refresh, self.ask_keys(metadata)).await?;
+        let renewed = keys.get(self.config.key_refresh, self.fetch_keys(metadata)).await?;
         keys::find(&renewed, alg, kid).ok_or_else(|| match &keys.failed {
             Some((error, _)) => error.clone(),
             None => OidcError::Refused(
@@ -215,13 +215,13 @@ impl Provider {
         old: &Key,
     ) -> Option<Key> {
         let renewed =
-            self.keys.lock().await.get(self.config.key_refresh, self.ask_keys(metadata)).await.ok()?;
+            self.keys.lock().await.get(self.config.key_refresh, self.fetch_keys(metadata)).await.ok()?;
         keys::find(&renewed, alg, kid).filter(|key| key != old)
     }
 
-    async fn ask_keys(&self, metadata: &Metadata) -> Result<Vec<Key>, OidcError> {
+    async fn fetch_keys(&self, metadata: &Metadata) -> Result<Vec<Key>, OidcError> {
         let set: Value =
-            self.answer(self.http.get(metadata.jwks_uri.0.clone()), metadata.jwks_uri.0.as_str()).await?;
+            self.send(self.http.get(metadata.jwks_uri.0.clone()), metadata.jwks_uri.0.as_str()).await?;
         keys::read_set(&set).ok_or_else(|| unusable("its keys cannot be read"))
     }
 
@@ -243,13 +243,13 @@ impl Provider {
             ("redirect_uri", &request.callback),
             ("code_verifier", &request.verifier),
         ];
-        let mut ask =
+        let mut request_builder =
             self.http.post(metadata.token_endpoint.0.clone()).header(header::ACCEPT, "application/json");
         let methods = metadata.token_endpoint_auth_methods_supported.as_deref();
-        let has = |method: &str| methods.is_some_and(|all| all.iter().any(|one| one == method));
+        let supports = |method: &str| methods.is_some_and(|all| all.iter().any(|one| one == method));
         match &self.config.client_secret {
             None => form.push(("client_id", &self.config.client_id)),
-            Some(secret) if has("client_secret_post") && !has("client_secret_basic") => {
+            Some(secret) if supports("client_secret_post") && !supports("client_secret_basic") => {
                 form.extend([
                     ("client_id", self.config.client_id.as_str()),
                     ("client_secret", secret.expose()),
@@ -263,12 +263,13 @@ impl Provider {
                 let mut value = header::HeaderValue::try_from(format!("Basic {}", STANDARD.encode(encoded)))
                     .map_err(|error| unusable(&error.to_string()))?;
                 value.set_sensitive(true);
-                ask = ask.header(header::AUTHORIZATION, value);
+                request_builder = request_builder.header(header::AUTHORIZATION, value);
             }
         }
-        let ask =
-            ask.header(header::CONTENT_TYPE, "application/x-www-form-urlencoded").body(form_encoded(&form));
-        self.answer(ask, metadata.token_endpoint.0.as_str()).await
+        let request_builder = request_builder
+            .header(header::CONTENT_TYPE, "application/x-www-form-urlencoded")
+            .body(form_encoded(&form));
+        self.send(request_builder, metadata.token_endpoint.0.as_str()).await
     }
 
     /// Adds claims that are only at the UserInfo endpoint.
@@ -284,8 +285,8 @@ impl Provider {
         else {
             return Ok(());
         };
-        let ask = self.http.get(url.clone()).bearer_auth(&tokens.access_token);
-        let more: Claims = self.answer(ask, url.as_str()).await?;
+        let request_builder = self.http.get(url.clone()).bearer_auth(&tokens.access_token);
+        let more: Claims = self.send(request_builder, url.as_str()).await?;
         // The response must be about the same account (OpenID Connect Core 1.0, 5.3.2).
         if more.get("sub").and_then(Value::as_str) != Some(subject) {
             return Err(OidcError::Refused("The provider's UserInfo is about another account.".into()));
@@ -297,9 +298,9 @@ impl Provider {
     }
 
     /// Sends a request and reads the response, within the limits.
-    async fn answer<T: for<'a> Deserialize<'a>>(
+    async fn send<T: for<'a> Deserialize<'a>>(
         &self,
-        ask: RequestBuilder,
+        request_builder: RequestBuilder,
         url: &str,
     ) -> Result<T, OidcError> {
         let failed = |error: reqwest::Error| {
@@ -309,10 +310,10 @@ impl Provider {
             }
             unreachable(self.config.issuer.host(), &format!("{url}: {cause}"))
         };
-        let mut answer = ask.send().await.map_err(failed)?;
-        let status = answer.status();
+        let mut response = request_builder.send().await.map_err(failed)?;
+        let status = response.status();
         let mut body = Vec::new();
-        while let Some(chunk) = answer.chunk().await.map_err(failed)? {
+        while let Some(chunk) = response.chunk().await.map_err(failed)? {
             if body.len() + chunk.len() > MAX_BYTES {
                 return Err(unusable(&format!("{url} responds with more than {} KiB", MAX_BYTES >> 10)));
             }

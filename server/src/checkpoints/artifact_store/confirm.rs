@@ -19,7 +19,7 @@ impl From<StoreError> for Unusable {
 
 impl ArtifactStore {
     /// Notes that the store could be used when the server started.
-    pub(crate) fn was_checked(&self) {
+    pub(crate) fn note_usable(&self) {
         // An error means that it is set already.
         let _ = self.usable.set(());
     }
@@ -38,7 +38,7 @@ impl ArtifactStore {
     }
 
     /// The required identity in the marker: the identity in the database, otherwise the identity in the store's marker, otherwise a new
-    /// one.
+    /// identity.
     async fn identify(&self, database: &dyn Store) -> Result<String, Unusable> {
         let url = self.storage.url();
         let known = database.artifact_marker(url).await?;
@@ -57,7 +57,7 @@ impl ArtifactStore {
                 None => self.adopt(database, &found, self.storage.of_another_server()).await?,
             },
             None => {
-                self.has_something(database).await?;
+                self.check_not_empty(database).await?;
                 let own = Uuid::new_v4();
                 self.storage.mark(own).await?;
                 own.to_string()
@@ -79,13 +79,13 @@ impl ArtifactStore {
         self.storage.mark(own).await?;
         tracing::warn!(
             url = self.storage.url(),
-            "the object store now belongs to this database, and no longer to another"
+            "the object store now belongs to this database, and no longer to another database"
         );
         Ok(own.to_string())
     }
 
     /// Checks that an unmarked store has at least one of the checkpoints that were uploaded to it, if any were uploaded.
-    async fn has_something(&self, database: &dyn Store) -> Result<(), Unusable> {
+    async fn check_not_empty(&self, database: &dyn Store) -> Result<(), Unusable> {
         let wanted = database.uploaded_checkpoints(self.storage.url(), MAX_EXAMINED).await?;
         for id in &wanted {
             let Some(place) = self.storage.place(id) else { continue };

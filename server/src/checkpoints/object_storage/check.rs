@@ -1,6 +1,6 @@
 //! Checks that the store can be used, and converts errors into texts that say what to change.
 
-use super::{ObjectStorage, within};
+use super::{ObjectStorage, with_timeout};
 use object_store::{Error, ObjectStoreExt};
 use std::error::Error as _;
 
@@ -9,7 +9,7 @@ const TEXT: &str = "lockstep writes, reads and deletes this object when it start
 /// Address of the metadata service of Amazon's machines, from which `object_store` requests credentials if none are given.
 const MACHINE_CREDENTIALS: &str = "169.254.169.254";
 
-/// Part of the error of [`within`] for a request that timed out.
+/// Part of the error of [`with_timeout`] for a request that timed out.
 const TIMED_OUT: &str = "has not answered within";
 
 /// Why the store cannot be used.
@@ -30,7 +30,7 @@ impl Unusable {
 
 impl From<Error> for Unusable {
     fn from(error: Error) -> Self {
-        Self { why: describe(&error), may_pass: may_pass(&everything(&error)) }
+        Self { why: describe(&error), may_pass: may_pass(&full_text(&error)) }
     }
 }
 
@@ -42,22 +42,22 @@ impl ObjectStorage {
     pub(crate) async fn check(&self) -> Result<(), Unusable> {
         let folder = self.root.clone().join("lockstep-check");
         let path = folder.clone().join(uuid::Uuid::new_v4().simple().to_string());
-        let asked = async {
-            within(self.objects.put(&path, TEXT.into())).await.map_err(|error| ("written", error))?;
-            let found = within(self.objects.get(&path)).await.map_err(|error| ("read", error))?;
-            let found = within(found.bytes()).await.map_err(|error| ("read", error))?;
-            let listed = within(self.objects.list_with_delimiter(Some(&folder))).await;
+        let test = async {
+            with_timeout(self.objects.put(&path, TEXT.into())).await.map_err(|error| ("written", error))?;
+            let found = with_timeout(self.objects.get(&path)).await.map_err(|error| ("read", error))?;
+            let found = with_timeout(found.bytes()).await.map_err(|error| ("read", error))?;
+            let listed = with_timeout(self.objects.list_with_delimiter(Some(&folder))).await;
             let listed = listed.map_err(|error| ("listed", error))?;
-            within(self.objects.delete(&path)).await.map_err(|error| ("deleted", error))?;
+            with_timeout(self.objects.delete(&path)).await.map_err(|error| ("deleted", error))?;
             let is_listed = listed.objects.iter().any(|object| object.location == path);
             Ok(found == TEXT && is_listed)
         };
-        let answered = asked.await;
+        let tested = test.await;
         if let Some(directory) = &self.directory {
             // Fails, as intended, if another server has its test object there.
             let _ = tokio::fs::remove_dir(directory.join(folder.as_ref())).await;
         }
-        match answered {
+        match tested {
             Ok(true) => Ok(()),
             Ok(false) => Err(Unusable::permanent(
                 "the test object was not read or listed as it was written: use another store".into(),
@@ -103,7 +103,7 @@ pub(super) fn environment() -> Result<(), String> {
 }
 
 /// Whether an error with this text is transient: the store does not respond or is overloaded, or a disk is full.
-fn may_pass(all: &str) -> bool {
+fn may_pass(text: &str) -> bool {
     const TO_CHANGE: [&str; 5] = [
         MACHINE_CREDENTIALS,
         "builder error",
@@ -112,18 +112,18 @@ fn may_pass(all: &str) -> bool {
         "received fatal alert",
         "corrupt message",
     ];
-    if TO_CHANGE.iter().any(|phrase| all.contains(phrase)) {
+    if TO_CHANGE.iter().any(|phrase| text.contains(phrase)) {
         return false;
     }
-    let status = all.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
+    let status = text.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
     matches!(status, Some("429" | "500" | "502" | "503" | "504"))
         || ["HTTP error: ", TIMED_OUT, "No space left on device", "Disk quota exceeded"]
             .iter()
-            .any(|phrase| all.contains(phrase))
+            .any(|phrase| text.contains(phrase))
 }
 
 /// The text of an error and of all its sources.
-fn everything(error: &Error) -> String {
+fn full_text(error: &Error) -> String {
     let mut all = error.to_string();
     let mut source = error.source();
     while let Some(inner) = source {
@@ -138,7 +138,7 @@ fn everything(error: &Error) -> String {
 
 /// The text of an error for users: what is wrong, and what to change.
 pub(crate) fn describe(error: &Error) -> String {
-    let all = everything(error);
+    let all = full_text(error);
     let code =
         all.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
     let named = code.map_or_else(String::new, |code| format!(" ({code})"));
@@ -150,7 +150,7 @@ pub(crate) fn describe(error: &Error) -> String {
     match error {
         Error::Unauthenticated { .. } | Error::PermissionDenied { .. } if is_unknown_key => format!(
             "the store does not know these credentials{named}: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that \
-             AWS_ENDPOINT_URL and AWS_REGION are those of their bucket"
+             AWS_ENDPOINT_URL and AWS_REGION are those of the bucket"
         ),
         Error::Unauthenticated { .. } | Error::PermissionDenied { .. }
             if code.is_some() || all.contains("403") =>

@@ -1,6 +1,6 @@
 //! The upload of a large file to the store in parts. The object appears with the last part.
 
-use super::{ObjectStorage, Place, Result, optional, other, within};
+use super::{ObjectStorage, Place, Result, optional, store_error, with_timeout};
 use bytes::Bytes;
 use object_store::{
     MultipartUpload, ObjectStoreExt,
@@ -25,12 +25,12 @@ impl ObjectStorage {
         let path = place.file(name, sha256);
         match &self.bucket {
             Some(bucket) => {
-                let id = within(bucket.create_multipart(&path)).await?;
+                let id = with_timeout(bucket.create_multipart(&path)).await?;
                 Ok(FileUpload::Parts { bucket: bucket.clone(), path, id, sent: Vec::new() })
             }
             None => {
-                self.drop_torn(&path).await?;
-                Ok(FileUpload::Stream(within(self.objects.put_multipart(&path)).await?))
+                self.drop_incomplete(&path).await?;
+                Ok(FileUpload::Stream(with_timeout(self.objects.put_multipart(&path)).await?))
             }
         }
     }
@@ -40,19 +40,19 @@ impl ObjectStorage {
     pub(crate) async fn drop_parts(&self, parts: &str) -> Result<()> {
         let (Some(bucket), Some((path, id))) = (&self.bucket, parts.split_once(' ')) else { return Ok(()) };
         // Nothing is found if the upload was finished, or was dropped by the store.
-        optional(within(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await).map(drop)
+        optional(with_timeout(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await).map(drop)
     }
 
     /// Removes the incomplete uploads of a file in a directory. Names of incomplete uploads end in `#` and a number.
-    async fn drop_torn(&self, path: &Path) -> Result<()> {
+    async fn drop_incomplete(&self, path: &Path) -> Result<()> {
         let Some(directory) = &self.directory else { return Ok(()) };
-        let at = directory.join(path.as_ref());
-        let (Some(folder), Some(name)) = (at.parent(), at.file_name()) else { return Ok(()) };
+        let file = directory.join(path.as_ref());
+        let (Some(folder), Some(name)) = (file.parent(), file.file_name()) else { return Ok(()) };
         let Ok(mut entries) = tokio::fs::read_dir(folder).await else { return Ok(()) };
-        let torn = format!("{}#", name.to_string_lossy());
-        while let Some(entry) = entries.next_entry().await.map_err(other)? {
-            if entry.file_name().to_string_lossy().starts_with(&torn) {
-                tokio::fs::remove_file(entry.path()).await.map_err(other)?;
+        let prefix = format!("{}#", name.to_string_lossy());
+        while let Some(entry) = entries.next_entry().await.map_err(store_error)? {
+            if entry.file_name().to_string_lossy().starts_with(&prefix) {
+                tokio::fs::remove_file(entry.path()).await.map_err(store_error)?;
             }
         }
         Ok(())
@@ -73,11 +73,11 @@ impl FileUpload {
     pub(crate) async fn send(&mut self, part: Bytes) -> Result<()> {
         match self {
             Self::Parts { bucket, path, id, sent } => {
-                let done = within(bucket.put_part(path, id, sent.len(), part.into())).await?;
-                sent.push(done);
+                let part_id = with_timeout(bucket.put_part(path, id, sent.len(), part.into())).await?;
+                sent.push(part_id);
                 Ok(())
             }
-            Self::Stream(upload) => within(upload.put_part(part.into())).await,
+            Self::Stream(upload) => with_timeout(upload.put_part(part.into())).await,
         }
     }
 
@@ -85,17 +85,17 @@ impl FileUpload {
     pub(crate) async fn finish(&mut self) -> Result<()> {
         match self {
             Self::Parts { bucket, path, id, sent } => {
-                within(bucket.complete_multipart(path, id, std::mem::take(sent))).await.map(drop)
+                with_timeout(bucket.complete_multipart(path, id, std::mem::take(sent))).await.map(drop)
             }
-            Self::Stream(upload) => within(upload.complete()).await.map(drop),
+            Self::Stream(upload) => with_timeout(upload.complete()).await.map(drop),
         }
     }
 
     /// Removes the parts that were sent. If this fails, the next upload of the file removes them.
     pub(crate) async fn abort(mut self) {
         let aborted = match &mut self {
-            Self::Parts { bucket, path, id, .. } => within(bucket.abort_multipart(path, id)).await,
-            Self::Stream(upload) => within(upload.abort()).await,
+            Self::Parts { bucket, path, id, .. } => with_timeout(bucket.abort_multipart(path, id)).await,
+            Self::Stream(upload) => with_timeout(upload.abort()).await,
         };
         if let Err(error) = aborted {
             tracing::debug!(%error, "parts of an upload could not be removed");

@@ -45,14 +45,14 @@ impl Location {
                 }
                 if url.query().is_some() || url.fragment().is_some() || url.port().is_some() {
                     return Err(
-                        "the URL of a bucket is only s3://BUCKET/PREFIX: give another server than Amazon's in \
+                        "the URL of a bucket must be s3://BUCKET/PREFIX: give another server than Amazon's in \
                          AWS_ENDPOINT_URL, and a region in AWS_REGION"
                             .into(),
                     );
                 }
                 let bucket = url.host_str().unwrap_or_default();
                 if bucket.is_empty() {
-                    return Err(format!("it names no bucket; {hint}"));
+                    return Err(format!("it must name a bucket; {hint}"));
                 }
                 let prefix = url.path().trim_matches('/');
                 if prefix.contains('%') || prefix.split('/').any(|part| part.is_empty() && !prefix.is_empty())

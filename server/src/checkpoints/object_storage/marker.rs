@@ -2,7 +2,7 @@
 //! mounted, in another server's bucket of the same name, and behind a wrong proxy. Checkpoints that such a store does not have are not
 //! lost.
 
-use super::{ObjectStorage, Unusable, optional, within};
+use super::{ObjectStorage, Unusable, optional, with_timeout};
 use bytes::Bytes;
 use object_store::{GetOptions, ObjectStoreExt, path::Path};
 use serde::{Deserialize, Serialize};
@@ -30,9 +30,9 @@ impl ObjectStorage {
     /// A store error, or the marker is invalid.
     pub(crate) async fn marker(&self) -> Result<Option<String>, Unusable> {
         let options = GetOptions::new().with_range(Some(0..MARKER_BYTES));
-        let found = optional(within(self.objects.get_opts(&self.marker_path(), options)).await)?;
+        let found = optional(with_timeout(self.objects.get_opts(&self.marker_path(), options)).await)?;
         let Some(found) = found else { return Ok(None) };
-        let found = within(found.bytes()).await?;
+        let found = with_timeout(found.bytes()).await?;
         let marker: Marker = serde_json::from_slice(&found).map_err(|error| {
             Unusable::permanent(format!(
                 "its {MARKER}, which identifies the store, cannot be read ({error}): restore the original object"
@@ -44,7 +44,7 @@ impl ObjectStorage {
     /// Writes the marker with the identity `store`.
     pub(crate) async fn mark(&self, store: Uuid) -> Result<(), Unusable> {
         let text = format!("{}\n", serde_json::json!({"store": store}));
-        within(self.objects.put(&self.marker_path(), Bytes::from(text).into())).await?;
+        with_timeout(self.objects.put(&self.marker_path(), Bytes::from(text).into())).await?;
         Ok(())
     }
 

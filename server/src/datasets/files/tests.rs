@@ -5,7 +5,7 @@ fn tree(path: &Path) -> Tree {
     Tree::open(path).unwrap().unwrap()
 }
 
-fn listed(tree: Tree, limit: u64) -> Vec<DatasetEntry> {
+fn list_all(tree: Tree, limit: u64) -> Vec<DatasetEntry> {
     let mut list = List::open(tree, limit).unwrap().unwrap();
     let mut text = Vec::new();
     while let Some(chunk) = list.chunk().unwrap() {
@@ -15,9 +15,9 @@ fn listed(tree: Tree, limit: u64) -> Vec<DatasetEntry> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// The names of files and folders, these with a slash at the end; and the last line.
+/// The names of the files and folders (a folder ends with a slash), and the last line of the list.
 fn names(path: &Path) -> (Vec<String>, DatasetEntry) {
-    let mut all = listed(tree(path), MAX_FILES);
+    let mut all = list_all(tree(path), MAX_FILES);
     let last = all.pop().unwrap();
     let names = all.into_iter().filter_map(|entry| match entry {
         DatasetEntry::File(name, ..) => Some(name),
@@ -44,7 +44,7 @@ fn read(tree: Tree, parts: Vec<DatasetPart>) -> Vec<u8> {
 }
 
 fn part(tree: &Tree, path: &str, offset: u64, length: u64) -> DatasetPart {
-    let listed = listed(tree.clone(), MAX_FILES);
+    let listed = list_all(tree.clone(), MAX_FILES);
     let found = listed.into_iter().find_map(|entry| match entry {
         DatasetEntry::File(name, size, changed) if name == path => Some((size, changed)),
         _ => None,
@@ -93,10 +93,10 @@ fn files_and_folders_are_listed_in_order_including_empty_ones() {
     assert_eq!(names(dir.path()), (expected.map(str::to_owned).to_vec(), DatasetEntry::End(7, 11)));
     // At the limit of files and folders, and above it; also if one folder alone has more.
     let all = tree(dir.path());
-    assert_eq!(listed(all.clone(), 11).last(), Some(&DatasetEntry::End(7, 11)));
+    assert_eq!(list_all(all.clone(), 11).last(), Some(&DatasetEntry::End(7, 11)));
     for limit in [10, 2] {
         let detail = format!("it has more than {limit} files and folders");
-        assert_eq!(listed(all.clone(), limit).last(), Some(&DatasetEntry::Failed(detail)));
+        assert_eq!(list_all(all.clone(), limit).last(), Some(&DatasetEntry::Failed(detail)));
     }
 }
 
@@ -241,7 +241,7 @@ fn a_dataset_of_files_does_not_include_other_files_of_the_folder() {
     }
     let one = tree(&dir.path().join("train-0.tar"));
     let begin = |entries: &[DatasetEntry]| entries[0].clone();
-    assert_eq!(begin(&listed(one.clone(), 9)), DatasetEntry::Begin("train-0.tar".into()));
+    assert_eq!(begin(&list_all(one.clone(), 9)), DatasetEntry::Begin("train-0.tar".into()));
     assert_eq!(names(&dir.path().join("train-0.tar")).0, ["train-0.tar"]);
     assert!(
         message(PART_REFUSED, &read(one.clone(), vec![part(&one, "other.tar", 0, 1)]))
@@ -251,7 +251,7 @@ fn a_dataset_of_files_does_not_include_other_files_of_the_folder() {
     let pattern = dir.path().join("train-{0..3}.tar");
     assert_eq!(names(&pattern), (vec!["train-0.tar".into(), "train-1.tar".into()], DatasetEntry::End(2, 22)));
     let several = tree(&pattern);
-    assert_eq!(begin(&listed(several.clone(), 9)), DatasetEntry::Begin("train-{0..3}.tar".into()));
+    assert_eq!(begin(&list_all(several.clone(), 9)), DatasetEntry::Begin("train-{0..3}.tar".into()));
     assert!(
         message(PART_REFUSED, &read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
             .contains("not a file of the dataset")

@@ -59,9 +59,9 @@ fn complete_content((media, content): (&String, &mut RefOr<Content>)) {
     content.schema.iter_mut().for_each(complete_schema);
 }
 
-fn complete_schema(of: &mut RefOr<Schema>) {
-    let RefOr::T(of) = of else { return };
-    match of {
+fn complete_schema(schema: &mut RefOr<Schema>) {
+    let RefOr::T(schema) = schema else { return };
+    match schema {
         Schema::Object(object) => {
             set_limits(object);
             object.properties.values_mut().for_each(complete_schema);
@@ -89,21 +89,21 @@ fn set_limits(object: &mut Object) {
         SchemaType::AnyValue => false,
     };
     let is_unsigned = match object.minimum {
-        Some(Number::Int(least)) => least == 0,
-        Some(Number::UInt(least)) => least == 0,
-        Some(Number::Float(least)) => least == 0.0,
+        Some(Number::Int(minimum)) => minimum == 0,
+        Some(Number::UInt(minimum)) => minimum == 0,
+        Some(Number::Float(minimum)) => minimum == 0.0,
         None => false,
     };
     if !is_integer || !is_unsigned || object.maximum.is_some() {
         return;
     }
-    let (format, most) = match object.format {
+    let (format, maximum) = match object.format {
         Some(SchemaFormat::KnownFormat(KnownFormat::Int32)) => ("uint32", u32::MAX as usize),
         Some(SchemaFormat::KnownFormat(KnownFormat::Int64)) => ("uint64", u64::MAX as usize),
         _ => return,
     };
     object.format = Some(SchemaFormat::Custom(format.to_owned()));
-    object.maximum = Some(Number::UInt(most));
+    object.maximum = Some(Number::UInt(maximum));
 }
 
 #[cfg(test)]

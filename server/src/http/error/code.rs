@@ -83,9 +83,9 @@ mod tests {
     #[test]
     fn the_documentation_lists_every_code() {
         let page = include_str!("../../../../docs/api.md");
-        let begins = page.find("| code | status | meaning |").expect("the table");
+        let start = page.find("| code | status | meaning |").expect("the table");
         let table: Vec<&str> =
-            page[begins..].lines().skip(2).take_while(|line| line.starts_with('|')).collect();
+            page[start..].lines().skip(2).take_while(|line| line.starts_with('|')).collect();
         let codes = Code::ALL
             .iter()
             .map(|code| format!("| `{}` | {} | {} |", code.as_str(), code.status().as_u16(), code.meaning()));

@@ -1,12 +1,12 @@
 //! Checks of a JSON body before it is deserialised: its depth is limited, and no object has a key twice. Parsers differ in which of two equal
-//! keys they use, so a proxy that checks a body could check another value than the one used here.
+//! keys they use, so a proxy that checks a body could check another value than the value that is used here.
 
 use lockstep_protocol::{limits::JSON_NESTING, spec::shortened};
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use std::{collections::HashSet, fmt};
 
 /// # Errors
-/// What is wrong, with its line and column.
+/// The body is not JSON, is nested too deep, or has a key twice. The text names the line and the column.
 pub(super) fn check(bytes: &[u8]) -> Result<(), serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     Part { depth: 0 }.deserialize(&mut deserializer)?;
@@ -79,7 +79,7 @@ impl<'de> Visitor<'de> for Part {
         while let Some(key) = object.next_key::<String>()? {
             object.next_value_seed(inner)?;
             if let Some(twice) = keys.replace(key) {
-                return Err(A::Error::custom(format!("the key {:?} is there twice", shortened(&twice))));
+                return Err(A::Error::custom(format!("the key {:?} appears twice", shortened(&twice))));
             }
         }
         Ok(())
@@ -97,7 +97,7 @@ mod tests {
         }
         for bad in [r#"{"a": 1, "a": 1}"#, r#"{"x": [{"a": 1, "b": 2, "\u0061": 3}]}"#] {
             let error = check(bad.as_bytes()).unwrap_err().to_string();
-            assert!(error.contains("\"a\" is there twice at line 1"), "{error}");
+            assert!(error.contains("\"a\" appears twice at line 1"), "{error}");
         }
         assert!(check(b"{} {}").is_err(), "a body has only one value");
     }

@@ -38,8 +38,8 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
     };
     let Some(certificate) = &peer.certificate else {
         // The agent of the server's own machine connects without TLS, with a token from the server.
-        let needs_one = auth == AgentAuth::Certificate && !peer.is_unencrypted();
-        if needs_one || !headers.contains_key(header::AUTHORIZATION) {
+        let needs_certificate = auth == AgentAuth::Certificate && !peer.is_unencrypted();
+        if needs_certificate || !headers.contains_key(header::AUTHORIZATION) {
             let why = match auth {
                 AgentAuth::Certificate => "it presents no certificate, which this server requires of agents",
                 _ => "it presents neither a certificate nor a token",
@@ -50,13 +50,13 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
     };
     let who = certificate.who();
     if let Err(why) = trust.check(certificate) {
-        return refused(&who, &why, "have another issued");
+        return refused(&who, &why, "have another certificate issued");
     }
     let Some(name) = &certificate.name else {
         return refused(
             &who,
             "its certificate has no name (common name)",
-            "have one issued with the agent's name",
+            "have a certificate with the agent's name issued",
         );
     };
     match gate.auth.access.by_certificate(name, certificate.facts.not_before) {

@@ -107,8 +107,8 @@ pub(super) async fn check(
     let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
         return Err(kind.not_found(route));
     };
-    let reads = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || READING.contains(&route);
-    if reads || auth.may_change(caller, owned.owner.as_deref()) {
+    let is_read = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || READING.contains(&route);
+    if is_read || auth.may_change(caller, owned.owner.as_deref()) {
         return Ok(());
     }
     Err(Error::Forbidden(not_yours(kind, &owned)))
@@ -140,7 +140,7 @@ async fn model_owner(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<
 fn not_yours(kind: Kind, owned: &Owned) -> String {
     let word = kind.word();
     match &owned.owner {
-        Some(owner) => format!("this {word} is of {owner}: only its owner and admins change it"),
-        None => format!("nobody is known to own this {word}: only admins change it"),
+        Some(owner) => format!("this {word} belongs to {owner}: only the owner and admins may change it"),
+        None => format!("this {word} has no owner: only admins may change it"),
     }
 }

@@ -92,9 +92,9 @@ pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
     }
 }
 
-/// Requests that are not recorded, except with DELETE: checks of a specification, and what a program sends many times a minute, which are
-/// reports of a run and parts of an upload. The creation of a run, and an upload that becomes a dataset, are recorded. A run's end is in the
-/// run's history.
+/// Routes whose requests are not recorded, except with DELETE: checks of a specification, and requests that a program sends many times a
+/// minute (reports of a run, parts of an upload). The creation of a run, and an upload that becomes a dataset, are recorded. A run's end is
+/// in the run's history.
 const NOT_AUDITED: [&str; 9] = [
     "/api/v1/jobs/validate",
     "/api/v1/jobs/{id}/fork/check",

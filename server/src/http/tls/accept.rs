@@ -13,7 +13,7 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 /// Maximum size of a plain request's head that is read before the response.
 const HEAD_BYTES: usize = 16 << 10;
 /// Time that a client has to read a response before its connection is closed.
-const LAST_BYTES: Duration = Duration::from_secs(1);
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Runs the TLS handshake of a connection.
 ///
@@ -49,16 +49,16 @@ pub(crate) async fn accept(
 }
 
 /// Lets a client read the last bytes that were sent: the alert with the reason of a refusal, or a response. If the connection were closed
-/// before the client's request is read, the client would lose them. A TLS 1.3 client has already sent its request.
+/// before the client's request is read, the client would lose these bytes. A TLS 1.3 client has already sent its request.
 async fn drain(mut stream: TcpStream) {
-    let answered = async {
+    let work = async {
         stream.shutdown().await?;
         let mut rest = [0; 1024];
         while stream.read(&mut rest).await? > 0 {}
         std::io::Result::Ok(())
     };
     // A client that has disconnected needs no response.
-    let _ = tokio::time::timeout(LAST_BYTES, answered).await;
+    let _ = tokio::time::timeout(READ_TIMEOUT, work).await;
 }
 
 /// Reads a request's head and answers 400.
@@ -81,7 +81,7 @@ async fn answer_plain(mut stream: TcpStream) {
     );
     // Sent as one packet, because websocket clients read only the part of a response that arrives with its head.
     let answer = [head.as_bytes(), &body].concat();
-    if let Ok(Ok(())) = tokio::time::timeout(LAST_BYTES, stream.write_all(&answer)).await {
+    if let Ok(Ok(())) = tokio::time::timeout(READ_TIMEOUT, stream.write_all(&answer)).await {
         drain(stream).await;
     }
 }

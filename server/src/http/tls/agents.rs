@@ -260,11 +260,11 @@ impl AgentTrust {
             if let Err(why) = self.check(certificate) {
                 return why;
             }
-            let left = certificate.facts.not_after.as_second() - crate::now().as_second();
-            let left = Duration::from_secs(left.max(0).unsigned_abs() + 1);
+            let seconds = certificate.facts.not_after.as_second() - crate::now().as_second();
+            let until_expiry = Duration::from_secs(seconds.max(0).unsigned_abs() + 1);
             tokio::select! {
                 _ = changed.changed() => {}
-                () = tokio::time::sleep(left.min(CHECK_INTERVAL)) => {}
+                () = tokio::time::sleep(until_expiry.min(CHECK_INTERVAL)) => {}
             }
         }
     }
@@ -281,11 +281,11 @@ impl AgentTrust {
                 "its certificate is not valid yet; check the clocks of both machines".into()
             }
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                format!("its certificate is of an authority that is not in {}", self.authorities.display())
+                format!("the authority of its certificate is not in {}", self.authorities.display())
             }
             CertificateError::UnknownRevocationStatus => {
                 let list = self.revoked.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
-                format!("the revocation list {list} is not of the authority of its certificate")
+                format!("the revocation list {list} was not issued by the authority of its certificate")
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
                 "its certificate is not for clients (extended key usage clientAuth)".into()
@@ -331,14 +331,14 @@ impl AgentTrust {
         }
         warnings.extend(self.outdated_warning(now));
         let seen = lock(&self.seen);
-        let ending: Vec<_> = seen
+        let expiring: Vec<_> = seen
             .values()
             .filter_map(|(name, facts)| {
                 expires_soon(&format!("the certificate of the agent {name}"), facts, now)
             })
             .collect();
-        let more = ending.len().saturating_sub(MAX_NAMED);
-        warnings.extend(ending.into_iter().take(MAX_NAMED));
+        let more = expiring.len().saturating_sub(MAX_NAMED);
+        warnings.extend(expiring.into_iter().take(MAX_NAMED));
         if more > 0 {
             let agents = plural(more as u64, "more agent");
             warnings.push(format!("the certificates of {agents} expire soon; see the page Machines"));

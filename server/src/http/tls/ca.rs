@@ -31,7 +31,7 @@ pub const MAX_DAYS: u32 = 825;
 /// Default validity in days.
 pub const DAYS: u32 = 397;
 /// Certificates are valid from this long before they are issued, because clients' clocks may be slow.
-const EARLIER: Duration = Duration::hours(1);
+const CLOCK_MARGIN: Duration = Duration::hours(1);
 /// Maximum length of a common name.
 const COMMON_NAME_CHARS: usize = 64;
 
@@ -92,8 +92,8 @@ impl Authority {
             let _ = fs::remove_dir_all(&unfinished);
             if folder.exists() {
                 format!(
-                    "{} exists already; `lockstep ca show` prints its certificate. Every client has to trust a new one: to \
-                     make it nevertheless, move the folder away first",
+                    "{} exists already; `lockstep ca show` prints its certificate. Every client would have to trust a new authority. To \
+                     make a new authority nevertheless, move the folder away first",
                     folder.display()
                 )
             } else {
@@ -163,8 +163,8 @@ impl Authority {
             || name.starts_with(['-', '.'])
         {
             return Err(format!(
-                "{name:?} is no name for an agent's certificate: 1 to {COMMON_NAME_CHARS} letters, digits, '-', '_' and '.'; an \
-                 example is node-a"
+                "{name:?} is not a name for an agent's certificate: it must have 1 to {COMMON_NAME_CHARS} letters, digits, '-', '_' and \
+                 '.', and must begin with a letter, a digit or '_'; an example is node-a"
             ));
         }
         let names = if is_name(name) { vec![name.to_owned()] } else { Vec::new() };
@@ -173,13 +173,13 @@ impl Authority {
 
     fn sign(&self, kind: Kind, first: &str, names: &[String], days: u32) -> Result<Issued, String> {
         if !(1..=MAX_DAYS).contains(&days) {
-            return Err(format!("a certificate is valid for 1 to {MAX_DAYS} days"));
+            return Err(format!("a certificate must be valid for 1 to {MAX_DAYS} days"));
         }
         let now = OffsetDateTime::now_utc();
         let serial = issued::new_serial();
         // An agent's certificate is valid from the moment it is issued. So a certificate that was issued before its name was revoked
         // stays without effect.
-        let not_before = if kind == Kind::Agent { now } else { now - EARLIER };
+        let not_before = if kind == Kind::Agent { now } else { now - CLOCK_MARGIN };
         let not_after = now + Duration::days(days.into());
         let issue = || -> Result<Issued, rcgen::Error> {
             let mut params = CertificateParams::new(names)?;
@@ -202,7 +202,7 @@ impl Authority {
             Ok(Issued { chain: format!("{}{}", certificate.pem(), self.pem), key: key.serialize_pem() })
         };
         let issued = issue().map_err(|error| error.to_string())?;
-        let at = |time: OffsetDateTime| {
+        let timestamp = |time: OffsetDateTime| {
             jiff::Timestamp::from_second(time.unix_timestamp()).map_err(|error| error.to_string())
         };
         // Recorded before it is returned, because a certificate that is not in the list is harder to revoke.
@@ -210,8 +210,8 @@ impl Authority {
             serial: serial_text(&serial),
             name: first.to_owned(),
             kind,
-            not_before: at(not_before)?,
-            not_after: at(not_after)?,
+            not_before: timestamp(not_before)?,
+            not_after: timestamp(not_after)?,
             revoked_at: None,
         })?;
         Ok(issued)
@@ -238,7 +238,7 @@ fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error>
     let host: String = host.chars().filter(char::is_ascii_graphic).take(40).collect();
     params.distinguished_name.push(DnType::CommonName, format!("Lockstep CA {id} {host}"));
     let now = OffsetDateTime::now_utc();
-    params.not_before = now - EARLIER;
+    params.not_before = now - CLOCK_MARGIN;
     params.not_after = now + Duration::days(AUTHORITY_DAYS);
     // The authority signs certificates of servers and agents, but not of other authorities.
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));

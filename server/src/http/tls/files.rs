@@ -122,18 +122,18 @@ pub(super) fn read(path: &Path, readers: Readers) -> Result<Vec<u8>, String> {
     let shown = path.display();
     let failed = |error: std::io::Error| format!("{shown}: {error}");
     let file = File::open(path).map_err(failed)?;
-    let about = file.metadata().map_err(failed)?;
-    if !about.is_file() {
+    let metadata = file.metadata().map_err(failed)?;
+    if !metadata.is_file() {
         return Err(format!("{shown} is not a regular file"));
     }
-    if about.len() > FILE_BYTES {
+    if metadata.len() > FILE_BYTES {
         return Err(format!("{shown} has more than {} KiB", FILE_BYTES >> 10));
     }
-    let open_to = about.mode() & if about.uid() == 0 { 0o037 } else { 0o077 };
+    let open_to = metadata.mode() & if metadata.uid() == 0 { 0o037 } else { 0o077 };
     if readers == Readers::Owner && open_to != 0 {
         return Err(format!(
             "the key {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
-            about.mode() & 0o7777
+            metadata.mode() & 0o7777
         ));
     }
     let mut content = Vec::new();

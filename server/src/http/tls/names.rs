@@ -40,8 +40,8 @@ pub fn addresses() -> Vec<IpAddr> {
     found
 }
 
-/// The address from which this machine connects to others. No packet is sent, because connecting a UDP socket only looks up the route, here
-/// to an address that is reserved for documentation (RFC 5737).
+/// The address from which this machine connects to other machines. No packet is sent, because connecting a UDP socket only looks up the
+/// route, here to an address that is reserved for documentation (RFC 5737).
 fn outward() -> Option<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
     socket.connect((Ipv4Addr::new(203, 0, 113, 1), 9)).ok()?;

@@ -20,19 +20,25 @@ const LOST_AFTER: Duration = Duration::from_secs(10);
 
 /// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way. An agent that was `cut_off`, because one of its
 /// records could not be stored, reconnects, sends its last reports again, and announces again that it is leaving.
-pub(crate) async fn left(scheduler: &Arc<Scheduler>, agent: Online, reason: String, cut_off: bool) {
+pub(crate) async fn requeue_after_leave(
+    scheduler: &Arc<Scheduler>,
+    agent: Online,
+    reason: String,
+    cut_off: bool,
+) {
     if !cut_off {
         let why = leaving_reason(&agent.row.name, &reason);
         return requeue(scheduler, &agent.row.id, why, |_| true).await;
     }
     let (scheduler, id) = (Arc::clone(scheduler), agent.row.id.clone());
-    let had: Vec<_> = scheduler.agents.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
+    let left: Vec<_> =
+        scheduler.agents.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
     tokio::spawn(async move {
-        while scheduler.agents.leases.of_agent(&id).iter().any(|(attempt, _)| had.contains(attempt)) {
+        while scheduler.agents.leases.of_agent(&id).iter().any(|(attempt, _)| left.contains(attempt)) {
             let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= LOST_AFTER);
             if is_silent && !scheduler.agents.is_connected(&id) {
                 let why = leaving_reason(&agent.row.name, &reason);
-                return requeue(&scheduler, &id, why, |attempt| had.contains(attempt)).await;
+                return requeue(&scheduler, &id, why, |attempt| left.contains(attempt)).await;
             }
             tokio::select! {
                 () = tokio::time::sleep(Duration::from_millis(500)) => {}
@@ -50,18 +56,23 @@ pub(crate) async fn declined(scheduler: &Scheduler, agent_id: &str, declined: &A
     requeue(scheduler, agent_id, why.into(), |attempt| attempt == declined).await;
 }
 
-/// Requeues the jobs of an agent's attempts for which `concerns` is true.
-async fn requeue(scheduler: &Scheduler, agent_id: &str, why: Reason, concerns: impl Fn(&AttemptRef) -> bool) {
+/// Requeues the jobs of an agent's attempts for which `is_affected` is true.
+async fn requeue(
+    scheduler: &Scheduler,
+    agent_id: &str,
+    why: Reason,
+    is_affected: impl Fn(&AttemptRef) -> bool,
+) {
     scheduler.agents.inbox.flush().await;
-    for (attempt, held) in scheduler.agents.leases.of_agent(agent_id) {
-        if !concerns(&attempt) {
+    for (attempt, places) in scheduler.agents.leases.of_agent(agent_id) {
+        if !is_affected(&attempt) {
             continue;
         }
-        let agent_count = scheduler.agents.leases.places(&attempt);
-        let mine = held.iter().find(|place| place.agent_id == agent_id);
+        let agent_count = scheduler.agents.leases.agent_count(&attempt);
+        let own = places.iter().find(|place| place.agent_id == agent_id);
         let why = why.clone();
         let done = if agent_count > 1
-            && let Some(place) = mine
+            && let Some(place) = own
         {
             end_attempt_on_agent(scheduler, &attempt, place, agent_count, true, move |_| {
                 EndOnAgent::LeftUnreported(why.clone())
@@ -168,14 +179,14 @@ pub(super) fn send_stop(
 }
 
 /// Orders the other agents of a leaving agent's attempts to end their ranks with a checkpoint, as the leaving agent does.
-pub(crate) fn leaves(scheduler: &Scheduler, agent_id: &str, agent: &str) {
+pub(crate) fn stop_other_agents(scheduler: &Scheduler, agent_id: &str, agent: &str) {
     for (attempt, places) in scheduler.agents.leases.of_agent(agent_id) {
         let others: Vec<_> = places.into_iter().filter(|place| place.agent_id != agent_id).collect();
         send_stop(scheduler, &others, &attempt, &format!("{agent:?} is being stopped in order"), true);
     }
 }
 
-/// Notes that an agent has finished its preflight check. Once all agents of the attempt have, the ranks start.
+/// Notes that an agent has finished its preflight check. Once all agents of the attempt have finished it, the ranks start.
 pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, port: Option<u16>) {
     let Some((master_port, places)) = scheduler.agents.leases.ready(&attempt, agent_id, port) else { return };
     for place in places {
@@ -188,7 +199,7 @@ pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, 
 pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()> {
     let places = scheduler.agents.leases.places_of(job);
     if let Some(row) = scheduler.store.job(job).await?
-        && let (Some(attempt), Some((reason, patient))) = (row.live(), wanted(&row))
+        && let (Some(attempt), Some((reason, patient))) = (row.live(), stop_reason(&row))
     {
         send_stop(scheduler, &places, &attempt, &reason, patient);
         scheduler.agents.leases.note_stop_requested(&attempt);
@@ -197,7 +208,7 @@ pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()>
 }
 
 /// The reason why a job's ranks must end, and whether they write a checkpoint first; `None` if they need not end.
-pub(crate) fn wanted(row: &JobRow) -> Option<(String, bool)> {
+pub(crate) fn stop_reason(row: &JobRow) -> Option<(String, bool)> {
     match (&row.stop, row.job.state) {
         (Some(stop), _) => Some((stop.words().to_owned(), false)),
         (None, JobState::Pausing) => {

@@ -20,7 +20,7 @@ pub(super) struct Needs {
     pub(super) spec: JobSpec,
     /// The dataset's path.
     pub(super) dataset_path: String,
-    /// The files, without those of the job's folder.
+    /// The files of the order to start, without the fields about the job's folder.
     pub(super) files: StartFiles,
 }
 

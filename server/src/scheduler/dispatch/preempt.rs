@@ -1,4 +1,4 @@
-//! Carries out planned preemptions: orders running jobs to end in favour of a waiting one.
+//! Carries out planned preemptions: orders running jobs to end in favour of a waiting job.
 
 use super::{
     ends::order_stop,
@@ -56,10 +56,10 @@ fn all_still_held<'a>(
     leases: &Leases,
     live: &HashSet<JobId>,
 ) -> bool {
-    let now = leases.jobs_in_slots();
+    let in_use = leases.jobs_in_slots();
     held.into_iter().all(|(agent, slots)| {
-        let now = now.get(agent);
-        let is_held = |slot: &u32| now.and_then(|now| now.get(slot)).is_some_and(|job| live.contains(job));
+        let jobs = in_use.get(agent);
+        let is_held = |slot: &u32| jobs.and_then(|jobs| jobs.get(slot)).is_some_and(|job| live.contains(job));
         slots.iter().all(is_held)
     })
 }

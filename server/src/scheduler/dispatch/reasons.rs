@@ -32,7 +32,7 @@ impl Unstored {
         let is_event = !machines_may_come_back(scheduler, &row.job)
             && lifecycle::shows_wait_reason(&row.job, why)
             && row.job.reason.as_deref() != Some(why.words())
-            && !row.job.cause.as_ref().is_some_and(|known| is_steady(known, why));
+            && !row.job.cause.as_ref().is_some_and(|known| differ_only_in_counts(known, why));
         if is_event {
             lock(&self.reasons).insert(row.job.id.clone(), why.clone());
             self.wake.notify_one();
@@ -62,9 +62,9 @@ fn machines_may_come_back(scheduler: &Scheduler, job: &Job) -> bool {
     up < RECONNECT_TIME && crate::now().duration_since(job.created_at).unsigned_abs() > up
 }
 
-/// Whether two reasons differ at most in numbers of slots. Such a change is not worth an event: the last plan shows these numbers, and each
-/// machine that connects or disconnects changes them for all waiting jobs.
-fn is_steady(known: &Reason, why: &Reason) -> bool {
+/// Whether two reasons are equal or differ only in numbers of slots. Such a change is not worth an event: the last plan shows these
+/// numbers, and each machine that connects or disconnects changes them for all waiting jobs.
+fn differ_only_in_counts(known: &Reason, why: &Reason) -> bool {
     use ReasonKind::{NoAgentAccepts, TooFewSlots, WaitingForSlots};
     let needed = |wait: &SlotWait| (wait.device, wait.slots_needed);
     match (known.kind(), why.kind()) {

@@ -31,9 +31,9 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
     let mut missing = Vec::new();
     let rows = scheduler.store.checkpoints(&job.id).await?;
-    let (all, mut lost, mut elsewhere) = (rows.len(), 0, BTreeSet::new());
+    let (count, mut lost, mut elsewhere) = (rows.len(), 0, BTreeSet::new());
     let newest = rows.iter().map(|row| row.info.step).max();
-    let mut left = BTreeSet::new();
+    let mut kept = BTreeSet::new();
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {
         let copies = copies.get(&row.id);
@@ -51,15 +51,15 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
             lost += usize::from(holders.is_empty());
             elsewhere.extend(holders.into_iter().map(|holder| holder.agent));
         } else {
-            left.insert((row.info.step, row.info.epoch));
+            kept.insert((row.info.step, row.info.epoch));
         }
     }
-    let newest_left = left.last().map(|(step, _)| *step);
+    let newest_kept = kept.last().map(|(step, _)| *step);
     let mut found = Vec::new();
-    if newest_left.is_none() || newest_left != newest {
+    if newest_kept.is_none() || newest_kept != newest {
         found = unreported::find(checkpoints).await;
-        found.retain(|one| !left.contains(&(one.step, one.epoch)));
-        if found.last().is_none_or(|newest| Some(newest.step) <= newest_left) {
+        found.retain(|checkpoint| !kept.contains(&(checkpoint.step, checkpoint.epoch)));
+        if found.last().is_none_or(|newest| Some(newest.step) <= newest_kept) {
             found.clear();
         }
     }
@@ -72,9 +72,9 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
             text += &format!("; there are no points of steps {} to {}", job.step + 1, newest.step);
         }
         Some(text)
-    } else if missing.len() < all || missing.is_empty() {
+    } else if missing.len() < count || missing.is_empty() {
         None
-    } else if scheduler.checkpoints.artifact_store.is_some() && lost == all {
+    } else if scheduler.checkpoints.artifact_store.is_some() && lost == count {
         // The rows stay, because a disk that is not mounted may return.
         return Ok(ResumePoint::AllLost);
     } else if elsewhere.is_empty() {

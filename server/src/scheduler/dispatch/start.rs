@@ -2,7 +2,7 @@
 //! because the transaction may have been committed nevertheless.
 
 use super::{
-    ends::{end_attempt, send_stop, wanted},
+    ends::{end_attempt, send_stop, stop_reason},
     needs::{Needs, datasets, fail, needs},
     resume_point::{ALL_LOST, ResumePoint, forget_missing},
     skip_permanent_error,
@@ -47,14 +47,14 @@ struct Prepared {
 /// # Errors
 /// The first transient error, after all other jobs were started.
 pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> Result<bool> {
-    let wanted = starts.len();
+    let planned = starts.len();
     let mut started = 0;
-    let mut passing = Ok(());
+    let mut first_error = Ok(());
     while !starts.is_empty() {
         let later = starts.split_off(BATCH_SIZE.min(starts.len()));
-        let now = std::mem::replace(&mut starts, later);
-        let (prepared, failed) = prepare_all(scheduler, now).await?;
-        passing = passing.and(failed);
+        let batch = std::mem::replace(&mut starts, later);
+        let (prepared, error) = prepare_all(scheduler, batch).await?;
+        first_error = first_error.and(error);
         if prepared.is_empty() {
             continue;
         }
@@ -79,9 +79,9 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
         // Agents are notified before slower work.
         let order = |(prepared, files, claimed)| order(scheduler, prepared, files, claimed);
         let ordered: Vec<_> = orders.into_iter().map(order).collect();
-        passing = passing.and(follow_up(scheduler, ordered).await);
+        first_error = first_error.and(follow_up(scheduler, ordered).await);
     }
-    passing.map(|()| started == wanted)
+    first_error.map(|()| started == planned)
 }
 
 /// Whether a job may start as planned: its `stored` row still fits the row in the plan (`known`).
@@ -117,15 +117,15 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
     }
     let ids: Vec<_> = ready.iter().map(|start| start.row.job.id.clone()).collect();
     let prepared = join_all(ready.into_iter().map(|start| prepare(scheduler, start, &datasets))).await;
-    let (mut found, mut passing) = (Vec::with_capacity(prepared.len()), Ok(()));
+    let (mut found, mut first_error) = (Vec::with_capacity(prepared.len()), Ok(()));
     for (job, done) in ids.iter().zip(prepared) {
         match done {
             Ok(Some(prepared)) => found.push(prepared),
             Ok(None) => scheduler.agents.leases.wake_dispatch(),
-            Err(error) => passing = passing.and(skip_permanent_error(job, Err(error))),
+            Err(error) => first_error = first_error.and(skip_permanent_error(job, Err(error))),
         }
     }
-    Ok((found, passing))
+    Ok((found, first_error))
 }
 
 /// Finds the requirements of a job before it is claimed; `None` if the job has failed instead.
@@ -233,9 +233,9 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
             continue;
         };
         let attempts = scheduler.store.attempts(&claim.job).await?;
-        let made = attempts.into_iter().find(|made| made.attempt == attempt.attempt);
-        let from = made.and_then(|made| made.checkpoint);
-        let resume = from.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
+        let stored = attempts.into_iter().find(|stored| stored.attempt == attempt.attempt);
+        let checkpoint = stored.and_then(|stored| stored.checkpoint);
+        let resume = checkpoint.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
         // The claim's events are stored; followers read them from the store.
         scheduler.events.hub.catch_up(&row.job);
         let changed = Changed { job: row.job.clone(), events: Vec::new() };
@@ -298,14 +298,14 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
 /// # Errors
 /// The first transient error, after all jobs were handled.
 async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
-    let mut passing = Ok(());
+    let mut first_error = Ok(());
     let (ordered, failed): (Vec<_>, Vec<_>) = ordered.into_iter().partition(|order| order.gone.is_none());
     for Ordered { attempt, places, gone } in failed {
         let why: Reason = ReasonKind::AgentLeft { agent: gone.unwrap_or_default().into() }.into();
         // No rank has started, because not all agents are ready.
         let ended =
             end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await;
-        passing = passing.and(skip_permanent_error(&attempt.job, ended));
+        first_error = first_error.and(skip_permanent_error(&attempt.job, ended));
         send_stop(scheduler, &places, &attempt, "an agent disconnected before it could start", false);
     }
     let ids: Vec<_> = ordered.iter().map(|ordered| ordered.attempt.job.clone()).collect();
@@ -313,21 +313,21 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
     let rows: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
     for Ordered { attempt, places, .. } in ordered {
         let row = rows.get(&attempt.job).copied();
-        let live = row.is_some_and(|r| r.live().as_ref() == Some(&attempt));
-        if !live {
+        let is_live = row.is_some_and(|r| r.live().as_ref() == Some(&attempt));
+        if !is_live {
             scheduler.agents.leases.release(&attempt.job, attempt.attempt);
         }
-        let wish = match row {
-            Some(row) if live => wanted(row),
+        let stop = match row {
+            Some(row) if is_live => stop_reason(row),
             // The attempt has ended, and its agents know.
             Some(row) if row.job.state != JobState::Cancelled => None,
             _ => Some((ReasonKind::CancelledByUser { detail: None }.to_string(), false)),
         };
-        if let Some((reason, patient)) = wish {
+        if let Some((reason, patient)) = stop {
             send_stop(scheduler, &places, &attempt, &reason, patient);
         }
     }
-    passing
+    first_error
 }
 
 /// The address at which rank 0 listens; `None` if all agents are on one machine.
@@ -344,7 +344,7 @@ fn master_address(chosen: &[(Arc<AgentState>, Vec<u32>)]) -> Option<&str> {
 async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartFiles> {
     let folders: Vec<_> =
         prepared.iter().map(|prepared| scheduler.config.job_dir(&prepared.claim.job)).collect();
-    let number = folders.len();
+    let count = folders.len();
     // The job's requirements have the other fields.
     let files = |folder: PathBuf| StartFiles {
         mark: write_mark(&folder),
@@ -352,17 +352,17 @@ async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartF
         ..StartFiles::default()
     };
     let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
-    all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])
+    all.await.unwrap_or_else(|_| vec![StartFiles::default(); count])
 }
 
 /// Writes a random mark into a job's folder, by which agents recognise the server's disk. Returns the mark, or `None` if it cannot be
 /// written.
 fn write_mark(folder: &Path) -> Option<String> {
-    let word = uuid::Uuid::new_v4().simple().to_string();
+    let mark = uuid::Uuid::new_v4().simple().to_string();
     // The folder is missing if the data directory was lost.
-    let marked = fs::create_dir_all(folder).and_then(|()| fs::write(folder.join(MARK), &word));
-    if let Err(error) = &marked {
+    let written = fs::create_dir_all(folder).and_then(|()| fs::write(folder.join(MARK), &mark));
+    if let Err(error) = &written {
         tracing::warn!(%error, folder = %folder.display(), "the job's folder cannot be marked");
     }
-    marked.is_ok().then_some(word)
+    written.is_ok().then_some(mark)
 }

@@ -37,7 +37,7 @@ struct Best {
     step: u64,
 }
 
-/// Finds the newest checkpoint in `checkpoints` that has all of its files. If the best checkpoint is another, it comes first in the list.
+/// Finds the newest checkpoint in `checkpoints` that has all of its files. If another checkpoint is the best, it comes first in the list.
 /// Rank 0 verifies checksums later, and uses the previous checkpoint if they are wrong.
 pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
     let work = move || {
@@ -65,22 +65,22 @@ pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
 }
 
 fn read(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo, Option<Best>)> {
-    let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
+    let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
     let folder = checkpoints.join(folder_name(epoch, step));
     if !looks_whole(&folder) {
-        return Err(wrong("a file is missing, or has another size than was written"));
+        return Err(invalid("a file is missing, or has another size than was written"));
     }
-    let text = fs::read(folder.join(MANIFEST))?;
-    let manifest: Manifest = serde_json::from_slice(&text)?;
+    let manifest_bytes = fs::read(folder.join(MANIFEST))?;
+    let manifest: Manifest = serde_json::from_slice(&manifest_bytes)?;
     if (manifest.epoch, manifest.step) != (epoch, step) {
-        return Err(wrong("its manifest names another step than the folder's name"));
+        return Err(invalid("its manifest names another step than the folder's name"));
     }
     let mut state = Vec::new();
     File::open(folder.join("state.json"))?.take(STATE_FILE_BYTES).read_to_end(&mut state)?;
     let State { val_accuracy, val_loss, validation, best } = serde_json::from_slice(&state)?;
     let files: u64 = manifest.files.values().map(|file| file.size_bytes).sum();
     let is_best = best.as_ref().is_some_and(|best| best.step == step);
-    let size_bytes = files + text.len() as u64;
+    let size_bytes = files + manifest_bytes.len() as u64;
     let info = CheckpointInfo { epoch, step, val_accuracy, val_loss, validation, best: is_best, size_bytes };
     Ok((info, best))
 }

@@ -43,7 +43,7 @@ fn plan_with(
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
     let candidates = candidates(given);
-    let room = room(&candidates, ranks, 9, &HashSet::new(), yielding, &HashSet::new())?;
+    let room = find_room(&candidates, ranks, 9, &HashSet::new(), yielding, &HashSet::new())?;
     let name = |(c, slots): (usize, Vec<u32>)| (candidates[c].agent.row.name.clone(), slots.len());
     Some((room.chosen.into_iter().map(name).collect(), room.victims))
 }
@@ -84,7 +84,7 @@ fn slots_of_jobs_that_are_already_ending_are_used_first() {
     // The slot that becomes free is promised to another job.
     let candidates = candidates(&one);
     let promised = HashSet::from([("id-a".to_owned(), 1)]);
-    let found = room(&candidates, 1, 9, &HashSet::new(), &yielding(&running), &promised).unwrap();
+    let found = find_room(&candidates, 1, 9, &HashSet::new(), &yielding(&running), &promised).unwrap();
     assert_eq!((found.chosen, found.victims), (vec![(0, vec![0])], vec![0]));
 }
 

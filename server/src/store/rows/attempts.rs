@@ -112,7 +112,7 @@ pub struct Report {
     pub agent_id: String,
     pub attempt: AttemptRef,
     pub source: Source,
-    /// Number of the first record.
+    /// Number of records of the source before the first record of this report.
     pub first: u64,
     /// The records, in order.
     pub events: Vec<AttemptEvent>,
@@ -156,7 +156,7 @@ pub enum Ingested {
     /// The report's records are on disk.
     Stored {
         acknowledged: Acknowledged,
-        /// The changes of the job by the transaction, in the result of the transaction's first new report; otherwise `None`.
+        /// All changes of the job by the transaction, in the result of the job's first new report. `None` in other results.
         changed: Option<Box<Changed>>,
     },
     /// The attempt may not write: it was fenced, has ended, or its job was deleted.

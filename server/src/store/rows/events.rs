@@ -76,7 +76,7 @@ impl EventRow {
         }
     }
 
-    /// The event, if the row has one whose type begins with `kind`. Other bodies are not parsed.
+    /// The row's event, if its type begins with `kind`. Other bodies are not parsed.
     fn body(&self, kind: &str) -> Option<EventBody> {
         let Stored::Body(body) = &self.stored else { return None };
         body.strip_prefix("{\"type\":\"")?.starts_with(kind).then(|| serde_json::from_str(body).ok())?
@@ -128,7 +128,7 @@ impl EventRow {
 pub struct LogPage {
     /// The events that can be read.
     pub events: Vec<Event>,
-    /// Sequence numbers of the first and last examined event, including unreadable ones.
+    /// Sequence numbers of the first and last examined event, including unreadable events.
     pub range: Option<(u64, u64)>,
     /// Whether the page reached a limit, so that more events may follow.
     pub full: bool,

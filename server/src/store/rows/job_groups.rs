@@ -53,7 +53,7 @@ pub struct GroupRow {
     pub states: BTreeMap<&'static str, u64>,
     /// When the newest job was submitted.
     pub newest_at: Timestamp,
-    /// Each requested metric.
+    /// The sums of each requested metric.
     pub metrics: Vec<Spread>,
 }
 

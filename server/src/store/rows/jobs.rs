@@ -21,7 +21,7 @@ pub struct NewJob {
     pub fork: Option<Fork>,
     /// Name of the person or token that submits the job.
     pub owner: Option<String>,
-    /// The sweep that starts the job, and the job's number in it.
+    /// The sweep that starts the job, and the trial's number in the sweep.
     pub trial: Option<NewTrial>,
     /// The additional fields of a run from elsewhere, which is running from the beginning.
     pub external: Option<External>,

@@ -1,4 +1,4 @@
-//! Agents, including drained ones.
+//! Agents, and which of them are drained.
 
 use super::{DbRow, SqlStore};
 use crate::store::{
@@ -9,11 +9,11 @@ use sqlx::Row;
 
 fn agent(row: &DbRow) -> Result<AgentRow> {
     let id: String = row.try_get("id")?;
-    let flawed = |error: StoreError| StoreError::Corrupt(format!("agent {id:?}: {error}"));
+    let corrupt = |error: StoreError| StoreError::Corrupt(format!("agent {id:?}: {error}"));
     Ok(AgentRow {
         name: row.try_get("name")?,
-        machine: from_json(row.try_get("machine")?).map_err(flawed)?,
-        slots: from_json(row.try_get("slots")?).map_err(flawed)?,
+        machine: from_json(row.try_get("machine")?).map_err(corrupt)?,
+        slots: from_json(row.try_get("slots")?).map_err(corrupt)?,
         last_seen_at: time(row.try_get("last_seen_at")?)?,
         id: id.clone(),
     })

@@ -28,8 +28,8 @@ impl SqlStore {
         query.push(" AND job_id > ").push_bind(strip_nul(after).into_owned());
         query.push(" ORDER BY job_id LIMIT ").push_bind(i64::from(limit) + 1);
         let rows = query.build_query_as::<(String, String, String)>().fetch(&self.reader);
-        let (mut rows, is_cut) = bounded(rows, |(_, notes, tags)| notes.len() + tags.len()).await?;
-        let more = is_cut || rows.len() > limit as usize;
+        let (mut rows, reached_size) = bounded(rows, |(_, notes, tags)| notes.len() + tags.len()).await?;
+        let more = reached_size || rows.len() > limit as usize;
         rows.truncate(limit as usize);
         let next = rows.last().filter(|_| more).map(|(id, ..)| id.clone());
         let read = |(id, notes, tags): (String, String, String)| {

@@ -94,15 +94,15 @@ impl SqlStore {
         let mut db = self.begin().await?;
         fault_point("claim.begin")?;
         let mut taken = take(&mut db, claims).await?;
-        // If several claims name a job, the first gets it.
+        // If several claims name the same job, the first claim gets the attempt.
         let attempts: Vec<_> = claims.iter().map(|claim| Some((claim, taken.remove(&claim.job)?))).collect();
-        let made: Vec<_> = attempts.iter().flatten().cloned().collect();
-        let tokens = insert(&mut db, &made).await?;
-        let ids: Vec<_> = made.iter().map(|(claim, _)| claim.job.clone()).collect();
+        let created: Vec<_> = attempts.iter().flatten().cloned().collect();
+        let tokens = insert(&mut db, &created).await?;
+        let ids: Vec<_> = created.iter().map(|(claim, _)| claim.job.clone()).collect();
         let rows = load_all(&mut db, &ids).await?;
         let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
         let (mut claimed, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
-        let mut changed = Vec::with_capacity(made.len());
+        let mut changed = Vec::with_capacity(created.len());
         for attempt in attempts {
             let Some((claim, (attempt, resume))) = attempt else {
                 claimed.push(None);

@@ -50,13 +50,13 @@ pub(in crate::store) async fn dump(
         Ok(found) => found,
         Err(error) => return Err(ServeError::Database { path, detail: error.to_string() }.into()),
     };
-    to.heading(found)?;
+    to.write_heading(found)?;
     for table in tables(&mut db).await? {
-        to.table(&table)?;
+        to.write_table(&table)?;
         let query = format!("SELECT {} FROM {}", names(&table), table.name);
         let mut rows = sqlx::query(AssertSqlSafe(query)).fetch(&mut *db);
         while let Some(row) = rows.try_next().await? {
-            to.row(&cells(&table, &row)?)?;
+            to.write_row(&cells(&table, &row)?)?;
         }
     }
     Ok(db.rollback().await?)
@@ -79,7 +79,7 @@ fn cells(table: &Table, row: &DbRow) -> sqlx::Result<Vec<Cell>> {
     table.columns.iter().enumerate().map(cell).collect()
 }
 
-/// Inserts a row. The backup's table may have fewer columns than the database's.
+/// Inserts a row. The backup's table may have fewer columns than the database's table.
 async fn insert(db: &mut Connection, table: &Table, row: Vec<Cell>) -> sqlx::Result<()> {
     let placeholders: Vec<_> = (1..=table.columns.len()).map(|n| format!("${n}")).collect();
     let query = format!("INSERT INTO {} ({}) VALUES ({})", table.name, names(table), placeholders.join(", "));

@@ -11,10 +11,10 @@ use sqlx::Row;
 
 fn dataset(row: &DbRow) -> Result<Dataset> {
     let name: String = row.try_get("name")?;
-    let flawed = |error| StoreError::Corrupt(format!("dataset {name:?}: {error}"));
+    let corrupt = |error| StoreError::Corrupt(format!("dataset {name:?}: {error}"));
     Ok(Dataset {
         path: row.try_get("path")?,
-        info: from_json(row.try_get("info")?).map_err(flawed)?,
+        info: from_json(row.try_get("info")?).map_err(corrupt)?,
         name: name.clone(),
         added_at: time(row.try_get("added_at")?)?,
         owner: row.try_get("owner")?,

@@ -23,19 +23,19 @@ pub(super) struct New {
 }
 
 /// Creates the rows of new events of a job. Each event has its own row, except that successive metrics of a rank share a row.
-pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<New>> {
-    let notices: Vec<_> = bodies.iter().map(|body| webhooks::notice(job, body, at)).collect();
+pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<New>> {
+    let notices: Vec<_> = bodies.iter().map(|body| webhooks::notice(job_row, body, at)).collect();
     let mut rows = Vec::new();
     let mut points: Option<(u32, u32, Vec<MetricColumn>)> = None;
-    let id = job.job.id.clone();
-    let current = job.job.attempt;
+    let id = job_row.job.id.clone();
+    let current = job_row.job.attempt;
     type Content = (&'static str, u32, Option<u32>, u64, Stored);
     let mut add = |(kind, attempt, rank, events, stored): Content, notice| {
-        job.job.last_seq += events;
-        let row = EventRow { seq: job.job.last_seq, at, stored };
+        job_row.job.last_seq += events;
+        let row = EventRow { seq: job_row.job.last_seq, at, stored };
         rows.push(New { job: id.clone(), kind, attempt, rank, notice, row });
     };
-    let stored = |(attempt, rank, columns): (u32, u32, Vec<MetricColumn>)| {
+    let points_content = |(attempt, rank, columns): (u32, u32, Vec<MetricColumn>)| {
         let data = points::encode(&columns);
         ("metrics", attempt, Some(rank), columns.len() as u64, Stored::Points { attempt, rank, data })
     };
@@ -51,8 +51,8 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
                         columns.push(column)
                     }
                     other => {
-                        if let Some(before) = other.replace((attempt, rank, vec![column])) {
-                            add(stored(before), None);
+                        if let Some(previous) = other.replace((attempt, rank, vec![column])) {
+                            add(points_content(previous), None);
                         }
                     }
                 }
@@ -69,13 +69,13 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
             EventBody::Network { .. } => ("network", None),
             EventBody::Alert { .. } => ("alert", None),
         };
-        if let Some(before) = points.take() {
-            add(stored(before), None);
+        if let Some(previous) = points.take() {
+            add(points_content(previous), None);
         }
         add((kind, current, rank, 1, Stored::Body(json(&body)?)), notice);
     }
-    if let Some(before) = points {
-        add(stored(before), None);
+    if let Some(last) = points {
+        add(points_content(last), None);
     }
     Ok(rows)
 }

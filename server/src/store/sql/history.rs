@@ -51,8 +51,8 @@ impl SqlStore {
             format!("{JOB} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2");
         let query = sqlx::query(AssertSqlSafe(query)).bind(job.id.as_str()).bind(MAX_ENTRIES);
         let fork = |row: &DbRow| {
-            let begun = row.try_get::<Option<String>, _>("parent_checkpoint")?;
-            Ok((job_row(row)?.job, begun.unwrap_or_default()))
+            let checkpoint = row.try_get::<Option<String>, _>("parent_checkpoint")?;
+            Ok((job_row(row)?.job, checkpoint.unwrap_or_default()))
         };
         let forks = self.list(query, fork).await?;
         let mut requests = Vec::new();

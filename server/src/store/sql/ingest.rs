@@ -20,7 +20,7 @@ use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 /// A source as stored: a rank's number; -1 for the agent of the attempt's first place, -2 for the agent of the second place, and so on.
 type SourceNumber = i64;
 
-fn number(source: Source, place: usize) -> SourceNumber {
+fn source_number(source: Source, place: usize) -> SourceNumber {
     match source {
         Source::Rank(rank) => rank.into(),
         Source::Agent => -1 - i64::try_from(place).unwrap_or(i64::MAX - 1),
@@ -31,12 +31,12 @@ fn number(source: Source, place: usize) -> SourceNumber {
 fn source(stored: SourceNumber, place: usize) -> Option<Source> {
     match u32::try_from(stored) {
         Ok(rank) => Some(Source::Rank(rank)),
-        Err(_) => (stored == number(Source::Agent, place)).then_some(Source::Agent),
+        Err(_) => (stored == source_number(Source::Agent, place)).then_some(Source::Agent),
     }
 }
 
 /// The attempt of a report: its job and number.
-type Named = (JobId, u32);
+type AttemptKey = (JobId, u32);
 
 /// An attempt as stored.
 struct Attempt {
@@ -50,7 +50,7 @@ struct Attempt {
 }
 
 /// Reads attempts. Attempts that do not exist are left out.
-async fn read_attempts(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named, Attempt>> {
+async fn read_attempts(db: &mut Connection, attempts: &[AttemptKey]) -> Result<HashMap<AttemptKey, Attempt>> {
     let mut found = HashMap::with_capacity(attempts.len());
     for attempts in batch::split(attempts) {
         let text = format!(
@@ -65,13 +65,13 @@ async fn read_attempts(db: &mut Connection, attempts: &[Named]) -> Result<HashMa
         for row in query.fetch_all(&mut *db).await? {
             let id: &str = row.try_get("job_id")?;
             let attempt: &mut Attempt = match found.entry((job_id(id)?, to_u32(row.try_get("attempt")?))) {
-                Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(unknown) => {
+                Entry::Occupied(entry) => entry.into_mut(),
+                Entry::Vacant(entry) => {
                     let places: Vec<Place> =
                         quarantine::json_or_default(id, "places", row.try_get("places")?);
                     let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
                     let agents = places.into_iter().map(|place| place.agent_id).collect();
-                    unknown.insert(Attempt { token, agents, records: HashMap::new(), grown: BTreeSet::new() })
+                    entry.insert(Attempt { token, agents, records: HashMap::new(), grown: BTreeSet::new() })
                 }
             };
             if let Some(source) = row.try_get("source")? {
@@ -121,11 +121,11 @@ impl SqlStore {
         let mut at = crate::now();
         for report in reports {
             at = report.at;
-            let before = new.len();
+            let start = new.len();
             answers.push(match jobs.get_mut(&report.attempt.job) {
                 Some(job) => {
                     let (answer, is_new) = store_report(&mut db, job, report, &mut new).await?;
-                    job.events.extend(new[before..].iter().map(|new| new.row.clone()));
+                    job.events.extend(new[start..].iter().map(|new| new.row.clone()));
                     if is_new {
                         job.first_report.get_or_insert(answers.len());
                     }
@@ -161,10 +161,10 @@ impl SqlStore {
         change: RecordsChange,
     ) -> Result<Appended> {
         let RunRecords { job, first, count, at } = records;
-        let source = number(Source::Rank(external::RANK), 0);
+        let source = source_number(Source::Rank(external::RANK), 0);
         let mut db = self.begin().await?;
         let row = jobs::load(&mut db, job).await?.ok_or(StoreError::NotFound("job"))?;
-        let have: Option<i64> = sqlx::query_scalar(
+        let stored: Option<i64> = sqlx::query_scalar(
             "SELECT records FROM acknowledged WHERE job_id = $1 AND attempt = $2 AND source = $3",
         )
         .bind(job.as_str())
@@ -172,7 +172,7 @@ impl SqlStore {
         .bind(source)
         .fetch_optional(&mut *db)
         .await?;
-        let expected = have.map_or(0, uint) + 1;
+        let expected = stored.map_or(0, uint) + 1;
         let first = first.unwrap_or(expected);
         if first > expected {
             return Ok(Appended::Gap { expected });
@@ -191,8 +191,8 @@ impl SqlStore {
         agent_id: &str,
     ) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
-        let named = (attempt.job.clone(), attempt.attempt);
-        let known = read_attempts(&mut db, std::slice::from_ref(&named)).await?.remove(&named);
+        let key = (attempt.job.clone(), attempt.attempt);
+        let known = read_attempts(&mut db, std::slice::from_ref(&key)).await?.remove(&key);
         let Some(known) = known.filter(|known| known.token == attempt.fencing_token) else {
             return Ok(Vec::new());
         };
@@ -206,16 +206,16 @@ impl SqlStore {
 
 /// Loads the jobs of reports and the named attempts. Deleted jobs are left out.
 async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, Loaded>> {
-    let attempts: BTreeSet<Named> =
+    let attempts: BTreeSet<AttemptKey> =
         reports.iter().map(|report| (report.attempt.job.clone(), report.attempt.attempt)).collect();
     let attempts: Vec<_> = attempts.into_iter().collect();
     let mut ids: Vec<_> = attempts.iter().map(|(job, _)| job.clone()).collect();
     ids.dedup();
-    let loaded = |row: JobRow| {
+    let entry = |row: JobRow| {
         let id = row.job.id.clone();
         (id, Loaded { row, attempts: HashMap::new(), events: Vec::new(), first_report: None })
     };
-    let mut loaded: HashMap<_, _> = jobs::load_all(db, &ids).await?.into_iter().map(loaded).collect();
+    let mut loaded: HashMap<_, _> = jobs::load_all(db, &ids).await?.into_iter().map(entry).collect();
     for ((job, number), attempt) in read_attempts(db, &attempts).await? {
         if let Some(job) = loaded.get_mut(&job) {
             job.attempts.insert(number, attempt);
@@ -239,22 +239,22 @@ async fn store_report(
     let Some(place) = agents.iter().position(|agent| agent == agent_id) else {
         return Ok((Ingested::Stale, false));
     };
-    let number = number(source, place);
-    let have = records.get(&number).copied().unwrap_or(0);
+    let number = source_number(source, place);
+    let stored = records.get(&number).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
-    if end <= have {
+    if end <= stored {
         // The report is a duplicate, perhaps after the attempt's end: its agent has not received the acknowledgement.
-        let acknowledged = acknowledgement(attempt.clone(), source, have);
+        let acknowledged = acknowledgement(attempt.clone(), source, stored);
         return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
     // The attempt has ended, or, with several agents, this agent's lease has expired or its ranks have already ended.
     if row.live().as_ref() != Some(attempt) || lifecycle::find_end_on_agent(row, agent_id).is_some() {
         return Ok((Ingested::Stale, false));
     }
-    if first > have {
-        return Ok((Ingested::Gap { stored: have }, false));
+    if first > stored {
+        return Ok((Ingested::Gap { stored }, false));
     }
-    let duplicates = usize::try_from(have - first).unwrap_or(usize::MAX).min(events.len());
+    let duplicates = usize::try_from(stored - first).unwrap_or(usize::MAX).min(events.len());
     for event in lifecycle::merge_points(&events[duplicates..]) {
         if row.fencing_token.is_none() {
             break; // The attempt has ended, so later events are ignored.
@@ -281,12 +281,12 @@ async fn store_report(
         };
         match changed {
             Ok(bodies) => {
-                let written = bodies.iter().find_map(|body| match body {
+                let checkpoint = bodies.iter().find_map(|body| match body {
                     EventBody::Checkpoint { id, .. } => Some(id.clone()),
                     _ => None,
                 });
                 new.extend(jobs::append(db, row, bodies, at).await?);
-                if let Some(checkpoint) = written {
+                if let Some(checkpoint) = checkpoint {
                     checkpoint_copies::add_agent(db, &checkpoint, agent_id).await?;
                 }
                 fault_point("ingest.event")?;

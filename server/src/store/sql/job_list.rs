@@ -89,8 +89,8 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     if is_number {
         // An external program may log a text for a setting that is a number in a specification.
         let (text, test) = (json_text("jobs.external", &path), json_is_number("jobs.external", &path));
-        let starts = "('0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '-', '.')";
-        config = format!("CASE WHEN substr({text}, 1, 1) IN {starts} AND {test} THEN {config} END");
+        let first_characters = "('0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '-', '.')";
+        config = format!("CASE WHEN substr({text}, 1, 1) IN {first_characters} AND {test} THEN {config} END");
     }
     format!("CASE WHEN jobs.external IS NULL THEN {own} ELSE {config} END")
 }
@@ -233,7 +233,7 @@ fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) ->
             (SortValue::Integer(value), ColumnType::Number) => query.push_bind(*value as f64),
             (SortValue::Number(value), ColumnType::Number) => query.push_bind(*value),
             (SortValue::Text(value), ColumnType::Text) => query.push_bind(value.clone()),
-            // The server writes cursors with the right type, so a client has changed this one.
+            // The server writes cursors with the right type, so a client has changed this cursor.
             _ => return Err(StoreError::Cursor),
         };
         query.push(", ").push_bind(cursor.id.clone()).push(")");
@@ -245,7 +245,7 @@ fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) ->
     Ok(())
 }
 
-fn value(row: &DbRow, column_type: ColumnType) -> Result<SortValue> {
+fn sort_value(row: &DbRow, column_type: ColumnType) -> Result<SortValue> {
     Ok(match column_type {
         ColumnType::Integer => row.try_get::<Option<i64>, _>("sorted_by")?.map(SortValue::Integer),
         ColumnType::Number => row.try_get::<Option<f64>, _>("sorted_by")?.map(SortValue::Number),
@@ -271,12 +271,12 @@ impl SqlStore {
             query.push(format!("{by} IS NULL, "));
         }
         query.push(format!("{by} {order}, jobs.id {order} LIMIT ")).push_bind(i64::from(limit) + 1);
-        let (rows, is_cut) = bounded(query.build().fetch(&self.reader), bytes).await?;
+        let (rows, reached_size) = bounded(query.build().fetch(&self.reader), bytes).await?;
         // Counts rows, not jobs, so that an unreadable job does not end the list.
-        let more = is_cut || rows.len() > limit as usize;
+        let more = reached_size || rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
         let cursor = |row: &DbRow| -> Result<Cursor> {
-            Ok(Cursor { value: value(row, column_type)?, id: row.try_get("id")? })
+            Ok(Cursor { value: sort_value(row, column_type)?, id: row.try_get("id")? })
         };
         let next = page.last().filter(|_| more).map(cursor).transpose()?;
         let mut jobs = Vec::with_capacity(page.len());

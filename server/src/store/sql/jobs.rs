@@ -51,9 +51,9 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         .map(|number| Ok::<_, StoreError>(fencing(number, row.try_get("fencing_secret")?)))
         .transpose()?;
     // A job with a live attempt counts as running in an unknown state, because its slots are in use.
-    let stands_for = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
+    let shown_state = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let known = stored_state.parse::<JobState>();
-    let unknown_state = known.is_err().then_some((stored_state, stands_for));
+    let unknown_state = known.is_err().then_some((stored_state, shown_state));
     if let Some((state, _)) = &unknown_state {
         flaws.push(format!("its state {state:?}"));
     }
@@ -68,7 +68,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let optional_time = |name: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<i64>, _>(name)?.map(time_of));
     let unsigned = |name: &str| Ok::<_, sqlx::Error>(uint(row.try_get(name)?));
     let tags = optional("tags")?.map(|text| json_or_default(&id, "tags", &text)).unwrap_or_default();
-    let (state, reason) = (known.unwrap_or(stands_for), optional("reason")?);
+    let (state, reason) = (known.unwrap_or(shown_state), optional("reason")?);
     let cause = optional("cause")?.and_then(|text| json_or_default(&id, "cause", &text));
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let parent = parent.map(|(job, checkpoint)| Parent { job, checkpoint });
@@ -194,7 +194,7 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
             query = query
                 .bind(job.id.as_str())
                 .bind(match &row.unknown_state {
-                    Some((state, stands_for)) if *stands_for == job.state => state.as_str(),
+                    Some((state, shown_state)) if *shown_state == job.state => state.as_str(),
                     _ => job.state.as_str(),
                 })
                 .bind(job.reason.as_deref().map(strip_nul))

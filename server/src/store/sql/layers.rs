@@ -205,9 +205,9 @@ mod tests {
             }
         }
         assert_eq!((steps.len(), steps[0], steps[HISTOGRAM_STEPS - 1]), (HISTOGRAM_STEPS, 1, 10_000));
-        let gaps: Vec<u64> = steps.windows(2).map(|of| of[1] - of[0]).collect();
+        let gaps: Vec<u64> = steps.windows(2).map(|pair| pair[1] - pair[0]).collect();
         // 50 on average; the newest gap is still growing.
-        let (least, most) = (gaps[..gaps.len() - 1].iter().min().unwrap(), gaps.iter().max().unwrap());
-        assert!(*most <= 4 * least, "{least} to {most}");
+        let (smallest, largest) = (gaps[..gaps.len() - 1].iter().min().unwrap(), gaps.iter().max().unwrap());
+        assert!(*largest <= 4 * smallest, "{smallest} to {largest}");
     }
 }

@@ -66,13 +66,13 @@ impl SqlStore {
         }
     }
 
-    /// The rows of a query that can be read. Errors of the others are logged.
+    /// The rows of a query that can be read. Errors of the other rows are logged.
     async fn list<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Vec<T>> {
         let rows = query.fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(read)))
     }
 
-    /// The row of a query; `None` if there is none.
+    /// The row of a query; `None` if there is no row.
     async fn find<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Option<T>> {
         query.fetch_optional(&self.reader).await?.as_ref().map(read).transpose()
     }
@@ -103,7 +103,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn close(&self) {
-        self.lock.closes();
+        self.lock.note_closing();
         self.reader.close().await;
         self.writer.close().await;
     }

@@ -145,8 +145,8 @@ impl SqlStore {
             sqlx::query_as(AssertSqlSafe(query)).bind(model.as_deref()).fetch_all(&mut *db).await?;
         for (model, number, alias) in aliases {
             let mut all = versions.iter_mut().map(|row| &mut row.version);
-            if let Some(at) = all.find(|at| at.model == model && i64::from(at.version) == number) {
-                at.aliases.push(alias);
+            if let Some(named) = all.find(|one| one.model == model && i64::from(one.version) == number) {
+                named.aliases.push(alias);
             }
         }
         Ok(versions)

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use lockstep_protocol::JobId;
 use sqlx::AssertSqlSafe;
 
-/// Maximum number of events that a statement removes in a few milliseconds.
+/// Maximum number of events that a statement removes. It takes a few milliseconds.
 const MAX_EVENTS: i64 = 1000;
 /// Maximum number of chunks of metrics that a statement removes. A chunk has about three kilobytes.
 const MAX_CHUNKS: i64 = 500;

@@ -155,8 +155,8 @@ impl SqlStore {
             .bind(filter.containing.as_deref().and_then(pattern))
             .bind(i64::from(filter.limit))
             .fetch(&self.reader);
-        let (mut rows, is_cut) = bounded(rows, |(_, _, body)| body.len()).await?;
-        let full = is_cut || rows.len() == filter.limit as usize;
+        let (mut rows, reached_size) = bounded(rows, |(_, _, body)| body.len()).await?;
+        let full = reached_size || rows.len() == filter.limit as usize;
         if filter.newest {
             rows.reverse();
         }

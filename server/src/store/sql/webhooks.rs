@@ -28,8 +28,8 @@ pub(super) struct Notice {
 pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {
-            let has_moved = std::mem::replace(&mut row.announced, *state) != *state;
-            let event = WebhookEvent::for_state(*state, cause.as_ref()).filter(|_| has_moved)?;
+            let has_changed = std::mem::replace(&mut row.announced, *state) != *state;
+            let event = WebhookEvent::for_state(*state, cause.as_ref()).filter(|_| has_changed)?;
             (event, state, reason, cause, attempt)
         }
         EventBody::Alert { attempt, .. } => {
@@ -85,14 +85,14 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
         webhook.events.contains(&notice.event)
             && webhook.project.as_ref().is_none_or(|project| *project == notice.project)
     };
-    let wanted: Vec<(&Webhook, &Notice)> = notices
+    let messages: Vec<(&Webhook, &Notice)> = notices
         .iter()
         .flat_map(|notice| webhooks.iter().map(move |webhook| (webhook, *notice)))
         .filter(|(webhook, notice)| wants(webhook, notice))
         .collect();
-    // Not the time of the event, because a message is deleted a week later, and a program may report a run of last month.
+    // Messages get the current time, not the event's: a message is deleted after a week, and a program may report a run of last month.
     let now = crate::now().as_millisecond();
-    for part in batch::split(&wanted) {
+    for part in batch::split(&messages) {
         let text = format!(
             "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}",
             batch::values(part.len(), 7)

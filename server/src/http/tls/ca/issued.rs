@@ -15,13 +15,13 @@ use std::{
 };
 use time::{Duration, OffsetDateTime};
 
-/// Maximum number of recorded certificates, including expired ones.
+/// Maximum number of recorded certificates, including expired certificates.
 const MAX_RECORDS: usize = 10_000;
 /// Minimum length, in hexadecimal digits, of an unknown serial number that is revoked. Shorter texts may be names.
 const MIN_DIGITS: usize = 16;
 /// Maximum length of a serial number in hexadecimal digits (RFC 5280: 20 bytes).
 const MAX_DIGITS: usize = 40;
-/// Number of days after their expiry after which certificates are removed from the records. No program accepts expired certificates.
+/// Number of days for which expired certificates stay in the records. No program accepts expired certificates.
 const KEPT_DAYS: i64 = 365;
 /// Validity of the revocation list. The list is signed again with each change, but some programs, such as openssl, require a date.
 const LIST_DAYS: i64 = 3650;
@@ -119,10 +119,10 @@ impl Authority {
     /// # Errors
     /// There are too many records, or the file cannot be written.
     pub(super) fn add_record(&self, record: Record) -> Result<(), String> {
-        let _one_at_a_time = self.lock()?;
+        let _lock = self.lock()?;
         let mut records = self.issued()?;
-        let forgotten = crate::now().as_second() - KEPT_DAYS * 86_400;
-        records.retain(|record| record.not_after.as_second() > forgotten);
+        let oldest = crate::now().as_second() - KEPT_DAYS * 86_400;
+        records.retain(|record| record.not_after.as_second() > oldest);
         if records.len() >= MAX_RECORDS {
             return Err(format!(
                 "this authority has issued {MAX_RECORDS} certificates, the limit of its list; make another authority with \
@@ -139,7 +139,7 @@ impl Authority {
     /// # Errors
     /// No certificate matches, or the list cannot be written.
     pub fn revoke(&self, name_or_serial: &str) -> Result<Vec<Record>, String> {
-        let _one_at_a_time = self.lock()?;
+        let _lock = self.lock()?;
         let now = crate::now();
         let mut records = self.issued()?;
         let serial = plain_serial(name_or_serial);
@@ -162,7 +162,7 @@ impl Authority {
                 && serial.bytes().all(|byte| byte.is_ascii_hexdigit());
             if !is_serial {
                 return Err(format!(
-                    "this authority has issued no certificate to {name_or_serial}; `lockstep ca list` has all. A certificate that is not in \
+                    "this authority has issued no certificate to {name_or_serial}; `lockstep ca list` shows its certificates. A certificate that is not in \
                      the list is revoked by its serial number, as `openssl x509 -noout -serial` prints it"
                 ));
             }
@@ -222,7 +222,7 @@ impl Authority {
         })
     }
 
-    /// Locks the records while they are read and written, because a server and a command may do so at the same time.
+    /// Locks the records while they are read and written, because a server and a command may change them at the same time.
     fn lock(&self) -> Result<fs::File, String> {
         let path = self.folder.join("issued.lock");
         let file = crate::util::private_files::lock_file(&path)
@@ -262,11 +262,11 @@ mod tests {
         assert!(authority.revoke("node-c").unwrap_err().contains("lockstep ca list"));
         assert_eq!(authority.revoke("node-a").unwrap().len(), 2);
         assert!(authority.revoke("node-a").unwrap_err().contains("revoked since"));
-        let left = authority.issued().unwrap();
-        let states: Vec<_> = left.iter().map(|r| (r.name.as_str(), r.state(crate::now()))).collect();
+        let records = authority.issued().unwrap();
+        let states: Vec<_> = records.iter().map(|r| (r.name.as_str(), r.state(crate::now()))).collect();
         assert_eq!(states, [("node-a", "revoked"), ("node-a", "revoked"), ("node-b", "valid")]);
         // In capital letters, as openssl prints serial numbers.
-        let serial = left[2].serial.to_uppercase();
+        let serial = records[2].serial.to_uppercase();
         assert_eq!(authority.revoke(&serial).unwrap()[0].name, "node-b");
         assert_eq!(files::revocation_lists(&revocation_list(dir.path())).unwrap().len(), 1);
     }

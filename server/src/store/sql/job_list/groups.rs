@@ -84,14 +84,14 @@ fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
 
 /// The Cartesian product of lists of values.
 fn cartesian_product(lists: Vec<Vec<GroupValue>>) -> Vec<Vec<GroupValue>> {
-    lists.into_iter().fold(vec![Vec::new()], |done, values| {
-        let with =
-            |value| done.iter().map(move |before| [before.as_slice(), slice::from_ref(value)].concat());
-        values.iter().flat_map(with).collect()
+    lists.into_iter().fold(vec![Vec::new()], |prefixes, values| {
+        let append =
+            |value| prefixes.iter().map(move |prefix| [prefix.as_slice(), slice::from_ref(value)].concat());
+        values.iter().flat_map(append).collect()
     })
 }
 
-fn number(row: &DbRow, column: &str, column_type: &ColumnType) -> Result<Option<f64>> {
+fn metric_value(row: &DbRow, column: &str, column_type: &ColumnType) -> Result<Option<f64>> {
     Ok(match column_type {
         ColumnType::Integer => row.try_get::<Option<i64>, _>(column)?.map(|value| value as f64),
         ColumnType::Number => row.try_get(column)?,
@@ -137,7 +137,7 @@ impl SqlStore {
                 group.newest_at = group.newest_at.max(created_at);
                 *group.states.entry(state.as_str()).or_default() += 1;
                 for (n, (spread, (_, column_type, _))) in group.metrics.iter_mut().zip(&metrics).enumerate() {
-                    if let Some(value) = number(&row, &format!("metric_{n}"), column_type)? {
+                    if let Some(value) = metric_value(&row, &format!("metric_{n}"), column_type)? {
                         spread.add(value);
                     }
                 }

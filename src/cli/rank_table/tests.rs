@@ -64,7 +64,7 @@ fn errors_name_the_field() {
     };
     for (pointer, value, message) in [
         ("/status", json!("initializing"), "status: is \"initializing\""),
-        ("/server_count", json!("3"), "server_count: says 3, and server_list has 2"),
+        ("/server_count", json!("3"), "server_count: is 3, but server_list has 2"),
         ("/server_count", json!("two"), "server_count: is \"two\""),
         ("/server_list", json!({}), "server_list: must be a list"),
         (
@@ -98,7 +98,7 @@ fn errors_name_the_field() {
     two["group_list"][0]["instance_list"][1]["devices"] = json!([]);
     assert!(parse(&two).unwrap_err().contains("group_list[0].instance_list[1].devices: has 0 devices"));
     two["group_list"][0]["instance_count"] = json!("8");
-    assert!(parse(&two).unwrap_err().contains("group_list[0].instance_count: says 8"));
+    assert!(parse(&two).unwrap_err().contains("group_list[0].instance_count: is 8"));
     assert!(RankTable::parse(b"{").unwrap_err().contains("not JSON"));
 }
 

@@ -250,7 +250,7 @@ fn rank_device(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<Ra
     }
     let ordinal = if visible.len() == 1 { 0 } else { place.device.unwrap_or(place.local_rank) };
     if ordinal as usize >= visible.len() {
-        let (launcher, count, ranks) = (place.by, visible.len(), place.local_ranks);
+        let (launcher, count, ranks) = (place.launcher, visible.len(), place.local_ranks);
         return Err(usage_error(format!(
             "{launcher} has started {ranks} ranks on a machine that has {count} visible GPUs"
         )));

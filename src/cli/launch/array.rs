@@ -171,14 +171,14 @@ impl Array {
         self.folder = private_folder(args, &self.tag)?;
         for (task, launch) in self.launches.iter_mut().enumerate() {
             launch.create_tokens().await?;
-            slurm::write_bundle(&self.batch.bundle(&self.folder, task), &launch.bundle)?;
+            slurm::write_bundle(&self.batch.bundle_path(&self.folder, task), &launch.bundle)?;
         }
         let hosts = self.launches.first().map_or(&[][..], |launch| &launch.hosts);
         slurm::submit(args, &self.batch.script(args, hosts, device, &self.folder)?)
     }
 
     fn remove_bundle(&self, task: usize) {
-        let _ = fs::remove_file(self.batch.bundle(&self.folder, task));
+        let _ = fs::remove_file(self.batch.bundle_path(&self.folder, task));
     }
 
     /// Waits until every job is over and its task has ended.

@@ -26,7 +26,7 @@ impl Part {
         match self {
             Part::All => None,
             Part::Machine(ranks) => Some((launcher::RANK_TABLE, ranks.world_size)),
-            Part::Rank(place) => Some((place.by, place.world_size)),
+            Part::Rank(place) => Some((place.launcher, place.world_size)),
         }
     }
 
@@ -46,13 +46,13 @@ impl Part {
     pub(super) fn find(args: &Args) -> anyhow::Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
         // MindSpore's scripts assign ranks by this variable.
-        let rank = || launcher::number(&variable, "RANK_ID").map_err(usage_error);
+        let rank = || launcher::read_number(&variable, "RANK_ID").map_err(usage_error);
         let table = match (&args.rank_table, variable(TABLE_FILE).filter(|path| !path.trim().is_empty())) {
             (Some(path), _) => RankTable::read(path)?,
             (None, given) => match (launcher::detect(variable).map_err(usage_error)?, given) {
                 // A worker of MindSpore has already read the table.
                 (Some(place), Some(_)) if variable("MS_ROLE").is_none() => {
-                    let launcher = place.by;
+                    let launcher = place.launcher;
                     return Err(usage_error(format!(
                         "{TABLE_FILE} is set and {launcher} has started this process: both decide which rank this process is; unset \
                          {TABLE_FILE}, or start without {launcher}"

@@ -3,7 +3,7 @@
 use super::{
     super::{
         Launch,
-        uploads::{UPLOAD_TIMEOUT, UploadStatus, say_once},
+        uploads::{UPLOAD_TIMEOUT, UploadStatus, report_upload_once},
     },
     POLL_INTERVAL,
     cluster::{Cluster, Kind},
@@ -49,7 +49,7 @@ pub(super) async fn clean_up(cluster: &Cluster, launch: &Launch, name: &str) -> 
                 is_over || lockstep_job.state == JobState::Cancelled || since.elapsed() > PODS_END_TIMEOUT
             }
             Ok(UploadStatus::Uploading) => {
-                say_once(&mut is_announced);
+                report_upload_once(&mut is_announced);
                 false
             }
             // After an error, the state of the uploads is unknown.

@@ -4,7 +4,7 @@ use super::{
     super::{
         super::output,
         Launch,
-        uploads::{UploadStatus, say_once},
+        uploads::{UploadStatus, report_upload_once},
     },
     POLL_INTERVAL,
     cluster::{Cluster, Kind},
@@ -182,7 +182,7 @@ impl Steering<'_> {
             match self.launch.upload_status().await {
                 Ok(UploadStatus::Complete(lockstep_job)) if lockstep_job.state == JobState::Paused => {}
                 Ok(UploadStatus::Uploading) => {
-                    say_once(&mut self.is_upload_reported);
+                    report_upload_once(&mut self.is_upload_reported);
                     return Ok(());
                 }
                 _ => return Ok(()),

@@ -102,7 +102,7 @@ pub(crate) struct Args {
     /// Print the commands and scripts that would run, without submitting or starting anything
     #[arg(long)]
     dry_run: bool,
-    /// Exit when the agents are online (with Slurm and Kubernetes: when these have accepted the launch), instead of showing the job's progress
+    /// Exit when the agents are online (with Slurm and Kubernetes: when the launch is submitted), instead of showing the job's progress
     #[arg(long)]
     detach: bool,
     #[command(flatten)]

@@ -89,7 +89,7 @@ enum Command {
     /// Add, list, test and remove webhooks, which send events of jobs to chats, people and programs
     #[command(subcommand)]
     Webhook(cli::webhook::Command),
-    /// Print a link that signs in one browser, once, within ten minutes
+    /// Print a sign-in link for a browser, which works once and expires after ten minutes
     LoginLink(cli::api::ServerArgs),
     /// Apply migrations to a database (the server does this when it starts)
     Migrate(cli::database::DatabaseArgs),

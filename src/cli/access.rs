@@ -54,14 +54,14 @@ pub(crate) fn forget_address(data_dir: &Path) {
     let _ = fs::remove_file(data_dir.join(ADDRESS));
 }
 
-/// Returns the address that the server of a data directory has recorded. Only an address of this machine counts, in a file of this account
-/// or of root: otherwise another account could receive the tokens of users who run commands in its folder.
+/// Returns the address that the server of a data directory has recorded. Ignores addresses of other machines, and files that neither this
+/// account nor root owns: otherwise another account could receive the tokens of users who run commands in that account's folder.
 fn recorded_address(data_dir: &Path) -> Option<String> {
     let path = data_dir.join(ADDRESS);
-    let owner = fs::symlink_metadata(&path).ok().filter(|about| about.is_file())?.uid();
+    let owner = fs::symlink_metadata(&path).ok().filter(|metadata| metadata.is_file())?.uid();
     let is_own = [rustix::process::geteuid().as_raw(), ROOT].contains(&owner);
-    let text = read_token_file(&path).ok().filter(|_| is_own)?;
-    is_this_machine(&text).then_some(text)
+    let address = read_token_file(&path).ok().filter(|_| is_own)?;
+    is_this_machine(&address).then_some(address)
 }
 
 impl AccessArgs {
@@ -69,13 +69,13 @@ impl AccessArgs {
         self.data_dir.as_deref().unwrap_or(Path::new(DEFAULT_DATA_DIR))
     }
 
-    /// Checks that the data directory is one of a server, if it is named.
+    /// If the options name a data directory, checks that it is the data directory of a server.
     ///
     /// # Errors
     /// The folder does not exist, or has neither a token nor the address of a running server.
     pub(crate) fn check_data_dir(&self) -> anyhow::Result<()> {
         let Some(dir) = &self.data_dir else { return Ok(()) };
-        // A file that this account may not see exists.
+        // A file to which this account has no access counts as present.
         let is_missing =
             |error: io::Error| matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory);
         let lacks = |path: &Path| fs::symlink_metadata(path).is_err_and(is_missing);
@@ -100,7 +100,7 @@ impl AccessArgs {
         given.map(str::to_owned).or_else(recorded).unwrap_or(DEFAULT_SERVER.into())
     }
 
-    /// Returns the token for this server: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this
+    /// Returns the token for `server`: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this
     /// machine.
     ///
     /// # Errors
@@ -118,9 +118,9 @@ impl AccessArgs {
         let path = self.data_dir().join(TOKEN);
         match fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Ok(about) => {
+            Ok(metadata) => {
                 let token = read_token_file(&path)?;
-                check_listener(server, about.uid(), &path).map(|()| Some(token))
+                check_listener(server, metadata.uid(), &path).map(|()| Some(token))
             }
             Err(_) => read_token_file(&path).map(Some),
         }
@@ -132,7 +132,7 @@ impl AccessArgs {
 ///
 /// # Errors
 /// Another account listens at `server`.
-fn check_listener(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
+fn check_listener(server: &str, owner: u32, token_file: &Path) -> anyhow::Result<()> {
     let Some((addresses, port)) = loopback_addresses(server) else { return Ok(()) };
     let owners: Vec<u32> =
         addresses.into_iter().flat_map(|address| lockstep_host::listener_owners(address, port)).collect();
@@ -142,7 +142,7 @@ fn check_listener(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> 
             "{server}: another account of this machine (user id {uid}) listens at this address, not the owner of {} (user id {owner}), \
              so the token is not sent. Start the server again, or name its address with --server. To use the server of that account, name \
              a token file with --token-file",
-            token.display()
+            token_file.display()
         ))),
     }
 }
@@ -151,14 +151,14 @@ fn check_listener(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> 
 /// pods mount secrets in this way for a process of another user. After a warning the file is still used, because Kubernetes mounts secrets
 /// with mode 0644 by default.
 pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
-    let about = fs::metadata(path).ok()?;
-    let open_to = about.mode() & if about.uid() == ROOT { 0o004 } else { 0o044 };
+    let metadata = fs::metadata(path).ok()?;
+    let open_bits = metadata.mode() & if metadata.uid() == ROOT { 0o004 } else { 0o044 };
     let shown = path.display();
-    (about.is_file() && open_to != 0).then(|| {
+    (metadata.is_file() && open_bits != 0).then(|| {
         format!(
-            "others on this machine can read the token in {shown} (mode {:04o}); close it with `chmod 600 {shown}`, or defaultMode: 0440 \
-             if it is mounted from a Secret of Kubernetes",
-            about.mode() & 0o7777
+            "other users of this machine can read the token in {shown} (mode {:04o}); close the file with `chmod 600 {shown}`, or with \
+             defaultMode: 0440 if the file is mounted from a Secret of Kubernetes",
+            metadata.mode() & 0o7777
         )
     })
 }
@@ -180,9 +180,9 @@ pub(crate) fn read_token_file(path: &Path) -> anyhow::Result<String> {
         usage_error(format!("the token file {}: {error}{hint}", path.display()))
     })?;
     if text.len() as u64 > TOKEN_FILE_BYTES {
-        let most = TOKEN_FILE_BYTES >> 10;
+        let max_kib = TOKEN_FILE_BYTES >> 10;
         return Err(usage_error(format!(
-            "the token file {} has more than {most} KiB; a token is one short line",
+            "the token file {} has more than {max_kib} KiB; a token is one short line",
             path.display()
         )));
     }

@@ -52,7 +52,7 @@ pub(crate) struct Args {
     /// Number of CPU slots: ranks that may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
-    /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
+    /// GPUs to use: their indexes among the visible GPUs (CUDA_VISIBLE_DEVICES), or their UUIDs
     #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]
     gpus: Option<String>,
     /// Maximum disk space for the ranks' records while the server is unreachable, in MiB; when it is full, the ranks write a checkpoint and
@@ -85,7 +85,7 @@ pub(crate) struct Args {
     /// copied
     #[arg(long, value_name = "SIZE", default_value = "100GB", value_parser = parse_size)]
     dataset_cache_limit: u64,
-    /// Seconds between SIGTERM and SIGKILL when this agent's launcher ends it: Slurm's KillWait, or a pod's terminationGracePeriodSeconds.
+    /// Seconds between SIGTERM and SIGKILL when a launcher ends this agent: Slurm's KillWait, or a pod's terminationGracePeriodSeconds.
     /// Ranks have 10 s less to finish their step and write a checkpoint
     #[arg(long, value_name = "SECS", default_value_t = KILLED_AFTER_SECS, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     killed_after: u32,
@@ -104,8 +104,8 @@ pub(crate) struct Args {
 /// The values of `--warm`.
 pub(crate) const WARM: [&str; 3] = ["auto", "on", "off"];
 
-/// Exit status in a pod if a signal arrives before the job is over: a shell's status after SIGTERM. With 0, the Job would count this pod's
-/// index as completed. With 143, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and count no failure.
+/// Exit status in a pod if a signal arrives before the job is over: the status that shells report after SIGTERM. With 0, Kubernetes would
+/// count this pod's index as completed. With 143, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and count no failure.
 pub(crate) const IN_POD_SIGNALLED: i32 = 143;
 /// Exit status in a pod if the job has failed, so that no other pod is started.
 pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
@@ -117,8 +117,8 @@ pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
-    if let Some(remark) = args.token_file.as_deref().and_then(open_file_warning) {
-        tracing::warn!("{remark}");
+    if let Some(warning) = args.token_file.as_deref().and_then(open_file_warning) {
+        tracing::warn!("{warning}");
     }
     let token = args.token_file.as_deref().map(read_token_file).transpose()?;
     let identity = match (args.cert_file, args.key_file, args.pkcs12_file, args.pkcs12_password_file) {
@@ -145,7 +145,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         follow_parent: args.follow_parent,
         datasets: Datasets {
             by_name: args.dataset,
-            by_prefix: args.path_map.into_iter().map(|(there, here)| (there.into(), here)).collect(),
+            by_prefix: args.path_map.into_iter().map(|(server, local)| (server.into(), local)).collect(),
         },
         dataset_cache: args.dataset_cache,
         dataset_cache_bytes: args.dataset_cache_limit,

@@ -90,7 +90,8 @@ pub(crate) struct Api {
 }
 
 impl Api {
-    /// Returns a client for `server` with this token, which trusts `ca_file` in addition to the system's CA certificates. Sends no request.
+    /// Returns a client for `server`. The client sends `token`, and trusts `ca_file` in addition to the system's CA certificates. Sends no
+    /// request.
     ///
     /// # Errors
     /// The address, the CA file or the token is invalid.
@@ -123,8 +124,8 @@ impl Api {
         self.job_named(id, |_| true, Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for actions on jobs in certain states: of several jobs with the name, only jobs in a state that `is_meant`
-    /// accepts count, unless it accepts none of them.
+    /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, only jobs whose state `is_meant`
+    /// accepts count, unless it rejects all of these jobs.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -136,8 +137,8 @@ impl Api {
         self.job_named(id, in_state(is_meant), Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for commands that need checkpoints: of several jobs with the name, runs from elsewhere count only if all of
-    /// them are.
+    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, runs from elsewhere count only if all
+    /// these jobs are runs from elsewhere.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -158,7 +159,7 @@ impl Api {
     }
 
     /// Returns the job that `id` names, and prints a note if several jobs have the name. Jobs that `is_meant` rejects count only if it
-    /// rejects all jobs.
+    /// rejects all jobs with this name.
     async fn job_named(
         &self,
         id: &str,
@@ -188,7 +189,7 @@ impl Api {
 
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
     async fn describe_namesake(&self, name: &str) -> String {
-        let is_called = |of: &&Value| named::text(of, "name") == name;
+        let is_called = |object: &&Value| named::text(object, "name") == name;
         let sweeps = self.all("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
         if sweeps.iter().any(|sweep| is_called(&sweep)) {
             return format!(". A sweep has this name: `lockstep sweep show {name}` shows its jobs");
@@ -221,15 +222,15 @@ impl Api {
     }
 
     /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Sweeps that `is_meant` rejects count only if
-    /// it rejects all sweeps.
+    /// it rejects all sweeps with this name.
     async fn sweep_named(
         &self,
         id: &str,
         is_meant: impl Fn(&Value) -> bool,
         several: Several,
     ) -> anyhow::Result<Sweep> {
-        let is_whole = |digits: &str| digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit());
-        if id.strip_prefix("sweep-").is_some_and(is_whole) {
+        let is_complete = |digits: &str| digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit());
+        if id.strip_prefix("sweep-").is_some_and(is_complete) {
             return self.get(&format!("/sweeps/{id}")).await;
         }
         let all = self.all("/sweeps", "sweeps", &[], None).await?;
@@ -249,7 +250,7 @@ impl Api {
         list(&Value::Array(self.all(path, key, &[], None).await?), key)
     }
 
-    /// Reads a list page by page: all elements, or the first `most`. `key` is the list's key in the response.
+    /// Reads a list page by page: all elements, or the first `limit`. `key` is the list's key in the response.
     ///
     /// # Errors
     /// See [`Api::get`].
@@ -258,20 +259,21 @@ impl Api {
         path: &str,
         key: &str,
         query: &[(&str, String)],
-        most: Option<usize>,
+        limit: Option<usize>,
     ) -> anyhow::Result<Vec<Value>> {
         let mut all = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
-            let wanted = most.map_or(PAGE_SIZE, |most| most.saturating_sub(all.len()).clamp(1, PAGE_SIZE));
-            let mut pairs = vec![("limit", wanted.to_string())];
+            let page_size =
+                limit.map_or(PAGE_SIZE, |limit| limit.saturating_sub(all.len()).clamp(1, PAGE_SIZE));
+            let mut pairs = vec![("limit", page_size.to_string())];
             pairs.extend(query.iter().cloned());
             pairs.extend(cursor.map(|cursor| ("cursor", cursor)));
             let page: Value = self.get(&with_query(path, &pairs)?).await?;
             let elements = page.get(key).and_then(Value::as_array);
             all.extend(elements.with_context(|| format!("the server has no list of {key}"))?.iter().cloned());
             match page.get("next_cursor").and_then(Value::as_str) {
-                Some(next) if most.is_none_or(|most| all.len() < most) => cursor = Some(next.to_owned()),
+                Some(next) if limit.is_none_or(|limit| all.len() < limit) => cursor = Some(next.to_owned()),
                 _ => return Ok(all),
             }
         }
@@ -279,8 +281,8 @@ impl Api {
 
     /// Whether the server responds within 5 s.
     pub(crate) async fn is_reachable(&self) -> bool {
-        let asked = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
-        asked.send().await.is_ok()
+        let request = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
+        request.send().await.is_ok()
     }
 
     /// Reads the object at a path under `/api/v1`.
@@ -360,9 +362,9 @@ impl Api {
 
     /// Returns the mistakes that the server finds in a job. Empty if the server finds no mistake, is unreachable or does not allow this
     /// request.
-    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<SpecError> {
-        let asked = self.client.post(self.url("/jobs/validate")).json(document).send().await;
-        let Ok(response) = asked else { return Vec::new() };
+    pub(crate) async fn find_mistakes(&self, document: &Value) -> Vec<SpecError> {
+        let response = self.client.post(self.url("/jobs/validate")).json(document).send().await;
+        let Ok(response) = response else { return Vec::new() };
         if response.status() != StatusCode::UNPROCESSABLE_ENTITY {
             return Vec::new();
         }
@@ -402,14 +404,14 @@ impl Api {
             return anyhow!(why);
         }
         if error.is_connect() || error.is_timeout() {
-            let way = self.proxy.map(|name| {
+            let proxy = self.proxy.map(|name| {
                 format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
             });
             anyhow!(
                 "no server answers at {}{}. Start one with `lockstep serve`, or name a running server: on this machine by its data \
                  directory (--data-dir or LOCKSTEP_DATA_DIR), on another machine by LOCKSTEP_SERVER and LOCKSTEP_TOKEN",
                 self.base,
-                way.unwrap_or_default()
+                proxy.unwrap_or_default()
             )
         } else {
             anyhow!("{}: {error}", self.base)
@@ -417,7 +419,7 @@ impl Api {
     }
 }
 
-/// Whether a job of the server's list is in a state that `is_meant` accepts.
+/// Returns a predicate for jobs of the server's list: whether `is_meant` accepts the job's state.
 fn in_state(is_meant: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
     move |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant)
 }

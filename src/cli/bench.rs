@@ -161,7 +161,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         let number = |key: &str| measured[key].as_f64().unwrap_or(0.0);
         output::line(format_args!(
-            "{:<26}{:>9.0} images/s  {:>8.2} ms a step (fastest {:.2}, waiting for others {:.2})  {} x {}",
+            "{:<26}{:>9.0} images/s  {:>8.2} ms a step (fastest {:.2}, waiting for other ranks {:.2})  {} x {}",
             case.name,
             number("images_per_second"),
             number("step_ms"),
@@ -191,8 +191,8 @@ fn find_devices(args: &Args) -> anyhow::Result<Vec<String>> {
         return Err(usage_error(hindrance.unwrap_or_else(|| "this machine has no device to measure".into())));
     }
     let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
-    let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
-    let backend = registry::device_of(first.as_ref(), args.device).backend;
+    let first_gpu = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
+    let backend = registry::device_of(first_gpu.as_ref(), args.device).backend;
     if args.precision == Precision::Fp16 && !backend.needs().half_precision {
         let precisions = Device::Cpu.kind().map_or("", |kind| kind.precisions);
         let why = match (args.device, hindrance) {
@@ -206,7 +206,7 @@ fn find_devices(args: &Args) -> anyhow::Result<Vec<String>> {
         output::warn(format_args!("measuring the CPU: {why}"));
     }
     if !devices.is_empty() && devices.len() < args.ranks as usize {
-        return Err(usage_error(format!("--ranks {}: there are {} GPUs", args.ranks, devices.len())));
+        return Err(usage_error(format!("--ranks {}: this machine has {} GPUs", args.ranks, devices.len())));
     }
     devices.truncate(args.ranks as usize);
     Ok(devices)
@@ -230,9 +230,9 @@ fn threads(args: &Args) -> u32 {
     args.threads.unwrap_or((cores() / args.ranks).max(1))
 }
 
-/// Runs a process on each device.
+/// Measures a case with a process on each device.
 fn run_on_gpus(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Value> {
-    // The case is the last that the rank's arguments name.
+    // A rank measures the last case of its arguments.
     let case_argument = format!("--case={}", case.name).into();
     let arguments: Vec<OsString> = std::env::args_os().skip(1).chain([case_argument]).collect();
     let members = local_group::members_on(args.ranks, devices)?;
@@ -243,7 +243,7 @@ fn run_on_gpus(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<V
 
 fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let (Some(gpu), Some(case)) = (&member.gpu, args.cases.last()) else {
-        return Err(usage_error("a rank of a group measures a case on one device"));
+        return Err(usage_error("a process of a group needs a GPU and a case"));
     };
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;

@@ -68,7 +68,7 @@ pub(crate) struct AuthorityArgs {
 /// Runs the chosen command.
 ///
 /// # Errors
-/// Exit status 2 if the authority exists already or does not exist, or a name is invalid.
+/// Exit status 2 if `init` finds an authority, another command finds none, or a name is invalid.
 pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     match action {

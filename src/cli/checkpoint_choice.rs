@@ -54,20 +54,20 @@ impl CheckpointArgs {
     }
 }
 
-/// Returns the job `named` and its checkpoint `wanted`, as in [`choose`]. If `named` is a version of a model, returns that version's job
+/// Returns the job `source` and its checkpoint `wanted`, as in [`choose`]. If `source` is a version of a model, returns that version's job
 /// and checkpoint.
 ///
 /// # Errors
 /// Exit status 2 if the job, checkpoint or version does not exist.
-pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result<(Job, ListedCheckpoint)> {
-    if !named.starts_with(SCHEME) {
-        let job = api.find_trained_job(named).await?;
+pub(crate) async fn find(api: &Api, source: &str, wanted: &str) -> anyhow::Result<(Job, ListedCheckpoint)> {
+    if !source.starts_with(SCHEME) {
+        let job = api.find_trained_job(source).await?;
         let chosen = choose(api, &job, wanted).await?;
         return Ok((job, chosen));
     }
-    let VersionName { model, which } = named.parse::<VersionName>().map_err(usage_error)?;
+    let VersionName { model, which } = source.parse::<VersionName>().map_err(usage_error)?;
     if wanted != BEST {
-        return Err(usage_error(format!("{named} names a checkpoint already: leave --checkpoint out")));
+        return Err(usage_error(format!("{source} names a checkpoint already: leave --checkpoint out")));
     }
     let version: ModelVersion = match which {
         Which::Number(number) => api.get(&format!("/models/{model}/versions/{number}")).await?,
@@ -108,7 +108,7 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
     let all: Vec<ListedCheckpoint> =
         api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?;
     if all.is_empty() && job.external.is_some() {
-        return Err(only_files(api, job).await?);
+        return Err(no_checkpoints_error(api, job).await?);
     }
     let newest = || all.iter().max_by_key(|c| c.info.step);
     let found = match wanted {
@@ -119,7 +119,7 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
         name => {
             let (epoch, step) = parse(name).ok_or_else(|| {
                 usage_error(format!(
-                    "--checkpoint {name}: give best, latest, the number of a step, or epoch and step such as 2-54"
+                    "--checkpoint {name}: give best, latest, a step such as 54, or epoch and step such as 2-54"
                 ))
             })?;
             all.iter().find(|c| c.info.step == step && epoch.is_none_or(|epoch| c.info.epoch == epoch))
@@ -134,14 +134,14 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
     })
 }
 
-/// The error for a run from elsewhere, which has files in place of checkpoints.
-async fn only_files(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
+/// Returns the error for a run from elsewhere, which has files in place of checkpoints.
+async fn no_checkpoints_error(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
     const MAX_FILES_NAMED: usize = 20;
     let id = &job.id;
     let found: Value = api.get(&format!("/runs/{id}/files")).await?;
     let files = found["files"].as_array().map_or(&[][..], Vec::as_slice);
     let names: Vec<_> = files.iter().filter_map(|file| file["path"].as_str()).take(MAX_FILES_NAMED).collect();
-    let it_has = match files.len() {
+    let advice = match files.len() {
         0 => "the run has no files".to_owned(),
         count => {
             let more = count.saturating_sub(MAX_FILES_NAMED);
@@ -150,5 +150,5 @@ async fn only_files(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
             format!("download its files from its page or with job.download_file in Python: {names}{more}")
         }
     };
-    Ok(usage_error(format!("{id} is a run from elsewhere and has no checkpoints; {it_has}")))
+    Ok(usage_error(format!("{id} is a run from elsewhere and has no checkpoints; {advice}")))
 }

@@ -67,15 +67,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return output::json(&Comparison { jobs: &jobs, settings });
     }
     let header: Vec<&str> = ["JOB"].into_iter().chain(jobs.iter().map(|job| job.id.as_str())).collect();
-    let row = |name: &str, of: &dyn Fn(&Job) -> Option<String>| -> Vec<String> {
-        let cells = jobs.iter().map(|job| of(job).unwrap_or_default());
+    let row = |name: &str, cell: &dyn Fn(&Job) -> Option<String>| -> Vec<String> {
+        let cells = jobs.iter().map(|job| cell(job).unwrap_or_default());
         [name.to_owned()].into_iter().chain(cells).collect()
     };
     let mut rows = vec![row("name", &|job| Some(job.name.clone()))];
     rows.extend(settings.iter().map(|(key, values)| {
         [key.clone()].into_iter().chain(values.iter().map(format_value)).collect::<Vec<_>>()
     }));
-    rows.extend(RESULTS.iter().map(|(name, of)| row(name, of)));
+    rows.extend(RESULTS.iter().map(|(name, cell)| row(name, cell)));
     // Runs from elsewhere have metrics with other names.
     let elsewhere = jobs.iter().filter(|job| job.external.is_some());
     let metrics: BTreeSet<&String> = elsewhere.flat_map(|job| job.last.others.keys()).collect();
@@ -87,9 +87,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     caution(&jobs).into_iter().try_for_each(output::line)
 }
 
-/// Says why the best validation accuracies of these jobs may not rank the jobs. The same as `caution` in `static/compare/caution.js`.
+/// A job's best validation accuracy.
+struct Measured {
+    accuracy: f64,
+    /// Number of validation pictures.
+    pictures: u64,
+    division: ValidationDivision,
+}
+
+/// Explains why the jobs' order by best validation accuracy may mean nothing. The same as `caution` in `static/compare/caution.js`.
 fn caution(jobs: &[Job]) -> Vec<String> {
-    let mut measured: Vec<(f64, u64, ValidationDivision)> = Vec::new();
+    let mut measured = Vec::new();
     for job in jobs {
         let pictures = job.last.val_pictures.filter(|pictures| *pictures > 0);
         let (Some(best), Some(pictures)) = (job.best, pictures) else { continue };
@@ -100,20 +108,23 @@ fn caution(jobs: &[Job]) -> Vec<String> {
             // With folds, `data.validation` is ignored.
             division.validation = Validation::Split("none".into());
         }
-        measured.push((best.value, pictures, division));
+        measured.push(Measured { accuracy: best.value, pictures, division });
     }
-    measured.sort_by(|a, b| b.0.total_cmp(&a.0));
+    measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
     let [first, second, ..] = measured.as_slice() else { return Vec::new() };
     let mut sentences = Vec::new();
-    let is_of_dataset = |of: &(f64, u64, ValidationDivision)| of.2.dataset == first.2.dataset;
-    if measured.iter().any(|of| of.1 != first.1 || (is_of_dataset(of) && of.2 != first.2)) {
+    let has_same_dataset = |other: &Measured| other.division.dataset == first.division.dataset;
+    let has_other_pictures = |other: &Measured| {
+        other.pictures != first.pictures || (has_same_dataset(other) && other.division != first.division)
+    };
+    if measured.iter().any(has_other_pictures) {
         sentences.push("These accuracies were measured on different validation pictures.".to_owned());
-    } else if !measured.iter().all(is_of_dataset) {
+    } else if !measured.iter().all(has_same_dataset) {
         sentences
             .push("These accuracies were measured on validation pictures of different datasets.".to_owned());
     }
-    let variance = |of: &(f64, u64, ValidationDivision)| of.0 * (1.0 - of.0) / of.1 as f64;
-    let difference = first.0 - second.0;
+    let variance = |of: &Measured| of.accuracy * (1.0 - of.accuracy) / of.pictures as f64;
+    let difference = first.accuracy - second.accuracy;
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
     if difference < two_errors {
         sentences.push(format!(
@@ -125,8 +136,8 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     sentences
 }
 
-/// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among jobs: a
-/// run from elsewhere has none of Lockstep's settings. The same as `settings` in `static/compare/names.js`.
+/// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs
+/// that Lockstep trains. The same as `settings` in `static/compare/names.js`.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
     let all = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
     let keys: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
@@ -136,8 +147,8 @@ fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value
     let differs = |key: &String| {
         let each =
             || jobs.iter().zip(&all).map(|(job, settings)| (job.external.is_some(), settings.get(key)));
-        let is_of_runs = each().any(|(is_run, value)| is_run && value.is_some());
-        let mut compared = each().filter(|(is_run, _)| is_of_runs || !is_run).map(|(_, value)| value);
+        let any_run_has_key = each().any(|(is_run, value)| is_run && value.is_some());
+        let mut compared = each().filter(|(is_run, _)| any_run_has_key || !is_run).map(|(_, value)| value);
         let first = compared.next().flatten();
         compared.any(|value| value != first)
     };
@@ -162,7 +173,7 @@ fn flat(spec: &impl Serialize) -> anyhow::Result<BTreeMap<String, Value>> {
     Ok(settings)
 }
 
-/// Adds the values in `value` under keys such as `train.lr`. `key`: the key of `value` itself, or an empty text.
+/// Adds the values in `value` to `settings`, under keys such as `train.lr`. `key` is the key of `value` itself, or empty.
 pub(crate) fn flatten(key: String, value: Value, settings: &mut BTreeMap<String, Value>) {
     match value {
         Value::Object(table) => {

@@ -117,7 +117,8 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     report("restored", &location, &args.file, &done, args.which.json)
 }
 
-/// Whether a path, under any name, is a file of an SQLite database: the database itself, or a file that SQLite keeps next to it.
+/// Whether `path` leads to a file of an SQLite database, possibly by another name: the database itself, or a file that SQLite keeps next to
+/// it.
 fn is_file_of(database: &Path, path: &Path) -> bool {
     ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
         let mut part = database.as_os_str().to_owned();
@@ -143,7 +144,7 @@ fn with_exit_status(error: BackupError) -> anyhow::Error {
     }
 }
 
-fn report(did: &str, location: &Location, file: &Path, done: &Summary, json: bool) -> anyhow::Result<()> {
+fn report(action: &str, location: &Location, file: &Path, done: &Summary, json: bool) -> anyhow::Result<()> {
     let file = file.display().to_string();
     let value = json!({
         "database": location.to_string(), "file": file, "tables": done.tables, "size_bytes": done.size_bytes,
@@ -151,5 +152,5 @@ fn report(did: &str, location: &Location, file: &Path, done: &Summary, json: boo
     let rows: u64 = done.tables.iter().map(|(_, rows)| rows).sum();
     let jobs = done.tables.iter().find(|(name, _)| name == "jobs").map_or(0, |(_, rows)| *rows);
     let (jobs, rows, mb) = (plural(jobs, "job"), plural(rows, "row"), done.size_bytes as f64 / 1e6);
-    output::print(json, &value, format_args!("{did} {jobs} ({rows}, {mb:.1} MB): {location}, {file}"))
+    output::print(json, &value, format_args!("{action} {jobs} ({rows}, {mb:.1} MB): {location}, {file}"))
 }

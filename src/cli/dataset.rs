@@ -129,7 +129,7 @@ fn prepare_copy(
     to: Option<PathBuf>,
     quiet: bool,
 ) -> anyhow::Result<PathBuf> {
-    // Writing a copy takes hours, so a name in use is reported before.
+    // Writing a copy takes hours, so a name in use is reported first.
     if let Some(taken) = block_on(find_by_name(api, name))? {
         return Err(usage_error(format!(
             "a dataset is already called {name} ({}); choose another name, or remove that dataset first",
@@ -138,7 +138,7 @@ fn prepare_copy(
     }
     let to = to.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
         usage_error(format!(
-            "{}: is not a folder, so the copy has no default path; name a folder with --to DIR",
+            "{} is not a folder, so the copy has no default path; name a folder with --to DIR",
             path.display()
         ))
     })?;
@@ -163,18 +163,18 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     block_on(async {
         // Registered names have no characters with a special meaning in URLs.
         let dataset = find_by_name(&api, name).await?.ok_or_else(|| unknown_dataset(name))?;
-        let kept = match dataset.is_uploaded() {
+        let files_note = match dataset.is_uploaded() {
             true => "its uploaded files are also deleted".to_owned(),
             false => format!("its files stay at {}", dataset.path),
         };
         let question = format!(
-            "Remove {name}? If so, {kept}. Jobs that trained on it can neither be evaluated nor run again until a dataset is \
+            "Remove {name}? If so, {files_note}. Jobs that trained on {name} can neither be evaluated nor run again until a dataset is \
              registered under this name."
         );
         confirm(yes, question, format_args!("dataset {name}"))?;
         api.delete(&format!("/datasets/{name}")).await?;
         let value = json!({ "removed": name, "path": dataset.path });
-        output::print(server.json, &value, format_args!("{name} removed; {kept}"))
+        output::print(server.json, &value, format_args!("{name} removed; {files_note}"))
     })
 }
 
@@ -189,9 +189,9 @@ pub(super) async fn register_as(
     private: bool,
 ) -> anyhow::Result<Dataset> {
     match find_by_name(api, name).await? {
-        Some(there) if Path::new(&there.path) == path => Ok(there),
+        Some(known) if Path::new(&known.path) == path => Ok(known),
         Some(other) => Err(usage_error(format!(
-            "a dataset is already called {name} ({}); register this one under another name: lockstep dataset add OTHER {}",
+            "a dataset is already called {name} ({}); register this dataset under another name: lockstep dataset add OTHER {}",
             other.path,
             path.display()
         ))),
@@ -213,8 +213,8 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
             bar.finish_and_clear();
             return api.read(response).await;
         }
-        let under_way: Value = api.read(response).await?;
-        let number = |key: &str| under_way.get(key).and_then(Value::as_u64);
+        let progress: Value = api.read(response).await?;
+        let number = |key: &str| progress.get(key).and_then(Value::as_u64);
         show_progress(&bar, number("inspected").zip(number("total")));
     }
 }
@@ -236,19 +236,19 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
     // The index is stored under the canonical path.
     let path = lockstep_data::canonical(path).unwrap_or_else(|_| path.to_owned());
     let bar = inspection_bar();
-    let (done, is_done) = mpsc::channel::<()>();
+    let (sender, receiver) = mpsc::channel::<()>();
     thread::scope(|scope| {
         let (bar, path) = (&bar, &path);
         scope.spawn(move || {
             // The loop ends when the sender is dropped.
-            while is_done.recv_timeout(UPDATE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            while receiver.recv_timeout(UPDATE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 let progress = lockstep_data::index_progress(path);
                 show_progress(bar, progress.map(|progress| (progress.done, progress.total)));
             }
             bar.finish_and_clear();
         });
         let found = lockstep_data::inspect(path).map_err(|e| usage_error(e.to_string()));
-        drop(done);
+        drop(sender);
         found
     })
 }
@@ -304,8 +304,8 @@ fn print_more_broken_files(count: u64) -> anyhow::Result<()> {
 }
 
 fn describe_splits(info: &DatasetInfo) -> String {
-    let one = |split: &SplitInfo| format!("{} {}", split.samples, output::one_line(&split.name));
-    info.splits.iter().map(one).collect::<Vec<_>>().join(", ")
+    let describe = |split: &SplitInfo| format!("{} {}", split.samples, output::one_line(&split.name));
+    info.splits.iter().map(describe).collect::<Vec<_>>().join(", ")
 }
 
 pub(super) fn describe(info: &DatasetInfo) -> String {

@@ -132,7 +132,7 @@ async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
             Err(error) => return Err(usage_error(error.to_string())),
         }
     }
-    Err(usage_error("every demo folder is in use; name another with --data-dir"))
+    Err(usage_error("every demo folder is in use; name another folder with --data-dir"))
 }
 
 /// Writes the bundled pictures to a folder that the agent can read. Correct files are not written again.
@@ -141,7 +141,7 @@ fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
     fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
     for (name, content) in (PICTURES.files)() {
         let path = dir.join(name);
-        if fs::read(&path).is_ok_and(|there| there == *content) {
+        if fs::read(&path).is_ok_and(|existing| existing == *content) {
             continue;
         }
         fs::write(&path, &content).with_context(|| path.display().to_string())?;

@@ -47,7 +47,7 @@ pub(crate) struct Args {
     /// Like --hosts, for the machines in a hostfile in the format of `lockstep launch`
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hosts", "ranks", "tls_cert", "environment", "quick"])]
     hostfile: Option<PathBuf>,
-    /// The lockstep program on these machines: a path, or a name on the PATH there
+    /// The lockstep program on these machines: a path, or a name on their PATH
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
     /// Answer checks of another machine (`--hosts` starts this on each machine)
@@ -97,10 +97,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return Ok(());
     }
     if !(1..=1024).contains(&args.ranks.unwrap_or(1)) {
-        return Err(usage_error("--ranks: 1 to 1024"));
+        return Err(usage_error("--ranks must be 1 to 1024"));
     }
     let mut findings = examine(&args.data_dir, args.quick);
-    findings.extend(certificates(&args));
+    findings.extend(check_certificates(&args));
     let all_gather = if args.quick { None } else { check_all_gather(&args, &mut findings) };
     let problems = findings.iter().filter(|f| f.grade == Grade::Problem).count();
     if args.json {
@@ -139,7 +139,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     check_count(problems, "")
 }
 
-/// Returns an error if there are problems. `place` is the end of the sentence.
+/// Returns an error if there are problems. `place` is appended to the error's sentence.
 fn check_count(problems: usize, place: &str) -> anyhow::Result<()> {
     match problems {
         0 => Ok(()),
@@ -164,7 +164,7 @@ fn check_all_gather(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered
     if ranks as usize > gpus.len() || ranks < 2 {
         gpus.clear();
     }
-    match all_gather(ranks, &gpus) {
+    match run_all_gather(ranks, &gpus) {
         Ok(gathered) => Some(gathered),
         Err(error) => {
             let cores = cores();
@@ -189,22 +189,22 @@ fn check_all_gather(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered
 }
 
 /// Checks the certificates in the data directory and in `--tls-cert`.
-fn certificates(args: &Args) -> Vec<Finding> {
-    let own = ca::folder(&args.data_dir);
-    let files = [own.join("ca.crt"), own.join("server.pem")].into_iter().filter(|path| path.exists());
+fn check_certificates(args: &Args) -> Vec<Finding> {
+    let ca = ca::folder(&args.data_dir);
+    let files = [ca.join("ca.crt"), ca.join("server.pem")].into_iter().filter(|path| path.exists());
     let finding = |path: PathBuf| {
         let name = path.display();
         let (grade, found, advice) = match examine_certificate(&path) {
             Ok(facts) => {
-                let left = facts.days_left(jiff::Timestamp::now());
+                let days_left = facts.days_left(jiff::Timestamp::now());
                 let (grade, advice) = match expires_soon("it", &facts, jiff::Timestamp::now()) {
                     None => (Grade::Ok, None),
-                    Some(_) if left == 0 => (Grade::Problem, Some("Renew it.")),
+                    Some(_) if days_left == 0 => (Grade::Problem, Some("Renew it.")),
                     Some(_) => {
                         (Grade::Note, Some("Renew it. The server renews only certificates that it made."))
                     }
                 };
-                (grade, format!("{name}: {left} days left"), advice.map(str::to_owned))
+                (grade, format!("{name}: {days_left} days left"), advice.map(str::to_owned))
             }
             Err(error) => (Grade::Problem, error, None),
         };
@@ -213,8 +213,8 @@ fn certificates(args: &Args) -> Vec<Finding> {
     files.chain(args.tls_cert.clone()).map(finding).collect()
 }
 
-/// Starts the ranks and returns rank 0's result.
-fn all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
+/// Starts the ranks of the all-gather and returns rank 0's result.
+fn run_all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
     let members = local_group::members(world_size, gpus).map_err(|e| e.to_string())?;
     let printed = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;
     serde_json::from_slice(&printed).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))

@@ -19,8 +19,8 @@ use std::time::Duration;
 
 /// Pause between two requests. The server itself waits before it responds, so the pause matters only if the server responds at once.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Number of pairs of classes that are printed: the most frequent confusions.
-const MAX_PAIRS: usize = 5;
+/// Maximum number of confusions that are printed.
+const MAX_CONFUSIONS: usize = 5;
 
 /// Evaluate a job's checkpoint on validation pictures: accuracy, loss and each class
 #[derive(clap::Args)]
@@ -62,8 +62,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             ("dataset", args.dataset),
             ("k", args.knn.map(|k| k.to_string())),
         ]);
-        let by = if args.knn.is_some() { "/neighbours" } else { "" };
-        let path = with_query(&format!("/jobs/{}/evaluation{by}", job.id), &query)?;
+        let suffix = if args.knn.is_some() { "/neighbours" } else { "" };
+        let path = with_query(&format!("/jobs/{}/evaluation{suffix}", job.id), &query)?;
         let found = wait(&api, &path).await?;
         let checkpoint = chosen.name();
         if args.server.json {
@@ -95,7 +95,7 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
 }
 
 fn print_neighbours(checkpoint: &str, found: &NearestNeighbours) -> anyhow::Result<()> {
-    let accuracy = |of: f64| format!("{:.2} %{}", of * 100.0, standard_error(of, found.samples));
+    let accuracy = |share: f64| format!("{:.2} %{}", share * 100.0, standard_error(share, found.samples));
     output::line(format_args!(
         "checkpoint {checkpoint}: accuracy {} of {} by {} among {}; {} without weights",
         accuracy(found.weighted),
@@ -132,20 +132,21 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
         .collect();
     output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
     let name = |class: usize| found.classes.get(class).map_or("?".into(), |c| output::one_line(&c.name));
-    for (count, of, taken_for) in most_frequent_confusions(found) {
-        output::line(format_args!("{count} of {} taken for {}", name(of), name(taken_for)))?;
+    for (count, class, predicted) in most_frequent_confusions(found) {
+        output::line(format_args!("{count} of {} taken for {}", name(class), name(predicted)))?;
     }
     Ok(())
 }
 
-/// Returns how many pictures of one class were classified as another class, the largest number first.
+/// Returns the most frequent confusions, each as the count of pictures, the index of their class and the index of the predicted class.
 fn most_frequent_confusions(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
-    let row = |(of, row): (usize, &Vec<u64>)| {
-        row.iter().enumerate().map(move |(taken_for, count)| (*count, of, taken_for)).collect::<Vec<_>>()
+    let counts_of_class = |(class, counts): (usize, &Vec<u64>)| {
+        let confusion = move |(predicted, count): (usize, &u64)| (*count, class, predicted);
+        counts.iter().enumerate().map(confusion).collect::<Vec<_>>()
     };
-    let mut pairs: Vec<_> = found.confusion.iter().enumerate().flat_map(row).collect();
-    pairs.retain(|(count, of, taken_for)| *count > 0 && of != taken_for);
-    pairs.sort_by_key(|(count, of, taken_for)| (std::cmp::Reverse(*count), *of, *taken_for));
-    pairs.truncate(MAX_PAIRS);
-    pairs
+    let mut confusions: Vec<_> = found.confusion.iter().enumerate().flat_map(counts_of_class).collect();
+    confusions.retain(|(count, class, predicted)| *count > 0 && class != predicted);
+    confusions.sort_by_key(|(count, class, predicted)| (std::cmp::Reverse(*count), *class, *predicted));
+    confusions.truncate(MAX_CONFUSIONS);
+    confusions
 }

@@ -66,7 +66,7 @@ pub(super) struct Tensor {
 }
 
 impl Tensor {
-    /// The number of a tensor with one element.
+    /// Returns the value of a tensor that has one element.
     fn scalar(&self) -> Option<f64> {
         let bytes = &self.content[..];
         if !bytes.is_empty() {
@@ -89,7 +89,7 @@ impl Tensor {
 }
 
 impl SummaryValue {
-    /// A scalar, as PyTorch or TensorFlow 2 writes it.
+    /// Returns a scalar that PyTorch or TensorFlow 2 has written.
     pub(super) fn scalar(&self) -> Option<f64> {
         self.simple_value.map(f64::from).or_else(|| self.tensor.as_ref()?.scalar())
     }
@@ -190,11 +190,11 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
     const DAMAGED: Option<&str> = Some("has a damaged event");
     /// Maximum size of an event. Events with scalars are smaller.
     const MAX_EVENT_BYTES: u64 = 1 << 30;
-    let mut from = BufReader::new(File::open(path)?);
+    let mut reader = BufReader::new(File::open(path)?);
     let mut record = Vec::new();
     loop {
         let mut head = Vec::new();
-        match (&mut from).take(12).read_to_end(&mut head)? {
+        match (&mut reader).take(12).read_to_end(&mut head)? {
             0 => return Ok(None),
             12 => {}
             _ => return Ok(UNFINISHED),
@@ -208,7 +208,7 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
             return Ok(DAMAGED);
         }
         record.clear();
-        if (&mut from).take(length + 4).read_to_end(&mut record)? < length as usize + 4 {
+        if (&mut reader).take(length + 4).read_to_end(&mut record)? < length as usize + 4 {
             return Ok(UNFINISHED);
         }
         let (data, checksum) = record.split_at(length as usize);

@@ -11,15 +11,15 @@ use std::path::PathBuf;
 /// Write files for other programs: ONNX, TensorBoard, Parquet, or a checkpoint's weights as one file (safetensors)
 ///
 /// Without a format, the command joins the weights in a checkpoint's folder, sharded or not, in one file with torchvision's names. No
-/// server is needed. For the folder of a run of `lockstep train`, it uses the run's best checkpoint. `lockstep download` writes the weights
-/// of a job that a server has.
+/// server is needed. For the folder of a run of `lockstep train`, the command uses the run's best checkpoint. `lockstep download` writes
+/// the weights of a job that a server has.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 #[command(
     override_usage = "lockstep export <FORMAT> [OPTIONS] <JOB> -o <FILE>\n       lockstep export [OPTIONS] <FOLDER> -o <FILE>"
 )]
 pub(crate) struct Args {
-    /// The checkpoint's folder, such as lockstep-run/checkpoints/2-54, or the run's folder
+    /// Folder of a checkpoint, such as lockstep-run/checkpoints/2-54, or of a run of `lockstep train`
     // Several values are accepted so that the error for an unknown format can name the formats.
     #[arg(value_name = "FOLDER")]
     folders: Vec<PathBuf>,
@@ -56,19 +56,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// Joins the weights of a checkpoint's folder in one file.
 fn write_weights(args: &Args) -> anyhow::Result<()> {
     match (&args.folders[..], &args.output) {
-        ([folder], Some(place)) if folder.is_dir() => {
-            file::check_output(place)?;
+        ([folder], Some(output)) if folder.is_dir() => {
+            file::check_output(output)?;
             let folder = weight_files::best_of_run(folder)?;
-            let ManifestFile { size_bytes, sha256 } = weight_files::join(&folder, args.weights, place)?;
-            output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
+            let ManifestFile { size_bytes, sha256 } = weight_files::join(&folder, args.weights, output)?;
+            output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", output.display()))
         }
-        (given, _) => {
-            let wrong = given.first().filter(|given| !given.is_dir());
-            let wrong = wrong.map(|given| format!("{} is neither a format nor a folder; ", given.display()));
+        (folders, _) => {
+            let unknown = folders.first().filter(|path| !path.is_dir());
+            let problem =
+                unknown.map(|path| format!("{} is neither a format nor a folder; ", path.display()));
             Err(usage_error(format!(
                 "{}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download JOB -o FILE` \
                  writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a checkpoint",
-                wrong.unwrap_or_default()
+                problem.unwrap_or_default()
             )))
         }
     }

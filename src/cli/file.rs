@@ -1,5 +1,5 @@
-//! Files named on the command line. Opening a named pipe blocks until another process writes into it, and a device may never end. So only
-//! regular files are read, and pipes that the caller's shell has connected to this process.
+//! Files named on the command line. Opening a named pipe blocks until another process writes into it, and a device may never end. So
+//! commands read only regular files and pipes that the caller's shell has connected to this process.
 
 use super::usage_error;
 use anyhow::Context;
@@ -12,28 +12,28 @@ use std::{
 };
 
 /// Prefixes of paths of files that this process inherited: `lockstep submit <(make-job)`, `... | lockstep submit /dev/stdin`.
-const OWN: [&str; 3] = ["/dev/stdin", "/dev/fd/", "/proc/self/fd/"];
+const INHERITED: [&str; 3] = ["/dev/stdin", "/dev/fd/", "/proc/self/fd/"];
 
 /// Reads a whole file, or a whole pipe that the shell has connected.
 ///
 /// # Errors
-/// The file is not a regular file, has more than `most` bytes (then the error is `larger`), or cannot be read. The error continues a
-/// sentence that starts with the file's name.
-pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, String> {
-    let own = OWN.iter().any(|own| path.to_string_lossy().starts_with(own));
-    let is_pipe = || fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
-    let file = if own && is_pipe() {
+/// The file is not a regular file, has more than `max_bytes` bytes (then the error is `too_large`), or cannot be read. The error continues
+/// a sentence that starts with the file's name.
+pub(crate) fn read(path: &Path, max_bytes: u64, too_large: &str) -> Result<Vec<u8>, String> {
+    let is_inherited = INHERITED.iter().any(|prefix| path.to_string_lossy().starts_with(prefix));
+    let is_pipe = || fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo());
+    let file = if is_inherited && is_pipe() {
         File::open(path).map_err(|error| error.to_string())?
     } else {
         let (file, size) = files::open(path)?;
-        if size > most {
-            return Err(larger.to_owned());
+        if size > max_bytes {
+            return Err(too_large.to_owned());
         }
         file
     };
     let mut bytes = Vec::new();
-    file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
-    if bytes.len() as u64 > most { Err(larger.to_owned()) } else { Ok(bytes) }
+    file.take(max_bytes.saturating_add(1)).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
+    if bytes.len() as u64 > max_bytes { Err(too_large.to_owned()) } else { Ok(bytes) }
 }
 
 /// Checks that a file may be written as `path`. Commands write next to `path` and rename, which would replace a device or a pipe.
@@ -42,7 +42,7 @@ pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, Stri
 /// Exit status 2: `path` exists and is not a regular file.
 pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
     match fs::metadata(path) {
-        Ok(there) if !there.is_file() => Err(usage_error(format!(
+        Ok(metadata) if !metadata.is_file() => Err(usage_error(format!(
             "{}: is not a regular file, and this command would replace it; name another file",
             path.display()
         ))),

@@ -31,15 +31,15 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 if the job or the checkpoint does not exist, or the changed settings have mistakes.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let mut set = Value::Object(serde_json::Map::new());
-    for one in &args.sets {
-        apply_set(&mut set, one).map_err(|e| usage_error(format!("--set {}: {e}", shortened(one))))?;
+    let mut changes = Value::Object(serde_json::Map::new());
+    for set in &args.sets {
+        apply_set(&mut changes, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))?;
     }
     let api = args.server.api()?;
     block_on(async {
         let source = api.find_trained_job(&args.job).await?;
         let chosen = choose(&api, &source, &args.checkpoint).await?;
-        let request = json!({"checkpoint": chosen.id, "set": set});
+        let request = json!({"checkpoint": chosen.id, "set": changes});
         let job: Job = api.post(&format!("/jobs/{}/fork", source.id), &request).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         if args.watch {

@@ -33,8 +33,8 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
                 };
             }
             // Prints the output of `COMMAND --help`: clap chooses the short or the long text.
-            let asked = ["lockstep"].into_iter().chain(names.iter().map(String::as_str)).chain(["--help"]);
-            match program.try_get_matches_from(asked) {
+            let line = ["lockstep"].into_iter().chain(names.iter().map(String::as_str)).chain(["--help"]);
+            match program.try_get_matches_from(line) {
                 Err(help) if help.kind() == ErrorKind::DisplayHelp => {
                     let help = help.render();
                     let is_terminal = io::stdout().is_terminal();
@@ -50,8 +50,8 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
 
 fn unknown(name: &str, known: &[&Command]) -> String {
     let meant = mistyped::equivalent(name).filter(|meant| known.iter().any(|c| c.get_name() == *meant));
-    let near = meant
-        .or_else(|| nearest(name, known.iter().map(|c| c.get_name()).chain(["job"])))
-        .map_or_else(|| "`lockstep help` lists them".to_owned(), |near| format!("did you mean {near:?}?"));
-    format!("there is no command {name:?} to help with; {near}")
+    let near = meant.or_else(|| nearest(name, known.iter().map(|c| c.get_name()).chain(["job"])));
+    let advice = near.map(|near| format!("did you mean {near:?}?"));
+    let advice = advice.unwrap_or_else(|| "`lockstep help` lists all commands".to_owned());
+    format!("there is no command {name:?} to help with; {advice}")
 }

@@ -14,7 +14,7 @@ pub(super) struct Point {
     pub(super) value: f32,
 }
 
-/// Returns all points of a rank by the name of the metric, in the order of attempts and steps.
+/// Returns all points of a rank: under each metric's name its points, in the order of attempts and steps.
 ///
 /// # Errors
 /// See [`Api::get`]. Also if the connection breaks.
@@ -25,11 +25,11 @@ pub(super) async fn read_points(
 ) -> anyhow::Result<BTreeMap<String, Vec<Point>>> {
     let path = format!("/jobs/{job}/metrics.csv?ranks={rank}");
     let mut body = api.get_response(&path).await?.bytes_stream();
-    let (mut all, mut text) = (BTreeMap::<String, Vec<Point>>::new(), Vec::<u8>::new());
+    let (mut all, mut buffer) = (BTreeMap::<String, Vec<Point>>::new(), Vec::<u8>::new());
     while let Some(part) = body.next().await {
-        text.extend_from_slice(&part.context("the connection broke during the metrics; try again")?);
-        let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
-        for line in std::str::from_utf8(&text[..whole])?.lines().filter(|line| *line != HEADER) {
+        buffer.extend_from_slice(&part.context("the connection broke during the download; try again")?);
+        let lines_end = buffer.iter().rposition(|byte| *byte == b'\n').map_or(0, |index| index + 1);
+        for line in std::str::from_utf8(&buffer[..lines_end])?.lines().filter(|line| *line != HEADER) {
             let (name, point) =
                 parse(line).with_context(|| format!("the server's metrics have an invalid line {line:?}"))?;
             match all.get_mut(&*name) {
@@ -37,7 +37,7 @@ pub(super) async fn read_points(
                 None => _ = all.insert(name.into_owned(), vec![point]),
             }
         }
-        text.drain(..whole);
+        buffer.drain(..lines_end);
     }
     for points in all.values_mut() {
         points.sort_by_key(|point| (point.attempt, point.step));

@@ -25,8 +25,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Maximum length of a run's name, and maximum size of a request's records: the server accepts 1 MiB.
+/// Maximum length of a run's name.
 const NAME_CHARS: usize = 200;
+/// Maximum size of a request's records. The server accepts 1 MiB.
 const REQUEST_BYTES: usize = 900 << 10;
 
 #[derive(clap::Subcommand)]
@@ -80,7 +81,7 @@ type Sources = Vec<(String, Read)>;
 /// # Errors
 /// Exit status 2 if the source has no runs, 1 if a run cannot be read or the server refuses it.
 pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
-    let (source, found) = match format {
+    let (source, parts) = match format {
         Format::Tensorboard(source) => (source, tensorboard::sources(&source.path)),
         Format::Mlflow(source) => (source, mlflow::sources(&source.path)),
         Format::Wandb(source) => (source, wandb::sources(&source.path)),
@@ -97,7 +98,7 @@ pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
     let api = source.server.api()?;
     block_on(async {
         let (mut reports, mut failed) = (Vec::new(), 0);
-        for (name, read) in found? {
+        for (name, read) in parts? {
             let runs = match read() {
                 Ok(runs) => runs,
                 Err(error) => {
@@ -136,7 +137,7 @@ struct Run {
     summary: Map<String, Value>,
     tags: Vec<String>,
     notes: String,
-    /// `None`: it succeeded.
+    /// `None` if the run succeeded.
     failure: Option<Failure>,
     /// Milliseconds since 1970.
     started_at: Option<i64>,
@@ -226,8 +227,8 @@ impl Run {
         }
     }
 
-    /// Leaves out the newest records of a run without an end: the program may still log at their time, and the server identifies records
-    /// only by their numbers.
+    /// Leaves out the newest records of a run without a recorded end: its program may still add points to these records, and the server
+    /// does not accept changes of a record.
     fn drop_newest_records(&mut self) {
         let Some(newest) = self.records.last().map(|record| record.at) else { return };
         let kept = match newest {
@@ -264,7 +265,7 @@ impl Report {
     }
 }
 
-/// Sends the records of a run that the server lacks.
+/// Creates the run if the server does not have it, and sends the records that the server lacks.
 async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<Report> {
     #[derive(Deserialize)]
     struct Stored {
@@ -300,7 +301,7 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         check_stored(api, &path, &run, acknowledged).await?;
     }
     let mut new_points = 0;
-    while let Some(rest) = usize::try_from(acknowledged).ok().and_then(|at| run.records.get(at..)) {
+    while let Some(rest) = usize::try_from(acknowledged).ok().and_then(|count| run.records.get(count..)) {
         let (mut count, mut values, mut size_bytes) = (0, 0, 0);
         for record in rest {
             values += record.values.len();
@@ -328,10 +329,10 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
             Some("the imported run has no recorded end: its program was killed or was still running"),
         ),
     };
-    let news = json!({
+    let update = json!({
         "config": run.config, "summary": run.summary, "state": state, "reason": reason, "ended_at": run.ended_at,
     });
-    let job: Value = api.patch(&path, &news).await?;
+    let job: Value = api.patch(&path, &update).await?;
     let text = |key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
     Ok(Report {
         job: text("id"),
@@ -343,8 +344,8 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
     })
 }
 
-/// Compares the stored points of a run with its first `acknowledged` records. Of several values of a metric at a step, the last value
-/// counts, because the server soon removes the others.
+/// Compares the stored points of a run with its first `acknowledged` records. If a metric has several values at a step, only the last value
+/// is compared, because the server soon removes the other values.
 ///
 /// # Errors
 /// The points differ.
@@ -365,13 +366,13 @@ async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> an
     }
     anyhow::ensure!(
         points == stored,
-        "the file does not begin with the rows that were imported from it as job {id}, so nothing was added: import it as another run with \
-         --id and a name, or delete the job first"
+        "the file does not begin with the rows that were imported from it as job {id}, so nothing was added: import the file as another \
+         run with --id and a new id, or delete the job first"
     );
     Ok(())
 }
 
-/// Returns the bits of a value for comparisons. `None` if it is not finite, because the server's CSV does not distinguish such values.
+/// Returns the bits of a value for comparisons. `None` if the value is not finite: the server's CSV does not distinguish infinity from NaN.
 fn finite_bits(value: f32) -> Option<u32> {
     value.is_finite().then(|| value.to_bits())
 }
@@ -386,8 +387,8 @@ fn sorted_entries(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
 
 /// Returns the last part of a path as text.
 fn file_name(path: &Path) -> String {
-    let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    whole.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+    let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    absolute.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
 }
 
 /// Checks that a folder exists.
@@ -402,8 +403,8 @@ fn check_folder(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Adds the numbers in a value with their names; names of nested values are joined by dots. Returns the count of parts that are not
-/// numbers.
+/// Adds each number in a value to `found`, with its name. The names of nested values are joined by dots. Returns the count of values that
+/// are not numbers.
 fn collect_numbers(name: &str, value: &Value, found: &mut Vec<(String, f64)>) -> u64 {
     match value {
         Value::Number(number) => found.extend(number.as_f64().map(|value| (name.to_owned(), value))),

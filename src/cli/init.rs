@@ -59,12 +59,12 @@ pub(crate) struct Args {
 /// Exit status 2 if the file exists already, or the folder is not a dataset.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shown = args.output.display();
-    let there = || {
+    let already_exists = || {
         usage_error(format!("{shown} exists already: give another name with --output, or move the file away"))
     };
     // Checked before the inspection, which takes minutes if there are many pictures.
     if args.output.symlink_metadata().is_ok() {
-        return Err(there());
+        return Err(already_exists());
     }
     let path = lockstep_data::canonical(&args.folder)
         .map_err(|e| usage_error(format!("{}: {e}", args.folder.display())))?;
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     })?;
     let mut file =
         OpenOptions::new().write(true).create_new(true).open(&args.output).map_err(|e| match e.kind() {
-            ErrorKind::AlreadyExists => there(),
+            ErrorKind::AlreadyExists => already_exists(),
             _ => usage_error(format!("{shown}: {e}")),
         })?;
     file.write_all(text.as_bytes())?;
@@ -102,18 +102,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// Formats the duration of the suggested run, and of the quick run if given. `secs`: seconds per picture.
 fn format_estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
-    let whole = |of: &Suggestion| {
-        let pixels = f64::from(of.side).powi(2) / f64::from(choice.side).powi(2);
-        secs * pixels * (of.trained as f64 + of.validated as f64 / VALIDATION_SPEED)
+    let run_secs = |run: &Suggestion| {
+        let pixels_ratio = f64::from(run.side).powi(2) / f64::from(choice.side).powi(2);
+        secs * pixels_ratio * (run.trained as f64 + run.validated as f64 / VALIDATION_SPEED)
     };
-    let words = |secs: f64| match secs {
+    let format = |secs: f64| match secs {
         ..100.0 => format!("{secs:.0} s"),
         ..7200.0 => format!("{:.0} min", secs / 60.0),
         _ => format!("{:.1} h", secs / 3600.0),
     };
-    let mut message = format!("about {} on this machine", words(whole(choice)));
+    let mut message = format!("about {} on this machine", format(run_secs(choice)));
     if let Some(quick) = quick {
-        let _ = write!(message, "; `lockstep init --quick` suggests a run of about {}", words(whole(quick)));
+        let _ =
+            write!(message, "; `lockstep init --quick` suggests a run of about {}", format(run_secs(quick)));
     }
     message
 }
@@ -146,8 +147,8 @@ fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
         return Err(format!("{STEPS} steps take longer than {} s", MEASURE_TIMEOUT.as_secs()));
     };
     if !status.success() {
-        let text = fs::read_to_string(&stderr_path).unwrap_or_default();
-        return Err(text.lines().last().unwrap_or("training failed").to_owned());
+        let stderr = fs::read_to_string(&stderr_path).unwrap_or_default();
+        return Err(stderr.lines().last().unwrap_or("training failed").to_owned());
     }
     let mut times = Vec::new();
     let mut tail = Tail::open(&events_path(&out.join("attempts").join("1"), 0), 0);
@@ -158,8 +159,8 @@ fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
         }
         for event in events {
             let AttemptEvent::Metrics { columns, .. } = event else { continue };
-            let of_steps = columns.into_iter().filter(|column| column.name == "step_ms");
-            times.extend(of_steps.flat_map(|column| column.values).map(f64::from));
+            let step_times = columns.into_iter().filter(|column| column.name == "step_ms");
+            times.extend(step_times.flat_map(|column| column.values).map(f64::from));
         }
     }
     let times = times.get(1..).filter(|times| !times.is_empty()).ok_or("no step was measured")?;
@@ -200,7 +201,7 @@ fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> Stri
     write_comment(&mut text, &describe_classes(info));
     write_comment(
         &mut text,
-        "A path, for `lockstep train`; `lockstep submit` registers the folder under its name, and accepts that name here, too.",
+        "A path, as `lockstep train` needs. `lockstep submit` registers the path under the folder's name, and also accepts that name here.",
     );
     // JSON's escapes are valid in TOML.
     let _ = writeln!(text, "dataset = {}", serde_json::Value::from(path.to_string_lossy()));
@@ -216,8 +217,8 @@ fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> Stri
     text += "\n[parallel]\n";
     write_comment(
         &mut text,
-        "Each rank has one GPU, or a share of the CPU's cores. Ranks divide train.global_batch_size, and the result is the same for any number; \
-         for the CIFAR family even the bits are the same if each rank's part is a multiple of 8.",
+        "Each rank has one GPU, or a share of the CPU's cores. Ranks divide train.global_batch_size, and the result is the same for any \
+         number of ranks. For the CIFAR family even the bits are the same if each rank's part of the batch is a multiple of 8.",
     );
     text += "ranks = 1\n";
     text

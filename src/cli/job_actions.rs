@@ -14,7 +14,7 @@ pub(crate) struct Args {
 }
 
 /// Sends a request for each job. `pause` also waits until the jobs are paused, and `cancel` until their ranks have ended. If a name matches
-/// no job, no request is sent. If the server refuses the request for a job, the others are still sent.
+/// no job, no request is sent. If the server refuses the request for a job, the requests for the other jobs are still sent.
 ///
 /// # Errors
 /// Exit status 2 if a job does not exist, or its state does not allow the action.
@@ -29,7 +29,7 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
         let mut found = Vec::<Job>::new();
         for name in &args.jobs {
             let job = match action {
-                // Of several jobs with the name, those that the action can change count.
+                // If several jobs have the name, only jobs that the action can change count.
                 "cancel" => api.find_only_job(name, |state| !state.is_final()).await?,
                 "pause" => {
                     let can_pause = |state: JobState| state != JobState::Paused && !state.is_final();
@@ -45,13 +45,13 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
                 found.push(job);
             }
         }
-        let (mut asked, mut errors) = (Vec::<Job>::new(), Vec::<anyhow::Error>::new());
+        let (mut accepted, mut errors) = (Vec::<Job>::new(), Vec::<anyhow::Error>::new());
         for job in &found {
             let response = api.post(&format!("/jobs/{}/{action}", job.id), &serde_json::json!({})).await;
-            response.map_or_else(|error| errors.push(error), |job| asked.push(job));
+            response.map_or_else(|error| errors.push(error), |job| accepted.push(job));
         }
-        let mut ended = Vec::new();
-        for job in asked {
+        let mut done = Vec::new();
+        for job in accepted {
             let job = match watch::wait_until(&api, job, &is_done).await {
                 Ok(job) => job,
                 Err(error) => {
@@ -65,13 +65,13 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
                 let reason = reason.map(|r| format!(": {r}")).unwrap_or_default();
                 output::line(format_args!("{} {}{reason}", job.id, job.state))?;
             }
-            ended.push(job);
+            done.push(job);
         }
         if args.server.json {
-            match (&*found, &*ended) {
+            match (&*found, &*done) {
                 ([_], [job]) => output::json(job)?,
                 ([_], _) => {}
-                _ => output::json(&ended)?,
+                _ => output::json(&done)?,
             }
         }
         // The caller prints the last error.

@@ -71,7 +71,8 @@ pub(super) async fn name_dataset(
     Ok(registered)
 }
 
-/// Returns the response to a submission. If the server has refused it, removes the datasets that [`name_dataset`] has `registered` for it.
+/// Returns the result of a submission. If the server has refused the submission, removes the datasets that [`name_dataset`] has
+/// `registered` for the submission.
 ///
 /// # Errors
 /// The error of the submission.
@@ -105,7 +106,7 @@ pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
 pub(super) async fn all_mistakes(api: &Api, document: &Value, mut local: Vec<SpecError>) -> Vec<SpecError> {
     let is_here = dataset_paths(document).into_iter().any(|path| lockstep_data::canonical(path).is_ok());
     let omits_dataset = is_here || local.iter().any(|known| known.pointer == "/data/dataset");
-    let mut found = api.mistakes(document).await;
+    let mut found = api.find_mistakes(document).await;
     found.retain(|mistake| {
         // A local mistake of a sweep also names its trials.
         let is_same =
@@ -205,16 +206,16 @@ pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Err
 /// Returns every mistake in the document.
 pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let spec = from_json(document)?;
-    let mistaken = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
-    plan::check(&spec).map_err(mistaken)?;
+    let mistakes = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
+    plan::check(&spec).map_err(mistakes)?;
     Ok(spec)
 }
 
 /// Returns the path of a job's dataset on this machine. A relative path refers to the working directory or to the job file's folder.
 pub(super) fn dataset_path(spec: &JobSpec, job: &Path) -> Option<PathBuf> {
     let given = Path::new(&spec.data.dataset);
-    let there = |path: &Path| lockstep_data::canonical(path).ok();
-    there(given).or_else(|| there(&job.parent()?.join(given)))
+    let existing = |path: &Path| lockstep_data::canonical(path).ok();
+    existing(given).or_else(|| existing(&job.parent()?.join(given)))
 }
 
 /// Reads the text of a job file, or of a pipe that the shell has connected.
@@ -222,18 +223,18 @@ pub(super) fn dataset_path(spec: &JobSpec, job: &Path) -> Option<PathBuf> {
 /// # Errors
 /// Exit status 2 if the file is not a regular file, is too large, is not text, or cannot be read.
 fn job_file(path: &Path) -> anyhow::Result<String> {
-    let failed = |detail: &str| usage_error(format!("{}: {detail}", path.display()));
+    let error = |detail: &str| usage_error(format!("{}: {detail}", path.display()));
     if path.is_dir() {
-        return Err(failed("is a folder; give a job's TOML file"));
+        return Err(error("is a folder; give a job's TOML file"));
     }
-    let larger = "is larger than 1 MiB; a job's TOML file is not";
-    let bytes = file::read(path, JOB_FILE_BYTES, larger).map_err(|detail| failed(&detail))?;
-    String::from_utf8(bytes).map_err(|_| failed("is not text (UTF-8)"))
+    let too_large = "is larger than 1 MiB, the maximum size of a job file";
+    let bytes = file::read(path, JOB_FILE_BYTES, too_large).map_err(|detail| error(&detail))?;
+    String::from_utf8(bytes).map_err(|_| error("is not text (UTF-8)"))
 }
 
 /// Makes paths absolute, because the server has another working directory.
 pub(super) fn make_paths_absolute(document: &mut Value) {
-    let mut absolute = |section: &str, key: &str, is_path: fn(&str) -> bool| {
+    let mut make_absolute = |section: &str, key: &str, is_path: fn(&str) -> bool| {
         for pointer in pointers_to(document, section, key) {
             let Some(value) = document.pointer_mut(&pointer) else { continue };
             if let Some(text) = value.as_str()
@@ -244,9 +245,9 @@ pub(super) fn make_paths_absolute(document: &mut Value) {
             }
         }
     };
-    absolute("data", "dataset", |text| text.contains(std::path::is_separator));
+    make_absolute("data", "dataset", |text| text.contains(std::path::is_separator));
     // Other values are ids of checkpoints, or paths on the machine that trains.
-    absolute("model", "pretrained", |text| Path::new(text).exists());
+    make_absolute("model", "pretrained", |text| Path::new(text).exists());
 }
 
 #[cfg(test)]
@@ -264,6 +265,6 @@ mod tests {
         assert_eq!(document(&path, &[]).expect("it is read")["data"]["dataset"], "d");
         fs::write(&path, text + "#").unwrap();
         let why = document(&path, &[]).unwrap_err().to_string();
-        assert!(why.ends_with("job.toml: is larger than 1 MiB; a job's TOML file is not"), "{why}");
+        assert!(why.ends_with("job.toml: is larger than 1 MiB, the maximum size of a job file"), "{why}");
     }
 }

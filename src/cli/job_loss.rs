@@ -43,7 +43,7 @@ mod tests {
     fn a_step_counts_once_all_ranks_have_reported_it() {
         let mut loss = JobLoss::new(2);
         assert_eq!(loss.add([(1, 2.0), (2, 1.0), (3, 1.0)]), []);
-        assert_eq!(loss.newest, None, "rank 0's is not the job's");
+        assert_eq!(loss.newest, None, "rank 0's loss is not the job's loss");
         assert_eq!(loss.add([(1, 4.0)]), [(1, 3.0)]);
         // In step 2, only one rank has pictures.
         assert_eq!(loss.add([(3, 2.0)]), [(2, 1.0), (3, 1.5)]);

@@ -44,7 +44,7 @@ const DEFAULT_DIR: &str = ".lockstep/launch";
 ///
 /// Each machine gets an agent that runs only this job and exits when the job ends. Each machine needs `lockstep`, and must reach the server
 /// at --agent-server. The agents' tokens are sent over standard input or in files that only you can read. Creating the tokens needs the
-/// scope admin. Ctrl-C ends the display, not the job; but it cancels a sweep that is not submitted to Slurm yet.
+/// scope admin. Ctrl-C ends only the display, and the job continues. A sweep that is not submitted to Slurm yet is cancelled.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job: its id, the start of its id, its name, or a TOML file to submit
@@ -95,14 +95,14 @@ pub(crate) struct Args {
     /// The lockstep program on the machines: a path, or a name on their PATH
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
-    /// Folder for the agents' state on the machines, relative to the home directory there. With Slurm, on a file system that all machines
+    /// Folder for the agents' state on the machines, relative to their home directory. With Slurm, on a file system that all machines
     /// share; with Kubernetes, a path in the pods [default with Kubernetes: /var/lib/lockstep]
     #[arg(long, value_name = "DIR", default_value = DEFAULT_DIR)]
     dir: PathBuf,
     /// Print the commands and scripts that would run, without submitting or starting anything
     #[arg(long)]
     dry_run: bool,
-    /// Exit when the agents are online (with Slurm and Kubernetes: when the job is submitted there), instead of showing the job's progress
+    /// Exit when the agents are online (with Slurm and Kubernetes: when the launch is submitted), instead of showing the job's progress
     #[arg(long)]
     detach: bool,
     #[command(flatten)]
@@ -174,8 +174,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let mut document = if is_file { Some(job_file::document(path, &args.sets)?) } else { None };
     // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each trial.
-    let alone = document.as_ref().filter(|_| args.sweeps.is_empty());
-    let spec = alone.map(|document| job_file::check(path, document)).transpose()?;
+    let single_job = document.as_ref().filter(|_| args.sweeps.is_empty());
+    let spec = single_job.map(|document| job_file::check(path, document)).transpose()?;
     machines::check_reachable(&args, &hosts)?;
     if !args.dry_run {
         args.with.programs().iter().try_for_each(|program| machines::check_on_path(program))?;
@@ -223,7 +223,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         let launch = Launch::new(&args, &api, job, hosts, ca);
         let mut launch = Launch { has_submitted_job, ..launch };
-        let done = match &template {
+        let result = match &template {
             Some(template) => {
                 launch.bundle.dir.clone_from(&template.dir);
                 launch.bundle.in_pod = true;
@@ -231,7 +231,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             None => launch.start().await,
         };
-        launch.finish(done).await
+        launch.finish(result).await
     })
 }
 
@@ -271,27 +271,27 @@ impl Launch {
 
     /// Cleans up after a launch: revokes the tokens when the job is over, and cancels a job that this command submitted if no agent could
     /// be started.
-    async fn finish(&self, done: anyhow::Result<()>) -> anyhow::Result<()> {
+    async fn finish(&self, result: anyhow::Result<()>) -> anyhow::Result<()> {
         let path = format!("/jobs/{}", self.job.id);
         let job = match self.api.find::<Job>(&path).await {
             Ok(Some(job)) => job,
             Ok(None) => {
                 self.revoke().await;
-                return done;
+                return result;
             }
-            Err(_) => return done,
+            Err(_) => return result,
         };
-        let continues = done.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
+        let agents_continue = result.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
         // If ranks have run, a broken connection does not mean that the agent at its other end has ended.
-        let never_started = done.is_err() && !continues && self.never_ran(&job);
+        let never_started = result.is_err() && !agents_continue && self.never_ran(&job);
         if never_started && self.has_submitted_job {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
             if cancelled.is_ok() {
                 output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
             }
         }
-        // Agents of another launch have taken the job, so this launch's agents, if any, have nothing to do.
-        let other_agents = self.agents_of_other_launch(&job).filter(|_| done.is_err() && !continues);
+        // If agents of another launch have taken the job, this launch's agents have nothing to do.
+        let other_agents = self.agents_of_other_launch(&job).filter(|_| result.is_err() && !agents_continue);
         let has_nothing_to_do = never_started || job.state.is_final() || other_agents.is_some();
         // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. A token that is not revoked expires.
         let is_uploading = has_nothing_to_do
@@ -300,26 +300,26 @@ impl Launch {
         if has_nothing_to_do && !is_uploading {
             self.revoke().await;
         }
-        let shows_machines = done.is_ok() && job.state.is_final() && !job.agents.is_empty();
+        let shows_machines = result.is_ok() && job.state.is_final() && !job.agents.is_empty();
         if shows_machines && !self.args.server.json {
             let machines = machines_of(&job.agents, &self.bundle.nodes);
             output::line(format_args!("{} trained on {machines}", job.id))?;
         }
-        match (done, other_agents) {
+        match (result, other_agents) {
             (Err(error), Some(agents)) => {
-                let twice = if self.has_submitted_job {
+                let warning = if self.has_submitted_job {
                     "; repeating this command would train the job twice"
                 } else {
                     ""
                 };
                 let text = format!(
-                    "{}\njob {} nevertheless runs on {agents}, without this launch{twice}; `lockstep watch {1}` shows it",
+                    "{}\njob {} nevertheless runs on {agents}, without this launch{warning}; `lockstep watch {1}` shows it",
                     describe_error(&error),
                     job.id
                 );
                 Err(if error.is::<WrongRequest>() { usage_error(text) } else { anyhow::anyhow!(text) })
             }
-            (done, _) => done,
+            (result, _) => result,
         }
     }
 
@@ -328,15 +328,15 @@ impl Launch {
         job.attempt <= self.job.attempt && !job.state.is_active() && !job.state.is_final()
     }
 
-    /// Whether the job has lost an attempt and can continue with fewer ranks in this number of slots.
+    /// Whether the job may use fewer ranks, and the smallest number of ranks fits into `slots`.
     fn has_enough(&self, job: &Job, slots: u32) -> bool {
         job.may_use_fewer_ranks() && job.spec.fewer_ranks().last().is_some_and(|least| slots >= *least)
     }
 
     /// Returns the names of the agents that run the job, if no agent of this launch runs it.
     fn agents_of_other_launch(&self, job: &Job) -> Option<String> {
-        let own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);
-        let is_elsewhere = job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(own);
+        let is_own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);
+        let is_elsewhere = job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(is_own);
         is_elsewhere.then(|| job.agents.join(", "))
     }
 

@@ -82,12 +82,12 @@ impl LocalAgent {
 
 async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::Receiver<()>) {
     let mut backoff = RETRY;
-    let mut born = Instant::now();
+    let mut started = Instant::now();
     loop {
         tokio::select! {
             _ = &mut stopped => return end(child).await,
             status = child.wait() => {
-                if born.elapsed() >= BACKOFF_RESET {
+                if started.elapsed() >= BACKOFF_RESET {
                     backoff = RETRY;
                 }
                 match status {
@@ -102,13 +102,13 @@ async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::R
                 () = sleep(backoff.pause()) => {}
             }
             match spawn(&settings) {
-                Ok(again) => break again,
+                Ok(child) => break child,
                 Err(error) => {
                     tracing::error!(error = describe_error(&error), "the local agent does not start")
                 }
             }
         };
-        born = Instant::now();
+        started = Instant::now();
     }
 }
 
@@ -171,7 +171,7 @@ async fn end_earlier_agent(dir: &Path) -> anyhow::Result<()> {
         }
     }
     Err(usage_error(format!(
-        "the agent (process {}) on {} does not end",
+        "the agent (process {}) that uses {} does not end; end this process, then start the server again",
         pid.as_raw_nonzero(),
         dir.display()
     )))

@@ -51,12 +51,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
-        check_numbers(&args, &job)?;
+        check_rank_and_attempt(&args, &job)?;
         let end_reasons = match job.attempt > 1 && !args.server.json {
             true => end_reasons(&api, &job).await?,
             false => HashMap::new(),
         };
-        let mut printer = Printer { args: &args, shown: HashMap::new(), last_attempt: None, end_reasons };
+        let last_numbers = HashMap::new();
+        let mut printer = Printer { args: &args, last_numbers, last_attempt: None, end_reasons };
         print_history(&api, &job, &mut printer).await?;
         if args.follow {
             watch::follow(&api, job, &mut printer).await?;
@@ -65,8 +66,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Checks that the job has the rank and the attempt that are given. With `--follow`, the attempt may start later.
-fn check_numbers(args: &Args, job: &Job) -> anyhow::Result<()> {
+/// Checks that the job has the rank and the attempt that the options name. With `--follow`, the attempt may start later.
+fn check_rank_and_attempt(args: &Args, job: &Job) -> anyhow::Result<()> {
     let last_rank = job.ranks.saturating_sub(1);
     if let Some(rank) = args.rank.filter(|rank| *rank > last_rank) {
         let has = if last_rank == 0 { "only rank 0".to_owned() } else { format!("ranks 0 to {last_rank}") };
@@ -84,11 +85,11 @@ fn check_numbers(args: &Args, job: &Job) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns why attempts ended, by their numbers.
+/// Returns the reason for the end of each attempt, by the attempt's number.
 async fn end_reasons(api: &Api, job: &Job) -> anyhow::Result<HashMap<u32, String>> {
     let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
     let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
-    let reason = |of: AttemptRow| Some((of.attempt, of.reason?.words().to_owned()));
+    let reason = |row: AttemptRow| Some((row.attempt, row.reason?.words().to_owned()));
     Ok(attempts.into_iter().filter_map(reason).collect())
 }
 
@@ -111,10 +112,10 @@ async fn print_history(api: &Api, job: &Job, printer: &mut Printer<'_>) -> anyho
 struct Printer<'a> {
     args: &'a Args,
     /// The number of the last printed line, for each attempt and rank.
-    shown: HashMap<(u32, u32), u64>,
+    last_numbers: HashMap<(u32, u32), u64>,
     /// The attempt of the last printed line.
     last_attempt: Option<u32>,
-    /// Why attempts ended, by their numbers.
+    /// The reason for the end of each attempt, by the attempt's number.
     end_reasons: HashMap<u32, String>,
 }
 
@@ -123,12 +124,12 @@ impl Printer<'_> {
         for line in lines {
             let wanted = self.args.rank.is_none_or(|rank| rank == line.rank)
                 && self.args.attempt.is_none_or(|attempt| attempt == line.attempt);
-            let shown = self.shown.entry((line.attempt, line.rank)).or_default();
+            let last_number = self.last_numbers.entry((line.attempt, line.rank)).or_default();
             // Lines that the server writes have no number.
-            if !wanted || (line.line.number > 0 && line.line.number <= *shown) {
+            if !wanted || (line.line.number > 0 && line.line.number <= *last_number) {
                 continue;
             }
-            *shown = line.line.number.max(*shown);
+            *last_number = line.line.number.max(*last_number);
             let last = self.last_attempt.replace(line.attempt);
             if last.is_some_and(|last| last < line.attempt) && !self.args.server.json {
                 let ended = line.attempt - 1;

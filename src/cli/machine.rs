@@ -106,7 +106,7 @@ fn row(machine: &Machine) -> [String; 5] {
     if machine.draining {
         state.push_str(", drained");
     }
-    let busy = format!("{} of {}", machine.busy(), machine.slots.len());
+    let busy = format!("{} of {}", machine.busy_slots(), machine.slots.len());
     [machine.name.clone(), machine.id.clone(), state, busy, kinds(&machine.slots)]
 }
 
@@ -124,7 +124,7 @@ fn kinds(slots: &[Slot]) -> String {
 }
 
 impl Machine {
-    fn busy(&self) -> usize {
+    fn busy_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.rank.is_some()).count()
     }
 }
@@ -133,21 +133,21 @@ impl Machine {
 ///
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name.
-async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
-    choose(api.list("/agents", "agents").await?, asked)
+async fn find(api: &Api, wanted: &str) -> anyhow::Result<Machine> {
+    choose(api.list("/agents", "agents").await?, wanted)
 }
 
-fn choose(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
-    machines.retain(|machine| machine.name == asked || machine.id == asked);
+fn choose(mut machines: Vec<Machine>, wanted: &str) -> anyhow::Result<Machine> {
+    machines.retain(|machine| machine.name == wanted || machine.id == wanted);
     match machines.len() {
         0 => Err(usage_error(format!(
-            "no machine is called {asked}; `lockstep machine list` shows all machines"
+            "no machine is called {wanted}; `lockstep machine list` shows all machines"
         ))),
         1 => Ok(machines.swap_remove(0)),
         _ => {
             let all: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
             Err(usage_error(output::one_line(&format!(
-                "{} have the name or the id {asked}: {}; give another name or id of the machine, or use the page Machines",
+                "{} have the name or the id {wanted}: {}; give another name or id of the machine, or use the page Machines",
                 plural(all.len() as u64, "machine"),
                 all.join(", ")
             ))))
@@ -160,7 +160,7 @@ fn path(machine: &Machine) -> anyhow::Result<String> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
     if machine.id.is_empty() || !machine.id.bytes().all(is_plain) {
         return Err(usage_error(output::one_line(&format!(
-            "{} has an id that no agent of lockstep has: {:?}; use the page Machines",
+            "the id of {} is invalid: {:?}; use the page Machines",
             machine.name, machine.id
         ))));
     }
@@ -178,7 +178,7 @@ async fn set_draining(named: &Named, draining: bool) -> anyhow::Result<()> {
     // Reads the machine again, because ranks may have started there since.
     let machine = find(&api, &machine.id).await?;
     let name = &machine.name;
-    let words = match (draining, machine.busy()) {
+    let words = match (draining, machine.busy_slots()) {
         (false, _) => format!("{name} takes work again"),
         (true, 0) => format!("{name} takes no new work; no rank runs there now"),
         (true, 1) => format!("{name} takes no new work; the rank that runs there runs to its end"),
@@ -193,8 +193,8 @@ async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
     let path = path(&machine)?;
     let Machine { id, name, .. } = machine;
     let question = format!(
-        "Remove {name} from the list and delete its measurements? An agent that is started there later joins again, unless its \
-         token or certificate is revoked."
+        "Remove {name} from the list and delete its measurements? An agent that is later started on this machine joins again, \
+         unless the agent's token or certificate is revoked."
     );
     confirm(yes, question, format_args!("machine {name}"))?;
     api.delete(&path).await?;

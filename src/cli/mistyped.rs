@@ -21,7 +21,7 @@ const EQUIVALENTS: [(&str, &str); 10] = [
     ("run", "submit"),
 ];
 
-/// Returns the command that is equivalent to `typed` in another tool.
+/// Returns the command of this program that does what `typed` does in other tools.
 pub(crate) fn equivalent(typed: &str) -> Option<&'static str> {
     EQUIVALENTS.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
@@ -33,7 +33,7 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
         && let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand)
         && let Some(command) = equivalent(typed)
         && program.find_subcommand(typed).is_none()
-        // Applies only to the program itself: subcommands, such as the subcommands of `dataset`, have other names.
+        // Only the first argument: the names in the list do not fit subcommands, such as the subcommands of `dataset`.
         && arguments.get(1).is_some_and(|first| first.to_str() == Some(typed))
     {
         let command = ContextValue::Strings(vec![command.to_owned()]);
@@ -50,9 +50,9 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
 /// Returns the usage line of the command whose name is at the start of `names`.
 fn usage(command: &mut Command, names: &[&str]) -> StyledStr {
     if let [name, rest @ ..] = names
-        && let Some(below) = command.find_subcommand_mut(name)
+        && let Some(subcommand) = command.find_subcommand_mut(name)
     {
-        return usage(below, rest);
+        return usage(subcommand, rest);
     }
     command.render_usage()
 }

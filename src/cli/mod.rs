@@ -96,7 +96,7 @@ pub(crate) fn describe_error(error: &anyhow::Error) -> String {
     with_causes(&**error)
 }
 
-/// Formats an error and its causes, separated by colons. Leaves out a cause whose text is already there.
+/// Formats an error and its causes, separated by colons. Leaves out a cause whose text the result already contains.
 pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
     let mut sentence = error.to_string();
     let mut cause = error.source();

@@ -59,7 +59,7 @@ pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
-/// Formats a name from a file or a server for one line: control characters, line breaks and tabs become JSON escapes.
+/// Formats a name from a file or a server for one line: line breaks and tabs become spaces, and other control characters are escaped.
 pub(crate) fn one_line(text: &str) -> String {
     escape_invisible(&text.replace(['\n', '\t'], " ")).into_owned()
 }
@@ -167,9 +167,9 @@ impl<'a> Table<'a> {
             line(padded.join(&" ".repeat(GAP)).trim_end())
         };
         print(self.header.clone())?;
-        for (number, row) in self.rows.iter().enumerate() {
+        for (index, row) in self.rows.iter().enumerate() {
             print(row.iter().map(String::as_str).collect())?;
-            if let Some(sentence) = self.below.get(number).filter(|sentence| !sentence.is_empty()) {
+            if let Some(sentence) = self.below.get(index).filter(|sentence| !sentence.is_empty()) {
                 line(format!("{:GAP$}{sentence}", ""))?;
             }
         }
@@ -204,8 +204,8 @@ impl<'a> Table<'a> {
         self.widths = widths;
         for row in &mut self.rows {
             for (column, cell) in row.iter_mut().enumerate() {
-                let is_cut = self.names.contains(&self.header[column]);
-                if is_cut && cell.chars().count() > self.widths[column] {
+                let is_name = self.names.contains(&self.header[column]);
+                if is_name && cell.chars().count() > self.widths[column] {
                     *cell = middle(cell, self.widths[column]);
                 }
             }
@@ -252,7 +252,7 @@ mod tests {
 
     const HEADER: [&str; 5] = ["JOB", "NAME", "OWNER", "KEPT", "WAITS FOR"];
 
-    /// A row with as many characters in each column.
+    /// Returns a table with one row whose cells have these lengths, fitted to a terminal with this number of columns.
     fn table(lengths: [usize; 5], columns: usize) -> Table<'static> {
         let row = lengths.map(|length| "x".repeat(length));
         let table = Table::new(&HEADER, &["NAME", "OWNER"], &[row]);
@@ -264,8 +264,8 @@ mod tests {
     #[test]
     fn a_table_is_narrowed_to_the_terminal_by_its_longest_names() {
         let widths = |lengths, columns| table(lengths, columns).widths;
-        assert_eq!(widths([27, 40, 10, 4, 30], 119), [27, 40, 10, 4, 30], "it has just the room");
-        assert_eq!(widths([27, 40, 10, 4, 30], 118), [27, 39, 10, 4, 30], "one more would not");
+        assert_eq!(widths([27, 40, 10, 4, 30], 119), [27, 40, 10, 4, 30], "the table fits exactly");
+        assert_eq!(widths([27, 40, 10, 4, 30], 118), [27, 39, 10, 4, 30], "one character too wide");
         assert_eq!(widths([27, 40, 10, 0, 30], 118), [27, 40, 10, 30], "an empty column goes first");
         assert_eq!(widths([27, 200, 30, 0, 30], 120), [27, 29, 28, 30]);
         // A long sentence wraps, and ids stay whole.
@@ -276,7 +276,7 @@ mod tests {
     fn a_sentence_without_room_stands_below_its_row() {
         let narrow = table([27, 200, 30, 0, 300], 80);
         assert_eq!(narrow.header, HEADER[..3]);
-        assert_eq!(narrow.widths, [27, 25, 24], "the names have its room");
+        assert_eq!(narrow.widths, [27, 25, 24], "names get the sentence's space");
         assert_eq!(narrow.below, ["x".repeat(300)]);
         assert_eq!(table([27, 200, 30, 0, 300], 20).widths, [27, 12, 12], "names do not get narrower");
     }

@@ -153,8 +153,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Prints a plan: its operators, its totals, and alternatives.
 fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
     let layers = planned.describe(network).layers;
-    // Operators that strategies may name have rows of their own. All others share one row.
-    let (own, rest): (Vec<_>, Vec<_>) =
+    // Operators that strategies may name have rows of their own. All other operators share one row.
+    let (named, rest): (Vec<_>, Vec<_>) =
         layers.iter().partition(|layer| layer.kind.starts_with("conv") || layer.kind == "linear");
     let row = |name: String, kind: String, output: String, operators: &[&LayerDescription]| {
         let plans = || operators.iter().filter_map(|layer| layer.plan.as_ref());
@@ -175,7 +175,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     let shape = |layer: &LayerDescription| {
         layer.output_shape.iter().map(u32::to_string).collect::<Vec<_>>().join(" x ")
     };
-    let mut rows: Vec<_> = own
+    let mut rows: Vec<_> = named
         .iter()
         .map(|layer| row(layer.name.clone(), layer.kind.clone(), shape(layer), &[*layer]))
         .collect();
@@ -207,12 +207,12 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     ] {
         output::line(format_args!("{key:<20}{value}"))?;
     }
-    let others = planned
+    let alternatives = planned
         .considered
         .iter()
-        .filter(|other| !other.plan.is_equivalent(plan, network))
+        .filter(|candidate| !candidate.plan.is_equivalent(plan, network))
         .take(MAX_ALTERNATIVES);
-    let rows: Vec<_> = others
+    let rows: Vec<_> = alternatives
         .map(|candidate| {
             let [step, images, memory] = format_figures(candidate, machine);
             [step, images, memory, candidate.plan.to_string()]
@@ -228,11 +228,11 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
 /// Formats a plan's time per step, images per second, and memory per rank.
 fn format_figures(candidate: &Candidate, machine: &Machine) -> [String; 3] {
     let cost = &candidate.cost;
-    let lacks = if candidate.fits(machine) { "" } else { " (too much)" };
+    let memory_note = if candidate.fits(machine) { "" } else { " (too much)" };
     [
         format!("{:.2} ms", cost.step_ms),
         rate(cost.images_per_second),
-        format!("{}{lacks}", gigabytes(cost.memory_bytes)),
+        format!("{}{memory_note}", gigabytes(cost.memory_bytes)),
     ]
 }
 
@@ -295,37 +295,40 @@ fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
 /// Reads measurements from a file: the output of `--json`, or only its key `machine`.
 fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     let failed = |detail: String| usage_error(format!("--machine {}: {detail}", path.display()));
-    let text = fs::read(path).map_err(|e| failed(e.to_string()))?;
-    let mut document: Value = serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
+    let bytes = fs::read(path).map_err(|e| failed(e.to_string()))?;
+    let mut document: Value = serde_json::from_slice(&bytes).map_err(|e| failed(e.to_string()))?;
     let machine = document.get_mut("machine").map(Value::take).unwrap_or(document);
     let machine: Machine = serde_json::from_value(machine).map_err(|e| failed(e.to_string()))?;
     machine.check().map_err(failed)?;
     Ok(machine)
 }
 
-/// Returns this machine's measurements, either cached or measured now with at most `most` ranks.
-fn measure_here(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
-    let asked = spec.parallel.device;
-    let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(usage_error)?;
+/// Returns this machine's measurements, either cached or measured now with at most `max_ranks` ranks.
+fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) -> anyhow::Result<Machine> {
+    let wanted = spec.parallel.device;
+    let offer = registry::offer(Selection { device: wanted, ..Selection::default() }).map_err(usage_error)?;
     if offer.slots.is_empty() {
         let why = offer.hindrance.unwrap_or_default();
-        return Err(usage_error(format!("parallel.device = {:?}: {why}; give --machine FILE", asked.name())));
+        return Err(usage_error(format!(
+            "parallel.device = {:?}: {why}; give --machine FILE",
+            wanted.name()
+        )));
     }
     let devices: Vec<String> = offer.slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let ranks = match devices.len() as u32 {
-        0 => most.min(cores().max(2)),
-        gpus => most.min(gpus),
+        0 => max_ranks.min(cores().max(2)),
+        gpus => max_ranks.min(gpus),
     };
-    let first = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
-    let device = registry::device_of(first.as_ref(), asked);
+    let first_gpu = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
+    let device = registry::device_of(first_gpu.as_ref(), wanted);
     let sample = planning::sample(spec, network, device, (cores() / ranks).max(1) as usize);
-    if let Some(kept) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
-        return Ok(kept);
+    if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
+        return Ok(stored);
     }
     output::warn(format_args!("measuring this machine with {}", plural(ranks.into(), "rank")));
     let members = local_group::members_on(ranks, &devices)?;
-    let sampled = format!("--sample={}", serde_json::to_string(&sample)?);
-    let arguments = ["plan".into(), args.job.clone().into_os_string(), sampled.into()];
+    let sample_option = format!("--sample={}", serde_json::to_string(&sample)?);
+    let arguments = ["plan".into(), args.job.clone().into_os_string(), sample_option.into()];
     let printed = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
     let machine: Machine = serde_json::from_slice(&printed)?;
     planning::store_figures(&machine, &sample, device, ranks);

@@ -21,8 +21,8 @@ use std::{
 
 /// Maximum total size of pictures in a request, as on the server.
 const MAX_REQUEST_BYTES: u64 = 24 << 20;
-/// Number of pictures that are in memory together when a model file classifies them.
-const PART: usize = 256;
+/// Maximum number of pictures that a model file classifies together. All of them are in memory.
+const PART_SIZE: usize = 256;
 
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
@@ -62,13 +62,13 @@ pub(crate) struct Args {
 ///
 /// # Errors
 /// Exit status 2: the folder cannot be read, or has no pictures.
-fn expand(given: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    if !given.is_dir() {
-        return Ok(vec![given.to_owned()]);
+fn expand(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    if !path.is_dir() {
+        return Ok(vec![path.to_owned()]);
     }
-    let failed = |detail: String| usage_error(format!("{}: {detail}", given.display()));
+    let failed = |detail: String| usage_error(format!("{}: {detail}", path.display()));
     let entries: io::Result<Vec<_>> =
-        fs::read_dir(given).and_then(|all| all.map(|entry| entry.map(|entry| entry.path())).collect());
+        fs::read_dir(path).and_then(|all| all.map(|entry| entry.map(|entry| entry.path())).collect());
     let mut pictures = entries.map_err(|e| failed(e.to_string()))?;
     pictures.retain(|path| has_picture_extension(path) && !path.is_dir());
     pictures.sort();
@@ -77,15 +77,15 @@ fn expand(given: &Path) -> anyhow::Result<Vec<PathBuf>> {
 
 /// Reads a picture file.
 fn read(path: &Path) -> Result<Vec<u8>, String> {
-    let larger = format!("is larger than {} MiB, the limit for a picture", MAX_REQUEST_BYTES >> 20);
-    let bytes = file::read(path, MAX_REQUEST_BYTES, &larger)?;
+    let too_large = format!("is larger than {} MiB, the limit for a picture", MAX_REQUEST_BYTES >> 20);
+    let bytes = file::read(path, MAX_REQUEST_BYTES, &too_large)?;
     if bytes.is_empty() {
         return Err("is empty; give a JPEG, PNG, WebP, GIF, BMP or TIFF file".into());
     }
     Ok(bytes)
 }
 
-/// The result for a picture that cannot be read.
+/// Returns the result for a picture that cannot be read.
 fn unreadable_picture(name: String, detail: String) -> Prediction {
     Prediction { name, classes: Vec::new(), embedding: None, error: Some(detail) }
 }
@@ -93,8 +93,8 @@ fn unreadable_picture(name: String, detail: String) -> Prediction {
 /// Prints each picture's most probable classes, or its embedding.
 ///
 /// # Errors
-/// Exit status 1 if a picture cannot be read; the others are printed. Exit status 2 if the job, the checkpoint or the model file does not
-/// exist.
+/// Exit status 1 if a picture cannot be read; the results of the other pictures are printed. Exit status 2 if the job, the checkpoint or
+/// the model file does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(place) = &args.output {
         file::check_output(place)?;
@@ -107,10 +107,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         )));
     }
     // With a model file there is no job, so the first argument is a picture.
-    let given = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
-    let images = given.map(|given| expand(given)).collect::<anyhow::Result<Vec<_>>>()?.concat();
+    let paths = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
+    let images = paths.map(|path| expand(path)).collect::<anyhow::Result<Vec<_>>>()?.concat();
     if images.is_empty() {
-        return Err(usage_error(match args.job.as_deref().filter(|given| given.is_file()) {
+        return Err(usage_error(match args.job.as_deref().filter(|path| path.is_file()) {
             Some(picture) => format!(
                 "no job is given: the job comes first, as in `lockstep predict JOB {}`; `lockstep list` shows all jobs",
                 picture.display()
@@ -119,32 +119,32 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 .into(),
         }));
     }
-    let (answering, mut predictions) = match &args.model {
+    let (model_used, mut predictions) = match &args.model {
         Some(model) => {
             let model = weight_files::best_of_run(model)?;
             (None, predict_here(&model, args.embed, &images).map_err(usage_error)?)
         }
         None => {
-            let (answering, predictions) = block_on(predict_on_server(&args, &images))?;
-            (Some(answering), predictions)
+            let (model_used, predictions) = block_on(predict_on_server(&args, &images))?;
+            (Some(model_used), predictions)
         }
     };
     predictions.iter_mut().for_each(|prediction| prediction.classes.truncate(args.top));
     let failed = |p: &Prediction| p.error.as_ref().map(|e| format!("{}: {e}", p.name));
-    let unread: Vec<String> = predictions.iter().filter_map(failed).collect();
-    match (&answering, &args.output) {
-        // There is no embedding to write.
-        (_, Some(_)) if unread.len() == predictions.len() => {}
+    let errors: Vec<String> = predictions.iter().filter_map(failed).collect();
+    match (&model_used, &args.output) {
+        // No picture could be read, so there is no embedding to write.
+        (_, Some(_)) if errors.len() == predictions.len() => {}
         (_, Some(place)) => write(place, &predictions)?,
         (Some(by), _) if args.server.json => {
-            let each = predictions.iter().map(|prediction| PredictionLine { prediction, by });
-            output::json(&each.collect::<Vec<_>>())?;
+            let lines = predictions.iter().map(|prediction| PredictionLine { prediction, by });
+            output::json(&lines.collect::<Vec<_>>())?;
         }
         (None, _) if args.server.json => output::json(&predictions)?,
         _ => {
-            if let Some(by) = &answering {
-                let best = if by.best { ", the best" } else { "" };
-                output::warn(format_args!("{} ({}), checkpoint {}{best}", by.job, by.job_id, by.checkpoint));
+            if let Some(ModelUsed { job, job_id, checkpoint, best }) = &model_used {
+                let best = if *best { ", the best" } else { "" };
+                output::warn(format_args!("{job} ({job_id}), checkpoint {checkpoint}{best}"));
             }
             for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
                 match args.embed {
@@ -154,7 +154,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
         }
     }
-    anyhow::ensure!(unread.is_empty(), unread.join("\n"));
+    anyhow::ensure!(errors.is_empty(), errors.join("\n"));
     Ok(())
 }
 
@@ -198,17 +198,17 @@ struct PredictionLine<'a> {
 fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Prediction>, String> {
     let infer = if embed { inspect::embed } else { inspect::predict };
     let mut predictions = Vec::new();
-    for part in images.chunks(PART) {
-        let (mut pictures, mut unread) = (Vec::new(), Vec::new());
+    for part in images.chunks(PART_SIZE) {
+        let (mut pictures, mut unreadable) = (Vec::new(), Vec::new());
         for (index, image) in part.iter().enumerate() {
             let name = image.display().to_string();
             match read(image) {
                 Ok(bytes) => pictures.push((name, bytes)),
-                Err(detail) => unread.push((index, unreadable_picture(name, detail))),
+                Err(detail) => unreadable.push((index, unreadable_picture(name, detail))),
             }
         }
         let mut found = infer(model, pictures)?;
-        for (index, prediction) in unread {
+        for (index, prediction) in unreadable {
             found.insert(index, prediction);
         }
         predictions.extend(found);
@@ -219,8 +219,8 @@ fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Pre
 /// Asks the server for the predictions, one picture at a time.
 async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
     let api = args.server.api()?;
-    let named = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();
-    let (job, checkpoint) = find(&api, &named, &args.checkpoint).await?;
+    let source = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();
+    let (job, checkpoint) = find(&api, &source, &args.checkpoint).await?;
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
     let path = format!("/checkpoints/{}/predict?weights={weights}&embed={}", checkpoint.id, args.embed);
     let mut predictions = Vec::new();

@@ -30,17 +30,17 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let query = given([("project", args.project), ("owner", args.owner)]);
-    let (jobs, kept) = block_on(async {
+    let (jobs, reservations) = block_on(async {
         let jobs = api.all("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
         // Every page has the same reservations, so one job is enough.
-        let kept: Value = api.get("/queue?limit=1&fields=place").await?;
-        anyhow::Ok((Value::Array(jobs), kept.get("reservations").cloned().unwrap_or_else(|| json!([]))))
+        let page: Value = api.get("/queue?limit=1&fields=place").await?;
+        anyhow::Ok((Value::Array(jobs), page.get("reservations").cloned().unwrap_or_else(|| json!([]))))
     })?;
     if args.server.json {
-        return output::json(&json!({"jobs": jobs, "reservations": kept}));
+        return output::json(&json!({"jobs": jobs, "reservations": reservations}));
     }
     let jobs: Vec<QueuedJob> = list(&jobs, "jobs")?;
-    let kept: Vec<Reservation> = list(&kept, "reservations")?;
+    let reservations: Vec<Reservation> = list(&reservations, "reservations")?;
     if jobs.is_empty() {
         output::line(if query.is_empty() { "no job waits" } else { "no waiting job matches" })?;
     } else {
@@ -49,7 +49,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             ["PLACE", "JOB", "NAME", "PROJECT", "OWNER", "PRIORITY", "SLOTS", "KEPT", "SINCE", "WAITS FOR"];
         output::table_of_sentences(header, &["NAME", "PROJECT", "OWNER"], &rows)?;
     }
-    kept.iter().try_for_each(|kept| output::line(output::one_line(&describe_reservation(kept))))
+    let mut lines = reservations.iter().map(describe_reservation);
+    lines.try_for_each(|line| output::line(output::one_line(&line)))
 }
 
 fn row(job: &QueuedJob) -> [String; 10] {
@@ -69,26 +70,26 @@ fn row(job: &QueuedJob) -> [String; 10] {
 }
 
 /// Formats a reservation: `a: slots 0, 1, and what else becomes free, kept for large (j...)`.
-fn describe_reservation(kept: &Reservation) -> String {
+fn describe_reservation(reservation: &Reservation) -> String {
     let slots = |numbers: &[u32]| {
         let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();
         format!("slot{} {}", if list.len() == 1 { "" } else { "s" }, list.join(", "))
     };
     let mut parts = Vec::new();
-    if !kept.free.is_empty() {
-        parts.push(slots(&kept.free));
+    if !reservation.free.is_empty() {
+        parts.push(slots(&reservation.free));
     }
-    if !kept.ending.is_empty() {
-        parts.push(format!("{} of jobs that are ending", slots(&kept.ending)));
+    if !reservation.ending.is_empty() {
+        parts.push(format!("{} of jobs that are ending", slots(&reservation.ending)));
     }
-    if kept.whole_machine {
+    if reservation.whole_machine {
         parts.push(format!("what{} becomes free", if parts.is_empty() { "" } else { " else" }));
     }
-    let whom = match (&kept.name, &kept.job) {
+    let job = match (&reservation.name, &reservation.job) {
         (Some(name), Some(job)) => format!("{name} ({job})"),
         _ => "a private job".into(),
     };
-    format!("{}: {}, kept for {whom}", kept.agent, parts.join(", and "))
+    format!("{}: {}, kept for {job}", reservation.agent, parts.join(", and "))
 }
 
 #[cfg(test)]
@@ -99,7 +100,7 @@ mod tests {
     fn private_jobs_have_a_place_and_reservations_are_sentences() {
         let private = QueuedJob { place: 3, ..QueuedJob::default() };
         assert_eq!(row(&private)[..3], ["3".to_owned(), String::new(), "(private)".to_owned()]);
-        let mut kept = Reservation {
+        let mut reservation = Reservation {
             agent_id: "id-a".into(),
             agent: "a".into(),
             job: None,
@@ -110,8 +111,8 @@ mod tests {
             since: jiff::Timestamp::UNIX_EPOCH,
         };
         let words = "a: slots 0, 1, and slot 2 of jobs that are ending, and what else becomes free, kept for a private job";
-        assert_eq!(describe_reservation(&kept), words);
-        (kept.free, kept.ending) = (Vec::new(), Vec::new());
-        assert_eq!(describe_reservation(&kept), "a: what becomes free, kept for a private job");
+        assert_eq!(describe_reservation(&reservation), words);
+        (reservation.free, reservation.ending) = (Vec::new(), Vec::new());
+        assert_eq!(describe_reservation(&reservation), "a: what becomes free, kept for a private job");
     }
 }

@@ -10,7 +10,7 @@ pub(crate) struct Args {
     /// Configuration file: `rank.<r>.json` in the attempt's folder
     #[arg(required_unless_present = "spare")]
     config: Option<PathBuf>,
-    /// Open this GPU (JSON: its number and the visible GPUs), and become the rank whose configuration file is named on
+    /// Open this GPU (JSON: its index and the visible GPUs), and become the rank whose configuration file is named on
     /// standard input
     #[arg(long, value_name = "GPU", conflicts_with = "config")]
     spare: Option<String>,

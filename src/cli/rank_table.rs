@@ -32,7 +32,7 @@ pub(crate) struct Machine {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Device {
     pub(crate) rank: u32,
-    /// The device's number on its machine.
+    /// `device_id`: the device's index on its machine.
     pub(crate) device: u32,
 }
 
@@ -42,9 +42,9 @@ impl RankTable {
     /// # Errors
     /// Exit status 2. The message names the field with the mistake.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
-        let larger = "is larger than 1 MiB; a rank table is not";
+        let too_large = "is larger than 1 MiB, the maximum size of a rank table";
         let failed = |detail: String| usage_error(format!("the rank table {}: {detail}", path.display()));
-        let bytes = file::read(path, TABLE_BYTES, larger).map_err(failed)?;
+        let bytes = file::read(path, TABLE_BYTES, too_large).map_err(failed)?;
         Self::parse(&bytes).map_err(failed)
     }
 
@@ -78,7 +78,7 @@ impl RankTable {
     }
 }
 
-/// The entries read so far, and the path in the table of each rank and device.
+/// The entries that have been read, and where the table names each rank and device (`server_list[0].device[1]`).
 #[derive(Default)]
 struct Entries {
     machines: Vec<Machine>,
@@ -153,7 +153,7 @@ impl Entries {
         }
         if let Some(missing) = (0..ranks).find(|rank| !self.ranks.contains_key(rank)) {
             return Err(format!(
-                "rank_id: rank {missing} is missing; {ranks} devices have ranks 0 to {}",
+                "rank_id: rank {missing} is missing; {ranks} devices must have ranks 0 to {}",
                 ranks - 1
             ));
         }
@@ -192,13 +192,13 @@ fn number(object: &Value, key: &str, at: &str) -> Result<u32, String> {
 }
 
 /// Checks that an optional count equals the length of its list.
-fn check_count(object: &Value, key: &str, list: &str, at: &str, found: usize) -> Result<(), String> {
+fn check_count(object: &Value, key: &str, list: &str, at: &str, length: usize) -> Result<(), String> {
     if object.get(key).is_none() {
         return Ok(());
     }
     match number(object, key, at)? {
-        count if count as usize == found => Ok(()),
-        count => Err(format!("{}: says {count}, and {} has {found}", path(at, key), path(at, list))),
+        count if count as usize == length => Ok(()),
+        count => Err(format!("{}: is {count}, but {} has {length}", path(at, key), path(at, list))),
     }
 }
 

@@ -146,7 +146,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", conflicts_with = "no_local_agent",
         value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
-    /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
+    /// GPUs to use: their indexes among the visible GPUs (CUDA_VISIBLE_DEVICES), or their UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
     /// Free GPUs on which a process waits with the GPU already open; see `lockstep agent --help` [default: auto]
@@ -203,15 +203,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     ];
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        // Listens before the address is printed: a program that reads the address may stop the server at once.
+        // Listens for signals before the address is printed: a program that reads the address may stop the server at once.
         let mut signals = StopSignals::listen()?;
         let mut server = Server::start(config).await.map_err(with_exit_status)?;
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
-            // The link works once, within ten minutes; `lockstep login-link` prints another. The link is printed even into a log, like the
-            // links of notebook servers: people who start a server with nohup or in a container look there, and a command to print a link
-            // would need the address and the certificate, which only the server knows. If another reader of the log uses the link first, it
-            // no longer works.
+            // The link works once, within ten minutes; `lockstep login-link` prints another link. The link is printed even into a log, like
+            // the links of notebook servers: people who start a server with nohup or in a container look into the log, and a command to
+            // print a link would need the address and the certificate, which only the server knows. If another reader of the log uses the
+            // link first, it no longer works.
             output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
         let mut sign_in_file = SignInFile::new(&server.data_dir);
@@ -291,8 +291,8 @@ impl Server {
             local_listener = Some(listener.local_addr().map_err(ServeError::Stopped)?);
             config.local_listener = Some(Arc::new(listener));
         }
-        let (ready, is_ready) = oneshot::channel();
-        let (shutdown, is_shutdown) = oneshot::channel::<()>();
+        let (ready, ready_receiver) = oneshot::channel();
+        let (shutdown, shutdown_receiver) = oneshot::channel::<()>();
         let ended = tokio::spawn(lockstep_server::serve(
             config,
             move |running| {
@@ -301,17 +301,17 @@ impl Server {
             },
             async {
                 // Sending a value and dropping the sender both mean shutdown.
-                let _ = is_shutdown.await;
+                let _ = shutdown_receiver.await;
             },
         ));
-        match is_ready.await {
+        match ready_receiver.await {
             Ok(running) => {
-                let local = local_listener.unwrap_or_else(|| reachable(running.address()));
+                let local = local_listener.unwrap_or_else(|| reachable_address(running.address()));
                 let ip = running.address().ip();
                 // If NCCL's variable names an interface, the agent uses it by itself.
-                let is_free = matches!(lockstep_host::nccl_interface(), Ok(None));
-                let advertise =
-                    (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
+                let names_no_interface = matches!(lockstep_host::nccl_interface(), Ok(None));
+                let is_specific = !ip.is_unspecified() && !ip.is_loopback();
+                let advertise = (names_no_interface && is_specific).then(|| ip.to_string());
                 let shutdown = Some(shutdown);
                 let server = Self { running, local, data_dir, shutdown, ended, agent: None, advertise };
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
@@ -321,8 +321,8 @@ impl Server {
             }
             Err(_) => match ended.await {
                 Ok(Err(error)) => Err(error),
-                Ok(Ok(())) => Err(stopped("the server ended before it was ready")),
-                Err(error) => Err(stopped(&error.to_string())),
+                Ok(Ok(())) => Err(stopped_error("the server ended before it was ready")),
+                Err(error) => Err(stopped_error(&error.to_string())),
             },
         }
     }
@@ -366,7 +366,7 @@ impl Server {
 }
 
 /// Returns the address by which this machine connects to a listening address: loopback for an unspecified address.
-fn reachable(mut address: SocketAddr) -> SocketAddr {
+fn reachable_address(mut address: SocketAddr) -> SocketAddr {
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
         IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(std::net::Ipv6Addr::LOCALHOST.into()),
@@ -386,7 +386,7 @@ fn with_exit_status(error: ServeError) -> anyhow::Error {
     if error.exit_code() == 2 { usage_error(error.to_string()) } else { error.into() }
 }
 
-fn stopped(why: &str) -> ServeError {
+fn stopped_error(why: &str) -> ServeError {
     ServeError::Stopped(std::io::Error::other(why.to_owned()))
 }
 

@@ -51,14 +51,14 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let settings = match &job.external {
         Some(run) => serde_json::to_string_pretty(&json!({"config": run.config, "summary": run.summary}))?,
         None => format!(
-            "# Settings that differ from the defaults, and those of the recipe; --json prints all\n{}",
+            "# Settings that differ from the defaults, and the recipe's settings; --json prints all settings\n{}",
             own_settings(&job.spec)?
         ),
     };
     output::line(format_args!("\n{}", settings.trim_end()))
 }
 
-/// Returns the settings that differ from the defaults, and those of the recipe, as a job file.
+/// Returns the settings that differ from the defaults, and the recipe's settings, as a job file.
 fn own_settings(spec: &JobSpec) -> anyhow::Result<String> {
     Ok(toml::to_string(&toml::Table::try_from(spec.non_default())?)?)
 }
@@ -98,9 +98,10 @@ fn describe_attempt(attempt: &AttemptRow) -> (String, String) {
 
 /// Describes the plan that the ranks run, with the predicted and the measured time of a step.
 fn describe_plan(plan: &PlanDescription) -> String {
-    let predicted = plan.predicted.as_ref().map(|of| format!("; predicted {:.1} ms a step", of.step_ms));
+    let prediction = plan.predicted.as_ref();
+    let predicted = prediction.map(|prediction| format!("; predicted {:.1} ms a step", prediction.step_ms));
     let measured = plan.measured_step_ms.map(|ms| format!("; measured {ms:.1} ms a step"));
-    let why = plan.predicted.as_ref().map(|of| format!("; {}", of.why));
+    let why = prediction.map(|prediction| format!("; {}", prediction.why));
     [Some(plan.words.clone()), predicted, measured, why].into_iter().flatten().collect()
 }
 
@@ -179,8 +180,8 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
     ];
     lines.extend(optional.into_iter().filter_map(|(key, value)| Some((key, value?))));
     if job.external.is_some() {
-        let own = job.last.by_name().filter(|(name, _)| !["loss", "val_accuracy"].contains(name));
-        lines.extend(own.map(|(name, newest)| (name, value(newest))));
+        let others = job.last.by_name().filter(|(name, _)| !["loss", "val_accuracy"].contains(name));
+        lines.extend(others.map(|(name, newest)| (name, value(newest))));
     }
     lines.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
 }

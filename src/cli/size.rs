@@ -20,8 +20,8 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
         "tib" => 1 << 40,
         _ => return Err(EXPECTED.into()),
     };
-    let whole = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
-    let bytes = whole.or_else(|| {
+    let integer = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
+    let bytes = integer.or_else(|| {
         let bytes = number.parse::<f64>().ok().filter(|_| number.contains('.'))? * factor as f64;
         // Beyond 2^53, a float cannot represent every integer.
         (bytes < 2_f64.powi(53)).then_some(bytes as u64)
@@ -30,7 +30,7 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 const EXPECTED: &str =
-    "a size is a number and a unit, such as 500GB, 1.5TB or 200GiB; without a unit it is bytes";
+    "a size is a number and a unit, such as 500GB, 1.5TB or 200GiB; a number without a unit is bytes";
 
 #[cfg(test)]
 mod tests {

@@ -17,8 +17,8 @@ use std::{
 ///
 /// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and with
 /// --detach, it prints the job's id and URL. If data.dataset is a path, it stands for the dataset that is registered at that path; an
-/// unregistered path is registered. A file with a section `sweep`, or with --sweep or --folds, is a sweep: the server starts a job for each of
-/// its settings.
+/// unregistered path is registered. A section `sweep` in the file, --sweep or --folds makes the submission a sweep: the server starts a job
+/// for each of the sweep's settings.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -77,7 +77,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job: Job = keep_datasets(&api, &registered, api.post("/jobs", &document).await).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         let (follows, as_json) = (shows_progress(&args), args.server.json);
-        // With both, `to_the_end` prints all output.
+        // `to_the_end` with JSON prints the job itself.
         if !(follows && as_json) {
             output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))?;
         }
@@ -103,7 +103,7 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
         let sweep: anyhow::Result<Sweep> = api.post_once("/sweeps", &document).await;
         let sweep = keep_datasets(&api, &registered, sweep).await?;
         let (follows, as_json) = (shows_progress(args), args.server.json);
-        // With both, the only output is the sweep at its end.
+        // `to_the_end` with JSON prints only the sweep at its end.
         if !(follows && as_json) {
             sweeps::announce(&api, &sweep, as_json)?;
         }

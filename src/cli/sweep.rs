@@ -41,7 +41,7 @@ impl GridArgs {
 /// # Errors
 /// Exit status 2. The message lists every mistake, and the trial that has it; a mistake that trials share is listed once.
 pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usize>> {
-    let Some((trials, mistakes)) = mistakes(document) else { return Ok(None) };
+    let Some((trials, mistakes)) = find_mistakes(document) else { return Ok(None) };
     if mistakes.is_empty() {
         return Ok(Some(trials));
     }
@@ -49,14 +49,14 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
 }
 
 /// Returns the number of trials of a job file with a section `sweep`, and each distinct mistake. `None` for a file without this section.
-pub(crate) fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
+pub(crate) fn find_mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     let (section, job) = split_sweep(document)?;
     let sweep = match read_sweep(&section) {
         Ok(sweep) => sweep,
         Err(mistakes) => return Some((0, mistakes)),
     };
     let settings = sweep.settings();
-    // Each distinct mistake, with the trials that have it, from 0.
+    // Each distinct mistake, with the indexes of the trials that have it.
     let mut mistakes: Vec<(SpecError, Vec<usize>)> = Vec::new();
     for (index, setting) in settings.iter().enumerate() {
         let found = match trial_document(&job, setting, "sweep") {
@@ -79,7 +79,7 @@ pub(crate) fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     Some((settings.len(), mistakes.into_iter().map(with_trials).collect()))
 }
 
-/// `, in trial 2 (train.lr=-1) and 3 others`: the trials that have a mistake; empty if all trials have it.
+/// Formats the trials that have a mistake: `, in trial 2 (train.lr=-1) and 3 others`. Empty if all trials have the mistake.
 fn format_trials(trials: &[usize], settings: &[Setting]) -> String {
     let [first, others @ ..] = trials else { return String::new() };
     if trials.len() == settings.len() {
@@ -92,7 +92,7 @@ fn format_trials(trials: &[usize], settings: &[Setting]) -> String {
     format!(", in trial {} ({}){more}", first + 1, in_words(&settings[*first]))
 }
 
-/// `train.lr=0.1 train.seed=2`
+/// Formats a setting: `train.lr=0.1 train.seed=2`.
 pub(crate) fn in_words(setting: &Setting) -> String {
     let pair = |(key, value): (&String, &Value)| format!("{key}={value}");
     setting.iter().map(pair).collect::<Vec<_>>().join(" ")
@@ -137,7 +137,7 @@ pub(crate) fn write_grid(
         };
         let key = key.trim();
         key_parts(key).map_err(|e| invalid(&e))?;
-        let values = values(key, text);
+        let values = parse_values(key, text);
         if values.iter().any(|value| *value == json!("")) {
             return Err(invalid("a value is missing; write it as train.lr=0.1,0.05"));
         }
@@ -152,7 +152,7 @@ pub(crate) fn write_grid(
 
 /// Parses values: `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`. Text that is not TOML is split at commas. For a key with numbers
 /// or booleans, each part is then parsed as TOML.
-fn values(path: &str, text: &str) -> Vec<Value> {
+fn parse_values(key: &str, text: &str) -> Vec<Value> {
     let parse_list = |text: &str| {
         let mut document = toml_document(&format!("value = [{text}]")).ok()?;
         match document.as_object_mut()?.remove("value")? {
@@ -160,7 +160,7 @@ fn values(path: &str, text: &str) -> Vec<Value> {
             _ => None,
         }
     };
-    let pointer = format!("/{}", path.replace('.', "/"));
+    let pointer = format!("/{}", key.replace('.', "/"));
     let defaults = serde_json::to_value(JobSpec::default()).unwrap_or_default();
     let is_text = defaults.pointer(&pointer).is_none_or(|default| default.is_string() || default.is_null());
     let parse_value = |part: &str| match parse_list(part).as_deref() {
@@ -212,7 +212,7 @@ mod tests {
             // Texts, one of which happens to be a number.
             ("data.dataset", "mnist,2024", json!(["mnist", "2024"])),
         ] {
-            assert_eq!(Value::from(values(key, text)), expected, "{key}={text}");
+            assert_eq!(Value::from(parse_values(key, text)), expected, "{key}={text}");
         }
     }
 

@@ -35,7 +35,7 @@ pub(crate) enum Action {
     /// Delete a sweep that has ended; its jobs remain, as jobs without a sweep
     Delete {
         #[command(flatten)]
-        one: SweepArgs,
+        args: SweepArgs,
         /// Do not ask for confirmation; required without a terminal
         #[arg(long, short)]
         yes: bool,
@@ -87,10 +87,10 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             output::line(describe(&found))?;
             found.paused_in_words().map_or(Ok(()), output::line)
         }
-        Action::Pause(one) => change(&one, "pause"),
-        Action::Resume(one) => change(&one, "resume"),
-        Action::Cancel(one) => change(&one, "cancel"),
-        Action::Delete { one: SweepArgs { sweep, server }, yes } => {
+        Action::Pause(args) => change(&args, "pause"),
+        Action::Resume(args) => change(&args, "resume"),
+        Action::Cancel(args) => change(&args, "cancel"),
+        Action::Delete { args: SweepArgs { sweep, server }, yes } => {
             let api = server.api()?;
             let id = block_on(async {
                 let Sweep { id, name, .. } = api.find_only_sweep(&sweep).await?;
@@ -129,13 +129,13 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
         sweep.id
     ));
     let path = format!("/sweeps/{}", sweep.id);
-    let (mut printed, mut outage, mut answered) = (BTreeSet::new(), Outage::default(), Instant::now());
+    let (mut printed, mut outage, mut last_response) = (BTreeSet::new(), Outage::default(), Instant::now());
     while sweep.finished_at.is_none() {
         tokio::time::sleep(POLL_INTERVAL).await;
         let before = sweep.state;
         match api.get(&path).await {
             Ok(now) => sweep = now,
-            Err(error) if error.is::<WrongRequest>() || answered.elapsed() > SERVER_TIMEOUT => {
+            Err(error) if error.is::<WrongRequest>() || last_response.elapsed() > SERVER_TIMEOUT => {
                 return Err(error);
             }
             Err(_) => {
@@ -144,7 +144,7 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
             }
         }
         outage.report_restored(|text| output::warn(text));
-        answered = Instant::now();
+        last_response = Instant::now();
         if sweep.state != before && sweep.finished_at.is_none() {
             output::warn(describe(&sweep));
         }
@@ -175,7 +175,7 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
     Ok(())
 }
 
-/// `trial 3 (train.lr=0.1): succeeded, val_accuracy 84.2 % ± 2.6 of 200`
+/// Formats a trial: `trial 3 (train.lr=0.1): succeeded, val_accuracy 84.2 % ± 2.6 of 200`.
 fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
     let state = trial.state.map_or("deleted", JobState::as_str);
     let metric = sweep.metric_of(trial).map(|metric| format!(", {} {metric}", sweep.metric));
@@ -191,7 +191,8 @@ fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Resu
     output::print(server.json, &changed, describe(&changed))
 }
 
-/// `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`. With a single rung, trials are compared at their end.
+/// Formats a sweep's method: `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`. With a single rung, trials are compared
+/// at their end.
 fn title(sweep: &Sweep) -> String {
     let method = sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default();
     let rungs: Vec<_> = sweep.rungs.iter().map(u32::to_string).collect();
@@ -199,7 +200,7 @@ fn title(sweep: &Sweep) -> String {
     format!("{}: {method}, compared by {}{after}", sweep.name, sweep.metric)
 }
 
-/// `sweep-1a2b3c4d5e6f is running: 3 of 27 trials have ended, 400 steps`
+/// Formats a sweep's state: `sweep-1a2b3c4d5e6f is running: 3 of 27 trials have ended, 400 steps`.
 fn describe(sweep: &Sweep) -> String {
     let Sweep { id, state, ended, trial_count, steps, .. } = sweep;
     let why = sweep.reason.as_ref().map(|why| format!(" ({why})")).unwrap_or_default();

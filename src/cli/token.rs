@@ -92,8 +92,8 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
             Command::Revoke { token, server } => {
                 let api = server.api()?;
                 let all: Vec<Token> = api.list("/tokens", "tokens").await?;
-                let is_valid = |t: &&Token| t.name == token && t.revoked_at.is_none();
-                let named: Vec<_> = all.iter().filter(is_valid).collect();
+                let is_valid_with_name = |t: &&Token| t.name == token && t.revoked_at.is_none();
+                let named: Vec<_> = all.iter().filter(is_valid_with_name).collect();
                 let id = match (all.iter().find(|t| t.id == token), &named[..]) {
                     (Some(found), _) => found.id.clone(),
                     (None, [found]) => found.id.clone(),

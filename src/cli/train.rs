@@ -84,14 +84,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         // Done before the job file is read, because a pipe can be read only once.
         libraries::reexec_if_needed(Library::needed(place.world_size));
     }
-    let (mut spec, validation_given) = read_spec(&args, part.world())?;
+    let (mut spec, gives_validation) = read_spec(&args, part.launched())?;
     let dataset = job_file::dataset_path(&spec, &args.job).ok_or_else(|| {
         let given = &spec.data.dataset;
         usage_error(format!(
             "data.dataset: {given} does not exist; without a server a dataset is given by its path"
         ))
     })?;
-    if !validation_given {
+    if !gives_validation {
         choose_validation(&mut spec, &dataset);
     }
     if !matches!(part, Part::Rank(_)) {
@@ -189,7 +189,8 @@ fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> a
     }
 }
 
-/// Returns the number of the first attempt without records of `rank`. Machines may share the folder.
+/// Returns the number of the next attempt: the first without records of `rank`. Other machines may write into the same folder, so only the
+/// records of this machine's rank count.
 fn next_attempt(out: &Path, rank: u32) -> u32 {
     let events = |n: u32| {
         let dir = out.join("attempts").join(n.to_string());
@@ -240,8 +241,8 @@ fn visible_devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     }
 }
 
-/// Returns the device of a rank that a launcher started, by the rank's index on this machine. If only one device is visible, returns this
-/// device.
+/// Returns the device of a rank that a launcher started: the only visible device, or the device that the launcher names, or the device with
+/// the rank's index on this machine.
 fn rank_device(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<RankGpu>> {
     let visible = visible_devices(spec)?;
     if visible.is_empty() {
@@ -249,9 +250,9 @@ fn rank_device(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<Ra
     }
     let ordinal = if visible.len() == 1 { 0 } else { place.device.unwrap_or(place.local_rank) };
     if ordinal as usize >= visible.len() {
-        let (by, count, ranks) = (place.by, visible.len(), place.local_ranks);
+        let (launcher, count, ranks) = (place.launcher, visible.len(), place.local_ranks);
         return Err(usage_error(format!(
-            "{by} has started {ranks} ranks on a machine of {count} visible GPUs"
+            "{launcher} has started {ranks} ranks on a machine that has {count} visible GPUs"
         )));
     }
     Ok(Some(RankGpu { ordinal: ordinal.cast_signed(), visible }))
@@ -278,13 +279,13 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant) -> anyhow::Resu
         )),
         Outcome::Elsewhere => Ok(()),
         Outcome::Stopped { step } => match newest_step(out)? {
-            Some(kept) if kept >= *step => {
-                anyhow::bail!("stopped after step {step}; --resume latest continues from there")
+            Some(saved) if saved >= *step => {
+                anyhow::bail!("stopped after step {step}; --resume latest continues from this step")
             }
-            Some(kept) => anyhow::bail!(
-                "stopped at step {step} without a checkpoint of it: steps {} to {step} are lost; --resume latest \
-                 continues from step {kept}",
-                kept + 1
+            Some(saved) => anyhow::bail!(
+                "stopped at step {step} without a checkpoint of this step: steps {} to {step} are lost; --resume \
+                 latest continues from step {saved}",
+                saved + 1
             ),
             None if *step == 0 => anyhow::bail!("stopped before the first step"),
             None => {
@@ -292,26 +293,26 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant) -> anyhow::Resu
             }
         },
         Outcome::Failed { reason, is_retriable } => match newest_step(out) {
-            Ok(Some(kept)) if *is_retriable => {
-                anyhow::bail!("{reason}; --resume latest continues from step {kept}")
+            Ok(Some(saved)) if *is_retriable => {
+                anyhow::bail!("{reason}; --resume latest continues from step {saved}")
             }
             _ => anyhow::bail!("{reason}"),
         },
     }
 }
 
-/// The step of the newest complete checkpoint in `out`.
+/// Returns the step of the newest complete checkpoint in `out`.
 fn newest_step(out: &Path) -> anyhow::Result<Option<u64>> {
     let (newest, _) = checkpoint::newest(&out.join("checkpoints"))?;
     let name = newest.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
     Ok(name.and_then(checkpoint::parse_folder_name).map(|(_, step)| step))
 }
 
-/// Chooses the validation split like a server, for a job that does not name the split.
+/// Chooses the validation split of a job that does not name the split, by the same rules as a server.
 fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
-    let Validation::Split(usual) = &spec.data.validation else { return };
-    // Reading the dataset is not necessary in these cases. Ranks report problems of a dataset.
-    if usual == "none" || spec.data.folds.is_some() || dataset.join(usual).is_dir() {
+    let Validation::Split(default) = &spec.data.validation else { return };
+    // In these cases the default stays, and the dataset need not be read.
+    if default == "none" || spec.data.folds.is_some() || dataset.join(default).is_dir() {
         return;
     }
     if dataset.join("train").is_dir() {
@@ -322,20 +323,21 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
                 entry.ok().filter(|entry| entry.path().is_dir())?.file_name().into_string().ok()
             })
             .collect();
-        if let Some(split) = default_validation(usual, folders.iter().map(String::as_str)) {
+        if let Some(split) = default_validation(default, folders.iter().map(String::as_str)) {
             spec.data.validation = Validation::Split(split.to_owned());
             return;
         }
     }
+    // If the dataset cannot be read, the ranks report the reason.
     let Ok(splits) = lockstep_data::splits(dataset) else { return };
-    if let Some(split) = default_validation(usual, splits.iter().map(|(name, _)| name.as_str())) {
+    if let Some(split) = default_validation(default, splits.iter().map(|(name, _)| name.as_str())) {
         spec.data.validation = Validation::Split(split.to_owned());
-    } else if let [(_, samples)] = &splits[..] {
+    } else if let [(_only_split, samples)] = &splits[..] {
         spec.data.validation = Validation::Fraction(held_out_share(*samples));
     }
 }
 
-/// Checks that the ranks can divide the dataset's classes. Ranks report problems of a dataset.
+/// Checks that the ranks can divide the dataset's classes. If the dataset cannot be read, the ranks report the reason.
 ///
 /// # Errors
 /// Exit status 2 if the dataset has too few classes.
@@ -349,18 +351,19 @@ fn check_classes(spec: &JobSpec, dataset: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads the specification. Also returns whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.
-fn read_spec(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
+/// Reads the specification. Also returns whether it gives `data.validation`. `launched` is the name of the launcher and the number of ranks
+/// that the launcher has started. This number, or `--ranks`, replaces `parallel.ranks`.
+fn read_spec(args: &Args, launched: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let mut sets = args.sets.clone();
-    if let Some((by, ranks)) = world
-        && args.ranks.is_some_and(|given| given != ranks)
+    if let Some((launcher, ranks)) = launched
+        && args.ranks.is_some_and(|wanted| wanted != ranks)
     {
-        return Err(usage_error(format!("--ranks: {by} has started {ranks} ranks; leave it out")));
+        return Err(usage_error(format!("--ranks: {launcher} has started {ranks} ranks; leave --ranks out")));
     }
-    let ranks = world.map(|(_, ranks)| ranks).or(args.ranks);
+    let ranks = launched.map(|(_, ranks)| ranks).or(args.ranks);
     sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
     let document = job_file::document_as_written(&args.job, &sets)?;
     let spec = job_file::check(&args.job, &document)?;
-    let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
-    Ok((spec, given))
+    let gives_validation = document.pointer("/data/validation").is_some_and(|value| !value.is_null());
+    Ok((spec, gives_validation))
 }

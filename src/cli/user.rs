@@ -171,10 +171,10 @@ fn read_password() -> anyhow::Result<String> {
     }
 }
 
-fn first_line(from: impl BufRead) -> anyhow::Result<String> {
+fn first_line(input: impl BufRead) -> anyhow::Result<String> {
     let mut line = Vec::new();
-    let mut from = from.take(LINE_BYTES + 1);
-    from.read_until(b'\n', &mut line).context("the password on standard input")?;
+    let mut input = input.take(LINE_BYTES + 1);
+    input.read_until(b'\n', &mut line).context("the password on standard input")?;
     if line.len() as u64 > LINE_BYTES {
         return Err(usage_error(format!(
             "the line on standard input has more than {LINE_BYTES} bytes; a password has {} to {} characters",

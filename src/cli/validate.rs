@@ -55,7 +55,7 @@ struct Plan {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
     args.grid.write(&args.job, &mut document)?;
-    let (trials, mistakes) = match sweep::mistakes(&document) {
+    let (trials, mistakes) = match sweep::find_mistakes(&document) {
         Some((trials, mistakes)) => (Some(trials), mistakes),
         None => (None, job_file::read(&document).err().unwrap_or_default()),
     };
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if !asks_server || !job_file::dataset_paths(&document).is_empty() {
         return check_without_dataset(args, &api, asks_server, &document, mistakes);
     }
-    // The server's error lists the mistakes in the file too, so it comes first.
+    // The server's error also lists the mistakes in the file, so it is returned first.
     let response: Value = block_on(api.post("/jobs/validate", &document))?;
     if !mistakes.is_empty() {
         return Err(job_file::mistakes_error(&args.job, &mistakes));
@@ -84,9 +84,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::json(&response);
     }
     let spec = &plan.spec;
-    // A fraction holds out each picture independently, so the number of training pictures is only expected.
-    let is_expected = matches!(spec.data.validation, Validation::Fraction(_)) && spec.data.folds.is_none();
-    let about = if is_expected { "about " } else { "" };
+    // A fraction holds out each picture independently, so the number of training pictures is an estimate.
+    let is_estimate = matches!(spec.data.validation, Validation::Fraction(_)) && spec.data.folds.is_none();
+    let about = if is_estimate { "about " } else { "" };
     output::line(format_args!(
         "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}",
         args.job.display(),
@@ -107,7 +107,7 @@ fn check_without_dataset(
     document: &Value,
     mut mistakes: Vec<SpecError>,
 ) -> anyhow::Result<()> {
-    // Of a sweep, the files of the first trial's job are checked.
+    // For a sweep, the files of the first trial's job are checked.
     let (spec, _) = spec::read(sweep::trials(document).first().unwrap_or(document));
     mistakes.extend(mistakes_in_files(document, spec.as_ref()));
     if asks_server {
@@ -142,10 +142,10 @@ fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError>
             mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
         }
     }
-    // Other values are ids of checkpoints, or paths on the machine that trains.
     let pretrained = spec.and_then(|spec| spec.model.pretrained.as_deref());
-    if let Some(given) = pretrained.map(Path::new).filter(|path| path.exists()) {
-        let files = checkpoint::model_files(given).map_err(|e| e.to_string());
+    // Any other value is the id of a checkpoint, or a path on the machine that trains.
+    if let Some(path) = pretrained.map(Path::new).filter(|path| path.exists()) {
+        let files = checkpoint::model_files(path).map_err(|e| e.to_string());
         let read =
             files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
         let mistake = |detail| SpecError { pointer: "/model/pretrained".into(), detail };

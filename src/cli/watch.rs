@@ -42,7 +42,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
 pub(crate) fn announce(job: &Job) {
     if !job.state.is_final() {
         output::warn(format_args!(
-            "Ctrl-C ends this display and not the job: `lockstep watch {0}` shows it again, `lockstep cancel {0}` stops it",
+            "Ctrl-C ends this display and not the job: `lockstep watch {0}` shows the job again, `lockstep cancel {0}` stops the job",
             job.id
         ));
     }
@@ -121,7 +121,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
     let mut since = job.last_seq;
     let mut over = job.state.is_final();
     let mut backoff = RETRY;
-    let mut outage_since: Option<Instant> = None;
+    let mut outage_start: Option<Instant> = None;
     let mut outage = Outage::default();
     while !over {
         let lost = match api.stream(&job, since).await {
@@ -144,7 +144,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
                     Err(error) => break Some(error),
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
-                        outage_since = None;
+                        outage_start = None;
                         outage.report_restored(|text| display.warn(text));
                         backoff = RETRY;
                         if let Frame::Hello { last_seq, .. } = &frame
@@ -169,8 +169,8 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
             },
         };
         if !over {
-            let since_when = *outage_since.get_or_insert_with(Instant::now);
-            if since_when.elapsed() > SERVER_TIMEOUT {
+            let start = *outage_start.get_or_insert_with(Instant::now);
+            if start.elapsed() > SERVER_TIMEOUT {
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
                     "the connection to the server is lost: {why}; `lockstep watch {}` shows the job",
@@ -195,28 +195,32 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
 /// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names a best checkpoint only if it is in `checkpoints`.
 pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
-    let how = match &job.reason {
+    let outcome = match &job.reason {
         Some(reason) if job.state != JobState::Succeeded => Some(reason.clone()),
-        _ => accuracy(&job.last, job.best, checkpoints),
+        _ => describe_accuracy(&job.last, job.best, checkpoints),
     };
-    let how = how.map(|how| format!(": {how}")).unwrap_or_default();
-    let early = job.reason.as_ref().filter(|_| job.state == JobState::Succeeded);
-    let early = early.map(|reason| format!("; {reason}")).unwrap_or_default();
-    format!("{}{after}{how}{early}", job.state)
+    let outcome = outcome.map(|outcome| format!(": {outcome}")).unwrap_or_default();
+    let early_end = job.reason.as_ref().filter(|_| job.state == JobState::Succeeded);
+    let early_end = early_end.map(|reason| format!("; {reason}")).unwrap_or_default();
+    format!("{}{after}{outcome}{early_end}", job.state)
 }
 
-fn accuracy(values: &LastValues, best: Option<Measured>, checkpoints: &[CheckpointInfo]) -> Option<String> {
+fn describe_accuracy(
+    values: &LastValues,
+    best: Option<Measured>,
+    checkpoints: &[CheckpointInfo],
+) -> Option<String> {
     let best = best.map(|best| (percent(best.value), best.epoch));
     let last = values.val_accuracy.map(percent).or_else(|| best.as_ref().map(|(best, _)| best.clone()))?;
-    let (shown, epoch) = best.unwrap_or_else(|| (last.clone(), 0));
+    let (best, best_epoch) = best.unwrap_or_else(|| (last.clone(), 0));
     let mut more = Vec::new();
-    if shown != last {
-        more.push(format!("best {shown} in epoch {epoch}"));
+    if best != last {
+        more.push(format!("best {best} in epoch {best_epoch}"));
     }
-    more.extend(best_checkpoint(checkpoints).map(|(kept, accuracy)| {
-        let accuracy = Some(percent(accuracy)).filter(|accuracy| *accuracy != shown);
-        let with = accuracy.map(|accuracy| format!(" with {accuracy}")).unwrap_or_default();
-        format!("best checkpoint {}-{}{with}", kept.epoch, kept.step)
+    more.extend(best_checkpoint(checkpoints).map(|(checkpoint, accuracy)| {
+        let accuracy = Some(percent(accuracy)).filter(|accuracy| *accuracy != best);
+        let suffix = accuracy.map(|accuracy| format!(" with {accuracy}")).unwrap_or_default();
+        format!("best checkpoint {}-{}{suffix}", checkpoint.epoch, checkpoint.step)
     }));
     let more = if more.is_empty() { String::new() } else { format!(" ({})", more.join("; ")) };
     Some(format!("validation accuracy {}{more}", values.accuracy_in_words().unwrap_or(last)))
@@ -258,7 +262,7 @@ mod tests {
             ),
         ] {
             let last = LastValues { val_accuracy: last, ..LastValues::default() };
-            assert_eq!(accuracy(&last, best, checkpoints).as_deref(), words);
+            assert_eq!(describe_accuracy(&last, best, checkpoints).as_deref(), words);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Files with a checkpoint's weights, on a server or in a folder of this machine.
+//! Files that contain a checkpoint's weights, on a server or in a folder of this machine.
 
 use super::{
     api::Api,
@@ -24,7 +24,7 @@ pub(super) struct WeightFile {
     pub(super) sha256: String,
 }
 
-/// Returns the files with a checkpoint's weights. A sharded checkpoint has several files, one of which is an index.
+/// Returns the files that contain a checkpoint's weights. A sharded checkpoint has several files, one of which is an index.
 ///
 /// # Errors
 /// Exit status 2 if the checkpoint does not have these weights.
@@ -36,10 +36,10 @@ pub(super) async fn files(
     let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", checkpoint.id)).await?;
     let files = manifest.get("files").and_then(Value::as_object).into_iter().flatten();
     let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(weights.file()));
-    let with_checksum = |(name, about): (&String, &Value)| {
-        Some(WeightFile { name: name.clone(), sha256: about.get("sha256")?.as_str()?.to_owned() })
+    let weight_file = |(name, entry): (&String, &Value)| {
+        Some(WeightFile { name: name.clone(), sha256: entry.get("sha256")?.as_str()?.to_owned() })
     };
-    let files: Vec<WeightFile> = of_kind.filter_map(with_checksum).collect();
+    let files: Vec<WeightFile> = of_kind.filter_map(weight_file).collect();
     match weights {
         _ if !files.is_empty() => Ok(files),
         Weights::Ema => {
@@ -50,8 +50,8 @@ pub(super) async fn files(
     }
 }
 
-/// Downloads a file as `place`. Writes to a path next to `place` first, so that a broken download leaves no file with this name. Returns
-/// the size in bytes.
+/// Downloads a file to `place`. First writes to a path next to `place`, so that a broken download leaves no file at `place`. Returns the
+/// size in bytes.
 ///
 /// # Errors
 /// The download is damaged, or the file cannot be written.
@@ -63,7 +63,7 @@ pub(super) async fn fetch(
 ) -> anyhow::Result<u64> {
     let path = format!("/checkpoints/{}/{}", checkpoint.id, wanted.name);
     let partial = file::partial(place);
-    let mut to = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
+    let mut file = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
     let result = async {
         let mut body = api.get_response(&path).await?.bytes_stream();
         let mut hash = Sha256::new();
@@ -72,13 +72,13 @@ pub(super) async fn fetch(
             let chunk = chunk.context("the connection broke during the download")?;
             hash.update(&chunk);
             size_bytes += chunk.len() as u64;
-            to.write_all(&chunk).with_context(|| partial.display().to_string())?;
+            file.write_all(&chunk).with_context(|| partial.display().to_string())?;
         }
-        let (found, expected) = (hex::encode(hash.finalize()), &wanted.sha256);
-        if !found.eq_ignore_ascii_case(expected) {
-            bail!("the download is damaged: its sha256 is {found}, but the checkpoint's is {expected}; try again");
+        let (actual, expected) = (hex::encode(hash.finalize()), &wanted.sha256);
+        if !actual.eq_ignore_ascii_case(expected) {
+            bail!("the download is damaged: its sha256 is {actual}, but the checkpoint's is {expected}; try again");
         }
-        to.sync_all()?;
+        file.sync_all()?;
         fs::rename(&partial, place).with_context(|| place.display().to_string())?;
         Ok(size_bytes)
     }
@@ -108,24 +108,24 @@ pub(super) async fn fetch_beside(
     Ok(folder)
 }
 
-/// Returns the folder of the best checkpoint if `given` is the folder of a run, as `lockstep train` writes it, and prints a note that names
-/// the checkpoint. Returns any other path unchanged. Without validation, the newest checkpoint counts as the best.
+/// If `path` is the folder of a run of `lockstep train`, returns the folder of the run's best checkpoint, and prints a note that names the
+/// checkpoint. Returns any other path unchanged. Without validation, the newest checkpoint counts as the best.
 ///
 /// # Errors
 /// Exit status 2 if the run has no checkpoint.
-pub(super) fn best_of_run(given: &Path) -> anyhow::Result<PathBuf> {
-    let directory = given.join("checkpoints");
+pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
+    let directory = path.join("checkpoints");
     if !directory.is_dir() {
-        return Ok(given.to_owned());
+        return Ok(path.to_owned());
     }
     let all = checkpoint::infos(&directory)?;
     let best = all.iter().rfind(|info| info.best);
     let Some(chosen) = best.or(all.last()) else {
-        return Err(usage_error(format!("{}: this run has no complete checkpoint yet", given.display())));
+        return Err(usage_error(format!("{}: this run has no complete checkpoint yet", path.display())));
     };
     let name = checkpoint::folder_name(chosen.epoch, chosen.step);
     let which = if best.is_some() { "best" } else { "newest" };
-    output::warn(format_args!("{}: checkpoint {name}, the {which}", given.display()));
+    output::warn(format_args!("{}: checkpoint {name}, the {which}", path.display()));
     Ok(directory.join(name))
 }
 
@@ -135,7 +135,7 @@ pub(super) fn best_of_run(given: &Path) -> anyhow::Result<PathBuf> {
 /// Exit status 2 if the checkpoint does not exist or is damaged.
 pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Result<ManifestFile> {
     if !folder.is_dir() {
-        return Err(usage_error(format!("{}: is not the folder of a checkpoint", folder.display())));
+        return Err(usage_error(format!("{} is not the folder of a checkpoint", folder.display())));
     }
     let files = checkpoint::model_files(&path(folder, weights)).map_err(|e| usage_error(e.to_string()))?;
     if weights == Weights::Ema && !files.iter().all(|file| file.exists()) {

@@ -26,8 +26,8 @@ const FILE: &str = "model.safetensors";
 /// Maximum size of a Git LFS pointer, from its specification.
 const POINTER_BYTES: usize = 1024;
 
-/// Networks whose repositories `timm/NAME.a1_in1k` have weights, which were trained on ImageNet-1k by timm's recipe A1 (Wightman et al.
-/// 2021).
+/// Networks NAME for which the repository `timm/NAME.a1_in1k` has weights. The weights were trained on ImageNet-1k by timm's recipe A1
+/// (Wightman et al. 2021).
 const KNOWN: [&str; 5] = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"];
 
 #[derive(clap::Subcommand)]
@@ -71,7 +71,7 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
         return Err(usage_error(format!("--from {hub} is not a URL; write a URL such as {HUB}")));
     }
     let url = format!("{base}/resolve/main/{FILE}");
-    let explained = |failure: Failure| {
+    let explain = |failure: Failure| {
         let manually = format!(
             "Without a network: download {url} on another machine and put it here as {}. Or name a mirror with --from URL.",
             place.display()
@@ -86,11 +86,11 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(folder).map_err(|e| anyhow!("{}: {e}", folder.display()))?;
     let client = new_client()?;
     block_on(async {
-        let remote = read_pointer(&client, &format!("{base}/raw/main/{FILE}")).await.map_err(explained)?;
+        let remote = read_pointer(&client, &format!("{base}/raw/main/{FILE}")).await.map_err(explain)?;
         let bar = new_bar(remote.bytes);
-        let got = download(&client, &url, &remote, place, &|bytes| bar.set_position(bytes)).await;
+        let result = download(&client, &url, &remote, place, &|bytes| bar.set_position(bytes)).await;
         bar.finish_and_clear();
-        got.map_err(explained)
+        result.map_err(explain)
     })?;
     check(place)
 }
@@ -112,26 +112,26 @@ async fn read_pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
     if response.status() != StatusCode::OK {
         return Err(Failure::from_status(url, response.status()));
     }
-    let mut text = Vec::new();
+    let mut content = Vec::new();
     while let Some(bytes) = response.chunk().await.map_err(lost)? {
-        text.extend_from_slice(&bytes);
-        if text.len() > POINTER_BYTES {
+        content.extend_from_slice(&bytes);
+        if content.len() > POINTER_BYTES {
             break;
         }
     }
-    parse_pointer(&text)
+    parse_pointer(&content)
         .ok_or_else(|| Failure::Refused(format!("{url} is not a Git LFS pointer with the checksum")))
 }
 
 /// Parses a Git LFS pointer.
-fn parse_pointer(text: &[u8]) -> Option<Remote> {
-    let text = str::from_utf8(text).ok().filter(|text| text.len() <= POINTER_BYTES)?;
+fn parse_pointer(content: &[u8]) -> Option<Remote> {
+    let text = str::from_utf8(content).ok().filter(|text| text.len() <= POINTER_BYTES)?;
     let value = |key: &str| text.lines().find_map(|line| line.strip_prefix(key));
     let sha256 = value("oid sha256:")?;
-    let is_sum = sha256.len() == 64 && sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let is_checksum = sha256.len() == 64 && sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
     let bytes = value("size ")?.parse().ok()?;
     // Leaks at most one text per command.
-    is_sum.then(|| Remote { name: FILE, bytes, sha256: sha256.to_lowercase().leak(), members: &[] })
+    is_checksum.then(|| Remote { name: FILE, bytes, sha256: sha256.to_lowercase().leak(), members: &[] })
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Finds jobs and sweeps by the start of an id or by a name, including those that this version cannot read.
+//! Finds jobs and sweeps by the start of an id or by a name. Includes jobs and sweeps that this version cannot read.
 
 use super::super::{age::age, output::one_line};
 use lockstep_protocol::spec::nearest;
@@ -7,9 +7,16 @@ use std::{fmt::Write as _, path::Path};
 
 /// Minimum length of an id's prefix. Ids that are made at about the same time have the same first characters.
 const MIN_PREFIX_CHARS: usize = 4;
-/// The kind of object, and the command that lists all objects of this kind.
-pub(super) const JOB: (&str, &str) = ("job", "lockstep list");
-pub(super) const SWEEP: (&str, &str) = ("sweep", "lockstep sweep list");
+/// The kind of object that a name means.
+#[derive(Clone, Copy)]
+pub(super) struct Kind {
+    noun: &'static str,
+    /// The command that lists all objects of this kind.
+    list: &'static str,
+}
+
+pub(super) const JOB: Kind = Kind { noun: "job", list: "lockstep list" };
+pub(super) const SWEEP: Kind = Kind { noun: "sweep", list: "lockstep sweep list" };
 /// Maximum number of jobs that an error message lists.
 const MAX_LISTED: usize = 10;
 
@@ -17,22 +24,22 @@ pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
     job.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// What a command does if several jobs that count have the name that it is given.
+/// What [`choose`] does if several jobs with the name count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Several {
     TakeNewest,
     Refuse,
 }
 
-/// Returns the id of the newest of the `jobs` (newest first) called `name`, or of the only job whose id begins with `name`. If `is_meant`
-/// accepts jobs called `name`, only these count. If several jobs have the name, a note names the chosen job. `None` if no job matches. The
-/// first argument is [`JOB`] or [`SWEEP`].
+/// Returns the id of the newest job called `name`, or of the only job whose id begins with `name`. `None` if no job matches. Of the jobs
+/// called `name`, only jobs that `is_meant` accepts count, unless it rejects all of them. If several jobs are called `name`, also returns a
+/// note that names the chosen job. `jobs` are in order, the newest first.
 ///
 /// # Errors
-/// Several jobs that count have the name and `several` refuses them, several ids begin with `name`, or it is a file. The error is a
-/// sentence.
+/// Several jobs called `name` count and `several` refuses them, several ids begin with `name`, or `name` is the path of a file. The error
+/// is a sentence.
 pub(super) fn choose(
-    (noun, list): (&str, &str),
+    Kind { noun, list }: Kind,
     jobs: &[Value],
     name: &str,
     is_meant: impl Fn(&Value) -> bool,
@@ -40,11 +47,11 @@ pub(super) fn choose(
 ) -> Result<Option<(String, Option<String>)>, String> {
     let id = |job: &Value| text(job, "id").to_owned();
     let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
-    let mut counting = called.clone();
-    if counting.iter().any(|job| is_meant(job)) {
-        counting.retain(|job| is_meant(job));
+    let mut candidates = called.clone();
+    if candidates.iter().any(|job| is_meant(job)) {
+        candidates.retain(|job| is_meant(job));
     }
-    if let [newest, others @ ..] = &counting[..] {
+    if let [newest, others @ ..] = &candidates[..] {
         if several == Several::Refuse && !others.is_empty() {
             return Err(format!(
                 "several {noun}s are called {name}: give a {noun}'s id; `{list}` shows the ids"
@@ -57,21 +64,21 @@ pub(super) fn choose(
         };
         return Ok(Some((id(newest), (called.len() > 1).then(note))));
     }
-    let begins = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
-    let begin: Vec<_> = jobs.iter().filter(begins).collect();
-    match &begin[..] {
+    let has_prefix = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
+    let matches: Vec<_> = jobs.iter().filter(has_prefix).collect();
+    match &matches[..] {
         [job] => Ok(Some((id(job), None))),
-        [] if noun == JOB.0 && Path::new(name).is_file() => Err(format!(
+        [] if noun == JOB.noun && Path::new(name).is_file() => Err(format!(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
         )),
         [] => Ok(None),
-        several => Err(ambiguous(several, name)),
+        several => Err(ambiguous_prefix(several, name)),
     }
 }
 
-/// Returns the message for a name that none of `all` has. Suggests the most similar name.
-pub(super) fn unknown((noun, list): (&str, &str), all: &[Value], name: &str) -> String {
-    let near = nearest(name, all.iter().map(|one| text(one, "name")));
+/// Returns the message for a name that no object of the list `all` has. Suggests the most similar name.
+pub(super) fn unknown(Kind { noun, list }: Kind, all: &[Value], name: &str) -> String {
+    let near = nearest(name, all.iter().map(|object| text(object, "name")));
     let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
     format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")
 }
@@ -83,8 +90,8 @@ fn describe(job: &Value) -> String {
     format!("{id}, {state}{}", created.unwrap_or_default())
 }
 
-/// Returns the message for several ids that begin with `name`. It describes each job, so that the user can choose.
-fn ambiguous(jobs: &[&Value], name: &str) -> String {
+/// Returns the message for several ids that begin with `name`. The message describes each job, so that the user can choose.
+fn ambiguous_prefix(jobs: &[&Value], name: &str) -> String {
     let count = jobs.len();
     let mut message = format!("{count} ids begin with {name}; give a longer part of the id:");
     for job in jobs.iter().take(MAX_LISTED) {

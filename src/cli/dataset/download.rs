@@ -59,7 +59,7 @@ pub(crate) async fn download(
     path: &Path,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), Failure> {
-    if is_whole(path, remote)? {
+    if is_complete(path, remote)? {
         progress(remote.bytes);
         return Ok(());
     }
@@ -68,9 +68,9 @@ pub(crate) async fn download(
     if file.try_lock().is_err() {
         return Err(Failure::Local(format!("{} is being written by another download", part.display())));
     }
-    // Bytes of an earlier run may belong to another file. If the checksum differs, such bytes are downloaded again once; bytes of this run
-    // are not.
-    let mut from_before = file.metadata()?.len() > 0;
+    // Bytes of an earlier run may belong to another file. So if the checksum is wrong, a download that continued such bytes starts again,
+    // once.
+    let mut continues_earlier_run = file.metadata()?.len() > 0;
     loop {
         receive(client, url, remote, &mut file, progress).await?;
         let sum = sha256(&mut file)?;
@@ -80,19 +80,19 @@ pub(crate) async fn download(
             return Ok(());
         }
         file.set_len(0)?;
-        if !from_before {
+        if !continues_earlier_run {
             let _ = fs::remove_file(&part);
             return Err(Failure::Refused(format!(
                 "{url} does not have the content of {}: its SHA-256 is {sum}, not {}",
                 remote.name, remote.sha256
             )));
         }
-        from_before = false;
+        continues_earlier_run = false;
     }
 }
 
 /// Whether the file is complete and has the right checksum.
-pub(super) fn is_whole(path: &Path, remote: &Remote) -> Result<bool, Failure> {
+fn is_complete(path: &Path, remote: &Remote) -> Result<bool, Failure> {
     match File::open(path) {
         Ok(mut file) => Ok(file.metadata()?.len() == remote.bytes && sha256(&mut file)? == remote.sha256),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -108,94 +108,94 @@ async fn receive(
     file: &mut File,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), Failure> {
-    let mut most = file.metadata()?.len();
-    if most > remote.bytes {
-        most = 0;
+    let mut max_size = file.metadata()?.len();
+    if max_size > remote.bytes {
+        max_size = 0;
         file.set_len(0)?;
     }
-    let mut in_vain = 0;
+    let mut failed_attempts = 0;
     loop {
-        let have = file.metadata()?.len();
-        progress(have);
-        if have == remote.bytes {
+        let size = file.metadata()?.len();
+        progress(size);
+        if size == remote.bytes {
             return Ok(());
         }
-        let broken = match receive_once(client, url, remote, file, have, progress).await {
+        let why = match receive_once(client, url, remote, file, size, progress).await {
             Ok(()) => format!("{url}: the connection ended early"),
             Err(Failure::Unreachable(why)) => why,
             Err(other) => return Err(other),
         };
-        let now = file.metadata()?.len();
-        if now == remote.bytes {
+        let size = file.metadata()?.len();
+        if size == remote.bytes {
             continue;
         }
         // A server without range requests sends the file from the beginning each time, so only bytes beyond the previous maximum count as
         // progress.
-        in_vain = if now > most { 0 } else { in_vain + 1 };
-        most = most.max(now);
-        if in_vain >= MAX_ATTEMPTS {
-            return Err(Failure::Unreachable(broken));
+        failed_attempts = if size > max_size { 0 } else { failed_attempts + 1 };
+        max_size = max_size.max(size);
+        if failed_attempts >= MAX_ATTEMPTS {
+            return Err(Failure::Unreachable(why));
         }
-        tokio::time::sleep(RETRY.after(in_vain + 1)).await;
+        tokio::time::sleep(RETRY.after(failed_attempts + 1)).await;
     }
 }
 
-/// Uses one connection: receives the bytes after `have`, or the whole file if the server does not support range requests.
+/// Uses one connection: receives the bytes from the offset `start`, or the whole file if the server does not support range requests.
 async fn receive_once(
     client: &Client,
     url: &str,
     remote: &Remote,
     file: &mut File,
-    have: u64,
+    start: u64,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), Failure> {
     let mut request = client.get(url);
-    if have > 0 {
-        request = request.header(RANGE, format!("bytes={have}-"));
+    if start > 0 {
+        request = request.header(RANGE, format!("bytes={start}-"));
     }
     let lost = |error: reqwest::Error| Failure::Unreachable(with_causes(&error));
     let response = request.send().await.map_err(lost)?;
-    let mut at = match response.status() {
-        StatusCode::PARTIAL_CONTENT if begins_at(&response, have, remote.bytes) => have,
+    let mut offset = match response.status() {
+        StatusCode::PARTIAL_CONTENT if starts_at(&response, start, remote.bytes) => start,
         // The length or the offset is wrong: start from the beginning.
-        StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => {
+        StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE if start > 0 => {
             file.set_len(0)?;
             return Err(Failure::Unreachable(format!("{url} does not continue at the requested position")));
         }
         StatusCode::OK => 0,
         status => return Err(Failure::from_status(url, status)),
     };
-    let other = |bytes: u64| {
+    let wrong_size = |bytes: u64| {
         Failure::Refused(format!("{url} has {bytes} bytes, but {} has {}", remote.name, remote.bytes))
     };
     if let Some(length) = response.content_length()
-        && at + length != remote.bytes
+        && offset + length != remote.bytes
     {
-        return Err(other(at + length));
+        return Err(wrong_size(offset + length));
     }
-    file.set_len(at)?;
-    file.seek(SeekFrom::Start(at))?;
+    file.set_len(offset)?;
+    file.seek(SeekFrom::Start(offset))?;
     let mut body = response.bytes_stream();
     while let Some(bytes) = body.next().await {
         let bytes = bytes.map_err(lost)?;
-        at += bytes.len() as u64;
-        if at > remote.bytes {
+        offset += bytes.len() as u64;
+        if offset > remote.bytes {
             file.set_len(0)?;
-            return Err(other(at));
+            return Err(wrong_size(offset));
         }
         file.write_all(&bytes)?;
-        progress(at);
+        progress(offset);
     }
     Ok(())
 }
 
-/// Whether a partial response starts after `have` bytes of a file of `bytes` bytes.
-fn begins_at(response: &Response, have: u64, bytes: u64) -> bool {
+/// Whether a partial response starts at the offset `start` of a file that has `size` bytes.
+fn starts_at(response: &Response, start: u64, size: u64) -> bool {
     let range = response.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
     let range = range.and_then(|range| range.strip_prefix("bytes "));
     range.is_some_and(|range| {
-        range.starts_with(&format!("{have}-"))
-            && range.rsplit('/').next().is_some_and(|total| total == "*" || total == bytes.to_string())
+        range.starts_with(&format!("{start}-"))
+            && range.rsplit('/').next().is_some_and(|total| total == "*" || total == size.to_string())
     })
 }
 

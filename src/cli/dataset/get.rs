@@ -70,7 +70,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::print(args.server.json, &dataset, text)
 }
 
-/// Puts all of the dataset's files into `to`, or none. Until then, downloaded files are kept next to `to`.
+/// Puts all of the dataset's files into `to`, or none. Until all files are complete, they are kept next to `to`.
 fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     if to.exists() {
         let missing: Vec<_> = known.parts().filter(|part| !to.join(part).is_file()).collect();
@@ -92,32 +92,33 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     }
     let client = new_client()?;
     let bar = new_bar(known.files.iter().map(|file| file.bytes).sum());
-    let mut before = 0;
+    let mut finished_bytes = 0;
     for file in known.files {
         let url = format!("{base}{}", file.name);
         let place = work.join(file.name);
         block_on(async {
-            let got = download(&client, &url, file, &place, &|bytes| bar.set_position(before + bytes)).await;
-            got.map_err(|failure| add_advice(failure, known, &base, &work, to))
+            let progress = |bytes: u64| bar.set_position(finished_bytes + bytes);
+            let result = download(&client, &url, file, &place, &progress).await;
+            result.map_err(|failure| add_advice(failure, known, &base, &work, to))
         })?;
-        before += file.bytes;
+        finished_bytes += file.bytes;
     }
     bar.finish_and_clear();
-    let whole = work.join("whole");
+    let complete = work.join("whole");
     // An earlier run may have ended while it unpacked files.
-    if whole.exists() {
-        fs::remove_dir_all(&whole).map_err(|e| failed(&whole, e))?;
+    if complete.exists() {
+        fs::remove_dir_all(&complete).map_err(|e| failed(&complete, e))?;
     }
-    fs::create_dir(&whole).map_err(|e| failed(&whole, e))?;
+    fs::create_dir(&complete).map_err(|e| failed(&complete, e))?;
     for file in known.files {
-        copy_or_unpack(file, &work.join(file.name), &whole).map_err(|e| failed(&whole, e))?;
+        copy_or_unpack(file, &work.join(file.name), &complete).map_err(|e| failed(&complete, e))?;
     }
     if !known.classes.is_empty() {
         let names = known.classes.join("\n") + "\n";
-        fs::write(whole.join("classes.txt"), names).map_err(|e| failed(&whole, e))?;
+        fs::write(complete.join("classes.txt"), names).map_err(|e| failed(&complete, e))?;
     }
-    File::open(&whole).and_then(|folder| folder.sync_all()).map_err(|e| failed(&whole, e))?;
-    fs::rename(&whole, to).map_err(|e| failed(to, e))?;
+    File::open(&complete).and_then(|folder| folder.sync_all()).map_err(|e| failed(&complete, e))?;
+    fs::rename(&complete, to).map_err(|e| failed(to, e))?;
     fs::remove_dir_all(&work).map_err(|e| failed(&work, e))
 }
 
@@ -134,10 +135,12 @@ fn copy_or_unpack(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
         let path = entry.path()?.into_owned();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         // Only known names are used, so an archive cannot choose the path of a file.
-        let Some(at) = missing.iter().position(|member| *member == name) else { continue };
-        let name = missing.remove(at);
+        let Some(index) = missing.iter().position(|member| *member == name) else { continue };
+        let name = missing.remove(index);
         if !entry.header().entry_type().is_file() || entry.size() > MAX_MEMBER_BYTES {
-            return Err(io::Error::other(format!("{name} in {} is not a regular file", file.name)));
+            let max = MAX_MEMBER_BYTES >> 30;
+            let text = format!("{name} in {} is not a regular file of at most {max} GiB", file.name);
+            return Err(io::Error::other(text));
         }
         let mut out = File::create_new(folder.join(name))?;
         io::copy(&mut entry.take(MAX_MEMBER_BYTES), &mut out)?;
@@ -170,7 +173,7 @@ fn add_advice(failure: Failure, known: &Known, base: &str, work: &Path, to: &Pat
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     let manually = format!(
         "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \
-         it checks them and continues. Or name a mirror with --from URL.",
+         the command checks the files and continues. Or name a mirror with --from URL.",
         addresses.join("\n"),
         work.display()
     );

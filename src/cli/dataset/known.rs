@@ -19,7 +19,7 @@ pub(crate) struct Remote {
     pub(crate) bytes: u64,
     /// Hexadecimal.
     pub(crate) sha256: &'static str,
-    /// Files to unpack from a gzipped tar archive, without their folder in the archive. If empty, the file itself is kept.
+    /// Names of the files to unpack from a gzipped tar archive, without folders. If empty, the file itself is kept.
     pub(crate) members: &'static [&'static str],
 }
 
@@ -106,9 +106,9 @@ impl Known {
     /// Returns the names of the dataset's files.
     pub(super) fn parts(&self) -> impl Iterator<Item = &'static str> {
         self.files.iter().flat_map(|file| {
-            let own: &[&str] =
+            let names: &[&str] =
                 if file.members.is_empty() { std::slice::from_ref(&file.name) } else { file.members };
-            own.iter().copied()
+            names.iter().copied()
         })
     }
 }

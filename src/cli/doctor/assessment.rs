@@ -6,6 +6,7 @@ use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
 /// Speed in bytes per second below which all-reduces take longer than most steps, so that several machines are not faster than one. A
 /// gigabit link transfers about 117 million bytes of TCP data per second.
 pub(super) const SLOW_BYTES_PER_SECOND: f64 = 110e6;
+/// Speed below which a link is a problem.
 const USELESS_BYTES_PER_SECOND: f64 = 11e6;
 /// A link gets a finding if another link is faster by this factor.
 const SPEED_RATIO: f64 = 2.5;
@@ -25,68 +26,71 @@ pub(super) fn finding(what: &str, grade: Grade, found: String, advice: impl Into
 /// Compares the versions that must be equal on two machines.
 pub(super) fn version_findings(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let (one, other) = (&a.name, &b.name);
-    if let (Some(x), Some(y)) = (&a.lockstep, &b.lockstep)
-        && x != y
+    let (name_a, name_b) = (&a.name, &b.name);
+    if let (Some(version_a), Some(version_b)) = (&a.lockstep, &b.lockstep)
+        && version_a != version_b
     {
         findings.push(finding(
             "Lockstep",
             Grade::Problem,
-            format!("{x} on {one}, {y} on {other}"),
-            "Install the same version on both: ranks of different versions refuse each other.",
+            format!("{version_a} on {name_a}, {version_b} on {name_b}"),
+            "Install the same version on both machines: ranks of different versions refuse each other.",
         ));
     }
-    let (Some(of_a), Some(of_b)) = (&a.facts, &b.facts) else { return findings };
-    if of_a.network_id == of_b.network_id {
+    let (Some(facts_a), Some(facts_b)) = (&a.facts, &b.facts) else { return findings };
+    if facts_a.network_id == facts_b.network_id {
         findings.push(finding(
             "machine",
             Grade::Note,
-            format!("{one} and {other} are the same machine"),
+            format!("{name_a} and {name_b} are the same machine"),
             "List the machine once, with more slots.",
         ));
     }
-    if of_a.gpus.is_empty() != of_b.gpus.is_empty() {
-        let (has, not) = if of_a.gpus.is_empty() { (other, one) } else { (one, other) };
+    if facts_a.gpus.is_empty() != facts_b.gpus.is_empty() {
+        let (with_gpus, without) = if facts_a.gpus.is_empty() { (name_b, name_a) } else { (name_a, name_b) };
         findings.push(finding(
             "GPUs",
             Grade::Note,
-            format!("{has} has GPUs, but {not} has no GPU that a rank can use"),
-            format!("A job has GPUs on all its machines or on none: `lockstep doctor` on {not} says what is missing."),
+            format!("{with_gpus} has GPUs, but {without} has no GPU that a rank can use"),
+            format!(
+                "A job has GPUs on all its machines or on none: `lockstep doctor` on {without} says what is missing."
+            ),
         ));
     }
-    if of_a.gpus.is_empty() || of_b.gpus.is_empty() {
+    if facts_a.gpus.is_empty() || facts_b.gpus.is_empty() {
         return findings;
     }
     let shown = |version: &Option<String>| version.clone().unwrap_or_else(|| "none".into());
-    if of_a.nccl != of_b.nccl || of_a.nccl.is_none() {
+    if facts_a.nccl != facts_b.nccl || facts_a.nccl.is_none() {
         findings.push(finding(
             "NCCL",
             Grade::Problem,
-            format!("{} on {one}, {} on {other}", shown(&of_a.nccl), shown(&of_b.nccl)),
-            "Install the same version on both (pip install nvidia-nccl-cu13==VERSION): NCCL refuses or hangs with another.",
+            format!("{} on {name_a}, {} on {name_b}", shown(&facts_a.nccl), shown(&facts_b.nccl)),
+            "Install the same version on both machines (pip install nvidia-nccl-cu13==VERSION): different versions of NCCL refuse each \
+             other or hang.",
         ));
     }
-    if of_a.driver != of_b.driver {
+    if facts_a.driver != facts_b.driver {
         let branch =
             |version: &Option<String>| shown(version).split('.').next().unwrap_or_default().to_owned();
-        let same_branch = branch(&of_a.driver) == branch(&of_b.driver);
+        let same_branch = branch(&facts_a.driver) == branch(&facts_b.driver);
         let grade = if same_branch { Grade::Note } else { Grade::Problem };
         findings.push(finding(
             "GPU driver",
             grade,
-            format!("{} on {one}, {} on {other}", shown(&of_a.driver), shown(&of_b.driver)),
-            "Install the same driver on both: each driver chooses and compiles kernels, which may differ in speed and rounding.",
+            format!("{} on {name_a}, {} on {name_b}", shown(&facts_a.driver), shown(&facts_b.driver)),
+            "Install the same driver on both machines: each driver chooses and compiles kernels, which may differ in speed and rounding.",
         ));
     }
     findings
 }
 
-/// Returns how far the clock of `b` is ahead of the clock of `a` and the uncertainty, both in milliseconds, from the direction with the
-/// smaller uncertainty.
+/// Returns how far the clock of `b` is ahead of the clock of `a`, and the uncertainty, both in milliseconds. Of the two measurements, takes
+/// the measurement with the smaller uncertainty.
 pub(super) fn clock_difference(pair: &Pair) -> Option<(f64, f64)> {
-    let there = pair.to_b.as_ref().ok().map(|link| (link.clock_ahead_ms, link.clock_within_ms));
-    let back = pair.to_a.as_ref().ok().map(|link| (-link.clock_ahead_ms, link.clock_within_ms));
-    [there, back].into_iter().flatten().min_by(|x, y| x.1.total_cmp(&y.1))
+    let to_b = pair.to_b.as_ref().ok().map(|link| (link.clock_ahead_ms, link.clock_within_ms));
+    let to_a = pair.to_a.as_ref().ok().map(|link| (-link.clock_ahead_ms, link.clock_within_ms));
+    [to_b, to_a].into_iter().flatten().min_by(|(_, x), (_, y)| x.total_cmp(y))
 }
 
 fn clock_finding(pair: &Pair) -> Option<Finding> {
@@ -147,8 +151,8 @@ pub(super) fn pair_findings(pair: &Pair, fastest: f64) -> Vec<Finding> {
             ));
         }
     }
-    if let (Ok(there), Ok(back)) = (&pair.to_b, &pair.to_a) {
-        findings.extend(speed_findings(pair, there, back, fastest));
+    if let (Ok(to_b), Ok(to_a)) = (&pair.to_b, &pair.to_a) {
+        findings.extend(speed_findings(pair, to_b, to_a, fastest));
     }
     findings.extend(clock_finding(pair));
     if let Some(Err(why)) = &pair.nccl {
@@ -157,7 +161,7 @@ pub(super) fn pair_findings(pair: &Pair, fastest: f64) -> Vec<Finding> {
             Grade::Problem,
             why.clone(),
             format!(
-                "The machines reach each other, their GPUs do not. Name the interface for NCCL in the hostfile \
+                "The machines reach each other, but their GPUs do not. Name the interface for NCCL in the hostfile \
                  (env:NCCL_SOCKET_IFNAME=eth1), and try env:NCCL_DEBUG=INFO; without a working InfiniBand env:NCCL_IB_DISABLE=1. \
                  The ranks were on the first GPU of {} and of {}.",
                 pair.a, pair.b
@@ -181,69 +185,67 @@ fn reach_advice(from: &str, to: &str, why: &str) -> String {
     }
     format!(
         "Open TCP from {from} to {to} in firewalls and security groups, to all ports that a kernel chooses \
-         (sysctl net.ipv4.ip_local_port_range on {to}). If {to} has another address for this, name its interface in the hostfile: \
-         env:NCCL_SOCKET_IFNAME=eth1."
+         (sysctl net.ipv4.ip_local_port_range on {to}). If ranks must use another address of {to}, name the interface of this \
+         address in the hostfile: env:NCCL_SOCKET_IFNAME=eth1."
     )
 }
 
-fn speed_findings(
-    pair: &Pair,
-    there: &LinkMeasurement,
-    back: &LinkMeasurement,
-    fastest: f64,
-) -> Vec<Finding> {
+fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, fastest: f64) -> Vec<Finding> {
     let mut findings = Vec::new();
     // `to_b` measures data that `b` sends.
-    let (least, slow_from, slow_to) = if there.bytes_per_second < back.bytes_per_second {
-        (there.bytes_per_second, &pair.b, &pair.a)
+    let (slower, slow_from, slow_to) = if to_b.bytes_per_second < to_a.bytes_per_second {
+        (to_b.bytes_per_second, &pair.b, &pair.a)
     } else {
-        (back.bytes_per_second, &pair.a, &pair.b)
+        (to_a.bytes_per_second, &pair.a, &pair.b)
     };
-    let most = there.bytes_per_second.max(back.bytes_per_second);
-    let takes = duration(2.0 * RESNET_50_BYTES / least * 1e3);
-    let meaning = format!("an all-reduce of ResNet-50's gradients over many machines takes {takes}");
-    if least < USELESS_BYTES_PER_SECOND {
+    let faster = to_b.bytes_per_second.max(to_a.bytes_per_second);
+    let time = duration(2.0 * RESNET_50_BYTES / slower * 1e3);
+    let meaning = format!("an all-reduce of ResNet-50's gradients over many machines takes {time}");
+    if slower < USELESS_BYTES_PER_SECOND {
         findings.push(finding(
             "speed",
             Grade::Problem,
-            format!("{} from {slow_from} to {slow_to}: {meaning}", speed(least)),
+            format!("{} from {slow_from} to {slow_to}: {meaning}", speed(slower)),
             "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a rate limit or a tunnel between the machines; otherwise \
-             leave one of the two out.",
+             leave one of the two machines out.",
         ));
-    } else if least * SPEED_RATIO < most {
+    } else if slower * SPEED_RATIO < faster {
         findings.push(finding(
             "speed",
             Grade::Note,
-            format!("{} from {slow_from} to {slow_to}, {} the other way", speed(least), speed(most)),
+            format!("{} from {slow_from} to {slow_to}, {} the other way", speed(slower), speed(faster)),
             "Look for errors and a half-duplex link (ethtool -S INTERFACE), and for other traffic in that direction.",
         ));
-    } else if least * SPEED_RATIO < fastest {
+    } else if slower * SPEED_RATIO < fastest {
         findings.push(finding(
             "speed",
             Grade::Note,
             format!(
-                "{}, and {} between others: a ring is as fast as its slowest link",
-                speed(least),
+                "{}, and {} between other machines: a ring is as fast as its slowest link",
+                speed(slower),
                 speed(fastest)
             ),
-            "Check that both use the same interface as the others, and check its speed (ethtool INTERFACE).",
+            "Check that both machines use the same interface as the other machines, and check the interface's speed (ethtool INTERFACE).",
         ));
-    } else if least < SLOW_BYTES_PER_SECOND {
+    } else if slower < SLOW_BYTES_PER_SECOND {
         findings.push(finding(
             "speed",
             Grade::Note,
-            format!("{}: {meaning}", speed(least)),
+            format!("{}: {meaning}", speed(slower)),
             "Use a faster network, a larger train.accumulate (fewer all-reduces), or fewer machines.",
         ));
     }
-    let far = there.round_trip_ms.min(back.round_trip_ms);
-    if far > MAX_ROUND_TRIP_MS {
+    let round_trip_ms = to_b.round_trip_ms.min(to_a.round_trip_ms);
+    if round_trip_ms > MAX_ROUND_TRIP_MS {
         findings.push(finding(
             "round trip",
             Grade::Note,
-            format!("{}: a step waits for two round trips for each machine in the ring", duration(far)),
-            "Between machines in one room it is 0.1 ms. Larger batches or train.accumulate cause fewer waits; parallel.sync_batch_norm = false \
-             avoids most of them.",
+            format!(
+                "{}: a step waits for two round trips for each machine in the ring",
+                duration(round_trip_ms)
+            ),
+            "Between machines in one room, a round trip takes 0.1 ms. Larger batches or train.accumulate cause fewer waits; \
+             parallel.sync_batch_norm = false avoids most waits.",
         ));
     }
     findings

@@ -25,8 +25,9 @@ pub(super) struct Pair {
     pub(super) to_b: Result<LinkMeasurement, String>,
     #[serde(serialize_with = "or_error")]
     pub(super) to_a: Result<LinkMeasurement, String>,
-    /// How far the clock of `b` is ahead of the clock of `a` and the uncertainty, both in milliseconds.
+    /// How far the clock of `b` is ahead of the clock of `a`, in milliseconds.
     pub(super) clock_ahead_ms: Option<f64>,
+    /// The uncertainty of `clock_ahead_ms`, in milliseconds.
     pub(super) clock_within_ms: Option<f64>,
     /// All-reduces over NCCL between the first GPUs of the two machines, if both have GPUs.
     #[serde(serialize_with = "perhaps_or_error")]

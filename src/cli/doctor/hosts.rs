@@ -47,7 +47,7 @@ impl Connected {
         self.remote.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn listens_at(&self) -> SocketAddr {
+    fn listen_address(&self) -> SocketAddr {
         (self.greeting.facts.address, self.greeting.port).into()
     }
 }
@@ -114,15 +114,15 @@ fn connect(hosts: &[Host], args: &Args, secret: &str) -> (Vec<ExaminedMachine>, 
 
 /// Measures each pair of machines that respond. Pairs without a common machine are measured at the same time.
 fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec<Pair> {
-    let there: Vec<_> = machines
+    let responding: Vec<_> = machines
         .iter()
         .zip(connected)
-        .filter_map(|(of, there)| Some((of.name.as_str(), there.as_ref()?)))
+        .filter_map(|(machine, connected)| Some((machine.name.as_str(), connected.as_ref()?)))
         .collect();
     let mut measured: Vec<(usize, usize, Pair)> = Vec::new();
-    for round in rounds(there.len()) {
+    for round in rounds(responding.len()) {
         let pairs: Vec<_> = std::thread::scope(|scope| {
-            let measure = |(a, b): (usize, usize)| (a, b, measure_pair(there[a], there[b]));
+            let measure = |(a, b): (usize, usize)| (a, b, measure_pair(responding[a], responding[b]));
             let threads: Vec<_> = round.into_iter().map(|pair| scope.spawn(move || measure(pair))).collect();
             threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
         });
@@ -132,7 +132,7 @@ fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec
     measured.into_iter().map(|(_, _, pair)| pair).collect()
 }
 
-/// Returns rounds in which each of `n` machines is paired with one other, until all pairs have occurred (circle method, Lucas 1883).
+/// Returns rounds in which each of `n` machines is paired with another machine, until all pairs have occurred (circle method, Lucas 1883).
 fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
     if n < 2 {
         return Vec::new();
@@ -147,15 +147,15 @@ fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
     (0..seats).map(round).collect()
 }
 
-fn measure_pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
+fn measure_pair((a, machine_a): (&str, &Connected), (b, machine_b): (&str, &Connected)) -> Pair {
     // No other pair of this round uses these machines.
-    let (mut by_a, mut by_b) = (at_a.lock(), at_b.lock());
-    let to_b = measure_link(&mut by_a, at_b.listens_at());
-    let to_a = measure_link(&mut by_b, at_a.listens_at());
-    let both_have_gpus = [at_a, at_b].iter().all(|machine| !machine.greeting.facts.gpus.is_empty());
+    let (mut remote_a, mut remote_b) = (machine_a.lock(), machine_b.lock());
+    let to_b = measure_link(&mut remote_a, machine_b.listen_address());
+    let to_a = measure_link(&mut remote_b, machine_a.listen_address());
+    let both_have_gpus = [machine_a, machine_b].iter().all(|machine| !machine.greeting.facts.gpus.is_empty());
     let nccl = (both_have_gpus && to_b.is_ok() && to_a.is_ok()).then(|| {
-        let at = (at_a.greeting.facts.address.to_string(), at_a.greeting.meeting_port);
-        run_all_reduces((a, &mut *by_a), (b, &mut *by_b), at)
+        let rendezvous = (machine_a.greeting.facts.address.to_string(), machine_a.greeting.meeting_port);
+        run_all_reduces((a, &mut *remote_a), (b, &mut *remote_b), rendezvous)
     });
     Pair {
         a: a.into(),
@@ -172,15 +172,16 @@ fn measure_pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) ->
 
 /// Runs all-reduces between two machines as a group of two ranks. The first machine is rank 0, to which the other connects.
 fn run_all_reduces(
-    (a, by_a): (&str, &mut Remote),
-    (b, by_b): (&str, &mut Remote),
+    (a, remote_a): (&str, &mut Remote),
+    (b, remote_b): (&str, &mut Remote),
     (addr, port): (String, u16),
 ) -> Result<Gathered, String> {
-    by_a.send(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
-    // Rank 0 still waits for rank 1. Its late response would be taken for the response to the next order, so its connection is closed.
-    by_b.send(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
-    let patience = ALL_REDUCE_TIMEOUT + Duration::from_secs(20);
-    let responses = [by_a.wait_for_response(patience), by_b.wait_for_response(patience)];
+    remote_a.send(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
+    // After an error, rank 0 still waits for rank 1. Rank 0's late response would be taken for the response to the next order, so its
+    // connection is closed.
+    remote_b.send(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| remote_a.close())?;
+    let timeout = ALL_REDUCE_TIMEOUT + Duration::from_secs(20);
+    let responses = [remote_a.wait_for_response(timeout), remote_b.wait_for_response(timeout)];
     let mut found = None;
     for (name, response) in [a, b].iter().zip(responses) {
         match response {
@@ -193,22 +194,22 @@ fn run_all_reduces(
 }
 
 /// Measures a link, and measures again if the link seems slow: a machine may be busy for a moment.
-fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
-    let mut best = probe(by, to)?;
+fn measure_link(remote: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
+    let mut best = probe(remote, to)?;
     for _ in 1..MAX_MEASUREMENTS {
         if best.bytes_per_second >= SLOW_BYTES_PER_SECOND && best.round_trip_ms <= MAX_ROUND_TRIP_MS {
             break;
         }
         // If a repetition fails, the earlier measurement is kept.
-        let Ok(again) = probe(by, to) else { break };
-        best = best.best(again);
+        let Ok(next) = probe(remote, to) else { break };
+        best = best.best(next);
     }
     Ok(best)
 }
 
-fn probe(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
-    by.send(&Order::Probe { to })?;
-    match by.wait_for_response(PROBE_TIMEOUT)? {
+fn probe(remote: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
+    remote.send(&Order::Probe { to })?;
+    match remote.wait_for_response(PROBE_TIMEOUT)? {
         PeerMessage::Link(link) => link,
         other => Err(format!("the machine gave an unexpected answer: {other:?}")),
     }
@@ -218,12 +219,11 @@ fn probe(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
 fn assess(machines: &[ExaminedMachine], pairs: &mut [Pair]) {
     let links = pairs.iter().flat_map(|pair| [&pair.to_a, &pair.to_b]);
     let fastest = links.filter_map(|link| Some(link.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);
-    let of = |name: &str| machines.iter().find(|machine| machine.name == name);
+    let find = |name: &str| machines.iter().find(|machine| machine.name == name);
     for pair in pairs {
-        let clocks = assessment::clock_difference(pair);
-        (pair.clock_ahead_ms, pair.clock_within_ms) = (clocks.map(|c| c.0), clocks.map(|c| c.1));
+        (pair.clock_ahead_ms, pair.clock_within_ms) = assessment::clock_difference(pair).unzip();
         let mut findings = assessment::pair_findings(pair, fastest);
-        if let (Some(a), Some(b)) = (of(&pair.a), of(&pair.b)) {
+        if let (Some(a), Some(b)) = (find(&pair.a), find(&pair.b)) {
             findings.extend(assessment::version_findings(a, b));
         }
         pair.grade = assessment::worst(&findings);
@@ -235,12 +235,12 @@ fn show(report: &Report) -> anyhow::Result<()> {
     let names = report.hosts.iter().map(|host| host.name.len());
     let pairs = report.pairs.iter().map(|pair| pair.a.len() + pair.b.len() + 3);
     let width = names.chain(pairs).max().unwrap_or(0);
-    let say = |grade: Grade, what: &str, found: &str| {
+    let print_line = |grade: Grade, what: &str, found: &str| {
         output::line(format_args!("{:<8} {what:<width$}  {found}", mark(grade)))
     };
-    let findings = |of: &[Finding]| -> anyhow::Result<()> {
-        for Finding { what, grade, found, advice } in of {
-            say(*grade, "", &format!("{what}: {found}"))?;
+    let print_findings = |findings: &[Finding]| -> anyhow::Result<()> {
+        for Finding { what, grade, found, advice } in findings {
+            print_line(*grade, "", &format!("{what}: {found}"))?;
             if let Some(advice) = advice {
                 output::line(format_args!("{:<8} {:<width$}  -> {advice}", "", ""))?;
             }
@@ -248,12 +248,12 @@ fn show(report: &Report) -> anyhow::Result<()> {
         Ok(())
     };
     for host in &report.hosts {
-        say(assessment::worst(&host.findings), &host.name, &describe_host(host))?;
-        findings(&host.findings)?;
+        print_line(assessment::worst(&host.findings), &host.name, &describe_host(host))?;
+        print_findings(&host.findings)?;
     }
     for pair in &report.pairs {
-        say(pair.grade, &format!("{} - {}", pair.a, pair.b), &describe_pair(pair))?;
-        findings(&pair.findings)?;
+        print_line(pair.grade, &format!("{} - {}", pair.a, pair.b), &describe_pair(pair))?;
+        print_findings(&pair.findings)?;
     }
     Ok(())
 }
@@ -276,13 +276,14 @@ fn describe_host(host: &ExaminedMachine) -> String {
 
 fn describe_pair(pair: &Pair) -> String {
     let mut message = match (&pair.to_b, &pair.to_a) {
-        (Ok(there), Ok(back)) => format!(
+        // `to_a` measures data that `a` sends.
+        (Ok(to_b), Ok(to_a)) => format!(
             "round trip {}, {} there and {} back",
-            assessment::duration(there.round_trip_ms.min(back.round_trip_ms)),
-            assessment::speed(back.bytes_per_second),
-            assessment::speed(there.bytes_per_second)
+            assessment::duration(to_b.round_trip_ms.min(to_a.round_trip_ms)),
+            assessment::speed(to_a.bytes_per_second),
+            assessment::speed(to_b.bytes_per_second)
         ),
-        _ => "one or both do not reach the other".into(),
+        _ => "one or both machines do not reach the other".into(),
     };
     if let (Some(ahead), Some(within)) = (pair.clock_ahead_ms, pair.clock_within_ms) {
         message += &format!(
@@ -327,8 +328,8 @@ mod tests {
         let mut a = Remote::run(Command::new("cat")).expect("cat");
         let mut b = Remote::run(Command::new("cat")).expect("cat");
         b.close();
-        let at = ("10.0.0.1".to_owned(), 4);
-        let why = run_all_reduces(("a", &mut a), ("b", &mut b), at).expect_err("no rank 1");
+        let rendezvous = ("10.0.0.1".to_owned(), 4);
+        let why = run_all_reduces(("a", &mut a), ("b", &mut b), rendezvous).expect_err("no rank 1");
         assert!(why.contains("the connection is closed"), "{why}");
         // A late response to the first order must not count as the response to this order.
         let to = ([10, 0, 0, 2], 5).into();

@@ -47,8 +47,9 @@ pub(super) enum Order {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Greeting {
     pub(super) facts: Facts,
-    /// Port for probes, and a free port for a rendezvous.
+    /// Port for probes.
     pub(super) port: u16,
+    /// Free port for a rendezvous.
     pub(super) meeting_port: u16,
 }
 
@@ -69,8 +70,8 @@ pub(super) enum PeerMessage {
 /// Standard input has an invalid line, or standard output is closed.
 pub(super) fn run() -> anyhow::Result<()> {
     let Ok(secret) = std::env::var(SECRET) else { return start_with_environment() };
-    let (facts, port) = match begin(&secret) {
-        Ok(begun) => begun,
+    let (facts, port) = match start_listening(&secret) {
+        Ok(started) => started,
         Err(why) => return send(&PeerMessage::Failed(why)),
     };
     let meeting_port = lockstep_comm::rendezvous::free_port(&facts.address.to_string())?;
@@ -92,7 +93,8 @@ pub(super) fn run() -> anyhow::Result<()> {
     }
 }
 
-fn begin(secret: &str) -> Result<(Facts, u16), String> {
+/// Returns the machine's facts and the port on which it now listens.
+fn start_listening(secret: &str) -> Result<(Facts, u16), String> {
     let facts = Facts::find()?;
     let port = listen(facts.address, secret.into())
         .map_err(|e| format!("cannot listen at {}: {e}", facts.address))?;

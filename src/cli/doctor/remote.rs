@@ -12,8 +12,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time limit for ssh to connect, with keys and a login shell, and for the machine to check its GPUs.
+/// Time limit for ssh to connect, with keys and a login shell.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(40);
+/// Time limit for the machine to check its GPUs.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for processes to exit before they are killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
@@ -22,8 +23,8 @@ const MAX_STDERR_BYTES: u64 = 64 << 10;
 
 pub(super) struct Remote {
     child: Child,
-    to: Option<ChildStdin>,
-    from: Receiver<String>,
+    stdin: Option<ChildStdin>,
+    lines: Receiver<String>,
     /// Reads what the process writes to standard error.
     stderr_reader: Option<JoinHandle<String>>,
 }
@@ -44,58 +45,59 @@ impl Remote {
         secret: &str,
     ) -> Result<(Self, String, Greeting), NoGreeting> {
         let name = &host.name;
-        let silent = |lockstep: Option<String>, why: String, advice: &str| NoGreeting {
+        let no_greeting = |lockstep: Option<String>, why: String, advice: &str| NoGreeting {
             lockstep,
             why,
             advice: advice.into(),
         };
         let program = quote(program);
         // Programs of every version can print their version.
-        let there = format!("{program} --version && exec {program} doctor --peer");
-        let mut remote = Self::run(ssh::shell_command(options, name, &there)).map_err(|e| {
-            silent(None, format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
+        let command = format!("{program} --version && exec {program} doctor --peer");
+        let mut remote = Self::run(ssh::shell_command(options, name, &command)).map_err(|e| {
+            let advice = "Install OpenSSH's client (openssh-client).";
+            no_greeting(None, format!("ssh cannot be started: {e}"), advice)
         })?;
         let start = Start { secret: secret.into(), env: host.env.clone() };
         // If the program cannot read the message, its exit status and output explain why.
         let _ = remote.send(&start);
-        let version = match remote.line(CONNECT_TIMEOUT) {
+        let version = match remote.receive_line(CONNECT_TIMEOUT) {
             Ok(line) => line.trim().trim_start_matches("lockstep ").to_owned(),
             Err(why) => {
                 let (why, advice) = remote.explain(name, &why);
-                return Err(silent(None, why, &advice));
+                return Err(no_greeting(None, why, &advice));
             }
         };
         match remote.receive(GREETING_TIMEOUT) {
             Ok(PeerMessage::Hello(greeting)) => Ok((remote, version, greeting)),
             Ok(PeerMessage::Failed(why)) => {
-                Err(silent(Some(version), why, &format!("`lockstep doctor` on {name} may say more.")))
+                Err(no_greeting(Some(version), why, &format!("`lockstep doctor` on {name} may say more.")))
             }
             Ok(_) | Err(_) => {
                 let why =
-                    format!("Lockstep {version} there cannot examine the machine: {}", remote.last_line());
-                let advice = concat!("Install Lockstep ", env!("CARGO_PKG_VERSION"), " there.");
-                Err(silent(Some(version), why, advice))
+                    format!("its Lockstep {version} cannot examine the machine: {}", remote.last_line());
+                let advice = concat!("Install Lockstep ", env!("CARGO_PKG_VERSION"), " on this machine.");
+                Err(no_greeting(Some(version), why, advice))
             }
         }
     }
 
-    /// Starts a command, with which messages are exchanged over its standard input and output.
+    /// Starts a command, and exchanges messages over the standard input and output of the command.
     pub(super) fn run(mut command: Command) -> std::io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn()?;
-        let (to, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-        let (line, from) = channel();
+        let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (sender, lines) = channel();
         let thread = |name: &str| std::thread::Builder::new().name(name.into());
         if let Some(stdout) = stdout {
             thread("remote").spawn(move || {
-                let mut lines = BufReader::new(stdout);
+                let mut stdout = BufReader::new(stdout);
                 loop {
                     let mut bytes = Vec::new();
-                    let read = (&mut lines).take(LINE_BYTES).read_until(b'\n', &mut bytes);
+                    let read = (&mut stdout).take(LINE_BYTES).read_until(b'\n', &mut bytes);
                     if read.is_err() || bytes.is_empty() {
                         return;
                     }
-                    if line.send(String::from_utf8_lossy(&bytes).into_owned()).is_err() {
+                    if sender.send(String::from_utf8_lossy(&bytes).into_owned()).is_err() {
                         return;
                     }
                 }
@@ -111,31 +113,32 @@ impl Remote {
                 String::from_utf8_lossy(&bytes).into_owned()
             })
         });
-        Ok(Self { child, to, from, stderr_reader: stderr_reader.transpose()? })
+        Ok(Self { child, stdin, lines, stderr_reader: stderr_reader.transpose()? })
     }
 
     /// Sends a message. [`Self::wait_for_response`] waits for the response to an order.
-    pub(super) fn send(&mut self, what: &impl serde::Serialize) -> Result<(), String> {
-        let mut line = serde_json::to_vec(what).map_err(|e| e.to_string())?;
+    pub(super) fn send(&mut self, message: &impl serde::Serialize) -> Result<(), String> {
+        let mut line = serde_json::to_vec(message).map_err(|e| e.to_string())?;
         line.push(b'\n');
-        let to = self.to.as_mut().ok_or("the connection is closed")?;
-        to.write_all(&line).and_then(|()| to.flush()).map_err(|e| format!("the ssh connection is lost: {e}"))
+        let stdin = self.stdin.as_mut().ok_or("the connection is closed")?;
+        let sent = stdin.write_all(&line).and_then(|()| stdin.flush());
+        sent.map_err(|e| format!("the ssh connection is lost: {e}"))
     }
 
-    fn line(&self, patience: Duration) -> Result<String, String> {
-        self.from.recv_timeout(patience).map_err(|e| match e {
-            RecvTimeoutError::Timeout => format!("no answer in {} s", patience.as_secs()),
+    fn receive_line(&self, timeout: Duration) -> Result<String, String> {
+        self.lines.recv_timeout(timeout).map_err(|e| match e {
+            RecvTimeoutError::Timeout => format!("no answer in {} s", timeout.as_secs()),
             RecvTimeoutError::Disconnected => "the ssh connection is lost".into(),
         })
     }
 
-    fn receive(&self, patience: Duration) -> Result<PeerMessage, String> {
-        let line = self.line(patience)?;
+    fn receive(&self, timeout: Duration) -> Result<PeerMessage, String> {
+        let line = self.receive_line(timeout)?;
         serde_json::from_str(&line).map_err(|e| format!("unexpected output ({e})"))
     }
 
-    pub(super) fn wait_for_response(&mut self, patience: Duration) -> Result<PeerMessage, String> {
-        let response = self.receive(patience);
+    pub(super) fn wait_for_response(&mut self, timeout: Duration) -> Result<PeerMessage, String> {
+        let response = self.receive(timeout);
         if response.is_err() {
             // A late response would be taken for the response to the next order.
             self.close();
@@ -145,7 +148,7 @@ impl Remote {
 
     /// Closes the machine's standard input, after which it accepts no orders.
     pub(super) fn close(&mut self) {
-        self.to = None;
+        self.stdin = None;
     }
 
     /// Explains a missing response from the way in which ssh ended.
@@ -169,13 +172,13 @@ impl Remote {
     }
 
     /// Waits for the process to exit. Kills it after the time limit.
-    fn end(&mut self, within: Duration) -> Option<std::process::ExitStatus> {
-        self.to = None;
-        let until = Instant::now() + within;
+    fn end(&mut self, timeout: Duration) -> Option<std::process::ExitStatus> {
+        self.stdin = None;
+        let deadline = Instant::now() + timeout;
         loop {
             match self.child.try_wait() {
                 Ok(Some(status)) => return Some(status),
-                Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
+                Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(10)),
                 _ => {
                     let _ = self.child.kill();
                     return self.child.wait().ok();

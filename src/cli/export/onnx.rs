@@ -24,7 +24,7 @@ use tempfile::TempDir;
 #[derive(clap::Args)]
 pub(super) struct Args {
     /// The job's id, the start of its id, or its name, or a version of a model (`models:/shoes@champion`). Or a checkpoint's folder, the
-    /// folder of a run of `lockstep train` (its best checkpoint), or a model.safetensors that Lockstep wrote; these need no server
+    /// folder of a run of `lockstep train` (its best checkpoint), or a model.safetensors that Lockstep wrote; a path needs no server
     #[arg(value_name = "JOB|PATH")]
     source: PathBuf,
     /// The job's checkpoint: best, latest, a step, or epoch and step (`2-54`)
@@ -51,8 +51,8 @@ pub(super) struct Args {
 /// # Errors
 /// Exit status 2 if the checkpoint does not exist, or its network cannot be exported to ONNX.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let Args { source, output: place, .. } = args;
-    file::check_output(place)?;
+    let Args { source, output, .. } = args;
+    file::check_output(output)?;
     let downloaded = if is_path(source) { None } else { Some(fetch(args)?) };
     let folder = match &downloaded {
         Some(folder) => folder.path().to_owned(),
@@ -60,22 +60,22 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let path = weight_files::path(&folder, args.weights);
     let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(usage_error)?;
-    file::replace(place, |partial| {
+    file::replace(output, |partial| {
         fs::write(partial, &model).with_context(|| partial.display().to_string())
     })?;
     let (size_bytes, sha256) = (model.len(), hex::encode(Sha256::digest(&model)));
-    let file = place.display().to_string();
+    let file = output.display().to_string();
     let value = json!({"file": file, "size_bytes": size_bytes, "sha256": sha256});
     output::print(args.server.json, &value, format_args!("{file}: {size_bytes} bytes, sha256 {sha256}"))
 }
 
-/// Whether the source is a path: a file, a folder with a checkpoint or a run, or a text that looks like a path. Another folder may have the
-/// same name as a job.
+/// Whether the source is a path: a file, a folder that is written with a slash, or a folder that contains a checkpoint or a run. The name
+/// of any other folder may be the name of a job.
 fn is_path(source: &Path) -> bool {
     let has = |file: &str| source.join(file).exists();
-    let is_written = source.components().count() > 1 || source.is_absolute();
+    let has_slash = source.components().count() > 1 || source.is_absolute();
     let has_model = || has(MODEL) || has(&index(MODEL)) || has(MANIFEST) || has("checkpoints");
-    source.is_file() || (source.is_dir() && (is_written || has_model()))
+    source.is_file() || (source.is_dir() && (has_slash || has_model()))
 }
 
 /// Downloads the weights of a job's checkpoint into a folder next to the output.

@@ -78,19 +78,19 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
             if points.is_empty() {
                 continue;
             }
-            let text = |text: &str| vec![ByteArray::from(text); points.len()];
+            let repeat = |text: &str| vec![ByteArray::from(text); points.len()];
             let mut group = writer.next_row_group()?;
-            column::<ByteArrayType>(&mut group, &text(job.id.as_str()))?;
-            column::<ByteArrayType>(&mut group, &text(&job.name))?;
+            write_column::<ByteArrayType>(&mut group, &repeat(job.id.as_str()))?;
+            write_column::<ByteArrayType>(&mut group, &repeat(&job.name))?;
             let attempts: Vec<_> = points.iter().map(|(_, point)| point.attempt as i32).collect();
-            column::<Int32Type>(&mut group, &attempts)?;
-            column::<Int32Type>(&mut group, &vec![rank as i32; points.len()])?;
+            write_column::<Int32Type>(&mut group, &attempts)?;
+            write_column::<Int32Type>(&mut group, &vec![rank as i32; points.len()])?;
             let metrics: Vec<_> = points.iter().map(|(name, _)| ByteArray::from(*name)).collect();
-            column::<ByteArrayType>(&mut group, &metrics)?;
+            write_column::<ByteArrayType>(&mut group, &metrics)?;
             let steps: Vec<_> = points.iter().map(|(_, point)| point.step as i64).collect();
-            column::<Int64Type>(&mut group, &steps)?;
+            write_column::<Int64Type>(&mut group, &steps)?;
             let values: Vec<_> = points.iter().map(|(_, point)| point.value).collect();
-            column::<FloatType>(&mut group, &values)?;
+            write_column::<FloatType>(&mut group, &values)?;
             group.close()?;
             written += points.len();
         }
@@ -100,7 +100,7 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
 }
 
 /// Writes the next column of a row group.
-fn column<T: DataType>(
+fn write_column<T: DataType>(
     group: &mut SerializedRowGroupWriter<'_, File>,
     values: &[T::T],
 ) -> anyhow::Result<()> {

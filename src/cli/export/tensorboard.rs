@@ -106,8 +106,8 @@ fn write_rank(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Ser
     // TensorBoard must not read the unfinished file as an event file.
     let partial = folder.join("lockstep.part");
     let mut out = BufWriter::new(File::create(&partial)?);
-    let begin = clock.begin();
-    let version = Event { wall_time: begin, file_version: Some(FILE_VERSION.into()), ..Event::default() };
+    let start = clock.start();
+    let version = Event { wall_time: start, file_version: Some(FILE_VERSION.into()), ..Event::default() };
     version.write(&mut out)?;
     if let Some(job) = settings {
         let settings = match &job.external {
@@ -115,7 +115,7 @@ fn write_rank(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Ser
             // Converted through text, so that a 32-bit 0.1 stays 0.1.
             None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
         };
-        Event::start(begin, to_hparams(settings)).write(&mut out)?;
+        Event::start(start, to_hparams(settings)).write(&mut out)?;
     }
     let mut points: Vec<(Point, &str)> = Vec::new();
     for (name, all) in series {
@@ -123,9 +123,9 @@ fn write_rank(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Ser
     }
     // Points of the same step stay in the order of the metrics' names.
     points.sort_by_key(|(point, _)| point.step);
-    for of_step in points.chunk_by(|(a, _), (b, _)| a.step == b.step) {
-        let (first, _) = of_step[0];
-        let value = of_step.iter().map(|(point, name)| SummaryValue {
+    for same_step in points.chunk_by(|(a, _), (b, _)| a.step == b.step) {
+        let (first, _) = same_step[0];
+        let value = same_step.iter().map(|(point, name)| SummaryValue {
             tag: (*name).to_owned(),
             simple_value: Some(point.value),
             ..SummaryValue::default()
@@ -135,11 +135,11 @@ fn write_rank(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Ser
         Event { wall_time, step, file_version: None, summary }.write(&mut out)?;
     }
     if let Some(job) = settings.filter(|job| job.state.is_final()) {
-        let end = job.finished_at.map_or(begin, seconds);
+        let end = job.finished_at.map_or(start, seconds);
         Event::end(end, job.state == JobState::Succeeded).write(&mut out)?;
     }
     out.flush()?;
-    fs::rename(&partial, folder.join(format!("events.out.tfevents.{}.lockstep", begin as u64)))?;
+    fs::rename(&partial, folder.join(format!("events.out.tfevents.{}.lockstep", start as u64)))?;
     Ok(points.len())
 }
 
@@ -196,12 +196,12 @@ impl Clock {
         Self(attempts.iter().filter_map(span).collect())
     }
 
-    fn begin(&self) -> f64 {
+    fn start(&self) -> f64 {
         self.0.values().next().map_or(0.0, |span| span.from)
     }
 
     fn time_of(&self, point: Point) -> f64 {
-        let Some(span) = self.0.get(&point.attempt) else { return self.begin() };
+        let Some(span) = self.0.get(&point.attempt) else { return self.start() };
         let (done, all) = (point.step - span.first + 1, span.last - span.first + 1);
         span.from + (span.to - span.from) * (done as f64 / all as f64)
     }

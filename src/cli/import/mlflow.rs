@@ -23,7 +23,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
         return server::sources(url);
     }
     check_folder(root)?;
-    let mut found = Sources::new();
+    let mut runs = Sources::new();
     // The store itself, or the folder that contains `mlruns`.
     for root in [root.to_owned(), root.join("mlruns")] {
         if !root.is_dir() {
@@ -34,18 +34,18 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
             {
                 let (shown, experiment) = (run.display().to_string(), experiment.clone());
                 let read: Read = Box::new(move || Ok(read(&experiment, &run)?.into_iter().collect()));
-                found.push((shown, read));
+                runs.push((shown, read));
             }
         }
     }
-    if found.is_empty() {
+    if runs.is_empty() {
         return Err(usage_error(format!(
             "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {META_FILE}. For a database, start `mlflow server` with the database and \
              give the server's address",
             root.display()
         )));
     }
-    Ok(found)
+    Ok(runs)
 }
 
 fn read_meta(folder: &Path) -> anyhow::Result<Value> {
@@ -80,18 +80,18 @@ fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
 }
 
 /// Returns a field as text. YAML reads a text that looks like a number as a number.
-fn text(of: &Value, key: &str) -> String {
-    match of.get(key) {
+fn text(object: &Value, key: &str) -> String {
+    match object.get(key) {
         Some(Value::String(text)) => text.clone(),
         Some(value @ Value::Number(_)) => value.to_string(),
         _ => String::new(),
     }
 }
 
-/// Makes a run without settings and points. `about`: MLflow's `RunInfo`, whose state is a name, or a number in files.
-fn new_run(id: &str, experiment: &str, about: &Value) -> Run {
-    let time = |key: &str| text(about, key).parse().ok();
-    let name = text(about, "run_name");
+/// Makes a run without settings and points. `info` is MLflow's `RunInfo`. Its status is a name, or a number if it comes from a file.
+fn new_run(id: &str, experiment: &str, info: &Value) -> Run {
+    let time = |key: &str| text(info, key).parse().ok();
+    let name = text(info, "run_name");
     Run {
         // The id is equal for a run in files and on a server.
         id: derive_id("mlflow", &[id.as_bytes()]),
@@ -99,7 +99,7 @@ fn new_run(id: &str, experiment: &str, about: &Value) -> Run {
         project: Some(if experiment == "Default" { "default" } else { experiment }.to_owned()),
         started_at: time("start_time"),
         ended_at: time("end_time"),
-        failure: match text(about, "status").as_str() {
+        failure: match text(info, "status").as_str() {
             "FINISHED" | "3" => None,
             "FAILED" | "4" => Some(Failure::Failed),
             "KILLED" | "5" => Some(Failure::Cancelled),
@@ -109,7 +109,7 @@ fn new_run(id: &str, experiment: &str, about: &Value) -> Run {
     }
 }
 
-/// Adds parameters as settings, and tags as results. Tags of MLflow itself have the run's name and notes.
+/// Adds parameters as settings, and tags as results. MLflow's own tags contain the run's name and notes.
 fn add_settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, String)>) {
     run.config.extend(params.into_iter().map(|(name, value)| (name, value.into())));
     for (key, value) in tags {

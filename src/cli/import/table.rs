@@ -15,7 +15,7 @@ use std::{
     path::Path,
 };
 
-/// Names of columns in lower case, for steps, times and runs. The first name that a file has is used.
+/// Names of the columns for steps, times and runs, in lower case. Of each list, the first name that a file has is used.
 const STEPS: [&str; 5] = ["step", "_step", "global_step", "iteration", "epoch"];
 const TIMES: [&str; 5] = ["_timestamp", "timestamp", "wall_time", "wall time", "time"];
 const RUNS: [&str; 3] = ["run", "run_id", "job"];
@@ -26,7 +26,7 @@ pub(super) struct Table {
     rows: Vec<Vec<String>>,
 }
 
-/// Returns the runs in a file. `id` identifies them in place of the file's path.
+/// Returns the runs in a file. `id` identifies the runs in place of the file's path.
 pub(super) fn sources(
     file: &Path,
     id: Option<&str>,
@@ -37,8 +37,8 @@ pub(super) fn sources(
     }
     let shown = file.display().to_string();
     let path = file.canonicalize().with_context(|| shown.clone())?;
-    let place = id.map_or_else(|| path.to_string_lossy().into_owned(), str::to_owned);
-    let read: Read = Box::new(move || runs(&file_name(&path), &place, &read(&path)?));
+    let identity = id.map_or_else(|| path.to_string_lossy().into_owned(), str::to_owned);
+    let read: Read = Box::new(move || runs(&file_name(&path), &identity, &read(&path)?));
     Ok(vec![(shown, read)])
 }
 
@@ -111,46 +111,48 @@ fn parse_time(text: &str) -> Option<i64> {
     at.ok().map(Timestamp::as_millisecond)
 }
 
-fn runs(file: &str, place: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
+fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
     anyhow::ensure!(
         !table.rows.is_empty(),
         "the file has no rows below the names of its columns: import it when it has rows"
     );
     let columns: Vec<String> = table.columns.iter().map(|name| name.trim().to_lowercase()).collect();
-    let one = |name: &str| columns.iter().position(|column| column == name);
-    let first = |names: &[&str]| names.iter().find_map(|name| one(name));
-    let (step, time, by_run, by_rank) = (first(&STEPS), first(&TIMES), first(&RUNS), one("rank"));
+    let find = |name: &str| columns.iter().position(|column| column == name);
+    let find_first = |names: &[&str]| names.iter().find_map(|name| find(name));
+    let (step, time) = (find_first(&STEPS), find_first(&TIMES));
+    let (run_column, rank_column) = (find_first(&RUNS), find("rank"));
+    let not_metrics = [step, time, run_column, rank_column];
     // One value per row, as in the output of `lockstep export parquet` and `lockstep metrics --csv`.
-    let value = one("value");
-    let metric = one("metric").or_else(|| one("name")).filter(|_| value.is_some() && step.is_some());
-    let name = one("name").filter(|name| metric.is_some_and(|metric| metric != *name));
+    let value = find("value");
+    let metric = find("metric").or_else(|| find("name")).filter(|_| value.is_some() && step.is_some());
+    let name = find("name").filter(|name| metric.is_some_and(|metric| metric != *name));
     let stem =
         Path::new(file).file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned());
 
     let mut found = BTreeMap::<(String, String), Run>::new();
     let mut order = Vec::new();
-    for (number, row) in table.rows.iter().enumerate() {
+    for (index, row) in table.rows.iter().enumerate() {
         let cell =
             |column: Option<usize>| column.and_then(|column| row.get(column)).map_or("", |cell| cell.trim());
-        let (of_run, rank) = (cell(by_run), cell(by_rank));
+        let (run_name, rank) = (cell(run_column), cell(rank_column));
         let rank = if rank == "0" { "" } else { rank };
-        let key = (of_run.to_owned(), rank.to_owned());
+        let key = (run_name.to_owned(), rank.to_owned());
         let run = found.entry(key.clone()).or_insert_with(|| {
-            let parts = [place, of_run, rank].map(str::as_bytes);
-            let names = [cell(name), of_run, stem.as_str()];
+            let parts = [identity, run_name, rank].map(str::as_bytes);
+            let names = [cell(name), run_name, stem.as_str()];
             let name = names.into_iter().find(|name| !name.is_empty()).unwrap_or_default();
             let name = if rank.is_empty() { name.to_owned() } else { format!("{name} rank {rank}") };
             order.push(key.clone());
             Run { id: derive_id("table", &parts), name, may_differ: true, ..Run::default() }
         });
-        // A row that is added later must add records and change none.
+        // A row that is appended to the file later must add a record, and must not change an earlier record.
         run.begins_record = true;
         let at = parse_time(cell(time));
         run.leave_out("times that cannot be read", u64::from(at.is_none() && !cell(time).is_empty()));
         run.started_at = run.started_at.or(at);
         run.ended_at = run.ended_at.max(at);
         let at_step = match step {
-            None => Some(number as i64),
+            None => Some(index as i64),
             // `12` or `12.0`.
             Some(_) => {
                 cell(step).parse::<f64>().ok().filter(|step| step.fract() == 0.0).map(|step| step as i64)
@@ -167,8 +169,8 @@ fn runs(file: &str, place: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
             }
             continue;
         }
-        let about = [step, time, by_run, by_rank];
-        for (column, text) in row.iter().enumerate().filter(|(column, _)| !about.contains(&Some(*column))) {
+        let is_metric = |column: usize| !not_metrics.contains(&Some(column));
+        for (column, text) in row.iter().enumerate().filter(|(column, _)| is_metric(*column)) {
             match (text.trim(), text.trim().parse(), table.columns.get(column)) {
                 ("", ..) | (.., None) => {}
                 (_, Ok(value), Some(metric)) => run.add(at_step, at, metric.trim(), value),

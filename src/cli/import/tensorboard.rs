@@ -29,14 +29,14 @@ fn collect(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()
     if !files.is_empty() {
         let name = folder.strip_prefix(root).map(|path| path.to_string_lossy().into_owned());
         let name = name.ok().filter(|name| !name.is_empty()).unwrap_or_else(|| file_name(folder));
-        let own = file_name(folder);
-        let read: Read = Box::new(move || Ok(vec![read(name, &own, &files)?]));
+        let folder_name = file_name(folder);
+        let read: Read = Box::new(move || Ok(vec![read(name, &folder_name, &files)?]));
         found.push((folder.display().to_string(), read));
     }
     folders.iter().try_for_each(|inner| collect(root, inner, found))
 }
 
-/// `folder`: the name of the run's folder, which distinguishes runs that began at the same time.
+/// Reads a run. `folder` is the name of the run's folder, which distinguishes runs that began at the same time.
 fn read(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run> {
     let mut run = Run { name, ..Run::default() };
     for file in files {

@@ -19,8 +19,9 @@ use std::{
 static CHECKSUM: Crc<u32> = Crc::<u32>::new(&CRC_32_ISO_HDLC);
 /// The file's header: `:W&B`, a magic number and version 0.
 const HEADER: [u8; 7] = [b':', b'W', b'&', b'B', 0xe1, 0xbe, 0];
+/// Size of a block of the log.
 const BLOCK: usize = 32 << 10;
-/// Checksum, length and kind of a part of a record.
+/// Size of the head of each part of a record: checksum, length and kind.
 const PART_HEAD: usize = 7;
 
 #[derive(Clone, PartialEq, Message)]
@@ -153,7 +154,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     for folder in folders.iter().filter(|folder| folder.is_dir()) {
         let logs = sorted_entries(folder)?
             .into_iter()
-            .filter(|path| path.extension().is_some_and(|is| is == "wandb"));
+            .filter(|path| path.extension().is_some_and(|extension| extension == "wandb"));
         files.extend(logs.filter_map(|path| path.canonicalize().ok()));
     }
     if files.is_empty() {
@@ -172,11 +173,11 @@ fn read(file: &Path) -> anyhow::Result<Run> {
     let bytes = fs::read(file).with_context(|| file.display().to_string())?;
     anyhow::ensure!(bytes.starts_with(&HEADER), "the file does not begin as a log of W&B does");
     let mut run = Run { failure: Some(Failure::NoEnd), ..Run::default() };
-    let is_whole = for_each_record(&bytes, |data| match Record::decode(data) {
+    let is_complete = for_each_record(&bytes, |data| match Record::decode(data) {
         Ok(record) => add_record(&mut run, record),
         Err(_) => run.leave_out("records that cannot be read", 1),
     });
-    if !is_whole {
+    if !is_complete {
         run.leave_out("damaged or incomplete records and all later records", 1);
     }
     // Without a description of the run, the file's name has the run's id.
@@ -190,16 +191,16 @@ fn read(file: &Path) -> anyhow::Result<Run> {
 
 /// Calls `each` with the records of a log. Returns whether all records are complete.
 fn for_each_record(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
-    let (mut at, mut record) = (HEADER.len(), Vec::new());
+    let (mut offset, mut record) = (HEADER.len(), Vec::new());
     loop {
-        let in_block = BLOCK - at % BLOCK;
-        if in_block < PART_HEAD {
-            at += in_block;
+        let left_in_block = BLOCK - offset % BLOCK;
+        if left_in_block < PART_HEAD {
+            offset += left_in_block;
         }
-        if at >= bytes.len() {
+        if offset >= bytes.len() {
             return record.is_empty();
         }
-        let Some((head, rest)) = bytes[at..].split_at_checked(PART_HEAD) else { return false };
+        let Some((head, rest)) = bytes[offset..].split_at_checked(PART_HEAD) else { return false };
         let length = usize::from(u16::from_le_bytes([head[4], head[5]]));
         let Some(data) = rest.get(..length) else { return false };
         let mut digest = CHECKSUM.digest();
@@ -208,7 +209,7 @@ fn for_each_record(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
         if digest.finalize().to_le_bytes() != head[..4] {
             return false;
         }
-        at += PART_HEAD + length;
+        offset += PART_HEAD + length;
         record.extend_from_slice(data);
         match head[6] {
             // The whole record, or its last part.
@@ -224,8 +225,8 @@ fn for_each_record(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
 }
 
 fn add_record(run: &mut Run, record: Record) {
-    if let Some(about) = record.run {
-        add_description(run, about);
+    if let Some(description) = record.run {
+        add_description(run, description);
     }
     if let Some(items) = record.config {
         merge(&mut run.config, items);
@@ -245,35 +246,36 @@ fn add_record(run: &mut Run, record: Record) {
     run.leave_out("lines of output", record.output.is_some().into());
 }
 
-fn add_description(run: &mut Run, about: RunRecord) {
-    run.id = derive_id("wandb", &[&about.entity, &about.project, &about.run_id].map(|part| part.as_bytes()));
-    run.name = if about.display_name.is_empty() { about.run_id } else { about.display_name };
-    run.project = Some(about.project).filter(|project| !project.is_empty());
-    run.notes = about.notes;
-    run.tags = about.tags;
-    run.tags.extend([about.run_group, about.job_type].into_iter().filter(|tag| !tag.is_empty()));
-    if let Some(Time { seconds, nanos }) = about.start_time {
+fn add_description(run: &mut Run, record: RunRecord) {
+    let id_parts = [&record.entity, &record.project, &record.run_id];
+    run.id = derive_id("wandb", &id_parts.map(|part| part.as_bytes()));
+    run.name = if record.display_name.is_empty() { record.run_id } else { record.display_name };
+    run.project = Some(record.project).filter(|project| !project.is_empty());
+    run.notes = record.notes;
+    run.tags = record.tags;
+    run.tags.extend([record.run_group, record.job_type].into_iter().filter(|tag| !tag.is_empty()));
+    if let Some(Time { seconds, nanos }) = record.start_time {
         run.started_at = Some(seconds.saturating_mul(1000).saturating_add(i64::from(nanos) / 1_000_000));
         run.ended_at = run.ended_at.max(run.started_at);
     }
-    if let Some(items) = about.config {
+    if let Some(items) = record.config {
         merge(&mut run.config, items);
     }
-    if let Some(items) = about.summary {
+    if let Some(items) = record.summary {
         merge(&mut run.summary, items);
     }
 }
 
 /// Merges settings or results. Leaves out W&B's own names, which begin with `_`, and media, which are files.
-fn merge(into: &mut serde_json::Map<String, Value>, items: Items) {
+fn merge(values: &mut serde_json::Map<String, Value>, items: Items) {
     for item in items.update {
         let (name, value) = (item.name(), item.value());
         if !name.starts_with('_') && value.get("_type").is_none() {
-            into.insert(name, value);
+            values.insert(name, value);
         }
     }
     for item in items.remove {
-        into.remove(&item.name());
+        values.remove(&item.name());
     }
 }
 
@@ -291,8 +293,8 @@ fn add_history(run: &mut Run, history: &History) {
             continue;
         }
         let mut found = Vec::new();
-        let others = collect_numbers(&name, &item.value(), &mut found);
-        run.leave_out("logged values that are not numbers", others);
+        let not_numbers = collect_numbers(&name, &item.value(), &mut found);
+        run.leave_out("logged values that are not numbers", not_numbers);
         for (name, value) in found {
             run.add(step.unwrap_or(0), at, &name, value);
         }

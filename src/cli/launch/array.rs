@@ -60,15 +60,15 @@ pub(super) async fn run(
         tag: sweep.id.clone(),
         folder: PathBuf::new(),
     };
-    let begun = async {
+    let start = async {
         array.launches = wait_for_trials(api, &sweep).await?.into_iter().map(launch).collect();
         array.start(args, device).await
     };
-    let begun = tokio::select! {
-        begun = begun => begun,
+    let started = tokio::select! {
+        started = start => started,
         _ = interrupt.recv() => Err(anyhow::anyhow!("interrupted before the sweep was submitted to Slurm")),
     };
-    let id = match begun {
+    let id = match started {
         Ok(id) => id,
         Err(error) => {
             let clean_up = async {
@@ -97,7 +97,7 @@ pub(super) async fn run(
         return Ok(());
     }
     tokio::select! {
-        done = array.follow(args, api, &id) => done,
+        result = array.follow(args, api, &id) => result,
         // The status of a program that Ctrl-C has ended.
         _ = interrupt.recv() => std::process::exit(130),
     }
@@ -128,7 +128,7 @@ fn hosts_for_largest(
 /// Waits until the sweep has started all trials. Returns their jobs, in order.
 ///
 /// # Errors
-/// The sweep does not start them within a minute.
+/// The sweep does not start all trials within a minute.
 async fn wait_for_trials(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
@@ -166,34 +166,34 @@ struct Array {
 }
 
 impl Array {
-    /// Creates the agents' tokens and submits the array to Slurm. Returns the array's number in Slurm.
+    /// Creates the agents' tokens and submits the array to Slurm. Returns the array's job ID in Slurm.
     async fn start(&mut self, args: &Args, device: Device) -> anyhow::Result<String> {
         self.folder = private_folder(args, &self.tag)?;
         for (task, launch) in self.launches.iter_mut().enumerate() {
             launch.create_tokens().await?;
-            slurm::write_bundle(&self.batch.bundle(&self.folder, task), &launch.bundle)?;
+            slurm::write_bundle(&self.batch.bundle_path(&self.folder, task), &launch.bundle)?;
         }
         let hosts = self.launches.first().map_or(&[][..], |launch| &launch.hosts);
         slurm::submit(args, &self.batch.script(args, hosts, device, &self.folder)?)
     }
 
     fn remove_bundle(&self, task: usize) {
-        let _ = fs::remove_file(self.batch.bundle(&self.folder, task));
+        let _ = fs::remove_file(self.batch.bundle_path(&self.folder, task));
     }
 
     /// Waits until every job is over and its task has ended.
     async fn follow(&self, args: &Args, api: &Api, id: &str) -> anyhow::Result<()> {
         output::warn("Ctrl-C ends this display and not the jobs");
-        let mut left: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
-        let (mut reported, mut alone) = (HashMap::new(), HashSet::new());
+        let mut remaining: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
+        let (mut reported, mut ended_early) = (HashMap::new(), HashSet::new());
         // For each task: the time since which its job is over, and since which its checkpoints are known to be on the server.
-        let (mut over, mut complete) = (HashMap::new(), HashMap::new());
+        let (mut over_since, mut complete_since) = (HashMap::new(), HashMap::new());
         let mut succeeded = 0;
-        while !left.is_empty() {
+        while !remaining.is_empty() {
             tokio::time::sleep(slurm::POLL_INTERVAL).await;
             // Tasks are listed before jobs. Otherwise the job of a task that ends between the two requests would seem to have no agents.
             let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
-            for (task, launch) in left.clone() {
+            for (task, launch) in remaining.clone() {
                 let in_slurm = format!("{id}_{task}");
                 let job = match jobs.get(launch.job.id.as_str()) {
                     Some(job) => job.clone(),
@@ -205,7 +205,7 @@ impl Array {
                             slurm::cancel(&in_slurm);
                             self.remove_bundle(task);
                             launch.revoke().await;
-                            left.remove(&task);
+                            remaining.remove(&task);
                             continue;
                         }
                         Err(_) => continue,
@@ -213,43 +213,44 @@ impl Array {
                 };
                 if !job.state.is_final() {
                     // The job may have been retried after it was over.
-                    over.remove(&task);
-                    complete.remove(&task);
+                    over_since.remove(&task);
+                    complete_since.remove(&task);
                 }
                 if reported.insert(task, job.state) != Some(job.state) {
                     print_state(args, &job)?;
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }
                 match tasks.get(&task) {
-                    // Agents exit after their job, when its checkpoints are on the server. A task that still waits or runs later is
-                    // cancelled.
+                    // Agents exit after their job, when its checkpoints are on the server. Then a task that has not started, or that runs
+                    // for some more time, is cancelled.
                     Some(state) if job.state.is_final() => {
-                        let over = *over.entry(task).or_insert_with(Instant::now);
+                        let over_since = *over_since.entry(task).or_insert_with(Instant::now);
                         match launch.upload_status().await {
                             Ok(UploadStatus::Complete(job)) if job.state.is_final() => {
-                                let complete = *complete.entry(task).or_insert_with(Instant::now);
-                                if state.starts_with("PENDING") || complete.elapsed() > slurm::END_TIMEOUT {
+                                let complete_since = *complete_since.entry(task).or_insert_with(Instant::now);
+                                let is_late = complete_since.elapsed() > slurm::END_TIMEOUT;
+                                if state.starts_with("PENDING") || is_late {
                                     slurm::cancel(&in_slurm);
                                 }
                             }
-                            _ if over.elapsed() > UPLOAD_TIMEOUT => {
+                            _ if over_since.elapsed() > UPLOAD_TIMEOUT => {
                                 output::warn(format_args!(
                                     "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, and `scancel {in_slurm}` ends it",
                                     job.id
                                 ));
-                                left.remove(&task);
+                                remaining.remove(&task);
                             }
                             _ => {}
                         }
                     }
-                    Some(_) => drop(alone.remove(&task)),
+                    Some(_) => drop(ended_early.remove(&task)),
                     None if job.state.is_final() => {
                         self.remove_bundle(task);
                         launch.finish(Ok(())).await?;
-                        left.remove(&task);
+                        remaining.remove(&task);
                     }
                     // The last report of the task's agent may not have arrived yet.
-                    None if alone.insert(task) => {}
+                    None if ended_early.insert(task) => {}
                     None => {
                         let how = slurm::describe_end(&in_slurm);
                         output::warn(format_args!(
@@ -257,7 +258,7 @@ impl Array {
                             job.id, job.state
                         ));
                         self.remove_bundle(task);
-                        left.remove(&task);
+                        remaining.remove(&task);
                     }
                 }
             }

@@ -25,19 +25,20 @@ pub(super) struct Bundle {
 }
 
 impl Bundle {
-    /// Returns the bundle as JSON. `most` is the maximum size in bytes, and `way` explains the limit and what to do.
+    /// Returns the bundle as JSON of at most `max_bytes` bytes.
     ///
     /// # Errors
-    /// Exit status 2 if the text is longer than `most`.
-    pub(super) fn text(&self, most: u64, way: &str) -> anyhow::Result<String> {
+    /// Exit status 2 if the text is longer. The error ends with `advice`, which explains the limit and what to do.
+    pub(super) fn text(&self, max_bytes: u64, advice: &str) -> anyhow::Result<String> {
         let text = serde_json::to_string(self)?;
-        if text.len() as u64 <= most {
+        if text.len() as u64 <= max_bytes {
             return Ok(text);
         }
         let agents = plural(self.nodes.len() as u64, "agent");
         let ca = self.ca.as_ref().map_or(0, String::len);
-        let of_ca = if ca > 0 { format!(", {ca} of them --ca-file") } else { String::new() };
-        Err(usage_error(format!("the description for {agents} has {} bytes{of_ca}, and {way}", text.len())))
+        let ca_note = if ca > 0 { format!(", {ca} of them --ca-file") } else { String::new() };
+        let size = text.len();
+        Err(usage_error(format!("the description for {agents} has {size} bytes{ca_note}, and {advice}")))
     }
 }
 
@@ -52,7 +53,7 @@ pub(super) struct Node {
     pub(super) token: String,
     pub(super) slots: u32,
     pub(super) device: Device,
-    /// Numbers of the agent's GPUs. If empty, the first GPUs are used.
+    /// Indexes of the agent's GPUs. If empty, the first GPUs are used.
     #[serde(default)]
     pub(super) gpus: Vec<u32>,
     #[serde(default)]
@@ -63,9 +64,9 @@ pub(super) struct Node {
 pub(super) mod tests {
     use super::*;
 
-    /// Checks that a launcher passes `most` bytes, and that one byte more is an error with these words.
+    /// Checks that a launcher passes `max_bytes` bytes, and that one byte more is an error with these words.
     pub(in crate::cli::launch) fn takes_up_to(
-        most: usize,
+        max_bytes: usize,
         text: fn(&Bundle) -> anyhow::Result<String>,
         words: &[&str],
     ) {
@@ -78,13 +79,14 @@ pub(super) mod tests {
                 nodes: Vec::new(),
                 in_pod: false,
             };
-            let around = serde_json::to_string(&bundle).unwrap().len();
-            bundle.ca = Some("c".repeat(bytes - around));
+            let bytes_without_ca = serde_json::to_string(&bundle).unwrap().len();
+            bundle.ca = Some("c".repeat(bytes - bytes_without_ca));
             bundle
         };
-        assert_eq!(text(&bundle(most)).expect("it fits").len(), most);
-        let why = text(&bundle(most + 1)).expect_err("it is one byte too long").to_string();
-        assert!(why.starts_with(&format!("the description for 0 agents has {} bytes, ", most + 1)), "{why}");
+        assert_eq!(text(&bundle(max_bytes)).expect("it fits").len(), max_bytes);
+        let size = max_bytes + 1;
+        let why = text(&bundle(size)).expect_err("it is one byte too long").to_string();
+        assert!(why.starts_with(&format!("the description for 0 agents has {size} bytes, ")), "{why}");
         for words in words.iter().chain(&["of them --ca-file", "a smaller --ca-file"]) {
             assert!(why.contains(words), "{words:?} is not in {why:?}");
         }

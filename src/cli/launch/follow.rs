@@ -44,9 +44,9 @@ impl Launched {
         let output = File::options().create(true).append(true).open(log)?;
         command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output).process_group(0);
         let mut child = command.spawn()?;
-        if let Some(mut to) = child.stdin.take() {
+        if let Some(mut stdin) = child.stdin.take() {
             // A process that has exited does not read. Its exit status explains more than the broken pipe.
-            let _ = to.write_all(input);
+            let _ = stdin.write_all(input);
         }
         Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None })
     }
@@ -94,56 +94,56 @@ pub(super) async fn follow(
     }
     watch::announce(&launch.job);
     let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
-    let done = tokio::select! {
-        done = watching => done,
+    let result = tokio::select! {
+        result = watching => result,
         failure = wait_for_failure(launch, &mut launched, explain) => return Err(failure),
     };
     let is_final = read_job(launch).await.is_ok_and(|job| job.state.is_final());
-    if done.is_ok() || is_final {
+    if result.is_ok() || is_final {
         launch.wait_for_uploads().await;
-    } else if let Err(error) = &done
+    } else if let Err(error) = &result
         && launched.iter_mut().any(Launched::is_running)
     {
         // This command gave up on the unreachable server. The agents keep trying.
         return Err(LaunchDetached(format!("{error:#}")).into());
     }
-    let until = Instant::now() + EXIT_TIMEOUT;
+    let deadline = Instant::now() + EXIT_TIMEOUT;
     while launched.iter_mut().any(Launched::is_running) {
-        if Instant::now() > until {
-            let left: Vec<_> =
-                launched.iter().filter(|one| one.status.is_none()).map(|one| one.label.as_str()).collect();
+        if Instant::now() > deadline {
+            let running = launched.iter().filter(|process| process.status.is_none());
+            let labels: Vec<_> = running.map(|process| process.label.as_str()).collect();
             output::warn(format_args!(
                 "the agents started on {} are still running; see {}",
-                left.join(", "),
+                labels.join(", "),
                 logs.display()
             ));
             break;
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }
-    done
+    result
 }
 
 /// Waits until the launched processes can no longer run the job, and returns the reason.
 async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
     loop {
-        for at in 0..launched.len() {
-            let Some(status) = launched[at].take_exit() else { continue };
+        for index in 0..launched.len() {
+            let Some(status) = launched[index].take_exit() else { continue };
             // `take_exit` returns each exit once, so a failed request is retried: a network failure may have caused the exit.
             let job = match read_job_with_retries(launch).await {
                 Ok(job) => job,
                 Err(error) => {
-                    let what = explain(&launched[at].label, status, &launched[at].last_line());
+                    let what = explain(&launched[index].label, status, &launched[index].last_line());
                     return LaunchDetached(format!("{what}; the job's state is unknown: {error}")).into();
                 }
             };
             if job.state.is_final() {
                 continue;
             }
-            let what = explain(&launched[at].label, status, &launched[at].last_line());
-            let is_last = launched.iter().all(|one| one.status.is_some());
-            let suffices = launch.has_enough(&job, slots_left(launch, launched));
-            if !status.success() && launch.never_ran(&job) && !suffices {
+            let what = explain(&launched[index].label, status, &launched[index].last_line());
+            let is_last = launched.iter().all(|process| process.status.is_some());
+            let has_enough = launch.has_enough(&job, slots_left(launch, launched));
+            if !status.success() && launch.never_ran(&job) && !has_enough {
                 return anyhow::anyhow!(what);
             }
             if is_last && launch.agents_of_other_launch(&job).is_some() {
@@ -170,16 +170,18 @@ async fn wait_until_online(
     launched: &mut [Launched],
     explain: Explain,
 ) -> anyhow::Result<()> {
-    let (mut outage, mut answered) = (Outage::default(), Instant::now());
+    let (mut outage, mut last_response) = (Outage::default(), Instant::now());
     loop {
         match poll_online(launch, launched, explain).await {
             Ok(Some(done)) => return done,
             Ok(None) => {
                 outage.report_restored(|text| output::warn(text));
-                answered = Instant::now();
+                last_response = Instant::now();
             }
             Err(error) if error.is::<WrongRequest>() => return Err(error),
-            Err(_) if answered.elapsed() < SERVER_TIMEOUT => outage.report_lost(|text| output::warn(text)),
+            Err(_) if last_response.elapsed() < SERVER_TIMEOUT => {
+                outage.report_lost(|text| output::warn(text))
+            }
             Err(error) => {
                 let id = &launch.job.id;
                 let text = format!(
@@ -205,9 +207,9 @@ async fn poll_online(
     if !launch.never_ran(&job) {
         return Ok(Some(Ok(())));
     }
-    for at in 0..launched.len() {
-        let Some(status) = launched[at].take_exit() else { continue };
-        let what = explain(&launched[at].label, status, &launched[at].last_line());
+    for index in 0..launched.len() {
+        let Some(status) = launched[index].take_exit() else { continue };
+        let what = explain(&launched[index].label, status, &launched[index].last_line());
         if !launch.has_enough(&job, slots_left(launch, launched)) {
             return Ok(Some(Err(anyhow::anyhow!(what))));
         }
@@ -219,9 +221,9 @@ async fn poll_online(
     let is_online = |name: &str| {
         agents.iter().any(|agent| agent["name"] == name && agent["online"].as_bool().unwrap_or(true))
     };
-    let has_ended = |at: usize| has_process_per_node(launch, launched) && launched[at].status.is_some();
+    let has_ended = |index: usize| has_process_per_node(launch, launched) && launched[index].status.is_some();
     let mut nodes = launch.bundle.nodes.iter().enumerate();
-    Ok(nodes.all(|(at, node)| has_ended(at) || is_online(&node.name)).then_some(Ok(())))
+    Ok(nodes.all(|(index, node)| has_ended(index) || is_online(&node.name)).then_some(Ok(())))
 }
 
 /// Whether the processes correspond to the nodes one to one, in the same order, as with SSH.
@@ -231,8 +233,8 @@ fn has_process_per_node(launch: &Launch, launched: &[Launched]) -> bool {
 
 /// Returns the number of slots of the agents whose processes still run. Returns 0 if one process starts several agents.
 fn slots_left(launch: &Launch, launched: &[Launched]) -> u32 {
-    let alive = launched.iter().zip(&launch.bundle.nodes).filter(|(one, _)| one.status.is_none());
-    if has_process_per_node(launch, launched) { alive.map(|(_, node)| node.slots).sum() } else { 0 }
+    let running = launched.iter().zip(&launch.bundle.nodes).filter(|(process, _)| process.status.is_none());
+    if has_process_per_node(launch, launched) { running.map(|(_, node)| node.slots).sum() } else { 0 }
 }
 
 /// Shows a job whose agents another system runs, until the job is over, or until `ended` returns because that system has ended the agents.
@@ -243,12 +245,12 @@ pub(super) async fn follow_until_over(
 ) -> (anyhow::Result<()>, bool) {
     watch::announce(&launch.job);
     let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
-    let done = tokio::select! {
-        done = watching => done,
-        ended = ended => Err(ended),
+    let result = tokio::select! {
+        result = watching => result,
+        error = ended => Err(error),
     };
     let is_over = read_job(launch).await.is_ok_and(|job| job.state.is_final());
-    (done, is_over)
+    (result, is_over)
 }
 
 async fn read_job(launch: &Launch) -> anyhow::Result<Job> {

@@ -7,9 +7,9 @@ use super::{
 use std::{collections::BTreeMap, path::Path};
 
 const HOSTFILE_BYTES: u64 = 1 << 20;
-/// Maximum number of a machine's variables; the next constant limits their size. The variables of 256 machines fit into one environment
-/// variable.
+/// Maximum number of a machine's variables.
 const MAX_VARIABLES: usize = 32;
+/// Maximum total size of a machine's variables. The variables of 256 machines fit into one environment variable.
 const MAX_VARIABLE_BYTES: usize = 2048;
 const MAX_NAME_BYTES: usize = 253;
 
@@ -19,7 +19,7 @@ pub(crate) struct Host {
     /// Name or address, with `user@` before it if SSH needs a user. Empty if Slurm or Kubernetes chooses the machine.
     pub(crate) name: String,
     pub(crate) slots: Option<u32>,
-    /// Numbers of the GPUs to use. If empty, the first GPUs are used.
+    /// Indexes of the GPUs to use. If empty, the first GPUs are used.
     pub(crate) devices: Vec<u32>,
     /// Environment variables of the agent and its ranks.
     pub(crate) env: BTreeMap<String, String>,
@@ -31,8 +31,8 @@ pub(crate) struct Host {
 /// Exit status 2. The message has the line number of the mistake.
 pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
     let failed = |detail: String| usage_error(format!("--hostfile {}: {detail}", path.display()));
-    let bytes =
-        file::read(path, HOSTFILE_BYTES, "is larger than 1 MiB; a hostfile is not").map_err(failed)?;
+    let too_large = "is larger than 1 MiB, the maximum size of a hostfile";
+    let bytes = file::read(path, HOSTFILE_BYTES, too_large).map_err(failed)?;
     let text = String::from_utf8(bytes).map_err(|_| failed("is not text (UTF-8)".into()))?;
     parse(&text).map_err(failed)
 }
@@ -40,31 +40,29 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
 fn parse(text: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
-        let at = |e: String| format!("line {number}: {e}");
-        if let [name, rest @ ..] = &split_words(line).map_err(at)?[..] {
-            parse_line(name, rest).and_then(|host| add(&mut hosts, host)).map_err(at)?;
+        let with_line = |e: String| format!("line {number}: {e}");
+        if let [name, rest @ ..] = &split_words(line).map_err(with_line)?[..] {
+            parse_line(name, rest).and_then(|host| add(&mut hosts, host)).map_err(with_line)?;
         }
     }
     if hosts.is_empty() { Err("names no machine".into()) } else { Ok(hosts) }
 }
 
 fn parse_line(name: &str, words: &[String]) -> Result<Host, String> {
-    let (name, counted) = name_and_slots(name)?;
-    let mut host = Host { name: check_name(name)?, slots: counted, ..Host::default() };
+    let (name, slots) = split_slots(name)?;
+    let mut host = Host { name: check_name(name)?, slots, ..Host::default() };
     for word in words {
         let (key, value) = word.split_once('=').unwrap_or((word, ""));
         match key.strip_prefix("env:") {
             Some(name) => {
-                let begins = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
-                if !begins
-                    || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
-                    || !word.contains('=')
-                {
+                let is_name = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+                    && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+                if !is_name || !word.contains('=') {
                     return Err(format!("{word:?} is not a variable: write env:NAME=VALUE"));
                 }
                 host.env.insert(name.into(), value.into());
             }
-            None if key == "slots" && counted.is_some() => {
+            None if key == "slots" && slots.is_some() => {
                 return Err(format!("{name} has its slots twice: leave {word} out"));
             }
             None if key == "slots" => host.slots = Some(parse_slots(value)?),
@@ -87,7 +85,7 @@ fn parse_line(name: &str, words: &[String]) -> Result<Host, String> {
 }
 
 /// Splits a machine and its slots at the colon: `node1:4`. An IPv6 address with slots needs brackets.
-fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
+fn split_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
     let is_bare_ipv6 = !entry.contains('[') && entry.matches(':').count() > 1;
     match entry.rsplit_once(':') {
         Some((name, count)) if !is_bare_ipv6 && !count.ends_with(']') => {
@@ -104,8 +102,8 @@ fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
 pub(crate) fn parse_list(list: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for entry in list.split(',').map(str::trim) {
-        let (name, count) = name_and_slots(entry)?;
-        add(&mut hosts, Host { name: check_name(name)?, slots: count, ..Host::default() })?;
+        let (name, slots) = split_slots(entry)?;
+        add(&mut hosts, Host { name: check_name(name)?, slots, ..Host::default() })?;
     }
     Ok(hosts)
 }
@@ -118,9 +116,9 @@ pub(super) fn from_rank_table(table: &RankTable) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     let mut machines: Vec<_> = table.machines.iter().collect();
     machines.sort_by_key(|machine| machine.devices.first().map(|device| device.rank));
-    let mut next = 0..table.world_size();
+    let mut ranks = 0..table.world_size();
     for machine in machines {
-        if let Some(device) = machine.devices.iter().find(|device| next.next() != Some(device.rank)) {
+        if let Some(device) = machine.devices.iter().find(|device| ranks.next() != Some(device.rank)) {
             return Err(format!(
                 "rank {} is on {}, but the ranks before and after it are on other machines: a launch numbers ranks machine by \
                  machine; renumber the table, or start `lockstep train --rank-table` on each machine",

@@ -11,15 +11,15 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) fn read() -> Option<u32> {
     std::env::var_os("SLURM_JOB_ID")?;
     let printed = block_on(async {
-        let mut asked = Command::new("scontrol");
-        asked.args(["show", "config"]).stdin(Stdio::null()).kill_on_drop(true);
-        Ok(timeout(RESPONSE_TIMEOUT, asked.output()).await??)
+        let mut command = Command::new("scontrol");
+        command.args(["show", "config"]).stdin(Stdio::null()).kill_on_drop(true);
+        Ok(timeout(RESPONSE_TIMEOUT, command.output()).await??)
     });
-    seconds(&String::from_utf8_lossy(&printed.ok()?.stdout))
+    parse_kill_wait(&String::from_utf8_lossy(&printed.ok()?.stdout))
 }
 
 /// Parses a line such as `KillWait                = 30 sec`.
-fn seconds(config: &str) -> Option<u32> {
+fn parse_kill_wait(config: &str) -> Option<u32> {
     let line = config.lines().find_map(|line| line.trim_start().strip_prefix("KillWait")?.split_once('='));
     let (name, value) = line?;
     let value = value.trim().strip_suffix("sec").unwrap_or(value).trim();
@@ -33,8 +33,8 @@ mod tests {
     #[test]
     fn kill_wait_is_parsed_from_slurm_s_output() {
         let config = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 75 sec\nLaunchParameters        = (null)\n";
-        assert_eq!(seconds(config), Some(75));
-        assert_eq!(seconds("KillWait=1 sec"), Some(1));
+        assert_eq!(parse_kill_wait(config), Some(75));
+        assert_eq!(parse_kill_wait("KillWait=1 sec"), Some(1));
         for none in [
             "",
             "KillOnBadExit = 30",
@@ -43,7 +43,7 @@ mod tests {
             "KillWait = 86401 sec",
             "KillWaits = 5 sec",
         ] {
-            assert_eq!(seconds(none), None, "{none}");
+            assert_eq!(parse_kill_wait(none), None, "{none}");
         }
     }
 }

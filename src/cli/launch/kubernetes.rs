@@ -66,7 +66,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     } else {
         let result = match launch.create_tokens().await {
             Ok(()) => create(&cluster, launch, &name, template).await,
-            not => not,
+            failed => failed,
         };
         if let Err(error) = result {
             // No agent has received these tokens.
@@ -79,13 +79,13 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         return Ok(());
     }
     let ended = steer::wait_for_early_end(&cluster, launch, &name, template.queue());
-    let (done, is_over) = follow_until_over(launch, ended).await;
+    let (result, is_over) = follow_until_over(launch, ended).await;
     if !is_over {
         return match cluster.get(Kind::Job, &name).await {
-            Ok(None) => done,
-            Ok(Some(found)) if words::describe_end(&found).is_some() => done,
+            Ok(None) => result,
+            Ok(Some(found)) if words::describe_end(&found).is_some() => result,
             _ => {
-                let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
+                let why = result.err().map_or_else(String::new, |error| format!("{error}; "));
                 let namespace = &cluster.namespace;
                 Err(LaunchDetached(format!(
                     "{why}Kubernetes' Job {name} continues, and `kubectl -n {namespace} delete job {name}` ends it"
@@ -98,7 +98,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         Ok(Cleanup::Ended) => {
             // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
             launch.revoke().await;
-            done
+            result
         }
         Ok(Cleanup::QueuedAgain) => Err(LaunchDetached(format!(
             "the job was queued again, and Kubernetes' Job {name} continues; `lockstep launch {} --with kubernetes` follows it",
@@ -107,7 +107,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         .into()),
         Err(error) => {
             output::warn(format_args!("Kubernetes' Job {name} was not deleted: {error}"));
-            done
+            result
         }
     }
 }
@@ -122,9 +122,9 @@ async fn find_earlier_job(cluster: &Cluster, name: &str, launch: &Launch) -> any
     let job = &launch.job;
     let Some(found) = cluster.get(Kind::Job, name).await? else { return Ok(None) };
     refuse_foreign(cluster, Kind::Job, &found, job)?;
-    let is_leaving = found["metadata"]["deletionTimestamp"].is_string();
-    let is_whole = cluster.get(Kind::Secret, name).await?.is_some_and(|secret| belongs_to(&secret, job));
-    if is_whole && !is_leaving && words::describe_end(&found).is_none() {
+    let is_being_deleted = found["metadata"]["deletionTimestamp"].is_string();
+    let is_complete = cluster.get(Kind::Secret, name).await?.is_some_and(|secret| belongs_to(&secret, job));
+    if is_complete && !is_being_deleted && words::describe_end(&found).is_none() {
         return Ok(Some(found));
     }
     output::warn(format_args!("Kubernetes' Job {name} of an earlier launch is removed first"));
@@ -170,11 +170,11 @@ async fn create(
         tokens: &launch.tokens,
         template,
     };
-    let is_this = |found: &Value| found["metadata"]["annotations"][LAUNCH] == plan.launch.as_str();
+    let is_of_this_launch = |found: &Value| found["metadata"]["annotations"][LAUNCH] == plan.launch.as_str();
     let job = match cluster.create(Kind::Job, &plan.job()).await? {
         Created::Now(job) => job,
         // This launch created the Job, but the response to the request was lost.
-        Created::Exists(found) if is_this(&found) => found,
+        Created::Exists(found) if is_of_this_launch(&found) => found,
         Created::Exists(found) => {
             refuse_foreign(cluster, Kind::Job, &found, &launch.job)?;
             return Err(super::usage_error(format!(
@@ -182,14 +182,14 @@ async fn create(
             )));
         }
     };
-    let rest = async {
+    let create_others = async {
         let owner = Some(&job);
         let secret = plan.secret(owner, Some(&launch.bundle))?;
         for (kind, object) in [(Kind::Service, plan.service(owner)), (Kind::Secret, secret)] {
             loop {
                 match cluster.create(kind, &object).await? {
                     Created::Now(_) => break,
-                    Created::Exists(found) if is_this(&found) => break,
+                    Created::Exists(found) if is_of_this_launch(&found) => break,
                     // The object belongs to a deleted Job, and Kubernetes is about to delete it.
                     Created::Exists(found) => {
                         refuse_foreign(cluster, kind, &found, &launch.job)?;
@@ -205,11 +205,11 @@ async fn create(
         }
         anyhow::Ok(())
     };
-    let done = rest.await;
-    if done.is_err()
+    let result = create_others.await;
+    if result.is_err()
         && let Err(error) = cluster.delete(Kind::Job, &job).await
     {
         output::warn(format_args!("Kubernetes' Job {name} was not deleted: {error}"));
     }
-    done
+    result
 }

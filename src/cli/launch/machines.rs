@@ -49,19 +49,19 @@ pub(super) fn from_args(args: &Args) -> anyhow::Result<Vec<Host>> {
     Ok(hosts)
 }
 
-/// Sets the slots of machines for which no list gives slots.
-pub(super) fn fill_in_slots(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
+/// Sets the slots of machines for which no list gives slots: `default`, or the remaining ranks divided evenly.
+pub(super) fn fill_in_slots(hosts: &mut [Host], default: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
     let ranks = spec.parallel.ranks;
-    let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
-    let without = hosts.iter().filter(|host| host.slots.is_none()).count() as u32;
-    if without > 0 {
-        let share = ranks.saturating_sub(given).div_ceil(without).clamp(1, MAX_SLOTS);
-        hosts.iter_mut().for_each(|host| host.slots = host.slots.or(each).or(Some(share)));
+    let listed: u32 = hosts.iter().filter_map(|host| host.slots).sum();
+    let without_slots = hosts.iter().filter(|host| host.slots.is_none()).count() as u32;
+    if without_slots > 0 {
+        let share = ranks.saturating_sub(listed).div_ceil(without_slots).clamp(1, MAX_SLOTS);
+        hosts.iter_mut().for_each(|host| host.slots = host.slots.or(default).or(Some(share)));
     }
     let slots: u32 = hosts.iter().filter_map(|host| host.slots).sum();
     if slots < ranks {
         return Err(usage_error(format!(
-            "the job has {}, and these machines {}: add machines or slots, or lower parallel.ranks",
+            "the job has {}, but these machines have {}: add machines or slots, or lower parallel.ranks",
             plural(ranks.into(), "rank"),
             plural(slots.into(), "slot")
         )));
@@ -77,14 +77,14 @@ pub(super) fn check_reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()>
     if !is_loopback(url.host_str().unwrap_or_default()) {
         return Ok(());
     }
-    // Slurm or Kubernetes chooses the machines without a name, which may be this machine.
+    // Slurm or Kubernetes chooses machines without a name, and may choose this machine.
     if hosts.iter().any(|host| host.name.is_empty()) {
         output::warn(format_args!(
             "warning: only this machine reaches the server at {server}: give its address for other machines with --agent-server"
         ));
     }
-    let own = |name: &str| is_loopback(name.rsplit_once('@').map_or(name, |(_, host)| host));
-    match hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name)) {
+    let is_this_machine = |name: &str| is_loopback(name.rsplit_once('@').map_or(name, |(_, host)| host));
+    match hosts.iter().find(|host| !host.name.is_empty() && !is_this_machine(&host.name)) {
         None => Ok(()),
         Some(Host { name, .. }) => Err(usage_error(format!(
             "{name} cannot reach the server at {server}: give its address for these machines with --agent-server"
@@ -96,9 +96,9 @@ pub(super) fn check_reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()>
 pub(super) fn read_ca(args: &Args) -> anyhow::Result<Option<String>> {
     let Some(path) = &args.server.ca_file else { return Ok(None) };
     let failed = |detail: &str| usage_error(format!("--ca-file {}: {detail}", path.display()));
-    let larger =
+    let too_large =
         "is larger than 1 MiB, the limit of agents: give a file with only the server's CA certificate";
-    let bytes = file::read(path, BUNDLE_BYTES, larger).map_err(|detail| failed(&detail))?;
+    let bytes = file::read(path, BUNDLE_BYTES, too_large).map_err(|detail| failed(&detail))?;
     String::from_utf8(bytes).map(Some).map_err(|_| failed("is not text (UTF-8)"))
 }
 

@@ -41,17 +41,17 @@ pub(crate) struct Args {
 /// The description cannot be read or has no entry for this process, or a folder cannot be written.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    let text = read(&args.source)?;
-    let bundle: Bundle = serde_json::from_slice(&text).map_err(|e| {
+    let bytes = read(&args.source)?;
+    let bundle: Bundle = serde_json::from_slice(&bytes).map_err(|e| {
         usage_error(format!(
             "the description from `lockstep launch` cannot be read ({e}): run the same version on both machines"
         ))
     })?;
-    let index = index(&bundle, |name| std::env::var(name).ok()).map_err(usage_error)?;
+    let index = find_index(&bundle, |name| std::env::var(name).ok()).map_err(usage_error)?;
     let node = &bundle.nodes[index];
     let folder = home().join(&bundle.dir).join(bundle.job.as_str()).join(&node.name);
     let failed = |e: io::Error| usage_error(format!("the agent's folder {}: {e}", folder.display()));
-    let mut command = agent(&bundle, node, &folder, has_gpus()).map_err(failed)?;
+    let mut command = agent_command(&bundle, node, &folder, has_gpus()).map_err(failed)?;
     if let Some(secs) = kill_wait::read() {
         command.args(["--killed-after", &secs.to_string()]);
     }
@@ -72,27 +72,30 @@ pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
 }
 
 fn read(source: &str) -> anyhow::Result<Vec<u8>> {
-    let larger = "is larger than 1 MiB";
-    let text = match source {
+    let too_large = "is larger than 1 MiB";
+    let bytes = match source {
         "-" => {
-            let mut text = Vec::new();
-            io::stdin().take(BUNDLE_BYTES + 1).read_to_end(&mut text)?;
-            text
+            let mut bytes = Vec::new();
+            io::stdin().take(BUNDLE_BYTES + 1).read_to_end(&mut bytes)?;
+            bytes
         }
         "env" => std::env::var(VARIABLE)
             .map_err(|_| {
                 usage_error(format!("{VARIABLE} is not set: only `lockstep launch` starts this command"))
             })?
             .into_bytes(),
-        path => file::read(Path::new(path), BUNDLE_BYTES, larger).map_err(|e| {
+        path => file::read(Path::new(path), BUNDLE_BYTES, too_large).map_err(|e| {
             usage_error(format!("{path}: {e}; with Slurm, --dir must be a folder that all machines share"))
         })?,
     };
-    if text.len() as u64 > BUNDLE_BYTES { Err(usage_error(format!("{source}: {larger}"))) } else { Ok(text) }
+    if bytes.len() as u64 > BUNDLE_BYTES {
+        return Err(usage_error(format!("{source}: {too_large}")));
+    }
+    Ok(bytes)
 }
 
 /// Returns the index of this process's node.
-fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<usize, String> {
+fn find_index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<usize, String> {
     let nodes = bundle.nodes.len();
     if nodes == 1 {
         return Ok(0);
@@ -111,11 +114,11 @@ fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<u
         ));
     };
     let index = value.trim().parse().ok().filter(|index| *index < nodes);
-    index.ok_or_else(|| format!("{name}={value:?}, and the launch has {nodes} agents"))
+    index.ok_or_else(|| format!("{name}={value:?} must be the index of one of the launch's {nodes} agents"))
 }
 
 /// Writes the agent's files and returns the agent's command.
-fn agent(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Result<Command> {
+fn agent_command(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Result<Command> {
     make_private_dir(folder)?;
     let (token, ca) = (folder.join("token"), folder.join("ca.crt"));
     write_private(&folder.join("agent_id"), node.agent_id.as_bytes())?;
@@ -129,8 +132,8 @@ fn agent(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Res
     }
     let on_gpus = node.device.kind().map_or(has_gpus, |kind| kind.is_accelerator);
     if on_gpus {
-        let first = || (0..node.slots).collect();
-        let gpus: Vec<u32> = if node.gpus.is_empty() { first() } else { node.gpus.clone() };
+        let first_gpus = || (0..node.slots).collect();
+        let gpus: Vec<u32> = if node.gpus.is_empty() { first_gpus() } else { node.gpus.clone() };
         let gpus: Vec<_> = gpus.iter().map(ToString::to_string).collect();
         command.args(["--gpus", &gpus.join(",")]);
     } else {
@@ -171,7 +174,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
             let is_private = found.mode() & 0o022 == 0;
             (is_own && is_private).then_some(()).ok_or_else(|| {
                 io::Error::other(
-                    "another account owns the folder or may write to it: remove the folder, or name another with --dir",
+                    "another account owns the folder or may write to it: remove the folder, or name another folder with --dir",
                 )
             })
         }
@@ -209,7 +212,7 @@ mod tests {
     #[test]
     fn a_process_finds_its_node() {
         let with = |name: &'static str, value: &'static str| {
-            index(&bundle(3), move |asked| (asked == name).then(|| value.to_owned()))
+            find_index(&bundle(3), move |variable| (variable == name).then(|| value.to_owned()))
         };
         assert_eq!(with("OMPI_COMM_WORLD_RANK", "2"), Ok(2));
         assert_eq!(with("SLURM_PROCID", "0"), Ok(0));
@@ -219,7 +222,7 @@ mod tests {
         assert!(with("SLURMD_NODENAME", "host-9").unwrap_err().contains("set one of"));
         assert!(with("SLURM_PROCID", "3").unwrap_err().contains("3 agents"));
         assert!(with("OTHER", "1").unwrap_err().contains("set one of"));
-        assert_eq!(index(&bundle(1), |_| None), Ok(0));
+        assert_eq!(find_index(&bundle(1), |_| None), Ok(0));
     }
 
     #[test]
@@ -227,7 +230,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("agent");
         let bundle = bundle(1);
-        let command = agent(&bundle, &bundle.nodes[0], &path, false).unwrap();
+        let command = agent_command(&bundle, &bundle.nodes[0], &path, false).unwrap();
         let arguments: Vec<_> = command.get_args().map(|a| a.to_string_lossy().into_owned()).collect();
         assert!(arguments.iter().all(|a| !a.contains("secret-token")), "{arguments:?}");
         assert!(arguments.windows(2).any(|a| a == ["--cpu-slots", "2"]), "{arguments:?}");
@@ -242,7 +245,7 @@ mod tests {
         // GPUs if the machine has any: the first GPUs, or the GPUs of the rank table.
         let gpus = |gpus: &[u32]| {
             let node = Node { gpus: gpus.to_vec(), ..bundle.nodes[0].clone() };
-            let command = agent(&bundle, &node, &path, true).unwrap();
+            let command = agent_command(&bundle, &node, &path, true).unwrap();
             command.get_args().last().unwrap().to_string_lossy().into_owned()
         };
         assert_eq!([gpus(&[]), gpus(&[5, 4])], ["0,1", "5,4"]);

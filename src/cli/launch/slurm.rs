@@ -52,7 +52,7 @@ impl Batch {
     }
 
     /// Returns the path of the agents' bundle. In an array, each task has its own bundle.
-    pub(super) fn bundle(&self, folder: &Path, task: usize) -> PathBuf {
+    pub(super) fn bundle_path(&self, folder: &Path, task: usize) -> PathBuf {
         folder.join(if self.array.is_some() { format!("bundle-{task}.json") } else { "bundle.json".into() })
     }
 
@@ -80,7 +80,7 @@ impl Batch {
         };
         option(format!("--job-name=lockstep-{}", self.name));
         if let Some((jobs, at_once)) = self.array {
-            let at_once = at_once.map_or_else(String::new, |most| format!("%{most}"));
+            let at_once = at_once.map_or_else(String::new, |max| format!("%{max}"));
             option(format!("--array=0-{}{at_once}", jobs - 1));
         }
         option(format!("--nodes={}", hosts.len()));
@@ -108,7 +108,7 @@ impl Batch {
             text,
             r#"
 # Before the time limit the agents are asked to end: their ranks write a checkpoint, the job goes back to Lockstep's queue, and this
-# batch job to Slurm's.
+# batch job goes back to Slurm's queue.
 limit=0
 ask() {{
     limit=1
@@ -141,7 +141,7 @@ exit "$status"
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let folder = launch.folder()?;
     let batch = Batch::for_job(launch.job.id.as_str());
-    let bundle = batch.bundle(&folder, 0);
+    let bundle = batch.bundle_path(&folder, 0);
     write_bundle(&bundle, &launch.bundle)?;
     let script = batch.script(&launch.args, &launch.hosts, launch.job.spec.parallel.device, &folder)?;
     let id = match submit(&launch.args, &script) {
@@ -157,13 +157,13 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     if launch.args.detach {
         return Ok(());
     }
-    let (done, is_over) = follow_until_over(launch, wait_for_early_end(launch, &id)).await;
+    let (result, is_over) = follow_until_over(launch, wait_for_early_end(launch, &id)).await;
     if !is_over {
         if state(&id).is_none() {
             let _ = fs::remove_file(&bundle);
-            return done;
+            return result;
         }
-        let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
+        let why = result.err().map_or_else(String::new, |error| format!("{error}; "));
         return Err(
             LaunchDetached(format!("{why}Slurm's job {id} continues, and `scancel {id}` ends it")).into()
         );
@@ -175,10 +175,10 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         .into());
     }
     // Agents exit after Lockstep's job. A batch job that still waits for machines, or was requeued, is no longer needed.
-    let until = tokio::time::Instant::now() + END_TIMEOUT;
+    let deadline = tokio::time::Instant::now() + END_TIMEOUT;
     loop {
         match state(&id) {
-            Some(state) if state.starts_with("PENDING") || tokio::time::Instant::now() > until => {
+            Some(state) if state.starts_with("PENDING") || tokio::time::Instant::now() > deadline => {
                 cancel(&id);
                 break;
             }
@@ -187,7 +187,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         }
     }
     let _ = fs::remove_file(&bundle);
-    done
+    result
 }
 
 /// Writes the agents' bundle to a file that only this account can read (0600).
@@ -199,7 +199,7 @@ pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
         .map_err(|e| usage_error(format!("--dir: {}: {e}", path.display())))
 }
 
-/// Submits a script to Slurm. Returns the number of Slurm's job.
+/// Submits a script to Slurm. Returns the ID of Slurm's job.
 ///
 /// # Errors
 /// Slurm refuses the script.
@@ -207,11 +207,11 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let mut command = command(args);
     // The batch job inherits this environment, which must not contain this user's token.
     command.env_remove("LOCKSTEP_TOKEN").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // Ctrl-C does not end sbatch: whether Slurm has taken the job would be unknown.
+    // Ctrl-C must not end sbatch. Otherwise it would be unknown whether Slurm has accepted the job.
     command.process_group(0);
     let mut child = command.spawn()?;
-    if let Some(mut to) = child.stdin.take() {
-        let _ = to.write_all(script.as_bytes());
+    if let Some(mut stdin) = child.stdin.take() {
+        let _ = stdin.write_all(script.as_bytes());
     }
     let printed = child.wait_with_output()?;
     if !printed.status.success() {
@@ -222,7 +222,7 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let text = String::from_utf8_lossy(&printed.stdout).into_owned();
     let id = text.trim().split(';').next().unwrap_or_default().to_owned();
     if id.is_empty() || !id.bytes().all(|b| b.is_ascii_digit()) {
-        anyhow::bail!("sbatch printed {text:?} instead of a job's number");
+        anyhow::bail!("sbatch printed {text:?} instead of a job ID");
     }
     Ok(id)
 }
@@ -251,7 +251,7 @@ fn state(id: &str) -> Option<String> {
 
 /// Whether a state of `squeue` is final.
 fn is_over(state: &str) -> bool {
-    let over = [
+    let final_states = [
         "COMPLETED",
         "CANCELLED",
         "FAILED",
@@ -264,15 +264,15 @@ fn is_over(state: &str) -> bool {
         "REVOKED",
         "LAUNCH_FAILED",
     ];
-    over.contains(&state.split(' ').next().unwrap_or_default())
+    final_states.contains(&state.split(' ').next().unwrap_or_default())
 }
 
-/// Returns the states and reasons of an array's unfinished tasks by number, or `None` if the controller does not respond.
+/// Returns the states and reasons of an array's unfinished tasks, by index, or `None` if the controller does not respond.
 pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
     let text = squeue(id, &["-r", "-o", "%K %T (%r)"])?;
     let task = |line: &str| {
-        let (number, state) = line.trim().split_once(' ')?;
-        Some((number.parse().ok()?, state.to_owned()))
+        let (index, state) = line.trim().split_once(' ')?;
+        Some((index.parse().ok()?, state.to_owned()))
     };
     Some(text.lines().filter_map(task).filter(|(_, state)| !is_over(state)).collect())
 }

@@ -18,11 +18,11 @@ pub(super) fn command(args: &Args, host: &Host) -> Command {
     shell_command(&args.options, &host.name, &format!("{} launched -", quote(&args.program)))
 }
 
-/// Returns the ssh command with which a shell on `host` runs `there`. `options` are the user's options for ssh.
-pub(crate) fn shell_command(options: &[String], host: &str, there: &str) -> Command {
+/// Returns the ssh command that runs a command line in a shell on `host`. `options` are the user's options for ssh.
+pub(crate) fn shell_command(options: &[String], host: &str, command_line: &str) -> Command {
     let mut command = Command::new("ssh");
     command.args(["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]);
-    command.args(options).arg("--").arg(without_brackets(host)).arg(there);
+    command.args(options).arg("--").arg(without_brackets(host)).arg(command_line);
     command
 }
 
@@ -62,11 +62,13 @@ pub(crate) fn explain_no_start(host: &str, status: ExitStatus, last: &str) -> Op
     match status.code()? {
         NO_CONNECTION => Some((
             format!("{host} cannot be reached by ssh: {last}"),
-            format!("Try ssh -o BatchMode=yes {host} true: it must need no password."),
+            format!("Try ssh -o BatchMode=yes {host} true: the command must need no password."),
         )),
         code if NO_PROGRAM.contains(&code) => Some((
-            format!("{host} cannot run lockstep: {last}; install it there, or name it with --program"),
-            "Install it there, or name it with --program.".into(),
+            format!(
+                "{host} cannot run lockstep: {last}; install lockstep on this machine, or name its path with --program"
+            ),
+            "Install lockstep on this machine, or name its path with --program.".into(),
         )),
         _ => None,
     }
@@ -84,8 +86,8 @@ mod tests {
             ("me@node", "me@node"),
             ("a@b@c", "a@b@c"),
         ];
-        for (host, taken) in named {
-            assert_eq!(without_brackets(host), taken);
+        for (host, expected) in named {
+            assert_eq!(without_brackets(host), expected);
         }
     }
 }

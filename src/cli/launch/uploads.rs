@@ -42,7 +42,7 @@ impl Launch {
             Ok(all) => all,
             Err(error) => return if job().await?.is_none() { Ok(UploadStatus::Deleted) } else { Err(error) },
         };
-        if is_awaited(&all) {
+        if awaits_upload(&all) {
             return Ok(UploadStatus::Uploading);
         }
         Ok(job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))
@@ -57,7 +57,7 @@ impl Launch {
             match self.upload_status().await {
                 Ok(UploadStatus::Deleted) => return true,
                 Ok(UploadStatus::Complete(job)) => return job.state.is_final(),
-                Ok(UploadStatus::Uploading) => say_once(&mut is_announced),
+                Ok(UploadStatus::Uploading) => report_upload_once(&mut is_announced),
                 Err(error) if error.is::<WrongRequest>() => return false,
                 Err(_) => {}
             }
@@ -69,15 +69,16 @@ impl Launch {
 
 /// Whether a checkpoint in the list is still to be uploaded. Ignores attempts before the newest attempt with uploaded checkpoints: their
 /// agents may have exited, and no attempt continues from their checkpoints.
-fn is_awaited(checkpoints: &[Value]) -> bool {
-    let attempt = |one: &Value| one.get("attempt").and_then(Value::as_u64).unwrap_or(0);
-    let is_coming = |one: &Value| one.get("uploading_from").is_some_and(Value::is_string);
-    let newest = checkpoints.iter().filter(|one| !is_coming(one)).map(attempt).max().unwrap_or(0);
-    checkpoints.iter().any(|one| is_coming(one) && attempt(one) >= newest)
+fn awaits_upload(checkpoints: &[Value]) -> bool {
+    let attempt = |checkpoint: &Value| checkpoint.get("attempt").and_then(Value::as_u64).unwrap_or(0);
+    let is_uploading = |checkpoint: &Value| checkpoint.get("uploading_from").is_some_and(Value::is_string);
+    let uploaded = checkpoints.iter().filter(|checkpoint| !is_uploading(checkpoint));
+    let newest = uploaded.map(attempt).max().unwrap_or(0);
+    checkpoints.iter().any(|checkpoint| is_uploading(checkpoint) && attempt(checkpoint) >= newest)
 }
 
 /// Prints once that the command waits for an upload.
-pub(super) fn say_once(is_announced: &mut bool) {
+pub(super) fn report_upload_once(is_announced: &mut bool) {
     if !std::mem::replace(is_announced, true) {
         output::warn("the job's last checkpoint is still being uploaded to the server");
     }
@@ -90,13 +91,13 @@ mod tests {
 
     #[test]
     fn replaced_checkpoints_are_not_awaited() {
-        let here = |attempt: u64| json!({"attempt": attempt});
-        let coming = |attempt: u64| json!({"attempt": attempt, "uploading_from": "node1"});
-        assert!(!is_awaited(&[]));
-        assert!(!is_awaited(&[here(1), here(2)]));
-        assert!(is_awaited(&[coming(1)]));
-        assert!(is_awaited(&[coming(2), here(2)]), "the last of an attempt");
-        assert!(is_awaited(&[coming(2), here(1)]));
-        assert!(!is_awaited(&[here(2), coming(1)]), "its machine was lost, perhaps");
+        let uploaded = |attempt: u64| json!({"attempt": attempt});
+        let uploading = |attempt: u64| json!({"attempt": attempt, "uploading_from": "node1"});
+        assert!(!awaits_upload(&[]));
+        assert!(!awaits_upload(&[uploaded(1), uploaded(2)]));
+        assert!(awaits_upload(&[uploading(1)]));
+        assert!(awaits_upload(&[uploading(2), uploaded(2)]), "the last checkpoint of an attempt");
+        assert!(awaits_upload(&[uploading(2), uploaded(1)]));
+        assert!(!awaits_upload(&[uploaded(2), uploading(1)]), "the machine of attempt 1 may be lost");
     }
 }

@@ -31,18 +31,18 @@ struct MetricSummary {
 /// The server is unreachable, or refuses a property to group by, a filter or a sort order.
 pub(super) fn run(
     api: &Api,
-    by: &str,
+    keys: &str,
     mut query: Vec<(&'static str, String)>,
     limit: Option<u32>,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    query.push(("by", by.to_owned()));
+    query.push(("by", keys.to_owned()));
     let mut metrics = METRICS.to_vec();
     // The response must include the metric by which groups are sorted.
     let sort = query.iter().find(|(key, _)| *key == "sort").map(|(_, sort)| sort.clone()).unwrap_or_default();
-    let by_metric = sort.trim_start_matches('-');
-    if !["", "group", "jobs", "newest"].contains(&by_metric) && !metrics.contains(&by_metric) {
-        metrics.push(by_metric);
+    let sort_key = sort.trim_start_matches('-');
+    if !["", "group", "jobs", "newest"].contains(&sort_key) && !metrics.contains(&sort_key) {
+        metrics.push(sort_key);
     }
     query.push(("metrics", metrics.join(",")));
     let groups = block_on(api.all("/jobs/groups", "groups", &query, limit.map(|limit| limit as usize)))?;
@@ -55,7 +55,9 @@ pub(super) fn run(
     }
     let rows: Vec<_> = groups.iter().map(row).collect();
     output::table(["GROUP", "JOBS", "BEST", "LOSS", "IMAGES/S"], &rows)?;
-    output::line("mean ± standard deviation over the jobs that have a value (n jobs, if some have none)")
+    output::line(
+        "mean ± standard deviation over the jobs that have a value (n is their count, if some jobs have no value)",
+    )
 }
 
 fn row(group: &Group) -> [String; 5] {
@@ -68,23 +70,24 @@ fn row(group: &Group) -> [String; 5] {
             .map_or_else(|| number.to_string(), |n| format!("{n:.0}")),
         other => other.to_string(),
     };
-    let of = |name: &str, scale: f64, digits: usize, unit: &str| {
-        let Some((spread, mean)) = group.metrics.get(name).and_then(|of| Some((of, of.mean?))) else {
+    let metric = |name: &str, scale: f64, digits: usize, unit: &str| {
+        let summary = group.metrics.get(name);
+        let Some((summary, mean)) = summary.and_then(|summary| Some((summary, summary.mean?))) else {
             return String::new();
         };
-        let std = spread.std.map(|std| format!(" ± {:.digits$}", std * scale)).unwrap_or_default();
-        let n = if spread.n == group.jobs { String::new() } else { format!(" (n = {})", spread.n) };
+        let std = summary.std.map(|std| format!(" ± {:.digits$}", std * scale)).unwrap_or_default();
+        let n = if summary.n == group.jobs { String::new() } else { format!(" (n = {})", summary.n) };
         format!("{:.digits$}{std}{unit}{n}", mean * scale)
     };
     // Prints as many digits as for the speed of a job.
-    let is_slow = |of: &MetricSummary| of.mean.is_some_and(|mean| mean < 99.95);
+    let is_slow = |summary: &MetricSummary| summary.mean.is_some_and(|mean| mean < 99.95);
     let digits = usize::from(group.metrics.get("speed").is_some_and(is_slow));
     [
         group.values.iter().map(value).collect::<Vec<_>>().join(", "),
         group.jobs.to_string(),
-        of("best", 100.0, 2, " %"),
-        of("loss", 1.0, 4, ""),
-        of("speed", 1.0, digits, ""),
+        metric("best", 100.0, 2, " %"),
+        metric("loss", 1.0, 4, ""),
+        metric("speed", 1.0, digits, ""),
     ]
 }
 

@@ -1,7 +1,7 @@
 use super::*;
 use serde_json::json;
 
-/// As `hccl_tools.py` writes it: numbers are text.
+/// Returns a table in the format of `hccl_tools.py`, in which numbers are text.
 fn servers(machines: u32, devices: u32) -> Value {
     let device = |s: u32, d: u32| json!({ "device_id": d.to_string(), "device_ip": format!("192.1.{s}.{d}"), "rank_id": (s * devices + d).to_string() });
     let server = |s: u32| json!({ "server_id": format!("10.0.0.{}", s + 1), "host_nic_ip": "reserve", "device": (0..devices).map(|d| device(s, d)).collect::<Vec<_>>() });
@@ -64,7 +64,7 @@ fn errors_name_the_field() {
     };
     for (pointer, value, message) in [
         ("/status", json!("initializing"), "status: is \"initializing\""),
-        ("/server_count", json!("3"), "server_count: says 3, and server_list has 2"),
+        ("/server_count", json!("3"), "server_count: is 3, but server_list has 2"),
         ("/server_count", json!("two"), "server_count: is \"two\""),
         ("/server_list", json!({}), "server_list: must be a list"),
         (
@@ -98,15 +98,15 @@ fn errors_name_the_field() {
     two["group_list"][0]["instance_list"][1]["devices"] = json!([]);
     assert!(parse(&two).unwrap_err().contains("group_list[0].instance_list[1].devices: has 0 devices"));
     two["group_list"][0]["instance_count"] = json!("8");
-    assert!(parse(&two).unwrap_err().contains("group_list[0].instance_count: says 8"));
+    assert!(parse(&two).unwrap_err().contains("group_list[0].instance_count: is 8"));
     assert!(RankTable::parse(b"{").unwrap_err().contains("not JSON"));
 }
 
 #[test]
 fn a_table_has_a_maximum_size() {
-    let most = MAX_DEVICES as u32;
-    assert_eq!(parse(&servers(2, most / 2)).unwrap().world_size(), most);
-    assert!(parse(&servers(1, most + 1)).unwrap_err().contains("at most 4096 devices"));
+    let max = MAX_DEVICES as u32;
+    assert_eq!(parse(&servers(2, max / 2)).unwrap().world_size(), max);
+    assert!(parse(&servers(1, max + 1)).unwrap_err().contains("at most 4096 devices"));
     let name = |bytes: usize| {
         let mut table = servers(1, 2);
         table["server_list"][0]["server_id"] = json!("a".repeat(bytes));

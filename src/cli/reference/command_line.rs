@@ -28,8 +28,8 @@ pub(super) fn markdown(mut program: Command) -> String {
 
 /// Returns the commands for people: without hidden commands, which the program itself starts, and without clap's `help` in subcommands.
 fn visible_subcommands(command: &Command) -> impl Iterator<Item = &Command> {
-    let nested = command.get_name() != "lockstep";
-    command.get_subcommands().filter(move |c| !(c.is_hide_set() || nested && c.get_name() == "help"))
+    let is_subcommand = command.get_name() != "lockstep";
+    command.get_subcommands().filter(move |c| !(c.is_hide_set() || is_subcommand && c.get_name() == "help"))
 }
 
 fn add_section(text: &mut String, command: &Command, parent: &str, level: usize) {

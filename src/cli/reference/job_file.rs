@@ -6,8 +6,9 @@ use std::fmt::Write as _;
 
 /// Number of columns of the text for a terminal.
 const WIDTH: usize = 100;
-/// Indentation of a key, and of its meaning.
+/// Indentation of a key.
 const INDENT: &str = "  ";
+/// Indentation of a key's meaning.
 const MEANING_INDENT: &str = "      ";
 
 /// Returns the page.
@@ -40,7 +41,7 @@ pub(super) fn markdown() -> String {
     text
 }
 
-/// Every table of a job file.
+/// Returns every table of a job file.
 fn sections() -> Vec<SectionReference> {
     reference().into_iter().chain([sweep_reference()]).collect()
 }
@@ -61,9 +62,10 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
     };
     let mut text = String::new();
     for section in &sections {
-        let whole = wanted.is_none_or(|wanted| wanted == section.name && !wanted.is_empty());
+        let is_section_wanted = wanted.is_none_or(|wanted| wanted == section.name && !wanted.is_empty());
         let keys = section.keys.iter().filter(|key| {
-            whole || wanted.is_some_and(|wanted| wanted == key.name || wanted == path(section, key))
+            is_section_wanted
+                || wanted.is_some_and(|wanted| wanted == key.name || wanted == path(section, key))
         });
         let keys: Vec<_> = keys.collect();
         if keys.is_empty() {
@@ -72,7 +74,7 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
         if !text.is_empty() {
             text.push('\n');
         }
-        if whole {
+        if is_section_wanted {
             let name = if section.name.is_empty() { String::new() } else { format!("[{}] ", section.name) };
             text += &wrap(&format!("{name}{}", section.meaning), WIDTH, "", "");
             text.push('\n');
@@ -93,8 +95,10 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
         sections.iter().flat_map(|section| section.keys.iter().map(move |key| path(section, key))).collect();
     let names = paths.iter().map(String::as_str).chain(sections.iter().map(|section| section.name));
     let keys = sections.iter().flat_map(|section| section.keys.iter().map(|key| key.name));
-    let near = nearest(wanted, names.chain(keys))
-        .map_or_else(|| "`lockstep help job` lists all".to_owned(), |near| format!("did you mean {near:?}?"));
+    let near = nearest(wanted, names.chain(keys)).map_or_else(
+        || "`lockstep help job` lists all keys".to_owned(),
+        |near| format!("did you mean {near:?}?"),
+    );
     Err(format!("a job file has no section or key {wanted:?}; {near}"))
 }
 

@@ -43,8 +43,8 @@ pub(super) fn markdown(document: &Value) -> String {
 
 const METHODS: [&str; 5] = ["get", "put", "post", "patch", "delete"];
 
-/// Number of calls from which a shared response is listed once for all calls.
-const SHARED_FROM: usize = 5;
+/// A response that at least this number of calls share is listed once for all calls.
+const MIN_SHARED_CALLS: usize = 5;
 
 /// Returns error statuses, with their meanings, that many calls share.
 fn shared_errors<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
@@ -58,7 +58,7 @@ fn shared_errors<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String
     }
     counts
         .into_iter()
-        .filter(|((_, words), count)| *count >= SHARED_FROM && !words.is_empty())
+        .filter(|((_, words), count)| *count >= MIN_SHARED_CALLS && !words.is_empty())
         .map(|(key, _)| key)
         .collect()
 }
@@ -156,22 +156,22 @@ fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
         let is_tag = |field: &Value| field["enum"].as_array().is_some_and(|values| values.len() == 1);
         let (name, value) = fields.find(|(_, field)| is_tag(field))?;
         tag = name;
-        let others = |part: &Value| -> Vec<String> {
+        let describe_fields = |part: &Value| -> Vec<String> {
             let Some(fields) = part["properties"].as_object() else { return vec![describe(part)] };
             let others = fields.iter().filter(|(name, _)| name.as_str() != tag);
             others.map(|(name, field)| format!("`{name}`: {}", describe(field))).collect()
         };
-        let others: Vec<_> = parts.iter().flat_map(others).collect();
+        let others: Vec<_> = parts.iter().flat_map(describe_fields).collect();
         rows.push([describe(value), others.join("; "), prose(&meaning(variant))]);
     }
     Some((tag, rows))
 }
 
-/// Returns the description of a field or a variant. An optional field has its description one level deeper.
+/// Returns the description of a field or a variant. The description of an optional field is one level deeper.
 fn meaning(schema: &Value) -> String {
-    let own = one_line(&schema["description"]);
-    if !own.is_empty() {
-        return own;
+    let description = one_line(&schema["description"]);
+    if !description.is_empty() {
+        return description;
     }
     let choices = schema["oneOf"].as_array().into_iter().flatten();
     choices.map(|choice| one_line(&choice["description"])).find(|text| !text.is_empty()).unwrap_or_default()
@@ -194,7 +194,7 @@ fn describe(schema: &Value) -> String {
             words.iter().map(|word| format!("`{}`", word.as_str().unwrap_or_default())).collect();
         return words.join(", ");
     }
-    let one = |kind: &str| match kind {
+    let describe_kind = |kind: &str| match kind {
         "array" => match describe(&schema["items"]) {
             items if items.is_empty() => "list".to_owned(),
             items => format!("list of {items}"),
@@ -213,9 +213,9 @@ fn describe(schema: &Value) -> String {
         other => other.into(),
     };
     match &schema["type"] {
-        Value::String(kind) => one(kind),
+        Value::String(kind) => describe_kind(kind),
         Value::Array(kinds) => {
-            let kinds = kinds.iter().filter_map(Value::as_str).map(one);
+            let kinds = kinds.iter().filter_map(Value::as_str).map(describe_kind);
             kinds.collect::<Vec<_>>().join(" or ")
         }
         _ => String::new(),

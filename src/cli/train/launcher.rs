@@ -14,7 +14,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LaunchedRank {
     /// Name of the launcher.
-    pub(super) by: &'static str,
+    pub(super) launcher: &'static str,
     pub(super) rank: u32,
     pub(super) world_size: u32,
     pub(super) local_rank: u32,
@@ -35,13 +35,13 @@ pub(super) struct LaunchedRank {
 /// # Errors
 /// Some variables are missing or are not numbers. The error is a sentence.
 pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchedRank>, String> {
-    let number = |name: &str| number(&variable, name);
+    let number = |name: &str| read_number(&variable, name);
     // `job` is the launcher's name of the job. `port_shift` is added to `MASTER_PORT`.
-    let (by, rank, world_size, local_rank, local_ranks, job, port_shift);
+    let (launcher, rank, world_size, local_rank, local_ranks, job, port_shift);
     // The machine of rank 0 in Slurm's list.
     let mut first = None;
     if let (Some(r), Some(w)) = (number("RANK")?, number("WORLD_SIZE")?) {
-        by = "torchrun";
+        launcher = "torchrun";
         (rank, world_size) = (r, w);
         (local_rank, local_ranks) = (number("LOCAL_RANK")?, number("LOCAL_WORLD_SIZE")?);
         job = variable("TORCHELASTIC_RUN_ID");
@@ -50,7 +50,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     } else if variable("MS_ROLE").is_some() {
         return mindspore::detect(&variable).map(Some);
     } else if let (Some(r), Some(w)) = (number("OMPI_COMM_WORLD_RANK")?, number("OMPI_COMM_WORLD_SIZE")?) {
-        by = "mpirun";
+        launcher = "mpirun";
         (rank, world_size) = (r, w);
         (local_rank, local_ranks) =
             (number("OMPI_COMM_WORLD_LOCAL_RANK")?, number("OMPI_COMM_WORLD_LOCAL_SIZE")?);
@@ -60,7 +60,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         (number("SLURM_PROCID")?, number("SLURM_NTASKS")?, variable("SLURM_STEP_ID"))
     {
         // Without a step id, this process is the batch script itself, which srun has not started.
-        by = "srun";
+        launcher = "srun";
         (rank, world_size) = (r, w);
         local_rank = number("SLURM_LOCALID")?;
         let machine = number("SLURM_NODEID")?.unwrap_or(0);
@@ -74,7 +74,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         return Ok(None);
     }
     if rank >= world_size {
-        return Err(format!("{by} says that this is rank {rank} of {world_size}"));
+        return Err(format!("{launcher} says that this is rank {rank} of {world_size}; ranks begin at 0"));
     }
     let local_ranks = local_ranks.unwrap_or(1).clamp(1, world_size);
     let addr = match variable("MASTER_ADDR") {
@@ -86,35 +86,40 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         None if first.is_some() => first.unwrap_or_default(),
         None => {
             return Err(format!(
-                "{by} has started ranks on several machines: set MASTER_ADDR to rank 0's machine and \
-                 MASTER_PORT to a free port there"
+                "{launcher} has started ranks on several machines: set MASTER_ADDR to rank 0's machine and \
+                 MASTER_PORT to a free port of that machine"
             ));
         }
     };
     let job = job.unwrap_or_default();
-    let port = match port(&variable)? {
+    let port = match read_port(&variable)? {
         Some(port) => port
             .checked_add(port_shift)
-            .ok_or_else(|| format!("MASTER_PORT={port} is not a port for {by}"))?,
+            .ok_or_else(|| format!("MASTER_PORT={port} is not a port for {launcher}"))?,
         None => port_for(&job),
     };
-    let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{by}/{job}/{addr}/{port}"));
+    let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{launcher}/{job}/{addr}/{port}"));
     let local_rank = local_rank.unwrap_or(0);
-    Ok(Some(LaunchedRank { by, rank, world_size, local_rank, local_ranks, device: None, addr, port, secret }))
+    let device = None;
+    Ok(Some(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, addr, port, secret }))
 }
 
 /// Reads a variable with a number.
-pub(super) fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<u32>, String> {
+pub(super) fn read_number(
+    variable: &impl Fn(&str) -> Option<String>,
+    name: &str,
+) -> Result<Option<u32>, String> {
     variable(name).map(|v| v.trim().parse().map_err(|_| format!("{name}={v:?} is not a number"))).transpose()
 }
 
 /// Reads `MASTER_PORT`.
-fn port(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u16>, String> {
-    let given = number(variable, "MASTER_PORT")?;
-    given.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is not a port"))).transpose()
+fn read_port(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u16>, String> {
+    let port = read_number(variable, "MASTER_PORT")?;
+    port.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is not a port"))).transpose()
 }
 
-/// Returns the port to use without `MASTER_PORT`: the same for all ranks of the job, different for other jobs, and below the ephemeral ports.
+/// Returns the port to use without `MASTER_PORT`. It is the same for all ranks of the job, usually differs between jobs, and is below the
+/// ephemeral ports.
 fn port_for(job: &str) -> u16 {
     let mut hash = DefaultHasher::new();
     job.hash(&mut hash);

@@ -17,11 +17,11 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// After a rank has failed, the other ranks detect it and end. A rank that does not end within this time gets SIGTERM. Ranks that stop in
-/// order have the time that a rank allows itself for its checkpoint.
+/// Time for the other ranks to detect that a rank has failed, and to end. Then they get SIGTERM. Ranks that stop in order have the time
+/// that a rank allows itself for its checkpoint.
 const END_DELAYS: EndDelays = {
-    let within = Duration::from_secs(2);
-    EndDelays { certain: within, provisional: within, stopping: Duration::from_secs(20) }
+    let delay = Duration::from_secs(2);
+    EndDelays { certain: delay, provisional: delay, stopping: Duration::from_secs(20) }
 };
 /// Time from SIGTERM to SIGKILL for ranks after another rank has failed.
 const KILL_DELAY: Duration = Duration::from_secs(6);
@@ -34,9 +34,10 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The outcome of training.
 pub(super) enum Outcome {
-    /// With the accuracy of the last validation, 0 to 1, and its number of pictures; the last step; and a text about the best checkpoint.
+    /// `accuracy` is the accuracy of the last validation (0 to 1) and its number of pictures, `step` the last step, and `best` a text about
+    /// the best checkpoint.
     Succeeded { accuracy: Option<(f64, u64)>, step: u64, best: Option<String> },
-    /// This rank has ended. Rank 0, in another process, prints the outcome.
+    /// The ranks of this process have ended. Rank 0, in another process, prints the outcome.
     Elsewhere,
     /// Stopped by Ctrl-C or a signal. The folder shows whether a checkpoint of this step exists.
     Stopped { step: u64 },
@@ -68,8 +69,8 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
         }
         supervise(&mut command, &mut ranks).await?;
         command.show.finish();
-        if let Some(left) = ranks.sweep().await {
-            output::warn(format_args!("{left} does not end, even after SIGKILL"));
+        if let Some(survivor) = ranks.sweep().await {
+            output::warn(format_args!("{survivor} does not end, even after SIGKILL"));
         }
         Ok(determine_outcome(&ranks, &command.show, command.interrupted))
     })
@@ -78,7 +79,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
 /// The state of this command while its ranks train.
 struct Command {
     signals: StopSignals,
-    /// The signal that a closed terminal sends; `None` if it is ignored.
+    /// The signal that a closed terminal sends. `None` if this process ignores the signal.
     hangup: Option<Signal>,
     interrupted: bool,
     show: Show,
@@ -124,7 +125,7 @@ impl Policy for Command {
     fn observe(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) -> Result<(), TailError> {
         for rank in &mut ranks.ranks {
             let read = rank.read();
-            self.show.see(std::mem::take(&mut rank.notes));
+            self.show.update(std::mem::take(&mut rank.notes));
             read?;
         }
         Ok(())
@@ -144,30 +145,31 @@ impl Policy for Command {
 /// Returns the outcome from the first cause among the ranks' reports and exit statuses.
 fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Outcome {
     if ranks.ends().all(RankEnd::is_success) {
-        return Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() };
+        return Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.describe_best() };
     }
     // If a rank has reported a cause, ranks that stopped in order are not the cause.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
     let cause = cause.or_else(|| ranks.ends().find(|end| end.failure.is_some()));
     let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
-    let in_order = |end: &RankEnd| matches!(end.exit, Some(Exit::Status(EXIT_FINISHED | EXIT_STOPPED)));
-    if !has_own_reason && (interrupted || ranks.ends().all(in_order)) {
+    let ended_in_order = |end: &RankEnd| matches!(end.exit, Some(Exit::Status(EXIT_FINISHED | EXIT_STOPPED)));
+    if !has_own_reason && (interrupted || ranks.ends().all(ended_in_order)) {
         return Outcome::Stopped { step: show.step };
     }
-    let silent = || ranks.ends().find(|end| !in_order(end));
-    let Some(RankEnd { rank, step, failure, exit, last_stderr_line, .. }) = cause.or_else(silent) else {
+    let without_report = || ranks.ends().find(|end| !ended_in_order(end));
+    let Some(RankEnd { rank, step, failure, exit, last_stderr_line, .. }) = cause.or_else(without_report)
+    else {
         return Outcome::Stopped { step: show.step };
     };
     let reason = match (failure, exit) {
         (Some(failure), _) => format!("rank {rank} failed at step {step}: {}", failure.reason),
         (None, Some(Exit::Signal(signal))) => {
             // Only agents know whether the kernel has killed processes since the start.
-            let cause = if *signal == 9 {
+            let hint = if *signal == 9 {
                 "; if memory was exhausted, lower train.batch_size or parallel.ranks"
             } else {
                 ""
             };
-            format!("rank {rank} was killed by signal {signal} at step {step}{cause}")
+            format!("rank {rank} was killed by signal {signal} at step {step}{hint}")
         }
         (None, _) => {
             let last = last_stderr_line.as_deref().unwrap_or("it printed nothing");
@@ -190,7 +192,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;
     loop {
         // Checked before the last read, so that no record is missed.
-        let over = training.is_finished();
+        let is_over = training.is_finished();
         loop {
             let events = tail.poll()?;
             if events.is_empty() {
@@ -201,9 +203,9 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
                     (reason, is_retriable) = (Some(message.clone()), *retriable);
                 }
             }
-            show.see(events);
+            show.update(events);
         }
-        if over {
+        if is_over {
             break;
         }
         std::thread::sleep(POLL_INTERVAL);
@@ -216,7 +218,9 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
     }
     Ok(match status {
         EXIT_FINISHED if config.rank > 0 => Outcome::Elsewhere,
-        EXIT_FINISHED => Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() },
+        EXIT_FINISHED => {
+            Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.describe_best() }
+        }
         // Only rank 0 writes checkpoints.
         EXIT_STOPPED if config.rank > 0 => {
             Outcome::Failed { reason: format!("stopped after step {}", show.step), is_retriable: true }
@@ -226,10 +230,10 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
             // The reason is printed soon. CUDA's exit handlers may wait for ranks that have exited.
             end_by_force_within(EXIT_TIMEOUT);
             // Exit handlers free resources that aborts still use.
-            let are_over = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
+            let may_run_exit_handlers = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
             let reason = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
-            if !are_over {
+            if !may_run_exit_handlers {
                 output::warn(&reason);
                 registry::exit(1, Duration::ZERO);
             }

@@ -33,13 +33,13 @@ impl OutLock {
         match lock_within(&file, LOCK_TIMEOUT) {
             Ok(true) => {}
             Ok(false) => {
-                let holders = match &holders(&path, std::process::id())[..] {
+                let holders = match &find_holders(&path, std::process::id())[..] {
                     [] => "another process".to_owned(),
                     pids => format!("{} {}", nouns(pids.len() as u64, "process"), pids.join(", ")),
                 };
                 return Err(usage_error(format!(
-                    "--out: {} is in use: {} is held by {holders}. Another `lockstep train` uses the folder, or ranks that continue after \
-                     it was killed. Wait until they end, end them with `kill`, or give another --out",
+                    "--out: {} is in use: {} is held by {holders}. Another `lockstep train`, or the ranks of a killed \
+                     `lockstep train`, use the folder. Wait until they end, end them with `kill`, or give another --out",
                     out.display(),
                     path.display()
                 )));
@@ -55,14 +55,14 @@ impl OutLock {
     }
 }
 
-/// Returns the ids of this account's processes on this machine, except `own`, that have `path` open. The lock's record in /proc/locks names
-/// only the process that took the lock, which may have ended.
-fn holders(path: &Path, own: u32) -> Vec<String> {
+/// Returns the ids of this account's processes on this machine that have `path` open, except `own_pid`. The lock's record in /proc/locks
+/// names only the process that took the lock, which may have ended.
+fn find_holders(path: &Path, own_pid: u32) -> Vec<String> {
     let is_open = |pid: &u32| {
         let mut files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
         files.any(|file| fs::read_link(file.path()).is_ok_and(|target| target == path))
     };
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|process| process.file_name().into_string().ok()?.parse::<u32>().ok());
-    pids.filter(|pid| *pid != own).filter(is_open).map(|pid| pid.to_string()).collect()
+    pids.filter(|pid| *pid != own_pid).filter(is_open).map(|pid| pid.to_string()).collect()
 }

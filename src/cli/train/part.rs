@@ -21,12 +21,12 @@ pub(super) enum Part {
 }
 
 impl Part {
-    /// Returns the source that determines the number of ranks, and the number.
-    pub(super) fn world(&self) -> Option<(&'static str, u32)> {
+    /// Returns the name of the launcher or table that determines the number of ranks, and this number.
+    pub(super) fn launched(&self) -> Option<(&'static str, u32)> {
         match self {
             Part::All => None,
             Part::Machine(ranks) => Some((launcher::RANK_TABLE, ranks.world_size)),
-            Part::Rank(place) => Some((place.by, place.world_size)),
+            Part::Rank(place) => Some((place.launcher, place.world_size)),
         }
     }
 
@@ -46,21 +46,21 @@ impl Part {
     pub(super) fn find(args: &Args) -> anyhow::Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
         // MindSpore's scripts assign ranks by this variable.
-        let rank = || launcher::number(&variable, "RANK_ID").map_err(usage_error);
+        let rank = || launcher::read_number(&variable, "RANK_ID").map_err(usage_error);
         let table = match (&args.rank_table, variable(TABLE_FILE).filter(|path| !path.trim().is_empty())) {
             (Some(path), _) => RankTable::read(path)?,
             (None, given) => match (launcher::detect(variable).map_err(usage_error)?, given) {
                 // A worker of MindSpore has already read the table.
                 (Some(place), Some(_)) if variable("MS_ROLE").is_none() => {
-                    let by = place.by;
+                    let launcher = place.launcher;
                     return Err(usage_error(format!(
-                        "{TABLE_FILE} is set and {by} has started this process: both decide which rank this process is; unset {TABLE_FILE}, or \
-                         start without {by}"
+                        "{TABLE_FILE} is set and {launcher} has started this process: both decide which rank this process is; unset \
+                         {TABLE_FILE}, or start without {launcher}"
                     )));
                 }
                 (Some(_), _) if args.node.is_some() => {
                     return Err(usage_error(
-                        "--node: a launcher says which rank this process is; leave it out",
+                        "--node: a launcher says which rank this process is; leave --node out",
                     ));
                 }
                 (Some(place), _) => return Ok(Part::Rank(place)),
@@ -86,7 +86,7 @@ impl Part {
                 launcher::ranks_of_machine(&table, 0, &variable).map(Part::Machine)
             }
             (None, None) => Err(format!(
-                "the rank table has {} machines: say which one this is with --node, or set RANK_ID for one rank",
+                "the rank table has {} machines: name this machine with --node, or set RANK_ID for one rank",
                 table.machines.len()
             )),
         };

@@ -16,8 +16,8 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
             out.display()
         ))),
         Some("latest") => {
-            let (newest, torn) = checkpoint::newest(&directory)?;
-            torn.iter().for_each(|problem| output::warn(format_args!("{problem}: left out")));
+            let (newest, problems) = checkpoint::newest(&directory)?;
+            problems.iter().for_each(|problem| output::warn(format_args!("{problem}: left out")));
             let newest = newest.ok_or_else(|| {
                 usage_error(format!("--resume latest: no complete checkpoint in {}", directory.display()))
             })?;
@@ -26,15 +26,15 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
         Some(path) => {
             let problem = |e: String| usage_error(format!("--resume {path}: {e}"));
             if pickle::has_pickle_extension(path) && !Path::new(path).is_dir() {
-                let how =
+                let advice =
                     format!("{}; then begin a run with model.pretrained", pickle::conversion_advice(path));
-                return Err(problem(how));
+                return Err(problem(advice));
             }
             let folder = Path::new(path).canonicalize().map_err(|e| problem(e.to_string()))?;
             let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
             let name = checkpoint::folder_name(manifest.epoch, manifest.step);
-            let here = directory.join(&name);
-            // The run would later take these checkpoints for checkpoints of its own steps.
+            let target = directory.join(&name);
+            // The run would take later checkpoints in this folder for checkpoints of its own steps.
             let later =
                 checkpoint::list(&directory)?.into_iter().rev().find(|(_, step)| *step > manifest.step);
             if let Some((epoch, step)) = later {
@@ -44,21 +44,21 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
                     out.display()
                 )));
             }
-            let text = |folder: &Path| fs::read(folder.join(checkpoint::MANIFEST));
-            if here.exists() && text(&here)? != text(&folder)? {
+            let read_manifest = |folder: &Path| fs::read(folder.join(checkpoint::MANIFEST));
+            if target.exists() && read_manifest(&target)? != read_manifest(&folder)? {
                 return Err(problem(format!(
                     "{} has another checkpoint {name}: give another --out",
                     out.display()
                 )));
             }
-            if !here.exists() {
+            if !target.exists() {
                 // Copied to a temporary folder first, so that a checkpoint is either complete or absent.
                 let temporary = directory.join(format!(".tmp-{name}"));
                 fs::create_dir_all(&temporary)?;
                 for file in manifest.files.keys().map(String::as_str).chain([checkpoint::MANIFEST]) {
                     fs::copy(folder.join(file), temporary.join(file))?;
                 }
-                fs::rename(&temporary, &here)?;
+                fs::rename(&temporary, &target)?;
             }
             Ok(Some(name))
         }

@@ -19,15 +19,15 @@ pub(super) struct Show {
     spec: JobSpec,
     bar: Option<ProgressBar>,
     steps_per_epoch: u64,
-    /// The mean loss of the ranks whose records this process reads.
+    /// The mean loss of the ranks rank_note records this process reads.
     loss: JobLoss,
-    /// A text that names these ranks, if they are not all ranks.
-    whose: String,
+    /// Names the ranks of [`Show::loss`]: ` (rank 1 of 4)`. Empty if they are all ranks of the job.
+    rank_note: String,
     /// Rank 0's lines that have not been printed: the line of a step waits for the losses of the other ranks.
     lines: VecDeque<String>,
     /// Whether this process reads rank 0's lines.
     has_lines: bool,
-    /// Losses of steps whose lines have not been printed.
+    /// Losses of steps rank_note lines have not been printed.
     losses: BTreeMap<u64, f32>,
     /// Whether no more losses will arrive.
     has_all_losses: bool,
@@ -42,7 +42,7 @@ pub(super) struct Show {
 }
 
 impl Show {
-    /// Creates a display for a run in which this process reads the records of `ranks`. `checkpoints` are those from before this start.
+    /// Creates a display for a run in which this process reads the records of `ranks`. `checkpoints` are the run's existing checkpoints.
     pub(super) fn new(spec: &JobSpec, ranks: &[u32], checkpoints: Vec<CheckpointInfo>) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
@@ -55,7 +55,7 @@ impl Show {
             bar,
             steps_per_epoch: 0,
             loss: JobLoss::new(ranks.len()),
-            whose: match (ranks, spec.parallel.ranks) {
+            rank_note: match (ranks, spec.parallel.ranks) {
                 (ranks, all) if ranks.len() == all as usize => String::new(),
                 ([rank], all) => format!(" (rank {rank} of {all})"),
                 (ranks, all) => format!(" ({} of {all} ranks)", ranks.len()),
@@ -72,7 +72,7 @@ impl Show {
     }
 
     /// Shows new records of a rank.
-    pub(super) fn see(&mut self, events: Vec<AttemptEvent>) {
+    pub(super) fn update(&mut self, events: Vec<AttemptEvent>) {
         for event in events {
             match event {
                 AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples } => {
@@ -112,7 +112,8 @@ impl Show {
                 }
                 AttemptEvent::Checkpoint(written) => self.checkpoints.push(written),
                 AttemptEvent::CheckpointRemoved { epoch, step } => {
-                    self.checkpoints.retain(|there| (there.epoch, there.step) != (epoch, step));
+                    self.checkpoints
+                        .retain(|checkpoint| (checkpoint.epoch, checkpoint.step) != (epoch, step));
                 }
                 _ => {}
             }
@@ -120,7 +121,7 @@ impl Show {
         self.print_lines();
     }
 
-    /// Prints rank 0's lines in order, up to the first step whose loss may still arrive.
+    /// Prints rank 0's lines in order, up to the first step rank_note loss may still arrive.
     fn print_lines(&mut self) {
         while let Some(line) = self.lines.front() {
             let text = match parse_step_line(line) {
@@ -132,9 +133,9 @@ impl Show {
                     }
                     // Losses of earlier steps have been printed.
                     self.losses = self.losses.split_off(&(step + 1));
-                    let with = |loss| format!("{start}, loss is {loss}{}", self.whose);
+                    let with_mean = |loss| format!("{start}, loss is {loss}{}", self.rank_note);
                     // The bar already shows the loss.
-                    self.bar.is_none().then(|| loss.map_or_else(|| line.clone(), with))
+                    self.bar.is_none().then(|| loss.map_or_else(|| line.clone(), with_mean))
                 }
             };
             self.lines.pop_front();
@@ -148,7 +149,7 @@ impl Show {
     }
 
     /// Describes the best of the run's checkpoints: `; the best is 2-24 with 88.6 %`.
-    pub(super) fn best(&self) -> Option<String> {
+    pub(super) fn describe_best(&self) -> Option<String> {
         let (best, accuracy) = best_checkpoint(&self.checkpoints)?;
         Some(format!("; the best is {}-{} with {}", best.epoch, best.step, percent(accuracy)))
     }
@@ -163,7 +164,7 @@ impl Show {
         let speed = self.speed.images_per_second();
         let speed = speed.map(|v| format!(", {} images/s", rate(v))).unwrap_or_default();
         bar.set_style(output::bar_style("{bar:30} {pos}/{len} {msg}, {eta} left"));
-        bar.set_message(format!("epoch {epoch}, loss {loss:.4}{}{accuracy}{speed}", self.whose));
+        bar.set_message(format!("epoch {epoch}, loss {loss:.4}{}{accuracy}{speed}", self.rank_note));
     }
 
     pub(super) fn finish(&mut self) {

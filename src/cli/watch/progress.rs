@@ -30,8 +30,8 @@ pub(super) struct Progress {
     steps_per_epoch: u64,
     total_steps: u64,
     step: u64,
-    /// The number of ranks, and the attempt to which [`Progress::loss`] belongs.
     ranks: u32,
+    /// The attempt to which [`Progress::loss`] belongs.
     attempt: u32,
     loss: JobLoss,
     images_per_second: Option<f64>,
@@ -58,11 +58,11 @@ impl Progress {
             eta_secs: job.eta_secs,
             last_line: None,
         };
-        this.plan(job.total_steps, job.steps_per_epoch, job.step);
+        this.set_plan(job.total_steps, job.steps_per_epoch, job.step);
         this
     }
 
-    fn plan(&mut self, total_steps: u64, steps_per_epoch: u64, step: u64) {
+    fn set_plan(&mut self, total_steps: u64, steps_per_epoch: u64, step: u64) {
         (self.total_steps, self.steps_per_epoch, self.step) = (total_steps, steps_per_epoch, step);
         let is_terminal = || std::io::stderr().is_terminal() && std::io::stdout().is_terminal();
         if self.bar.is_none() && total_steps > 0 && !self.json && is_terminal() {
@@ -72,11 +72,11 @@ impl Progress {
             bar.set_length(total_steps);
             bar.set_position(step);
         }
-        self.name_state();
+        self.update_bar();
     }
 
     /// Sets the prefix and the message of the bar.
-    fn name_state(&self) {
+    fn update_bar(&self) {
         let Some(bar) = &self.bar else { return };
         bar.set_style(output::bar_style("{prefix:.bold} {wide_bar} {pos}/{len} {msg}"));
         bar.set_prefix(self.state.as_str());
@@ -92,9 +92,9 @@ impl Progress {
         [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 
-    fn say_once(&mut self, text: String) -> anyhow::Result<()> {
+    fn print_once(&mut self, text: String) -> anyhow::Result<()> {
         if self.last_place != text {
-            self.say(text.clone())?;
+            self.print_line(text.clone())?;
             self.last_place = text;
         }
         Ok(())
@@ -103,13 +103,13 @@ impl Progress {
     fn show_event(&mut self, body: &EventBody) -> anyhow::Result<()> {
         match body {
             EventBody::State { state, reason, cause, attempt } => {
-                let fewer = match cause.as_ref().map(Reason::kind) {
+                let fewer_ranks = match cause.as_ref().map(Reason::kind) {
                     Some(ReasonKind::FewerRanks { ranks, .. }) => Some(*ranks),
                     _ => None,
                 };
-                if fewer.is_some() || self.attempt != *attempt {
+                if fewer_ranks.is_some() || self.attempt != *attempt {
                     self.attempt = *attempt;
-                    self.loss = JobLoss::new(fewer.unwrap_or(self.ranks) as usize);
+                    self.loss = JobLoss::new(fewer_ranks.unwrap_or(self.ranks) as usize);
                 }
                 // `show_place` prints the place and the current reason for waiting.
                 let still_waits = self.state == *state && state.is_waiting();
@@ -118,14 +118,14 @@ impl Progress {
                     self.eta_secs = None;
                 }
                 self.state = *state;
-                self.name_state();
+                self.update_bar();
                 if !state.is_final() && !still_waits {
                     let reason = reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
-                    self.say_once(format!("{state}{reason}"))?;
+                    self.print_once(format!("{state}{reason}"))?;
                 }
             }
             EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
-                self.plan(*total_steps, *steps_per_epoch, *start_step);
+                self.set_plan(*total_steps, *steps_per_epoch, *start_step);
             }
             EventBody::Metrics { name, steps, values, .. } if name == "loss" => {
                 let losses = steps.iter().zip(values).map(|(step, loss)| (*step, loss.unwrap_or(f32::NAN)));
@@ -135,7 +135,7 @@ impl Progress {
                 }
             }
             EventBody::Evaluation { evaluation, .. } => {
-                self.say(format!(
+                self.print_line(format!(
                     "epoch {}: validation accuracy {}, loss {:.4}",
                     evaluation.epoch,
                     lockstep_protocol::numbers::accuracy_of(evaluation.accuracy, Some(evaluation.samples)),
@@ -150,7 +150,7 @@ impl Progress {
                 };
                 let text =
                     if text.is_empty() { String::new() } else { format!(": {}", output::one_line(text)) };
-                self.say(format!("{level}: {}{text}", output::one_line(title)))?;
+                self.print_line(format!("{level}: {}{text}", output::one_line(title)))?;
             }
             _ => {}
         }
@@ -158,7 +158,7 @@ impl Progress {
     }
 
     /// Prints a line that stays above the bar.
-    fn say(&mut self, text: String) -> anyhow::Result<()> {
+    fn print_line(&mut self, text: String) -> anyhow::Result<()> {
         match &self.bar {
             Some(bar) => bar.suspend(|| output::line(text)),
             None => output::line(text),
@@ -201,7 +201,7 @@ impl Display for Progress {
             _ => return Ok(()),
         };
         (self.images_per_second, self.eta_secs) = (images_per_second, eta_secs);
-        self.name_state();
+        self.update_bar();
         Ok(())
     }
 
@@ -218,7 +218,7 @@ impl Display for Progress {
 
     /// Prints the state of a job that does not train, its place in the queue and the reason. Prints again only after a change.
     fn show_place(&mut self, job: &Job) -> anyhow::Result<()> {
-        // The stream may be behind, but reports all other changes in order.
+        // The stream may be behind the job that was read. It reports all other changes in order.
         let was_shown = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
         let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
         if self.json || !was_shown || !is_known {
@@ -226,7 +226,7 @@ impl Display for Progress {
         }
         let place = job.queue.as_ref().map(|queue| format!(", place {} in the queue", queue.place));
         let why = waits_for(job).map(|why| format!(": {why}"));
-        self.say_once(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
+        self.print_once(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
     }
 }
 
@@ -258,7 +258,7 @@ mod tests {
             Frame::Event(Event { seq: 1 + u64::from(rank), at: jiff::Timestamp::UNIX_EPOCH, body })
         };
         progress.show(&loss(0, 2.0)).unwrap();
-        assert_eq!(progress.words(), "", "the loss of one rank is not the job's");
+        assert_eq!(progress.words(), "", "the loss of one rank is not the job's loss");
         progress.show(&loss(1, 3.0)).unwrap();
         assert_eq!(progress.words(), "loss 2.5000");
         let pace = Pace { step: 2, images_per_second: Some(9.56), eta_secs: Some(1020.0) };

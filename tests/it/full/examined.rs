@@ -175,7 +175,7 @@ async fn other_hosts_are_measured_if_one_does_not_respond() {
     fs::set_permissions(&old, fs::Permissions::from_mode(0o755)).expect("its mode");
     let done = room.doctor(&[&one], old.to_str().expect("a path"));
     assert!(
-        done.stdout.contains("Lockstep 0.0.1 there cannot examine the machine: error: unexpected argument"),
+        done.stdout.contains("its Lockstep 0.0.1 cannot examine the machine: error: unexpected argument"),
         "{}",
         done.stdout
     );

@@ -200,7 +200,7 @@ async fn a_rank_table_places_ranks_on_machines() {
         assert!(bench.model(out, "2-24") == bench.model("alone", "2-24"), "{out}");
     }
     for (more, message) in [
-        (&["--rank-table", path][..], "say which one this is with --node"),
+        (&["--rank-table", path][..], "name this machine with --node"),
         (&["--rank-table", path, "--node", "2"], "has 2 machines"),
         (&["--node", "0"], "--rank-table"),
         (&["--rank-table", "/none.json", "--node", "0"], "/none.json"),

@@ -116,7 +116,7 @@ async fn inconsistent_variables_of_a_rank_table_are_refused() {
     let table = ("RANK_TABLE_FILE", path.to_str().expect("a path"));
     let torchrun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")];
     for (variables, more, message) in [
-        (&[table][..], &[][..], "the rank table has 2 machines: say which one this is with --node"),
+        (&[table][..], &[][..], "the rank table has 2 machines: name this machine with --node"),
         (&[table, ("RANK_ID", "4")], &[], "the rank table has no rank 4"),
         (&[table], &["--node", "2"], "the rank table has 2 machines"),
         (&[table, ("RANK_ID", "0")], &["--ranks", "2"], "the rank table has started 4 ranks"),

@@ -103,7 +103,8 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
             std::thread::sleep(Duration::from_millis(10));
         }
         let (output, took) = interrupt(child);
-        assert!(output.contains("stopped after step 12; --resume latest continues from there"), "{output}");
+        let words = "stopped after step 12; --resume latest continues from this step";
+        assert!(output.contains(words), "{output}");
         assert!(took < Duration::from_secs(30), "{took:?}");
         let log = fs::read_to_string(bench.out(out).join("attempts/1/rank.0.log")).expect("a log");
         assert!(log.contains("the evaluation after step 12 is interrupted"), "{log}");
@@ -150,7 +151,7 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
     let output = child.wait_with_output().expect("it ends");
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("stopped after step ") && text.contains("continues from there"), "{text}");
+    assert!(text.contains("stopped after step ") && text.contains("continues from this step"), "{text}");
 }
 
 #[tokio::test]
@@ -232,7 +233,7 @@ mod full {
         until_step(&mut child, 1);
         let (output, _) = interrupt(child);
         assert!(
-            output.contains("stopped after step ") && output.contains("continues from there"),
+            output.contains("stopped after step ") && output.contains("continues from this step"),
             "{output}"
         );
         assert!(!output.contains("stopped after step 80;"), "{output}");

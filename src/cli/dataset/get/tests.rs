@@ -15,7 +15,7 @@ use tempfile::TempDir;
 pub(crate) struct Behaviour {
     /// Whether the server supports `Range`.
     pub(crate) supports_ranges: bool,
-    /// Numbers of body bytes after which the first connections are cut.
+    /// For each of the first connections, the count of body bytes after which the connection is cut.
     pub(crate) cuts: Vec<usize>,
     /// A status instead of 200.
     pub(crate) status: Option<&'static str>,
@@ -60,7 +60,7 @@ fn respond(connection: &mut TcpStream, behaviour: &Behaviour, seen: &Mutex<Vec<(
     let range = request.lines().find_map(|line| {
         line.to_lowercase().strip_prefix("range: bytes=")?.strip_suffix('-')?.parse::<usize>().ok()
     });
-    let number = {
+    let index = {
         let mut seen = seen.lock().unwrap();
         seen.push((path.clone(), range));
         seen.len() - 1
@@ -73,17 +73,17 @@ fn respond(connection: &mut TcpStream, behaviour: &Behaviour, seen: &Mutex<Vec<(
     };
     let begin = range.filter(|_| behaviour.supports_ranges).unwrap_or(0);
     let rest = &body[begin.min(body.len())..];
-    let (status, more) = match begin {
+    let (status, range_header) = match begin {
         0 => ("200 OK", String::new()),
         begin => (
             "206 Partial Content",
             format!("content-range: bytes {begin}-{}/{}\r\n", body.len() - 1, body.len()),
         ),
     };
-    let sent = behaviour.cuts.get(number).map_or(rest.len(), |cut| (*cut).min(rest.len()));
+    let sent = behaviour.cuts.get(index).map_or(rest.len(), |cut| (*cut).min(rest.len()));
     let _ = write!(
         connection,
-        "HTTP/1.1 {status}\r\ncontent-length: {}\r\n{more}connection: close\r\n\r\n",
+        "HTTP/1.1 {status}\r\ncontent-length: {}\r\n{range_header}connection: close\r\n\r\n",
         rest.len()
     );
     let _ = connection.write_all(&rest[..sent]);

@@ -90,7 +90,7 @@ fn clock_differences_lead_to_notes_and_problems() {
         })
     };
     assert_eq!(with(1_000.0, 0.0), None);
-    assert_eq!(with(1_400.0, 500.0), None, "within what is known");
+    assert_eq!(with(1_400.0, 500.0), None, "within the uncertainty");
     assert!(with(1_001.0, 0.0).unwrap().1.contains("the clock of b is 1.0 s ahead of the clock of a"));
     assert!(
         with(-59_000.0, 0.0).unwrap()
@@ -145,5 +145,5 @@ fn relevant_versions_must_be_equal() {
     also.facts.as_mut().unwrap().nccl = None;
     assert_eq!(of(&none, &also), problem("NCCL"));
     none.facts = None;
-    assert_eq!(of(&good, &none), [], "a machine that says nothing is a finding of its own");
+    assert_eq!(of(&good, &none), [], "a machine without facts has its own finding");
 }

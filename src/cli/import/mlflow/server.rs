@@ -28,7 +28,7 @@ pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
     let mut found = Sources::new();
     for (experiment, run) in block_on(server.runs())? {
         let (server, shown) = (server.clone(), format!("run {}", text(&run["info"], "run_id")));
-        // This is called within a tokio runtime, where `block_on` would panic, so a new thread calls it.
+        // The closure is called within a tokio runtime, where `block_on` would panic. So a new thread calls `block_on`.
         let read: Read = Box::new(move || {
             let child = thread::spawn(move || block_on(server.read(&experiment, &run)));
             Ok(vec![child.join().map_err(|_| anyhow!("reading the run panicked"))??])
@@ -75,15 +75,15 @@ impl Server {
             ]);
             for point in self.all(Method::GET, "metrics/get-history", "metrics", fields).await? {
                 // Protobuf's JSON has int64, NaN and infinity as strings.
-                let whole = |key: &str| text(&point, key).parse::<i64>().unwrap_or(0);
+                let integer = |key: &str| text(&point, key).parse::<i64>().unwrap_or(0);
                 match text(&point, "value").parse() {
-                    Ok(value) => points.push((whole("timestamp"), name.clone(), whole("step"), value)),
+                    Ok(value) => points.push((integer("timestamp"), name.clone(), integer("step"), value)),
                     Err(_) => run.leave_out("values that are not numbers", 1),
                 }
             }
         }
         if run.failure == Some(Failure::NoEnd) {
-            // Metrics are read one by one. Points logged meanwhile would be in some metrics only, so they are dropped.
+            // Metrics are read one by one. Points that are logged meanwhile would be in only some metrics, so they are dropped.
             points.retain(|(at, ..)| *at < began);
         }
         add_points(&mut run, points);

@@ -3,7 +3,7 @@
 use super::{
     super::{
         Launch,
-        uploads::{UPLOAD_TIMEOUT, UploadStatus, say_once},
+        uploads::{UPLOAD_TIMEOUT, UploadStatus, report_upload_once},
     },
     POLL_INTERVAL,
     cluster::{Cluster, Kind},
@@ -38,18 +38,18 @@ pub(super) async fn clean_up(cluster: &Cluster, launch: &Launch, name: &str) -> 
             return Ok(Cleanup::Ended);
         }
         let may_end = match launch.upload_status().await {
-            Ok(UploadStatus::Complete(ours)) if !ours.state.is_final() && !is_over => {
+            Ok(UploadStatus::Complete(lockstep_job)) if !lockstep_job.state.is_final() && !is_over => {
                 return Ok(Cleanup::QueuedAgain);
             }
             // No pod exists that could upload a checkpoint.
             Ok(_) if words::is_suspended(&job) && !has_pods => true,
             Ok(UploadStatus::Deleted) => true,
-            Ok(UploadStatus::Complete(ours)) => {
+            Ok(UploadStatus::Complete(lockstep_job)) => {
                 let since = complete_since.get_or_insert_with(Instant::now);
-                is_over || ours.state == JobState::Cancelled || since.elapsed() > PODS_END_TIMEOUT
+                is_over || lockstep_job.state == JobState::Cancelled || since.elapsed() > PODS_END_TIMEOUT
             }
             Ok(UploadStatus::Uploading) => {
-                say_once(&mut is_announced);
+                report_upload_once(&mut is_announced);
                 false
             }
             // After an error, the state of the uploads is unknown.

@@ -92,7 +92,7 @@ impl Cluster {
         let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
         if namespace.is_empty() || namespace.len() > 63 || !namespace.chars().all(plain) {
             return Err(usage_error(format!(
-                "--namespace {namespace:?}: up to 63 lower-case letters, digits and hyphens"
+                "--namespace {namespace:?}: must have 1 to 63 lower-case letters, digits and hyphens"
             )));
         }
         let client = Client::try_from(config).map_err(|e| unusable(&e))?;
@@ -122,19 +122,19 @@ impl Cluster {
     /// Waits for a response. After the time limit, the server counts as unreachable.
     pub(super) async fn with_time_limit<T>(
         &self,
-        asked: impl Future<Output = Result<T, Error>>,
+        request: impl Future<Output = Result<T, Error>>,
     ) -> Result<T, Error> {
-        let within = self.timeouts.response;
-        let late = |_| Err(Error::Service(format!("no answer within {within:?}").into()));
-        tokio::time::timeout(within, asked).await.unwrap_or_else(late)
+        let limit = self.timeouts.response;
+        let late = |_| Err(Error::Service(format!("no answer within {limit:?}").into()));
+        tokio::time::timeout(limit, request).await.unwrap_or_else(late)
     }
 
-    /// Retries for a minute while the API server is unreachable.
-    async fn with_retries<T>(&self, ask: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
+    /// Sends a request, and retries for a minute while the API server is unreachable.
+    async fn with_retries<T>(&self, send: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
         let began = Instant::now();
         let mut backoff = RETRY;
         loop {
-            match self.with_time_limit(ask()).await {
+            match self.with_time_limit(send()).await {
                 Err(error) if is_retryable(&error) && began.elapsed() < self.timeouts.outage => {
                     self.report_lost(&error)
                 }
@@ -148,19 +148,19 @@ impl Cluster {
     }
 
     /// Formats an error with advice.
-    pub(super) fn explain(&self, doing: &str, error: &Error) -> anyhow::Error {
+    pub(super) fn explain(&self, action: &str, error: &Error) -> anyhow::Error {
         let namespace = &self.namespace;
         match error {
             Error::Api(status) if status.code == 401 => usage_error(format!(
-                "{doing}: Kubernetes does not know your account ({}); sign in as for kubectl",
+                "{action}: Kubernetes does not know your account ({}); sign in as for kubectl",
                 status.message
             )),
             Error::Api(status) if status.code == 403 => usage_error(format!(
-                "{doing}: Kubernetes does not let you do this ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs in namespace {namespace}",
+                "{action}: Kubernetes does not let you do this ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs in namespace {namespace}",
                 status.message
             )),
-            Error::Api(status) => anyhow::anyhow!("{doing}: Kubernetes refuses: {}", status.message),
-            error => anyhow::anyhow!("{doing}: {}", with_causes(error)),
+            Error::Api(status) => anyhow::anyhow!("{action}: Kubernetes refuses: {}", status.message),
+            error => anyhow::anyhow!("{action}: {}", with_causes(error)),
         }
     }
 
@@ -181,7 +181,7 @@ impl Cluster {
     pub(super) async fn create(&self, kind: Kind, object: &Value) -> anyhow::Result<Created> {
         let api = self.api(kind);
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
-        let doing = format!("creating {kind:?} {name}");
+        let action = format!("creating {kind:?} {name}");
         let typed: DynamicObject = serde_json::from_value(object.clone())?;
         loop {
             match self.with_retries(async || api.create(&PostParams::default(), &typed).await).await {
@@ -191,7 +191,7 @@ impl Cluster {
                     // The object was deleted between the two requests.
                     None => tokio::time::sleep(RETRY.first).await,
                 },
-                Err(error) => return Err(self.explain(&doing, &error)),
+                Err(error) => return Err(self.explain(&action, &error)),
             }
         }
     }
@@ -203,10 +203,10 @@ impl Cluster {
     /// Kubernetes refuses the change, or the Job does not exist.
     pub(super) async fn change(&self, name: &str, change: impl Fn(&mut Value) -> bool) -> anyhow::Result<()> {
         let api = self.api(Kind::Job);
-        let doing = format!("changing Job {name}");
+        let action = format!("changing Job {name}");
         for _ in 0..MAX_CONFLICTS {
             let Some(mut job) = self.get(Kind::Job, name).await? else {
-                anyhow::bail!("{doing}: the Job no longer exists");
+                anyhow::bail!("{action}: the Job no longer exists");
             };
             if !change(&mut job) {
                 return Ok(());
@@ -215,10 +215,10 @@ impl Cluster {
             match self.with_retries(async || api.replace(name, &PostParams::default(), &typed).await).await {
                 Ok(_) => return Ok(()),
                 Err(Error::Api(status)) if status.code == 409 => {}
-                Err(error) => return Err(self.explain(&doing, &error)),
+                Err(error) => return Err(self.explain(&action, &error)),
             }
         }
-        anyhow::bail!("{doing}: other programs change the Job at the same time; try again")
+        anyhow::bail!("{action}: other programs change the Job at the same time; try again")
     }
 
     /// Deletes the object with this UID after its dependents (foreground deletion).
@@ -248,12 +248,12 @@ impl Cluster {
     pub(super) async fn remove(&self, kind: Kind, object: &Value) -> anyhow::Result<()> {
         self.delete(kind, object).await?;
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
-        let until = Instant::now() + DELETION_TIMEOUT;
+        let deadline = Instant::now() + DELETION_TIMEOUT;
         while let Some(found) = self.get(kind, name).await? {
             if found["metadata"]["uid"] != object["metadata"]["uid"] {
                 break;
             }
-            if Instant::now() > until {
+            if Instant::now() > deadline {
                 anyhow::bail!(
                     "{kind:?} {name} is being deleted, but still exists; `kubectl describe` shows why"
                 );

@@ -53,16 +53,16 @@ pub(super) struct Plan<'a> {
 
 impl Plan<'_> {
     fn labels(&self) -> Map<String, Value> {
-        let of_all = [("app.kubernetes.io/name", "lockstep"), (JOB_LABEL, self.job)];
-        of_all.into_iter().map(|(key, value)| (key.to_owned(), json!(value))).collect()
+        let labels = [("app.kubernetes.io/name", "lockstep"), (JOB_LABEL, self.job)];
+        labels.into_iter().map(|(key, value)| (key.to_owned(), json!(value))).collect()
     }
 
     fn metadata(&self) -> Value {
         json!({"name": self.name, "labels": self.labels(), "annotations": {LAUNCH: self.launch}})
     }
 
-    /// Returns the Job. It is created suspended, because its pods need the Secret, and the Secret needs the UID of the Job as its owner. In
-    /// a queue of Kueue, Kueue starts the Job.
+    /// Returns the Job. The Job is created suspended, because its pods need the Secret, and the Secret needs the UID of the Job as its
+    /// owner. In a queue of Kueue, Kueue starts the Job.
     pub(super) fn job(&self) -> Value {
         let pods = self.hosts.len();
         let slots = self.hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1);
@@ -149,9 +149,9 @@ fn secret_text(bundle: &Bundle) -> anyhow::Result<String> {
 /// Makes the Job the owner of an object, so that it is deleted with the Job.
 fn set_owner(metadata: &mut Value, owner: Option<&Value>) {
     if let Some(job) = owner {
-        let of = |key: &str| job["metadata"][key].clone();
+        let field = |key: &str| job["metadata"][key].clone();
         metadata["ownerReferences"] =
-            json!([{"apiVersion": "batch/v1", "kind": "Job", "name": of("name"), "uid": of("uid")}]);
+            json!([{"apiVersion": "batch/v1", "kind": "Job", "name": field("name"), "uid": field("uid")}]);
     }
 }
 
@@ -171,11 +171,11 @@ mod tests {
         assert_eq!(name(id, "ResNet 50/v2"), "lockstep-resnet-50-v2-b302099a8057");
         assert_eq!(name(id, "Ärger--"), "lockstep-rger-b302099a8057");
         assert_eq!(name(id, "…"), "lockstep-b302099a8057");
-        let cut = name(id, &"x".repeat(200));
-        assert_eq!(cut.len(), 9 + 30 + 1 + 12);
-        assert!(format!("{cut}-255").len() <= 63, "{cut}");
+        let longest = name(id, &"x".repeat(200));
+        assert_eq!(longest.len(), 9 + 30 + 1 + 12);
+        assert!(format!("{longest}-255").len() <= 63, "{longest}");
         // The name must not end with a hyphen.
-        let cut = name(id, &format!("{} tail", "x".repeat(29)));
-        assert_eq!(cut, format!("lockstep-{}-b302099a8057", "x".repeat(29)));
+        let shortened = name(id, &format!("{} tail", "x".repeat(29)));
+        assert_eq!(shortened, format!("lockstep-{}-b302099a8057", "x".repeat(29)));
     }
 }

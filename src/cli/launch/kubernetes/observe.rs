@@ -24,11 +24,11 @@ const STATUS_GONE: u16 = 410;
 
 /// A message about the observed objects.
 #[derive(Debug)]
-pub(super) enum Seen {
+pub(super) enum Observation {
     /// All objects.
-    All(Vec<Value>),
+    Listed(Vec<Value>),
     Changed(Value),
-    Gone(Value),
+    Deleted(Value),
 }
 
 /// Sends the objects and then their changes, until the receiver is dropped.
@@ -40,13 +40,13 @@ pub(super) async fn observe(
     kind: Kind,
     labels: Option<String>,
     fields: Option<String>,
-    to: Sender<(Kind, Seen)>,
+    sender: Sender<(Kind, Observation)>,
 ) -> anyhow::Result<()> {
     let api = cluster.api(kind);
-    let wanted = ListParams { label_selector: labels, field_selector: fields, ..ListParams::default() };
+    let list_params = ListParams { label_selector: labels, field_selector: fields, ..ListParams::default() };
     let mut backoff = RETRY;
     loop {
-        let list = match cluster.with_time_limit(api.list(&wanted)).await {
+        let list = match cluster.with_time_limit(api.list(&list_params)).await {
             Ok(list) => list,
             Err(error) if is_retryable(&error) => {
                 cluster.report_lost(&error);
@@ -57,23 +57,24 @@ pub(super) async fn observe(
         };
         cluster.report_restored();
         let mut version = list.metadata.resource_version.unwrap_or_default();
-        if to.send((kind, Seen::All(list.items.into_iter().map(plain).collect()))).await.is_err() {
+        let objects = list.items.into_iter().map(plain).collect();
+        if sender.send((kind, Observation::Listed(objects))).await.is_err() {
             return Ok(());
         }
-        let follow = WatchParams {
-            label_selector: wanted.label_selector.clone(),
-            field_selector: wanted.field_selector.clone(),
+        let watch_params = WatchParams {
+            label_selector: list_params.label_selector.clone(),
+            field_selector: list_params.field_selector.clone(),
             timeout: Some(WATCH_SECS),
             bookmarks: true,
             ..WatchParams::default()
         };
         loop {
-            let is_lost = match api.watch(&follow, &version).await {
+            let must_list_again = match api.watch(&watch_params, &version).await {
                 Ok(events) => {
                     cluster.report_restored();
                     let (before, began) = (version.clone(), Instant::now());
-                    let is_lost = forward_events(kind, events, &mut version, &to).await;
-                    if to.is_closed() {
+                    let must_list_again = forward_events(kind, events, &mut version, &sender).await;
+                    if sender.is_closed() {
                         return Ok(());
                     }
                     if before == version && began.elapsed() < MIN_WATCH_TIME {
@@ -83,7 +84,7 @@ pub(super) async fn observe(
                     } else {
                         backoff = RETRY;
                     }
-                    is_lost
+                    must_list_again
                 }
                 Err(Error::Api(status)) if status.code == STATUS_GONE => {
                     // The API server no longer has the version that it just listed, which happens under load.
@@ -97,16 +98,16 @@ pub(super) async fn observe(
                 }
                 Err(error) => return Err(cluster.explain(&format!("watching {kind:?}s"), &error)),
             };
-            if is_lost {
+            if must_list_again {
                 break;
             }
         }
     }
 }
 
-fn seen_version(version: &mut String, object: &DynamicObject) {
-    if let Some(seen) = &object.metadata.resource_version {
-        version.clone_from(seen);
+fn update_version(version: &mut String, object: &DynamicObject) {
+    if let Some(newest) = &object.metadata.resource_version {
+        version.clone_from(newest);
     }
 }
 
@@ -116,33 +117,33 @@ async fn forward_events(
     kind: Kind,
     events: impl futures_util::Stream<Item = Result<WatchEvent<DynamicObject>, Error>>,
     version: &mut String,
-    to: &Sender<(Kind, Seen)>,
+    sender: &Sender<(Kind, Observation)>,
 ) -> bool {
     let mut events = pin!(events);
     loop {
         let next = tokio::select! {
             next = tokio::time::timeout(SILENCE_TIMEOUT, events.next()) => next,
-            () = to.closed() => return false,
+            () = sender.closed() => return false,
         };
-        let seen = match next {
+        let observation = match next {
             Ok(Some(Ok(WatchEvent::Bookmark(mark)))) => {
                 *version = mark.metadata.resource_version;
                 continue;
             }
             Ok(Some(Ok(WatchEvent::Added(object) | WatchEvent::Modified(object)))) => {
-                seen_version(version, &object);
-                Seen::Changed(plain(object))
+                update_version(version, &object);
+                Observation::Changed(plain(object))
             }
             Ok(Some(Ok(WatchEvent::Deleted(object)))) => {
-                seen_version(version, &object);
-                Seen::Gone(plain(object))
+                update_version(version, &object);
+                Observation::Deleted(plain(object))
             }
             // Usually status 410. Listing the objects again also handles other errors.
             Ok(Some(Ok(WatchEvent::Error(_)))) => return true,
             Ok(Some(Err(Error::Api(status)))) if status.code == STATUS_GONE => return true,
             Ok(Some(Err(_)) | None) | Err(_) => return false,
         };
-        if to.send((kind, seen)).await.is_err() {
+        if sender.send((kind, observation)).await.is_err() {
             return false;
         }
     }

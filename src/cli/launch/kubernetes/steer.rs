@@ -4,12 +4,12 @@ use super::{
     super::{
         super::output,
         Launch,
-        uploads::{UploadStatus, say_once},
+        uploads::{UploadStatus, report_upload_once},
     },
     POLL_INTERVAL,
     cluster::{Cluster, Kind},
     objects::PAUSED,
-    observe::{Seen, observe},
+    observe::{Observation, observe},
     words,
 };
 use anyhow::Context as _;
@@ -30,13 +30,13 @@ pub(super) async fn wait_for_early_end(
     name: &str,
     queue: Option<&str>,
 ) -> anyhow::Error {
-    let (to, mut changes) = mpsc::channel(BACKLOG);
-    let of_name = Some(format!("metadata.name={name}"));
-    let of_job = Some(format!("batch.kubernetes.io/job-name={name}"));
-    let seeing = async {
+    let (sender, mut observations) = mpsc::channel(BACKLOG);
+    let job_fields = Some(format!("metadata.name={name}"));
+    let pod_labels = Some(format!("batch.kubernetes.io/job-name={name}"));
+    let observing = async {
         tokio::try_join!(
-            observe(cluster, Kind::Job, None, of_name, to.clone()),
-            observe(cluster, Kind::Pod, of_job, None, to.clone()),
+            observe(cluster, Kind::Job, None, job_fields, sender.clone()),
+            observe(cluster, Kind::Pod, pod_labels, None, sender.clone()),
         )
     };
     let steering = async {
@@ -49,31 +49,31 @@ pub(super) async fn wait_for_early_end(
             over: None,
             line: String::new(),
             printed: BTreeSet::new(),
-            said_upload: false,
+            is_upload_reported: false,
         };
         let mut poll = tokio::time::interval(POLL_INTERVAL);
         loop {
             let result = tokio::select! {
-                change = changes.recv() => match change {
-                    Some((kind, seen)) => {
-                        steering.see(kind, seen);
+                observation = observations.recv() => match observation {
+                    Some((kind, observation)) => {
+                        steering.handle(kind, observation);
                         continue;
                     }
                     None => continue,
                 },
                 _ = poll.tick() => steering.poll().await,
             };
-            if let Err(over) = result {
-                return over;
+            if let Err(error) = result {
+                return error;
             }
         }
     };
     tokio::select! {
-        seen = seeing => match seen {
+        observed = observing => match observed {
             Ok(_) => anyhow::anyhow!("Kubernetes' Job {name} is no longer watched"),
             Err(error) => error,
         },
-        over = steering => over,
+        error = steering => error,
     }
 }
 
@@ -91,43 +91,43 @@ struct Steering<'a> {
     /// Messages about pods that have been printed.
     printed: BTreeSet<String>,
     /// Whether the message about waiting for a checkpoint has been printed.
-    said_upload: bool,
+    is_upload_reported: bool,
 }
 
 impl Steering<'_> {
-    fn see(&mut self, kind: Kind, seen: Seen) {
-        match (kind, seen) {
-            (Kind::Job, Seen::All(jobs)) => match jobs.into_iter().next() {
-                Some(job) => self.see_job(job),
-                None => self.see_end("is gone".into()),
+    fn handle(&mut self, kind: Kind, observation: Observation) {
+        match (kind, observation) {
+            (Kind::Job, Observation::Listed(jobs)) => match jobs.into_iter().next() {
+                Some(job) => self.handle_job(job),
+                None => self.handle_end("is gone".into()),
             },
-            (Kind::Job, Seen::Changed(job)) => self.see_job(job),
-            (Kind::Job, Seen::Gone(_)) => self.see_end("was deleted".into()),
-            (_, Seen::All(pods)) => pods.iter().for_each(|pod| self.see_pod(pod)),
-            (_, Seen::Changed(pod) | Seen::Gone(pod)) => self.see_pod(&pod),
+            (Kind::Job, Observation::Changed(job)) => self.handle_job(job),
+            (Kind::Job, Observation::Deleted(_)) => self.handle_end("was deleted".into()),
+            (_, Observation::Listed(pods)) => pods.iter().for_each(|pod| self.handle_pod(pod)),
+            (_, Observation::Changed(pod) | Observation::Deleted(pod)) => self.handle_pod(&pod),
         }
     }
 
-    fn see_job(&mut self, job: Value) {
+    fn handle_job(&mut self, job: Value) {
         let line = words::describe_job(&job, self.queue);
         if line != self.line {
             output::warn(format_args!("Kubernetes' Job {}: {line}", self.name));
             self.line = line;
         }
         match words::describe_end(&job) {
-            Some(end) => self.see_end(format!("is over ({end})")),
+            Some(end) => self.handle_end(format!("is over ({end})")),
             // The Job may have been created again.
             None => self.over = None,
         }
         self.job = Some(job);
     }
 
-    fn see_end(&mut self, how: String) {
+    fn handle_end(&mut self, how: String) {
         self.job = None;
         self.over.get_or_insert((how, Instant::now()));
     }
 
-    fn see_pod(&mut self, pod: &Value) {
+    fn handle_pod(&mut self, pod: &Value) {
         if let Some(words) = words::describe_pod(pod)
             && self.printed.len() < MAX_REMEMBERED
             && self.printed.insert(words.clone())
@@ -147,14 +147,14 @@ impl Steering<'_> {
     /// Kubernetes' Job is over or deleted and Lockstep's job is not over, or Kubernetes refuses a change.
     async fn poll(&mut self) -> anyhow::Result<()> {
         match &self.over {
-            Some((how, since)) => self.compare(how, *since).await,
+            Some((how, since)) => self.check_early_end(how, *since).await,
             None => self.follow_lockstep_job().await,
         }
     }
 
     /// Returns an error if Kubernetes' Job has ended and Lockstep's job has not. If both have ended, the display of Lockstep's job reports
-    /// it. If the server does not respond, the next poll asks again.
-    async fn compare(&self, how: &str, since: Instant) -> anyhow::Result<()> {
+    /// the end. If the server does not respond, the next poll asks again.
+    async fn check_early_end(&self, how: &str, since: Instant) -> anyhow::Result<()> {
         // Agents exit after the job, but their last report may not be stored yet.
         if since.elapsed() < 2 * POLL_INTERVAL {
             return Ok(());
@@ -170,19 +170,19 @@ impl Steering<'_> {
         }
     }
 
-    /// Suspends the Job while Lockstep's job is paused. If another user or program has suspended the Job, it stays suspended.
+    /// Suspends the Job while Lockstep's job is paused. A Job that another user or program has suspended stays suspended.
     async fn follow_lockstep_job(&mut self) -> anyhow::Result<()> {
-        let (None, Some(seen)) = (self.queue, &self.job) else { return Ok(()) };
-        let is_by_us = seen["metadata"]["annotations"][PAUSED].is_string();
-        let Ok(ours) = self.lockstep_job().await else { return Ok(()) };
-        let is_paused = ours.state == JobState::Paused;
-        if is_paused && !is_by_us && !words::is_suspended(seen) {
+        let (None, Some(job)) = (self.queue, &self.job) else { return Ok(()) };
+        let is_suspended_by_launch = job["metadata"]["annotations"][PAUSED].is_string();
+        let Ok(lockstep_job) = self.lockstep_job().await else { return Ok(()) };
+        let is_paused = lockstep_job.state == JobState::Paused;
+        if is_paused && !is_suspended_by_launch && !words::is_suspended(job) {
             // The last checkpoint may be only on the pods' disks, which are deleted with the pods. So the pods stay until the checkpoint is
             // known to be on the server. Then the job is read again: it must still be paused.
             match self.launch.upload_status().await {
-                Ok(UploadStatus::Complete(ours)) if ours.state == JobState::Paused => {}
+                Ok(UploadStatus::Complete(lockstep_job)) if lockstep_job.state == JobState::Paused => {}
                 Ok(UploadStatus::Uploading) => {
-                    say_once(&mut self.said_upload);
+                    report_upload_once(&mut self.is_upload_reported);
                     return Ok(());
                 }
                 _ => return Ok(()),
@@ -192,9 +192,9 @@ impl Steering<'_> {
                 "the job is paused: Kubernetes' Job {} is suspended until it continues",
                 self.name
             ));
-            self.said_upload = false;
+            self.is_upload_reported = false;
             self.job = None;
-        } else if !is_paused && is_by_us {
+        } else if !is_paused && is_suspended_by_launch {
             self.cluster.change(self.name, unsuspend).await?;
             self.job = None;
         }

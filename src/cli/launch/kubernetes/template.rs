@@ -70,7 +70,7 @@ pub(in super::super) fn read(args: &Args) -> anyhow::Result<Option<Template>> {
     if args.dir.is_absolute() {
         template.dir.clone_from(&args.dir);
     } else if args.dir != Path::new(super::super::DEFAULT_DIR) {
-        return Err(usage_error("--dir: in a pod this is an absolute path, such as /var/lib/lockstep"));
+        return Err(usage_error("--dir must be an absolute path in the pods, such as /var/lib/lockstep"));
     }
     Ok(Some(template))
 }
@@ -116,7 +116,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     check_extensible("metadata", &mut metadata, "labels", Value::is_object)?;
     let agent = &mut spec["containers"][container];
     check_extensible_parts(agent, &format!("spec.containers[{container}]"))?;
-    let gpus = gpus(agent)?;
+    let gpus = requested_gpus(agent)?;
     // With a name, all pods would have the same name. The Job decides the namespace.
     metadata.retain(|key, _| key == "labels" || key == "annotations");
     let mut job_labels = BTreeMap::new();
@@ -133,25 +133,26 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
 /// Returns the index of the only container, or of the container called `lockstep`.
 fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     let containers = spec["containers"].as_array().map_or(&[][..], Vec::as_slice);
-    let named = containers.iter().position(|one| one["name"] == CONTAINER);
-    let Some(at) = named.or((containers.len() == 1).then_some(0)) else {
-        return Err(format!("has several containers: call the one with lockstep `{CONTAINER}`"));
+    let named = containers.iter().position(|container| container["name"] == CONTAINER);
+    let Some(index) = named.or((containers.len() == 1).then_some(0)) else {
+        return Err(format!("has several containers: the agent's container must be called `{CONTAINER}`"));
     };
-    let one = &containers[at];
-    let text = |key: &str| one.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
+    let container = &containers[index];
+    let has_text =
+        |key: &str| container.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
     for key in ["name", "image"] {
-        if !text(key) {
-            return Err(format!("spec.containers[{at}].{key} is missing"));
+        if !has_text(key) {
+            return Err(format!("spec.containers[{index}].{key} is missing"));
         }
     }
     for key in ["command", "args"] {
-        if one.get(key).is_some_and(|value| !value.is_null()) {
+        if container.get(key).is_some_and(|value| !value.is_null()) {
             return Err(format!(
-                "spec.containers[{at}].{key} is set: leave it out, because the launch starts the program in --program there"
+                "spec.containers[{index}].{key} is set: leave it out, because the launch starts --program in this container"
             ));
         }
     }
-    Ok(at)
+    Ok(index)
 }
 
 /// Checks the parts of the agent's container that a launch extends.
@@ -170,13 +171,13 @@ fn check_extensible_parts(container: &mut Value, path: &str) -> Result<(), Strin
 /// Checks a part that a launch extends: it must be a mapping or a list. A key without a value counts as absent.
 fn check_extensible(
     path: &str,
-    of: &mut Map<String, Value>,
+    object: &mut Map<String, Value>,
     key: &str,
-    is_right: fn(&Value) -> bool,
+    has_right_type: fn(&Value) -> bool,
 ) -> Result<(), String> {
-    match of.get(key) {
-        Some(Value::Null) => drop(of.remove(key)),
-        Some(value) if !is_right(value) => {
+    match object.get(key) {
+        Some(Value::Null) => drop(object.remove(key)),
+        Some(value) if !has_right_type(value) => {
             let (wanted, example) = match key {
                 "volumes" | "volumeMounts" => ("list", "- name: ..."),
                 "limits" | "requests" => ("mapping", "cpu: 4"),
@@ -193,8 +194,8 @@ fn check_extensible(
 }
 
 /// Returns the number of GPUs that a container requests.
-fn gpus(container: &Value) -> Result<Option<u32>, String> {
-    let find = |under: &str| container["resources"][under].get(GPU).cloned();
+fn requested_gpus(container: &Value) -> Result<Option<u32>, String> {
+    let find = |section: &str| container["resources"][section].get(GPU).cloned();
     let Some(value) = find("limits").or_else(|| find("requests")) else { return Ok(None) };
     let number = value.as_u64().or_else(|| value.as_str()?.parse().ok());
     let found = number.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MAX_SLOTS).contains(n));
@@ -225,13 +226,13 @@ impl Template {
         let Some(gpus) = self.gpus.filter(|_| !spec.parallel.device.is_cpu()) else { return Ok(()) };
         if let Some(slots) = args.slots.filter(|slots| *slots != gpus) {
             return Err(usage_error(format!(
-                "--slots {slots}, and the template's container has {gpus} GPUs, a slot each: leave --slots out, or change {GPU}"
+                "--slots {slots}, but the template's container has {gpus} GPUs, each of which is a slot: leave --slots out, or change {GPU}"
             )));
         }
         let pods = args.nodes.unwrap_or_else(|| spec.parallel.ranks.div_ceil(gpus)).max(1) as usize;
         if pods > MAX_HOSTS {
             return Err(usage_error(format!(
-                "{} ranks need {pods} pods of {gpus} GPUs; a launch has at most {MAX_HOSTS}",
+                "{} ranks need {pods} pods of {gpus} GPUs; a launch may have at most {MAX_HOSTS} pods",
                 spec.parallel.ranks
             )));
         }
@@ -250,19 +251,19 @@ impl Template {
         device: Device,
     ) -> Value {
         let (mut metadata, mut spec) = (self.metadata.clone(), self.spec.clone());
-        let of_user = metadata.entry("labels").or_insert_with(|| json!({}));
-        if let Some(of_user) = of_user.as_object_mut() {
-            of_user.extend(labels.clone());
+        let pod_labels = metadata.entry("labels").or_insert_with(|| json!({}));
+        if let Some(pod_labels) = pod_labels.as_object_mut() {
+            pod_labels.extend(labels.clone());
         }
-        let or = |spec: &mut Map<String, Value>, key: &str, value: Value| {
+        let set_default = |spec: &mut Map<String, Value>, key: &str, value: Value| {
             spec.entry(key).or_insert(value);
         };
         spec.insert("restartPolicy".into(), json!("Never"));
         spec.insert("subdomain".into(), json!(name));
-        or(&mut spec, "terminationGracePeriodSeconds", json!(GRACE_SECS));
-        or(&mut spec, "automountServiceAccountToken", json!(false));
+        set_default(&mut spec, "terminationGracePeriodSeconds", json!(GRACE_SECS));
+        set_default(&mut spec, "automountServiceAccountToken", json!(false));
         // The container's user must be able to read the file. If the pod sets fsGroup, the group's permission is enough.
-        let has_group = spec.get("securityContext").is_some_and(|of_pod| of_pod.get("fsGroup").is_some());
+        let has_group = spec.get("securityContext").is_some_and(|context| context.get("fsGroup").is_some());
         let mode = if has_group { 0o440 } else { 0o444 };
         let secret = json!({"name": "lockstep-launch", "secret": {"secretName": name, "defaultMode": mode}});
         let mut volumes = vec![(secret, BUNDLE_DIR.to_owned(), true)];
@@ -274,11 +275,12 @@ impl Template {
         let container = &mut spec["containers"][self.container];
         container["command"] = json!([program, "launched", format!("{BUNDLE_DIR}/{BUNDLE_FILE}")]);
         let on_gpus = device.is_accelerator() || self.gpus.is_some() && !device.is_cpu();
-        let names =
-            |container: &Value, under: &str, key: &str| container["resources"][under].get(key).is_some();
+        let sets_cpu = |container: &Value| {
+            ["requests", "limits"].iter().any(|section| container["resources"][section].get("cpu").is_some())
+        };
         if on_gpus && self.gpus.is_none() {
             container["resources"]["limits"][GPU] = json!(slots);
-        } else if !on_gpus && !names(container, "requests", "cpu") && !names(container, "limits", "cpu") {
+        } else if !on_gpus && !sets_cpu(container) {
             container["resources"]["requests"]["cpu"] = json!(slots.to_string());
         }
         let mut added = Vec::new();
@@ -295,7 +297,7 @@ impl Template {
                 added.push(volume);
             }
         }
-        or(&mut spec, "volumes", json!([]));
+        set_default(&mut spec, "volumes", json!([]));
         if let Some(volumes) = spec.get_mut("volumes").and_then(Value::as_array_mut) {
             volumes.extend(added);
         }

@@ -89,7 +89,7 @@ fn mistakes_are_named() {
         (with("resources: {limits: {nvidia.com/gpu: 0}}"), "nvidia.com/gpu: 0 is not a number"),
         (with("resources: {limits: {nvidia.com/gpu: 1025}}"), "nvidia.com/gpu: 1025 is not a number"),
         (format!("{POD}  restartPolicy: Always\n"), "spec.restartPolicy is Always"),
-        (format!("{POD}  - {{name: other, image: y}}\n"), "call the one with lockstep `lockstep`"),
+        (format!("{POD}  - {{name: other, image: y}}\n"), "the agent's container must be called `lockstep`"),
         (
             with("resources: x"),
             "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`",

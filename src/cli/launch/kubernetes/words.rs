@@ -26,7 +26,8 @@ fn items<'a>(value: &'a Value, key: &str) -> &'a [Value] {
 
 /// Returns the object's condition of this kind, if it has this status.
 fn condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Value> {
-    items(&object["status"], "conditions").iter().find(|one| one["type"] == kind && one["status"] == status)
+    let is_wanted = |condition: &&Value| condition["type"] == kind && condition["status"] == status;
+    items(&object["status"], "conditions").iter().find(is_wanted)
 }
 
 /// Formats reason and message: `Unschedulable: 0/3 nodes are available`.
@@ -40,15 +41,16 @@ fn format_reason(status: &Value) -> String {
     sentence.chars().take(MAX_CHARS).collect()
 }
 
-/// Describes when another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for that.
-fn successor(pod: &Value, why: &Value) -> String {
+/// Describes when another pod replaces a pod that has to leave its node. Kubernetes waits until the pod has ended, which never happens on a
+/// lost node.
+fn describe_replacement(pod: &Value, why: &Value) -> String {
     let node = text(&pod["spec"], "nodeName");
     if why["reason"] != "DeletionByTaintManager" || node.is_empty() {
         return "another pod is started".into();
     }
     format!(
-        "another pod is started when it has ended, which never happens on a lost node: if {node} is lost, \
-         `kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute` tells Kubernetes"
+        "another pod is started when this pod has ended, which never happens on a lost node: if {node} is lost, \
+         `kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute` tells Kubernetes so"
     )
 }
 
@@ -67,7 +69,7 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
         return Some(format!(
             "pod {name} has to leave its node ({}); {}",
             format_reason(why),
-            successor(pod, why)
+            describe_replacement(pod, why)
         ));
     }
     let containers = items(status, "initContainerStatuses").iter().chain(items(status, "containerStatuses"));

@@ -1,6 +1,6 @@
 //! Reads the environment variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers. Each worker is a rank.
 
-use super::{LaunchedRank, number, port, table::rank_of_table};
+use super::{LaunchedRank, read_number, read_port, table::rank_of_table};
 use crate::cli::{access::is_loopback, rank_table::RankTable};
 use std::path::Path;
 
@@ -12,8 +12,8 @@ pub(in super::super) fn is_scheduler(variable: impl Fn(&str) -> Option<String>) 
     variable("MS_ROLE").is_some_and(|role| role.trim() == "MS_SCHED")
 }
 
-/// Returns the rank of a worker: its number is `MS_NODE_ID`, or `RANK_ID` if node ids are names. Its GPU is `DEVICE_ID`, or is taken from
-/// the rank table in `RANK_TABLE_FILE`.
+/// Returns the rank of a worker. The rank's number is `MS_NODE_ID`, or `RANK_ID` if node ids are names. The rank's GPU is `DEVICE_ID`, or
+/// is taken from the rank table in `RANK_TABLE_FILE`.
 ///
 /// # Errors
 /// A variable is missing or is not a number.
@@ -22,21 +22,23 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
     if role.trim() != "MS_WORKER" {
         return Err(format!("MS_ROLE={role:?}: Lockstep has workers (MS_WORKER) and no parameter servers"));
     }
-    let missing = |name: &str| format!("MS_ROLE is MS_WORKER and {name} is not set");
-    let world_size = number(variable, "MS_WORKER_NUM")?.ok_or_else(|| missing("MS_WORKER_NUM"))?;
+    let missing = |name: &str| format!("MS_ROLE is MS_WORKER, but {name} is not set");
+    let world_size = read_number(variable, "MS_WORKER_NUM")?.ok_or_else(|| missing("MS_WORKER_NUM"))?;
     let node_id = variable("MS_NODE_ID").and_then(|id| id.trim().parse().ok());
-    let rank: u32 = match number(variable, "RANK_ID")?.or(node_id) {
+    let rank: u32 = match read_number(variable, "RANK_ID")?.or(node_id) {
         Some(rank) => rank,
-        None => return Err(missing("RANK_ID, nor MS_NODE_ID to a number,")),
+        None => {
+            return Err("MS_ROLE is MS_WORKER, but neither RANK_ID nor a number in MS_NODE_ID is set".into());
+        }
     };
     if rank >= world_size {
-        return Err(format!("{LAUNCHER} says that this is rank {rank} of {world_size}"));
+        return Err(format!("{LAUNCHER} says that this is rank {rank} of {world_size}; ranks begin at 0"));
     }
     let addr = variable("MASTER_ADDR").or_else(|| variable("MS_SCHED_HOST"));
     let addr = addr.map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
     let addr = addr.ok_or_else(|| missing("MS_SCHED_HOST"))?;
-    // The scheduler process exits at once, so rank 0 can use its port.
-    let port = match (port(variable)?, number(variable, "MS_SCHED_PORT")?) {
+    // The scheduler process exits at once, so rank 0 can use the scheduler's port.
+    let port = match (read_port(variable)?, read_number(variable, "MS_SCHED_PORT")?) {
         (Some(port), _) => port,
         (None, Some(port)) => {
             u16::try_from(port).map_err(|_| format!("MS_SCHED_PORT={port} is not a port"))?
@@ -49,17 +51,27 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
         let table = RankTable::read(Path::new(path.trim())).map_err(|e| format!("RANK_TABLE_FILE: {e}"))?;
         if table.world_size() != world_size {
             let ranks = table.world_size();
-            return Err(format!("MS_WORKER_NUM is {world_size} and RANK_TABLE_FILE has {ranks} devices"));
+            return Err(format!("MS_WORKER_NUM is {world_size}, but RANK_TABLE_FILE has {ranks} devices"));
         }
         let place = rank_of_table(&table, rank, variable)?;
-        return Ok(LaunchedRank { by: LAUNCHER, addr, port, secret, ..place });
+        return Ok(LaunchedRank { launcher: LAUNCHER, addr, port, secret, ..place });
     }
-    let device = number(variable, "DEVICE_ID")?;
+    let device = read_number(variable, "DEVICE_ID")?;
     // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers on each machine is unknown.
-    let usual = if is_loopback(&addr) { world_size } else { 1 };
-    let local_ranks = number(variable, "LOCAL_WORLD_SIZE")?.unwrap_or(usual).clamp(1, world_size);
-    let local_rank = number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
-    Ok(LaunchedRank { by: LAUNCHER, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+    let default = if is_loopback(&addr) { world_size } else { 1 };
+    let local_ranks = read_number(variable, "LOCAL_WORLD_SIZE")?.unwrap_or(default).clamp(1, world_size);
+    let local_rank = read_number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
+    Ok(LaunchedRank {
+        launcher: LAUNCHER,
+        rank,
+        world_size,
+        local_rank,
+        local_ranks,
+        device,
+        addr,
+        port,
+        secret,
+    })
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Parses Slurm's lists of machines and of the tasks on each machine.
 
-/// Returns the number of ranks on a machine, by its index, from Slurm's list for all machines: `4`, or `4(x2),3` if the numbers differ.
+/// Returns the number of ranks on the machine with the index `machine`, from Slurm's list for all machines: `4`, or `4(x2),3` if the
+/// numbers differ.
 pub(super) fn tasks_of(list: &str, machine: u32) -> Option<u32> {
     let mut left = machine;
     for entry in list.split(',') {

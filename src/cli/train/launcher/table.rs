@@ -1,6 +1,6 @@
 //! Finds ranks in a rank table.
 
-use super::{LaunchedRank, port, port_for};
+use super::{LaunchedRank, port_for, read_port};
 use crate::cli::rank_table::{Machine, RankTable};
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ pub(in super::super) const RANK_TABLE: &str = "the rank table";
 /// The ranks of one machine, which this process starts.
 pub(in super::super) struct Ranks {
     pub(in super::super) world_size: u32,
-    /// Each rank, with the number of its device.
+    /// Each rank, with the index of its device.
     pub(in super::super) local: Vec<(u32, u32)>,
     pub(in super::super) addr: String,
     pub(in super::super) port: u16,
@@ -34,7 +34,17 @@ pub(in super::super) fn rank_of_table(
     let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
     let local_ranks = machine.devices.len() as u32;
     let device = Some(machine.devices[local_rank as usize].device);
-    Ok(LaunchedRank { by: RANK_TABLE, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+    Ok(LaunchedRank {
+        launcher: RANK_TABLE,
+        rank,
+        world_size,
+        local_rank,
+        local_ranks,
+        device,
+        addr,
+        port,
+        secret,
+    })
 }
 
 /// Returns the ranks of the machine `node`, an index from 0 in the table's order.
@@ -76,7 +86,7 @@ fn rendezvous_address(
         (None, Some((machine, _))) => machine.address.clone(),
         (None, None) => return Err(format!("{RANK_TABLE} has no rank 0")),
     };
-    let port = port(variable)?.unwrap_or_else(|| port_for(&text));
+    let port = read_port(variable)?.unwrap_or_else(|| port_for(&text));
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{RANK_TABLE}/{text}/{addr}/{port}"));
     Ok(RendezvousAddress { addr, port, secret })
 }

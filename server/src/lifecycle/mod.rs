@@ -284,8 +284,8 @@ fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<Event
     row.progress.not_begun += u32::from(start_was_lost);
     let lost_machine =
         matches!(why.kind(), ReasonKind::AgentLost { .. }) || !row.progress.unreachable.is_empty();
-    let made_progress = row.progress.checkpoint > row.progress.began_from;
-    let counts = !start_was_lost && !(lost_machine && made_progress);
+    let is_forgiven = lost_machine && row.progress.checkpoint > row.progress.began_from;
+    let counts = !start_was_lost && !is_forgiven;
     if !counts || row.restarts < row.job.spec.recovery.max_restarts {
         row.restarts += u32::from(counts);
         let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };

@@ -48,6 +48,6 @@ export function columns(jobs) {
     const column = values.every((v) => typeof v === "number" || v == null) ? numberColumn(key, key, values.map((v) => v ?? NaN), plain) : textColumn(key, key, values.map(formatted));
     return { ...column, different };
   });
-  const results = RESULTS.map(({ key, name, get, format }) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => get(j) ?? NaN), format, LOW_IS_GOOD.includes(key)), result: true }));
+  const results = RESULTS.map(({ key, name, get, format }) => ({ ...numberColumn(`result:${key}`, name, jobs.map((j) => get(j) ?? NaN), format, LOW_IS_GOOD.includes(key)), result: true }));
   return { settings: all, results, all: [...all.filter((c) => c.different), ...results, ...all.filter((c) => !c.different)] };
 }

@@ -3,7 +3,7 @@
 
 import { ask, byId, make, text } from "../page.js";
 import { read, write } from "../address.js";
-import { count, plural, timeOfDay } from "../numbers.js";
+import { plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
 
 /** Maximum number of lines on the page. Other lines are read when the reader scrolls. */

@@ -2,7 +2,6 @@
 
 mod agents;
 mod assets;
-mod bundle;
 mod checkpoints;
 mod datasets;
 mod docs;

@@ -49,7 +49,7 @@ async fn only_pages_of_this_server_may_change_data_or_open_websockets() {
 async fn requests_with_unknown_host_names_are_refused() {
     let server = TestServer::new().await;
     for host in ["evil.example", "evil.example:7070", "127.0.0.1.evil.example", "0.0.0.0"] {
-        for path in ["/", "/api/v1/jobs", "/healthz", "/static/app.css"] {
+        for path in ["/", "/api/v1/jobs", "/healthz", "/static/styles/base.css"] {
             let response = server.http.get(server.url(path)).header("host", host).send().await.unwrap();
             assert_eq!(response.status().as_u16(), 421, "{host} {path}");
             let text = response.text().await.unwrap();
@@ -90,7 +90,7 @@ async fn every_response_has_security_headers() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (job, checkpoint) = create_failed_job(&server, &mut agent, |_| {}).await;
-    let pages = ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/app.css", "/healthz"];
+    let pages = ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/styles/base.css", "/healthz"];
     let mut paths: Vec<_> = pages.iter().map(|path| (path.to_string(), None)).collect();
     // Browsers must not interpret files and logs of jobs as HTML.
     for (path, kind) in [

@@ -1,4 +1,4 @@
-//! Folders that may contain the files that a path names.
+//! The folders from which files may be read.
 
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};

@@ -138,13 +138,13 @@ pub struct Job {
     pub project: String,
     /// The job's tags, sorted, without duplicates.
     pub tags: Vec<String>,
-    /// The position of a waiting job in the queue, and why it waits. Absent until the scheduler has considered the job, and in streams.
+    /// The position of a waiting job in the queue, and why it waits. Absent in streams, and until the scheduler has considered the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queue: Option<Waiting>,
     /// Notes on the job; may be empty and may be long. Absent in streams, and in lists unless `fields` names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notes: Option<String>,
-    /// The job and the checkpoint from which the job was forked. If the parent is private and this job is not, present only in
+    /// The parent: the job and the checkpoint from which this job was forked. If the parent is private and this job is not, present only in
     /// `GET /jobs/{id}` and in the `hello` of the job's stream, and only for callers who may see both.
     pub parent: Option<Parent>,
     /// The sweep that started the job.
@@ -287,8 +287,8 @@ impl Job {
 
     /// Whether the job is a trial that its sweep, not a person, has paused at a rung for a comparison.
     pub fn waits_for_sweep(&self) -> bool {
-        let is_rung = |why: &Reason| matches!(why.kind(), ReasonKind::PausedBySweep { .. });
-        self.state == JobState::Paused && self.cause.as_ref().is_some_and(is_rung)
+        let is_pause_by_sweep = |why: &Reason| matches!(why.kind(), ReasonKind::PausedBySweep { .. });
+        self.state == JobState::Paused && self.cause.as_ref().is_some_and(is_pause_by_sweep)
     }
 
     /// Whether the next attempt may use fewer ranks: the last attempt failed, or its agent left. False if the attempt was
@@ -328,8 +328,8 @@ pub struct Batch {
     pub accumulate: u32,
     /// Number of pictures of all ranks in one optimizer step: `batch_size` x `accumulate` x ranks.
     pub global_batch_size: u64,
-    /// Number of pictures of an epoch whose last step may be smaller (`data.drop_remainder = false`), as the newest attempt that
-    /// has trained reported it; 0 if all steps have the same size, or if no attempt has trained.
+    /// Only with `data.drop_remainder = false`, which may make the last step of an epoch smaller: number of pictures in an epoch,
+    /// reported by the newest attempt that has trained. Otherwise 0.
     #[serde(default)]
     pub epoch_samples: u64,
 }
@@ -384,8 +384,9 @@ pub struct Waiting {
     pub reason: Option<Reason>,
 }
 
-/// The newest values of a job. Other metrics are fields with their own names (`grad_norm`, `step_ms`, ...), averaged
-/// over the ranks that report them; in `GET /jobs`, only the metrics that the query parameter `metrics` names.
+/// The newest values of a job. Besides the fields below, every other metric is a field with its own name (`grad_norm`,
+/// `step_ms`, ...), averaged over the ranks that report it. `GET /jobs` returns only those other metrics that the query
+/// parameter `metrics` names.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LastValues {
     pub loss: Option<f64>,

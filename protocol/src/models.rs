@@ -55,7 +55,7 @@ impl ModelVersion {
         Some(accuracy_of(self.val_accuracy?, self.validation.as_ref().map(|set| set.pictures)))
     }
 
-    /// Epoch and step of the checkpoint, as every command prints them.
+    /// The checkpoint's name within its job, `<epoch>-<step>`.
     pub fn checkpoint_name(&self) -> &str {
         self.checkpoint.split_once('-').map_or(&self.checkpoint, |(_, name)| name)
     }
@@ -73,7 +73,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// The model that has these versions, sorted by number; `None` without versions.
+    /// The model of these versions, which it sorts by number. `None` without versions.
     pub fn of(mut versions: Vec<ModelVersion>) -> Option<Self> {
         let version_count = versions.len() as u64;
         let aliases_of =
@@ -149,7 +149,7 @@ pub fn name_mistake(name: &str) -> Option<String> {
 /// Why an alias cannot have this name; `None` if it can.
 pub fn alias_mistake(alias: &str) -> Option<String> {
     if !alias.is_empty() && alias.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Some("must not be a number, which is a version's name".into());
+        return Some("must not consist of digits only: a number identifies a version".into());
     }
     name_mistake(alias)
 }

@@ -446,7 +446,7 @@ impl SlotWait {
         match (self.machines, &self.agent) {
             _ if *total == 0 => {
                 let which =
-                    if detail.is_none() { "online machine has" } else { "machine that takes work has" };
+                    if detail.is_none() { "online machine has" } else { "machine that is not drained has" };
                 write!(f, ", and no {which} any{more}")
             }
             (Some(machines), _) => write!(
@@ -541,8 +541,8 @@ impl fmt::Display for Next {
     }
 }
 
-/// Why a job or an attempt is in its state. The words are made together with the reason, so a reader of another
-/// version, which may not know the code, shows the same words.
+/// Why a job or an attempt is in its state. The words are made together with the reason, so a program of another
+/// version that does not know the code shows the same words.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Reason {
     // Boxed, so that messages with a reason stay small.

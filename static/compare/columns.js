@@ -1,4 +1,4 @@
-// Columns that distinguish jobs: settings with a single value, and results. Each value is a number or a text, with a position between the
+// Columns that distinguish jobs: settings that are a number or a text, and results. Each value is a number or a text, with a position between the
 // column's minimum and maximum.
 
 import { clock, count, percent, rate, value } from "../numbers.js";

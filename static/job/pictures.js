@@ -3,7 +3,7 @@
 import { ask, make } from "../page.js";
 import { percent } from "../numbers.js";
 
-/** Returns a picture with a caption, whose lines are `[text, class]`. Small pictures are enlarged without smoothing. */
+/** Returns a picture with a caption, whose lines are `[text, CSS class]`. Small pictures are enlarged without smoothing. */
 export function figure(png, alt, lines) {
   const image = make("img", { src: `data:image/png;base64,${png}`, alt, loading: "lazy", className: "picture" });
   return make("figure", {}, image, make("figcaption", {}, ...lines.map(([textContent, className = ""]) => make("span", { textContent, className }))));

@@ -3,7 +3,7 @@
 // factor of its row and a factor of its class. A logit does not depend on the norms of the features and of the weights, so the
 // gradients of features and weights are orthogonal to them.
 
-#define MIN_LENGTH 1e-12f // minimum divisor of a row, as in the CPU engine
+#define MIN_LENGTH 1e-12f // a shorter row is divided by this length, as in the CPU engine
 
 __device__ __forceinline__ float warp_sum(float v) {
     for (u32 o = 16; o > 0; o /= 2) v += shfl_xor(v, o);
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Applies the margin to the logit of each row's label, and stores the original logit. One thread per row. Arguments are as in
-// class_records. A cosine above `limit` becomes the cosine of its angle plus the margin; any other cosine is reduced by `shift`.
+// class_records. A cosine above `limit` becomes cos(angle + margin); any other cosine is reduced by `shift`.
 extern "C" __global__ void __launch_bounds__(256)
     put_margin(T* logits, const u32* controls, u32 words, u32 batch, u32 rows, u32 chunk, u32 classes, u32 first, const Sample* sample,
                const u32* places, float scale, double limit, double cos_margin, double sin_margin, double shift, LabelLogit* labels) {

@@ -16,8 +16,8 @@ pub struct DataSpec {
     pub validation: Validation,
     /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, whether a
     /// picture is held out depends only on this seed and on the picture: its class and file name in a folder of pictures, its content in
-    /// other formats. So pictures can be added or removed without effect on the others, and a class's held-out share is the fraction only
-    /// on average. `train.seed` has no influence.
+    /// other formats. So pictures can be added or removed without effect on the others, and the share of a class that is held out
+    /// equals the fraction only on average. `train.seed` has no influence.
     pub validation_seed: u64,
     /// Stratified k-fold cross-validation: the training pictures of each class are divided into this many equal parts, at random by
     /// `validation_seed`. Fold number `fold` validates the job, which trains on the other folds. `validation` is then not used, so a test

@@ -87,8 +87,8 @@ impl ImageSize {
 /// # Errors
 /// What is wrong, and what would be right.
 pub(super) fn check(value: &Value) -> Result<(), String> {
-    let form = "must be a whole number from 8 to 4,096, or a list of [epoch, pixels] in which each size begins in its epoch, \
-                such as [[1, 128], [14, 192]]";
+    let form = "must be a whole number from 8 to 4,096, or a list of pairs [epoch, pixels], each with the epoch from which \
+                the size applies, such as [[1, 128], [14, 192]]";
     let within = |value: &Value, range: RangeInclusive<u32>| {
         value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| range.contains(n))
     };

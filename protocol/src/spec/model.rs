@@ -20,8 +20,8 @@ pub struct ModelSpec {
     /// Path of a safetensors file with torchvision's tensor names (timm has the same), a checkpoint's id, a version of a registered model
     /// (`models:/shoes@champion`), or (from the command line) the name of weights that `lockstep weights get` has downloaded, such as
     /// `resnet18`. All tensor names may share a prefix, such as `module.`. The last layer (`fc`) is initialised randomly if the file has
-    /// no `fc` of the same shape. For grey pictures, a first convolution for RGB is summed over its input channels. The log lists all
-    /// tensors that were not loaded unchanged.
+    /// no `fc` of the same shape. For grey pictures, a first convolution for RGB is summed over its input channels. The log lists the
+    /// tensors that were left out or changed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pretrained: Option<String>,
     /// Keep batch norms as they are in the `pretrained` file, like torchvision's `FrozenBatchNorm2d`: training normalises with the

@@ -39,7 +39,7 @@ pub struct KeyReference {
 #[derive(Debug, Clone)]
 pub struct RecipeReference {
     pub name: &'static str,
-    /// `train.lr`, and the number of pictures in a step to which it applies.
+    /// `train.lr`, and the number of pictures in a step for which this rate is meant.
     pub lr: (f64, f64),
     /// Paths such as `train.epochs`, with their values in TOML.
     pub keys: Vec<(String, String)>,
@@ -54,7 +54,7 @@ pub fn reference() -> Vec<SectionReference> {
         let keys = section.keys.iter().map(|(name, kind)| KeyReference {
             name,
             values: kind.in_words(),
-            // Only `dataset` has no default.
+            // The default of `dataset` is an empty text, which means that the key must be given.
             default: table.get(*name).filter(|default| *default != "").map(toml_value),
             meaning: description(&schema["properties"][*name]),
         });
@@ -96,7 +96,7 @@ pub fn recipes() -> Vec<RecipeReference> {
     Recipe::ALL.into_iter().map(of_recipe).collect()
 }
 
-/// The default job, read from text: `0.01`, where a float32 value would become 0.009999999776.
+/// The default job as JSON. It goes through text, so that the float32 0.01 stays 0.01 and does not become 0.009999999776.
 fn defaults() -> Value {
     let text = serde_json::to_string(&JobSpec::default()).unwrap_or_default();
     serde_json::from_str(&text).unwrap_or_default()
@@ -139,7 +139,7 @@ fn toml_value(value: &Value) -> String {
     }
 }
 
-/// Formats a number without a fraction of 0.
+/// Formats a number. A whole number gets no `.0`.
 fn plain(n: f64) -> String {
     if n.fract() == 0.0 && n.abs() < 1e15 { grouped(n as i64) } else { format!("{n:?}") }
 }

@@ -44,10 +44,10 @@ pub struct TrainSpec {
     /// `muon`: learning rate of linear layers (weights and biases), as a multiple of `lr`.
     pub head_lr: f32,
     /// Weight decay. It is added to the gradient as an L2 penalty, as in PyTorch's SGD; with `adamw` and `lamb` it is decoupled from the
-    /// gradient, as in PyTorch's `AdamW`. With `muon` its rate is `lr` for every parameter, whatever `bias_lr` and `head_lr` are, and
-    /// filters have no weight decay.
+    /// gradient, as in PyTorch's `AdamW`. With `muon`, filters have no weight decay, and that of all other parameters is multiplied by
+    /// `lr`, not by the rates that `bias_lr` and `head_lr` give.
     pub weight_decay: f32,
-    /// False excludes batch norm's parameters and biases from weight decay, and with `lamb` also from layer-wise
+    /// False excludes all biases and the parameters of batch norms from weight decay, and with `lamb` also from layer-wise
     /// adaptation (`lars` always excludes them from both).
     pub decay_norm_and_bias: bool,
     /// `adamw` and `lamb`: decay of the running mean of the gradient.
@@ -82,7 +82,7 @@ pub struct TrainSpec {
     /// step applies one of the two, with equal probability.
     pub cutmix: f32,
     /// Decay of an exponential moving average (EMA) of the weights and running statistics: each update computes `average =
-    /// ema_decay average + (1 - ema_decay) weights`. Until the first update after the warm-up, the average is a copy of the
+    /// ema_decay * average + (1 - ema_decay) * weights`. Until the first update after the warm-up, the average is a copy of the
     /// weights. torchvision's `--model-ema-decay` is another number, because torchvision adjusts it to the batch size before use.
     /// The average is evaluated too (`val_ema_accuracy`) and saved as `ema.safetensors`. 0: off.
     pub ema_decay: f64,

@@ -59,7 +59,7 @@ pub(super) async fn start(
                     changed.events.iter().filter_map(EventRow::checkpoint).for_each(|id| artifacts.note(&id));
                 }
             }),
-            // The slots of a job that is no longer active are free.
+            // When a job is no longer active, its lease is released, which frees its slots.
             Box::new(move |changed: &Changed| {
                 if !changed.job.state.is_active() {
                     agents.leases.release(&changed.job.id, changed.job.attempt);

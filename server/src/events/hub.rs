@@ -77,8 +77,8 @@ impl Hub {
         }
     }
 
-    /// Publishes stored events to subscribers. Two changes of a job may be published in the wrong order, because each is published after
-    /// its transaction. Readers then read the earlier change from the store.
+    /// Publishes stored events to subscribers. Changes of a job are published after their transactions, and not always in
+    /// the order of these. If the later one is published first, readers read the earlier one from the store.
     pub(crate) fn publish(&self, changed: &Changed) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
@@ -102,7 +102,8 @@ impl Hub {
         self.list_job(&changed.job, !changed.events.is_empty());
     }
 
-    /// Queues a job's state for the list. Of two states with the same event number, the state without new events is newer.
+    /// Queues a job's state for the list. A change without new events, such as of labels, follows the event with the
+    /// same number, so it is newer than that event's state.
     fn list_job(&self, job: &Job, has_new_events: bool) {
         let mut unpublished = lock(&self.unpublished);
         let is_newer = match unpublished.get(&job.id) {

@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 const MAX_STEPS: u64 = (1 << 53) - 1;
 /// Maximum length of a stored line of a log, in bytes.
 const MAX_LINE_BYTES: usize = 4096;
-/// Number of consecutive attempts that may end before any rank has begun, without counting as restarts.
+/// This many attempts in a row may end before any rank has begun; they do not count as restarts.
 pub(super) const MAX_NOT_BEGUN: u32 = 5;
 
 /// The mean over ranks. `None` if a value is not finite, because a run that diverges on one rank has diverged.
@@ -97,7 +97,7 @@ pub fn report(
             vec![EventBody::Log { attempt, rank, lines }]
         }
         AttemptEvent::Rank { rank, mut report } if rank < ranks => {
-            // Other numbers become 0, because JSON has no NaN or infinity, and readers expect numbers.
+            // NaN and infinity become 0, because JSON has neither, and readers expect numbers.
             let times = [&mut report.step_ms, &mut report.all_reduce_ms, &mut report.data_ms];
             let of_axes = report.axis_ms.iter_mut().flat_map(AxisTimes::values_mut);
             for number in times.into_iter().chain([&mut report.images_per_second]).chain(of_axes) {
@@ -115,7 +115,8 @@ pub fn report(
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
-        // The loss is not finite, or the accuracy is not in 0 to 1. JSON cannot represent such a result, so the newest result is removed.
+        // The loss is not finite, or the accuracy is not in 0 to 1. Such a result is invalid: no event is stored, and the job has no newest
+        // result.
         AttemptEvent::Evaluation(evaluation)
             if !evaluation.loss.is_finite() || !(0.0..=1.0).contains(&evaluation.accuracy) =>
         {

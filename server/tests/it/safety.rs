@@ -90,7 +90,8 @@ async fn every_response_has_security_headers() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (job, checkpoint) = create_failed_job(&server, &mut agent, |_| {}).await;
-    let pages = ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/styles/base.css", "/healthz"];
+    let pages =
+        ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/styles/base.css", "/healthz"];
     let mut paths: Vec<_> = pages.iter().map(|path| (path.to_string(), None)).collect();
     // Browsers must not interpret files and logs of jobs as HTML.
     for (path, kind) in [

@@ -1,4 +1,5 @@
-//! Commands with which another machine joins this server: the server's URL for that machine, a token, and the server's CA certificate.
+//! The parts of the commands with which another machine joins this server: the server's URL for that machine, a token, and the server's
+//! CA certificate.
 
 use crate::{
     config::{ServeConfig, TlsConfig, addresses::host_and_port},
@@ -46,8 +47,8 @@ fn is_local(url: &str) -> bool {
     is_name || ip.is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified())
 }
 
-/// Returns the URL at which another machine reaches the server: the URL in the reader's browser, unless that URL is local. In place of a
-/// local URL, the URL has one of the machine's addresses; `None` if the server listens only on loopback.
+/// Returns the URL at which another machine reaches the server: the URL in the reader's browser, or, if that URL is
+/// local, a URL with one of the server's addresses; `None` if the server listens only on loopback.
 fn reachable_url(
     ingress: &Ingress,
     browser_url: &str,

@@ -11,13 +11,14 @@ pub struct SweepRow {
     pub id: String,
     pub name: String,
     pub project: String,
-    /// Whether trials start.
+    /// Running, paused, finished or cancelled. Trials start only while the sweep runs.
     pub state: SweepState,
     /// Why the server has paused the sweep.
     pub reason: Option<String>,
     /// The job file.
     pub spec: Value,
-    /// The settings of each trial, in the order in which trials start. The settings are stored, so that another version starts the same trials.
+    /// The settings of each trial, in the order in which trials start. The settings are stored, so that another version of Lockstep
+    /// starts the same trials.
     pub settings: Vec<Setting>,
     /// Epochs after which trials are compared; the last is the end of training.
     pub rungs: Vec<u32>,

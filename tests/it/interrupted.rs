@@ -52,8 +52,8 @@ async fn ctrl_c_ends_only_the_display() {
     let id = id.expect("an id").to_owned();
     for words in [
         "Ctrl-C ends this display and not the job".to_owned(),
-        format!("`lockstep watch {id}` shows it again"),
-        format!("`lockstep cancel {id}` stops it"),
+        format!("`lockstep watch {id}` shows the job again"),
+        format!("`lockstep cancel {id}` stops the job"),
     ] {
         assert!(shown.contains(&words), "{words}: {shown}");
     }

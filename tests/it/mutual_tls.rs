@@ -293,7 +293,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     other.extend(["--name", "node-c"]);
     let mut other = Agent::start(&serve, "other", &other);
     assert_eq!(other.exit_status().await.code(), Some(1), "{}", other.output());
-    assert!(other.output().contains("start it with --name node-b"), "{}", other.output());
+    assert!(other.output().contains("start this agent with --name node-b"), "{}", other.output());
 }
 
 #[tokio::test]

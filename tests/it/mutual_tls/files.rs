@@ -65,6 +65,6 @@ async fn a_token_file_readable_by_others_is_used_with_a_warning() {
         agent.wait_for_log("token").await;
         agent.wait_for_log("no connection to the server; retrying").await;
         let output = agent.output();
-        assert_eq!(output.contains(&format!("close it with `chmod 600 {name}`")), warns, "{output}");
+        assert_eq!(output.contains(&format!("close the file with `chmod 600 {name}`")), warns, "{output}");
     }
 }

@@ -75,7 +75,7 @@ async fn a_link_is_valid_once_and_its_session_survives_a_restart() {
     let again = Browser::new(&server).get(path).await;
     assert!(again.status() == 401 && again.headers().get("set-cookie").is_none(), "a link is valid once");
     let page = again.text().await.unwrap();
-    assert!(page.contains("was used") && page.contains("lockstep login-link"), "{page}");
+    assert!(page.contains("already used") && page.contains("lockstep login-link"), "{page}");
 
     let value = browser.cookie.rsplit('=').next().unwrap().to_owned();
     let unhashed =

@@ -52,7 +52,7 @@ async fn protocol_errors_of_agents_get_a_close_code_and_reason() {
         (vec![part(vec![0x00; 4000])], 1002, "cannot be read"),
         // Before Hello, the limit is lower.
         (zeros(2 << 20), 1002, "cannot be read"),
-        (zeros((2 << 20) + 1), 1002, "longer than the 2 MiB"),
+        (zeros((2 << 20) + 1), 1002, "longer than 2 MiB"),
         (parts(2 << 20), 1002, "cannot be read"),
         (parts((2 << 20) + 1), 1002, "incomplete messages of more than 2 MiB"),
         (after_hello(zeros(16 << 20)), 1002, "cannot be read"),

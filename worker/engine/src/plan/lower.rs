@@ -232,13 +232,7 @@ impl Lowering<'_> {
         };
         let output_rows = Rows::shared(self.whole.tensors[op.output()].height, self.plan.mesh.height);
         let reached = rows.reached(&output_rows, kernel, stride, padding);
-        // Without padding, windows leave out the last rows if the stride does not reach them, as in a 1x1 convolution with stride 2.
-        let has_all = |rank: usize| {
-            let [own, reached, outputs] = [&rows, &reached, &output_rows].map(|rows| &rows.of_rank[rank]);
-            own.start == reached.start
-                && (own.len() + stride).saturating_sub(kernel) / stride == outputs.len()
-        };
-        if padding == 0 && (0..output_rows.of_rank.len()).all(has_all) {
+        if reached == rows {
             return (inputs, Some(output_rows));
         }
         let input = inputs[0];

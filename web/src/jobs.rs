@@ -102,9 +102,9 @@ impl JobsPage {
         };
         let (by, is_descending) = current.strip_prefix('-').map_or((current, false), |by| (by, true));
         let head =
-            |(class, label, sort, largest_first): &(&'static str, &'static str, &'static str, bool)| {
-                let is_on = *sort == by;
-                let next_descends = if is_on { !is_descending } else { *largest_first };
+            |&(class, label, sort, largest_first): &(&'static str, &'static str, &'static str, bool)| {
+                let is_on = sort == by;
+                let next_descends = if is_on { !is_descending } else { largest_first };
                 let sign = if next_descends { "-" } else { "" };
                 let href = format!("/jobs?state={}{}&sort={sign}{sort}", self.chosen(), self.filters());
                 let order = match (is_on, is_descending) {
@@ -112,7 +112,7 @@ impl JobsPage {
                     (true, true) => "descending",
                     (true, false) => "ascending",
                 };
-                Head { class, label, order, href }
+                Head { class, label, sort, largest_first, order, href }
             };
         HEADS.iter().map(head).collect()
     }
@@ -123,8 +123,7 @@ impl JobsPage {
     }
 }
 
-/// For each column: class, label, sort key, and whether the first click sorts in descending order. The same as in
-/// `static/jobs/sort.js`.
+/// For each column: class, label, sort key, and whether the first click sorts in descending order.
 const HEADS: [(&str, &str, &str, bool); 7] = [
     ("c-state", "State", "state", false),
     ("c-name", "Job", "name", false),
@@ -139,6 +138,10 @@ const HEADS: [(&str, &str, &str, bool); 7] = [
 struct Head {
     class: &'static str,
     label: &'static str,
+    /// The column's sort key.
+    sort: &'static str,
+    /// Whether the first click sorts in descending order.
+    largest_first: bool,
     /// Value of `aria-sort`; empty if the list is sorted by another column.
     order: &'static str,
     href: String,

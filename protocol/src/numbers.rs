@@ -27,8 +27,7 @@ pub fn exact(value: f32) -> f64 {
 /// With fewer pictures than this, an accuracy is shown with its standard error.
 const FEW_PICTURES: u64 = 10_000;
 
-/// `84.0 % ± 2.6 of 200 pictures`: an accuracy and, if its number of pictures is known, its standard error in percent and this number. The
-/// same as `accuracyOf` in `static/numbers.js`.
+/// `84.0 % ± 2.6 of 200 pictures`: an accuracy and, if its number of pictures is known, its standard error in percent and this number.
 pub fn accuracy_of(accuracy: f64, pictures: Option<u64>) -> String {
     let Some(pictures) = pictures else { return percent(accuracy) };
     format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))

@@ -1,7 +1,7 @@
 // The checkpoints, newest first, with their actions.
 
 import { ask, byId, make, text } from "../page.js";
-import { accuracyOf, bytes, count, percent } from "../numbers.js";
+import { bytes, count, percent, uncertainty } from "../numbers.js";
 
 /** Links of a row. Only some jobs have `average`, and only sharded checkpoints have `state`. */
 const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
@@ -80,7 +80,7 @@ export class Checkpoints {
       text(element("label"), label);
       element("best").hidden = !c.best;
       element("uploading").hidden = c.stored !== "uploading";
-      text(element("accuracy"), c.val_accuracy == null ? "" : c.validation ? accuracyOf(c.val_accuracy, c.validation.pictures) : percent(c.val_accuracy));
+      text(element("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy) + uncertainty(c.val_accuracy, c.validation?.pictures));
       text(element("size"), bytes(c.size_bytes));
       element("size").title = `${count(c.size_bytes)} bytes`;
       for (const [name, file] of Object.entries(FILES)) element(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);

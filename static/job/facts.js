@@ -2,7 +2,7 @@
 
 import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
-import { ELSEWHERE, isResult, ownMetrics } from "./names.js";
+import { isResult, ownMetrics } from "./names.js";
 import { writeSentence } from "../cut.js";
 import { isActive, isFinal, waits } from "./states.js";
 import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
@@ -66,7 +66,7 @@ export class Facts {
     const epoch = job.steps_per_epoch ? Math.min(epochs, Math.floor(Math.max(0, step - 1) / job.steps_per_epoch) + 1) : job.epoch;
     const done = isFinal(job.state);
 
-    setFact("epoch", total ? count(step ? epoch : 0) : "–", total ? `of ${count(epochs)}` : "");
+    setFact("epoch", total ? count(epoch) : "–", total ? `of ${count(epochs)}` : "");
     setFact("step", total || job.external ? count(step) : "–", total ? `of ${count(total)}` : "");
     const bar = byId("progress");
     bar.max = total || 1;
@@ -140,7 +140,7 @@ export class Facts {
     state.dataset.state = job.state;
     byId("no-checkpoints").classList.toggle("over", isFinal(job.state));
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
-    text(byId("about"), job.external ? ELSEWHERE : [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
+    if (!job.external) text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
     text(byId("project-name"), job.project);
     byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);

@@ -2,7 +2,6 @@
 
 import { byId, make, serverNow, text } from "../page.js";
 import { writeShortened, writeSentence } from "../cut.js";
-import { ELSEWHERE } from "../job/names.js";
 import { isFinal, waits } from "../job/states.js";
 import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
@@ -28,7 +27,7 @@ export function fill(row, job) {
   writeShortened(element("name"), job.name);
   element("name").href = `/jobs/${job.id}`;
   element("choose").setAttribute("aria-label", `Select ${job.name}`);
-  writeAbout(element("about"), job.external ? ELSEWHERE : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
+  writeAbout(element("about"), job.external ? "run from elsewhere" : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
   // The layout cuts the end of the sentence. Long paths are shortened in the middle, so that the text after them stays visible.
   const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
   writeSentence(element("reason"), reason, PATH);

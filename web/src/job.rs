@@ -13,7 +13,7 @@ use lockstep_protocol::{
     attempt::Attempt,
     best::best_words,
     job::{External, Job, JobState, RunFile},
-    numbers::standard_error,
+    numbers::{standard_error, uncertainty},
     panels::Panel,
     queue::waits_for,
     reason::{Reason, ReasonKind},
@@ -245,7 +245,9 @@ impl JobPage {
                 label: format!("{}-{}", c.info.epoch, c.info.step),
                 best: c.info.best,
                 is_uploading: c.stored == Some("uploading"),
-                accuracy: c.info.accuracy_in_words().unwrap_or_default(),
+                accuracy: c.info.val_accuracy.map_or_else(String::new, |share| {
+                    percent(share) + &uncertainty(share, c.info.validation.as_ref().map(|set| set.pictures))
+                }),
                 step: c.info.step,
                 size: bytes(c.info.size_bytes),
                 size_bytes: c.info.size_bytes,
@@ -360,10 +362,11 @@ impl JobPage {
                 (None, Some(time_left)) => (clock(time_left), empty()),
                 (None, None) => (dash(), empty()),
             },
-            speed: job.images_per_second.map_or_else(
-                || (dash(), empty()),
-                |all| (rate(all), format!("{} per rank", rate(all / f64::from(job.ranks_now().max(1))))),
-            ),
+            speed: match (job.images_per_second, job.ranks_now()) {
+                (None, _) => (dash(), empty()),
+                (Some(all), ..=1) => (rate(all), empty()),
+                (Some(all), ranks) => (rate(all), format!("{} per rank", rate(all / f64::from(ranks)))),
+            },
             loss: (job.last.loss.map_or_else(dash, value), empty()),
             accuracy: (
                 job.last.val_accuracy.map_or_else(dash, |accuracy| {

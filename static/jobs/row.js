@@ -80,7 +80,7 @@ function progress(job) {
 }
 
 /** The same as `sparkline` in web/src/jobs.rs. */
-function sparkline(values) {
+export function sparkline(values) {
   const finite = values.filter(Number.isFinite);
   if (finite.length < 2) return "";
   const low = Math.min(...finite), high = Math.max(...finite), span = Math.max(high - low, 1.2e-7), dx = 118 / (values.length - 1);

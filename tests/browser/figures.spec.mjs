@@ -25,7 +25,26 @@ const reportSteps = async (attempt, ranks, from, to) => {
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
 const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
+/** Waits until the script shows the same title, row of numbers, banner and buttons as a page that the server renders now. */
+const untilAsRendered = (page) => until("the script shows what the server renders", async () => {
+  const differing = await page.evaluate(async () => {
+    const rendered = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html"), shown = (node) => (node.hidden ? "hidden" : node.textContent.trim());
+    const parts = [...document.querySelectorAll("#state, #about, #facts [id]:not([id^=wait]), #banner [id]:not(#banner-link), .title .actions [id]")];
+    return parts.map((node) => [node.id, shown(node), shown(rendered.getElementById(node.id))]).filter(([, live, first]) => live !== first);
+  });
+  return !differing.length || Promise.reject(new Error(JSON.stringify(differing)));
+});
 const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
+
+test("numbers and names have the same texts on a rendered and on a live page", async () => {
+  const cases = JSON.parse(await readFile(new URL("../../web/src/texts.json", import.meta.url), "utf8")), page = await browser.page(server, "/jobs");
+  const differing = await page.evaluate(async (cases) => {
+    const scripts = ["numbers", "cut", "jobs/row", "job/names", "job/checkpoints"], functions = Object.assign({}, ...await Promise.all(scripts.map((name) => import(`/static/${name}.js`))));
+    return Object.entries(cases).flatMap(([name, all]) => all.map(([given, words]) => [name, given, words, functions[name](...given)])).filter(([, , words, text]) => text !== words);
+  }, cases);
+  assert.deepEqual(differing, []);
+  await page.end();
+});
 
 describe("a job", () => {
   inFull("that diverges has an axis with distinct labels", async () => {
@@ -112,6 +131,7 @@ describe("a job", () => {
     const todo = page.locator(".instead");
     await until("the page says that nothing needs to be done", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
     assert.ok(!await page.locator("#loss-chart").isVisible(), "no empty chart");
+    await untilAsRendered(page);
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     const next = await agent.attempt(waits.id);
     await begin(next);
@@ -119,6 +139,7 @@ describe("a job", () => {
     await agent.endAttempt(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
     await shows(page, "#banner", "its pictures are gone");
     await until("the page says what to do", async () => /ended before its first step/.test(await todo.innerText()));
+    await untilAsRendered(page);
     await page.end();
   });
 });

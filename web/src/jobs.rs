@@ -290,14 +290,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sparklines_are_scaled_and_skip_values_that_are_not_finite() {
-        assert_eq!(sparkline(&[2.0, 1.0, 0.0]), "1.0,2.0 60.0,14.0 119.0,26.0");
-        assert_eq!(sparkline(&[2.0, f32::NAN, 0.0]), "1.0,2.0 119.0,26.0");
-        assert_eq!(sparkline(&[1.0]), "");
-        assert_eq!(sparkline(&[f32::NAN, f32::NAN]), "");
-    }
-
-    #[test]
     fn an_empty_list_shows_how_to_submit_a_job() {
         let page = JobsPage {
             jobs: vec![],

@@ -25,12 +25,16 @@ const reportSteps = async (attempt, ranks, from, to) => {
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
 const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
-/** Waits until the script shows the same title, row of numbers, banner and buttons as a page that the server renders now. */
+/**
+ * Waits until the script shows the same as a page that the server renders now: title, row of numbers, banner and buttons of a job, or the
+ * rows of the list.
+ */
 const untilAsRendered = (page) => until("the script shows what the server renders", async () => {
   const differing = await page.evaluate(async () => {
-    const rendered = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html"), shown = (node) => (node.hidden ? "hidden" : node.textContent.trim());
-    const parts = [...document.querySelectorAll("#state, #about, #facts [id]:not([id^=wait]), #banner [id]:not(#banner-link), .title .actions [id]")];
-    return parts.map((node) => [node.id, shown(node), shown(rendered.getElementById(node.id))]).filter(([, live, first]) => live !== first);
+    const rendered = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html"), shown = (node) => (!node || node.hidden ? "hidden" : node.textContent.trim());
+    const parts = [...document.querySelectorAll("#state, #about, #facts [id]:not([id^=wait]), #banner [id]:not(#banner-link), .job-title .actions [id], #rows [data-f]:not([data-f=age], [data-f=tags])")];
+    const path = (node) => (node.id ? `#${node.id}` : `tr[data-id="${node.closest("tr").dataset.id}"] [data-f=${node.dataset.f}]`);
+    return parts.map((node) => [path(node), shown(node), shown(rendered.querySelector(path(node)))]).filter(([, live, first]) => live !== first);
   });
   return !differing.length || Promise.reject(new Error(JSON.stringify(differing)));
 });
@@ -140,6 +144,9 @@ describe("a job", () => {
     await shows(page, "#banner", "its pictures are gone");
     await until("the page says what to do", async () => /ended before its first step/.test(await todo.innerText()));
     await untilAsRendered(page);
+    const list = await page.tab("/jobs");
+    await until("the list is live", async () => (await list.locator("#live").textContent()) === "live" && (await list.locator("#rows .parts").count()) > 0);
+    await untilAsRendered(list);
     await page.end();
   });
 });

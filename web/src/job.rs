@@ -10,7 +10,6 @@ use crate::{
 use askama::Template;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
-    attempt::Attempt,
     best::best_words,
     job::{External, Job, JobState, RunFile},
     numbers::{standard_error, uncertainty},
@@ -66,8 +65,6 @@ pub struct JobPage {
     pub ranks: Vec<RankPlace>,
     /// Newest first.
     pub checkpoints: Vec<Checkpoint>,
-    /// Attempts in order.
-    pub attempts: Vec<Attempt>,
     /// Files of a run from elsewhere.
     pub files: Vec<RunFile>,
     /// The person or token that looks at the page.

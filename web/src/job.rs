@@ -285,7 +285,7 @@ fn waiting_banner(job: &Job) -> Option<(String, String)> {
     Some((format!("{title}{}.", place.unwrap_or_default()), reason.unwrap_or_default()))
 }
 
-/// Describes a job that this version cannot read. The same as `unreadable` in `static/job/facts.js`.
+/// Describes a job that this version cannot read.
 fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
     let shown = format!(
         "Another version of lockstep stored this job, and this version does not understand: {flaw}. The page shows what it can \

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until, untilAsRendered } from "./test-server.mjs";
 
 const STEP_MS = [10, 20, 60];
 let server, browser, agent;
@@ -25,19 +25,6 @@ const reportSteps = async (attempt, ranks, from, to) => {
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
 const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
-/**
- * Waits until the script shows the same as a page that the server renders now: title, row of numbers, banner and buttons of a job, or the
- * rows of the list.
- */
-const untilAsRendered = (page) => until("the script shows what the server renders", async () => {
-  const differing = await page.evaluate(async () => {
-    const rendered = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html"), shown = (node) => (!node || node.hidden ? "hidden" : node.textContent.trim());
-    const parts = [...document.querySelectorAll("#state, #about, #facts [id]:not([id^=wait]), #banner [id]:not(#banner-link), .job-title .actions [id], #rows [data-f]:not([data-f=age], [data-f=tags])")];
-    const path = (node) => (node.id ? `#${node.id}` : `tr[data-id="${node.closest("tr").dataset.id}"] [data-f=${node.dataset.f}]`);
-    return parts.map((node) => [path(node), shown(node), shown(rendered.querySelector(path(node)))]).filter(([, live, first]) => live !== first);
-  });
-  return !differing.length || Promise.reject(new Error(JSON.stringify(differing)));
-});
 const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
 
 test("numbers and names have the same texts on a rendered and on a live page", async () => {

@@ -44,7 +44,7 @@ export function fill(row, job) {
   text(element("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   text(element("age"), age(Date.parse(job.created_at), serverNow()));
   element("age").title = job.created_at;
-  // The same as `JobRow::class` in web/src/jobs.rs.
+  // Classes, as in web/templates/job-row.html, because selectors with `:has()` would make every page slower to draw.
   row.classList.toggle("has-reason", element("reason").textContent !== "");
   row.classList.toggle("no-numbers", ["progress", "loss", "best", "speed"].every((name) => element(name).textContent === ""));
   row.classList.toggle("no-curve", points === "");

@@ -230,19 +230,6 @@ impl JobRow {
             created_at: job.created_at.to_string(),
         }
     }
-
-    /// Returns classes for properties on which the layout depends. Selectors with `:has()` would make every page slower to draw.
-    fn class(&self) -> Option<String> {
-        let numbers = [&self.progress, &self.loss, &self.best, &self.speed];
-        let classes = [
-            ("has-reason", !self.reason.is_empty()),
-            ("no-numbers", numbers.iter().all(|text| text.is_empty())),
-            ("no-curve", self.sparkline.is_empty()),
-        ];
-        let classes: Vec<_> =
-            classes.into_iter().filter(|(_, applies)| *applies).map(|(class, _)| class).collect();
-        (!classes.is_empty()).then(|| classes.join(" "))
-    }
 }
 
 /// Returns the reason for a job's state, after the place in the queue of a waiting job: `place 2 in the queue · needs 4 slots`.

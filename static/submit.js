@@ -19,10 +19,8 @@ const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
 const replaced = new Map();
 /** Sizes that belong together in a recipe: they are sent even if they have the recipe's values. */
 const TOGETHER = ["data.validation_size", "data.resize_size"];
-// Keys that a recipe scales with the job's epochs: they are sent only if the user has changed them.
-const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
-// Keys whose default depends on the dataset: they are sent only if the user has changed them.
-const LEFT_TO_SERVER = ["data.validation"];
+/** Keys that a recipe scales with the epochs, and keys whose default depends on the dataset: sent only if the user has changed them. */
+const IN_PROPORTION = JSON.parse(form.dataset.inProportion), LEFT_TO_SERVER = JSON.parse(form.dataset.leftToServer);
 /** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
 let isSubmitted = document.querySelector(".field.wrong") !== null;
 let notation = "toml";

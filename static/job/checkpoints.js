@@ -1,10 +1,7 @@
 // The checkpoints, newest first, with their actions.
 
 import { ask, byId, make, text } from "../page.js";
-import { accuracyOf, bytes, count, percent } from "../numbers.js";
-
-/** Links of a row. Only some jobs have `average`, and only sharded checkpoints have `state`. */
-const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
+import { bytes, count, percent, uncertainty } from "../numbers.js";
 
 /**
  * Describes the best evaluation with its epoch, and the best checkpoint's accuracy if this accuracy differs. The same as `best_words` in
@@ -80,10 +77,10 @@ export class Checkpoints {
       text(element("label"), label);
       element("best").hidden = !c.best;
       element("uploading").hidden = c.stored !== "uploading";
-      text(element("accuracy"), c.val_accuracy == null ? "" : c.validation ? accuracyOf(c.val_accuracy, c.validation.pictures) : percent(c.val_accuracy));
+      text(element("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy) + uncertainty(c.val_accuracy, c.validation?.pictures));
       text(element("size"), bytes(c.size_bytes));
       element("size").title = `${count(c.size_bytes)} bytes`;
-      for (const [name, file] of Object.entries(FILES)) element(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);
+      for (const link of row.querySelectorAll("a[download]")) link.href = `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${link.getAttribute("href").split("/").at(-1)}`;
       const average = element("average");
       if (average) average.hidden = c.step < Number(average.dataset.from);
       row.querySelector("summary").setAttribute("aria-label", `Download checkpoint ${label}`);

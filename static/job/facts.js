@@ -2,7 +2,7 @@
 
 import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
-import { ELSEWHERE, isResult, ownMetrics } from "./names.js";
+import { isResult, ownMetrics } from "./names.js";
 import { writeSentence } from "../cut.js";
 import { isActive, isFinal, waits } from "./states.js";
 import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
@@ -24,12 +24,11 @@ export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fe
 export const isRankCountKnown = (job) => !job.cause || job.cause.code === "fewer_ranks";
 
 /**
- * Returns a function that returns the number of pictures in steps 1 to `n`, over all ranks. The same as `pictures_until` in
- * protocol/src/throughput.rs.
+ * Returns a function that returns the number of pictures in steps 1 to `n`, over all ranks; NaN if the job has no `batch`. The same as
+ * `pictures_until` in protocol/src/throughput.rs.
  */
-export function picturesUntil({ batch, spec: { train, parallel } }) {
-  const globalBatch = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / ((parallel.height ?? 1) * (parallel.pipeline ?? 1)));
-  const epochPictures = batch?.epoch_samples;
+export function picturesUntil({ batch }) {
+  const { global_batch_size: globalBatch, epoch_samples: epochPictures } = batch ?? {};
   if (!epochPictures || !globalBatch) return (n) => n * globalBatch;
   // The last step of an epoch has the remaining pictures.
   const steps = Math.ceil(epochPictures / globalBatch);
@@ -45,6 +44,8 @@ export class Facts {
   /** The reason why the last action was refused, and the job's state at that time; null after a while. */
   #refusal = null;
   #refusalTimer = 0;
+  /** The banner of a job that this version of the server cannot read, as rendered. */
+  #unreadable = { tone: "warn", what: byId("banner-what").textContent, why: byId("banner-why").title || byId("banner-why").textContent };
 
   constructor(job, metrics, ranks, checkpoints) {
     Object.assign(this, { job, metrics, ranks, checkpoints });
@@ -65,7 +66,7 @@ export class Facts {
     const epoch = job.steps_per_epoch ? Math.min(epochs, Math.floor(Math.max(0, step - 1) / job.steps_per_epoch) + 1) : job.epoch;
     const done = isFinal(job.state);
 
-    setFact("epoch", total ? count(step ? epoch : 0) : "–", total ? `of ${count(epochs)}` : "");
+    setFact("epoch", total ? count(epoch) : "–", total ? `of ${count(epochs)}` : "");
     setFact("step", total || job.external ? count(step) : "–", total ? `of ${count(total)}` : "");
     const bar = byId("progress");
     bar.max = total || 1;
@@ -139,7 +140,7 @@ export class Facts {
     state.dataset.state = job.state;
     byId("no-checkpoints").classList.toggle("over", isFinal(job.state));
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
-    text(byId("about"), job.external ? ELSEWHERE : [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
+    if (!job.external) text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
     text(byId("project-name"), job.project);
     byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
@@ -197,7 +198,7 @@ export class Facts {
 
   #findProblem(now, step) {
     const { job, ranks } = this, reason = job.reason ?? "";
-    if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job, reason) };
+    if (job.unreadable) return this.#unreadable;
     switch (job.state) {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
       case "lost": return { tone: "warn", what: "The job's machine is silent.", why: reason, link: ["/machines", "Machines"] };
@@ -243,16 +244,6 @@ function ownResults({ external, last }, metrics) {
 function ownResult(name, v) {
   if (["accuracy", "val_accuracy"].includes(name) && v >= 0 && v <= 1) return percent(v);
   return Number.isInteger(v) && v >= 0 && v < 1e15 ? count(v) : value(v);
-}
-
-/** The same as `unreadable` in web/src/job.rs. */
-function unreadable({ unreadable: flaw, state, finished_at }, reason) {
-  const shown = `Another version of lockstep stored this job, and this version does not understand: ${flaw}. The page shows what it can read, with defaults for the rest.`;
-  // The state of another version counts as failed, but has no end.
-  if (waits({ state }) || state === "paused" || (state === "failed" && !finished_at)) {
-    return `${shown} This version does not start it: use the version that stored it, or submit the job again and delete this one.`;
-  }
-  return state === "failed" ? `${shown} The job failed: ${reason}` : shown;
 }
 
 function setFact(id, main, more) {

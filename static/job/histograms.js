@@ -8,8 +8,6 @@ import { short } from "./names.js";
 
 /** Pause between requests while the job trains. */
 const RELOAD_INTERVAL_MS = 3000;
-/** Maximum number of steps that the server keeps. The same as in protocol/src/limits.rs. */
-const MAX_STEPS = 200;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
 
@@ -82,7 +80,7 @@ export class Histograms {
       const names = layers.map((layer) => layer.name);
       if (!names.includes(this.layer)) this.layer = names[0] ?? "";
       byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
-      this.#setStatus(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < MAX_STEPS ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
+      this.#setStatus(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < Number(byId("histograms-panel").dataset.maxSteps) ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
       if (mine !== this.#requests) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);

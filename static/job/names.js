@@ -39,8 +39,6 @@ export const ALL = {
 /** Returns the entry of a metric. Metrics that a run from elsewhere has named get a default entry. */
 export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : metric(name, value, false, "value"));
 export const quantity = (name) => about(name).quantity;
-/** Text in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
-export const ELSEWHERE = "run from elsewhere";
 /** Returns the metrics for which a run from elsewhere has a newest value. `val_pictures` is a number of pictures, which is no curve. */
 export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Whether a name is the name of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */

@@ -7,8 +7,8 @@ import { fieldError, PanelForm } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
 import { about, axesTitle, axisOf, ownMetrics, quantity } from "./names.js";
 
-/** Maximum number of panels. The same as in protocol/src/limits.rs. */
-const MAX_PANELS = 24;
+/** Maximum number of panels. */
+const MAX_PANELS = Number(byId("custom").dataset.max);
 
 /** Returns the metric from which a line is computed: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);

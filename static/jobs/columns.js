@@ -10,7 +10,7 @@ import { setMetrics } from "./query.js";
 import { read, write } from "../address.js";
 
 /** Default columns: name in the URL, and label. */
-const OWN = [["progress", "Progress"], ["loss", "Loss"], ["best", "Best accuracy"], ["speed", "Images/s"], ["age", "Submitted"]];
+const OWN = ["progress", "loss", "best", "speed", "age"].map((name) => [name, document.querySelector(`#jobs .c-${name}`).textContent]);
 /** `get(job)`: the job's value; null or undefined if the job has no value. */
 const column = (label, get, format) => ({ label, get, format });
 /** Columns that can be added, besides settings and tags. */

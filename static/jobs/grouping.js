@@ -5,8 +5,6 @@ import { read } from "../address.js";
 import { setting } from "../settings.js";
 import { field, menu } from "./narrow.js";
 
-/** Maximum number of keys. The same as in server/src/api/jobs/group_keys.rs. */
-const MAX_KEYS = 3;
 const OWN = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
 
 /** Returns the keys in the URL. */
@@ -54,7 +52,6 @@ export class Grouping {
     const now = groupedBy();
     if (!key) return text(this.error, "Write a setting, such as train.lr.");
     if (now.includes(key)) return;
-    if (now.length >= MAX_KEYS) return text(this.error, `At most ${MAX_KEYS} keys can group the list: remove a key first.`);
     this.input.value = "";
     this.change({ group_by: [...now, key].join(","), open: "" });
   }

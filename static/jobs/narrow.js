@@ -6,11 +6,6 @@ import { read } from "../address.js";
 import { count } from "../numbers.js";
 import { parseCondition, filter } from "./query.js";
 
-/** Maximum number of conditions. The same as in server/src/api/jobs/conditions.rs. */
-const MAX_CONDITIONS = 10;
-/** Maximum number of tags. The same as for a job (protocol/src/labels.rs). */
-const MAX_TAGS = 20;
-
 /** Returns a field of a menu, with its label above it. */
 export const field = (label, input) => make("label", { className: "small" }, label, input);
 
@@ -46,7 +41,6 @@ export class Narrow {
       const found = parseCondition(input.value), { conditions } = filter();
       if (!found?.value) return text(error, "Write a setting, a sign and a value, such as lr > 0.1.");
       if (found.value.includes(",")) return text(error, "The value must not contain a comma.");
-      if (conditions.length >= MAX_CONDITIONS) return text(error, `At most ${MAX_CONDITIONS} conditions are allowed: remove a condition first.`);
       text(error, "");
       input.value = "";
       change({ where: [...conditions, `${found.key}${found.sign}${found.value}`].join(",") });
@@ -93,9 +87,7 @@ export class Narrow {
   /** Adds a tag to the filter. */
   addTag(tag) {
     const { tags } = filter();
-    if (tags.includes(tag)) return;
-    if (tags.length >= MAX_TAGS) return text(this.problem, `At most ${MAX_TAGS} tags are allowed: remove a tag first.`);
-    this.change({ tag: [...tags, tag].join(",") });
+    if (!tags.includes(tag)) this.change({ tag: [...tags, tag].join(",") });
   }
 
   draw() {

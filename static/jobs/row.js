@@ -2,7 +2,6 @@
 
 import { byId, make, serverNow, text } from "../page.js";
 import { writeShortened, writeSentence } from "../cut.js";
-import { ELSEWHERE } from "../job/names.js";
 import { isFinal, waits } from "../job/states.js";
 import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
@@ -28,7 +27,7 @@ export function fill(row, job) {
   writeShortened(element("name"), job.name);
   element("name").href = `/jobs/${job.id}`;
   element("choose").setAttribute("aria-label", `Select ${job.name}`);
-  writeAbout(element("about"), job.external ? ELSEWHERE : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
+  writeAbout(element("about"), job.external ? "run from elsewhere" : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
   // The layout cuts the end of the sentence. Long paths are shortened in the middle, so that the text after them stays visible.
   const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
   writeSentence(element("reason"), reason, PATH);
@@ -45,7 +44,7 @@ export function fill(row, job) {
   text(element("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   text(element("age"), age(Date.parse(job.created_at), serverNow()));
   element("age").title = job.created_at;
-  // The same as `JobRow::class` in web/src/jobs.rs.
+  // Classes, as in web/templates/job-row.html, because selectors with `:has()` would make every page slower to draw.
   row.classList.toggle("has-reason", element("reason").textContent !== "");
   row.classList.toggle("no-numbers", ["progress", "loss", "best", "speed"].every((name) => element(name).textContent === ""));
   row.classList.toggle("no-curve", points === "");
@@ -81,7 +80,7 @@ function progress(job) {
 }
 
 /** The same as `sparkline` in web/src/jobs.rs. */
-function sparkline(values) {
+export function sparkline(values) {
   const finite = values.filter(Number.isFinite);
   if (finite.length < 2) return "";
   const low = Math.min(...finite), high = Math.max(...finite), span = Math.max(high - low, 1.2e-7), dx = 118 / (values.length - 1);

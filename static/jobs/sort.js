@@ -9,11 +9,6 @@ import { setting } from "../settings.js";
 /** The default order of jobs. Groups start with the best group by default. */
 export const DEFAULT_ORDER = "-created";
 export const defaultOrder = () => (read("group_by") ? "-best" : DEFAULT_ORDER);
-/** For the class of a heading: the server's sort key, and whether the first click sorts in descending order. The same as in web/src/jobs.rs. */
-const OWN = {
-  "c-state": ["state", false], "c-name": ["name", false], "c-progress": ["step", true], "c-loss": ["loss", false],
-  "c-best": ["best", true], "c-speed": ["speed", true], "c-age": ["created", true],
-};
 /** Added columns whose name is the sort key, and whether the first click sorts in descending order. Keys of settings begin with `spec.`. */
 const METRICS = {
   ...Object.fromEntries(Object.keys(ALL).map((name) => [name, !/(^|_)loss$/.test(name)])), step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false,
@@ -38,8 +33,8 @@ export function sortValue(job) {
  * with several values is sorted as text.
  */
 function sortOf(th) {
-  const own = Object.keys(OWN).find((name) => th.classList.contains(name)), extra = th.dataset.key;
-  if (own) return OWN[own];
+  const { sort, descends, key: extra } = th.dataset;
+  if (sort) return [sort, descends !== undefined];
   if (!extra) return null;
   if (extra.startsWith("tag:")) return [extra, true];
   return extra in METRICS ? [extra, METRICS[extra]] : [`spec.${extra}`, false];

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, inFull, until, untilAsRendered } from "./test-server.mjs";
 
 const STEP_MS = [10, 20, 60];
 let server, browser, agent;
@@ -26,6 +26,16 @@ const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", 
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
 const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
 const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
+
+test("numbers and names have the same texts on a rendered and on a live page", async () => {
+  const cases = JSON.parse(await readFile(new URL("../../web/src/texts.json", import.meta.url), "utf8")), page = await browser.page(server, "/jobs");
+  const differing = await page.evaluate(async (cases) => {
+    const scripts = ["numbers", "cut", "jobs/row", "job/names", "job/checkpoints"], functions = Object.assign({}, ...await Promise.all(scripts.map((name) => import(`/static/${name}.js`))));
+    return Object.entries(cases).flatMap(([name, all]) => all.map(([given, words]) => [name, given, words, functions[name](...given)])).filter(([, , words, text]) => text !== words);
+  }, cases);
+  assert.deepEqual(differing, []);
+  await page.end();
+});
 
 describe("a job", () => {
   inFull("that diverges has an axis with distinct labels", async () => {
@@ -112,6 +122,7 @@ describe("a job", () => {
     const todo = page.locator(".instead");
     await until("the page says that nothing needs to be done", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
     assert.ok(!await page.locator("#loss-chart").isVisible(), "no empty chart");
+    await untilAsRendered(page);
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     const next = await agent.attempt(waits.id);
     await begin(next);
@@ -119,6 +130,10 @@ describe("a job", () => {
     await agent.endAttempt(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
     await shows(page, "#banner", "its pictures are gone");
     await until("the page says what to do", async () => /ended before its first step/.test(await todo.innerText()));
+    await untilAsRendered(page);
+    const list = await page.tab("/jobs");
+    await until("the list is live", async () => (await list.locator("#live").textContent()) === "live" && (await list.locator("#rows .parts").count()) > 0);
+    await untilAsRendered(list);
     await page.end();
   });
 });

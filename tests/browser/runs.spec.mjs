@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
 import { assertViews } from "./looks.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, until, untilAsRendered } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]); });
@@ -26,6 +26,7 @@ test("metrics of any name have panels, results first, also metrics that arrive w
   const untilShown = (...expected) => until(`the row of numbers shows ${expected}`, async () => { assert.deepEqual((await results()).sort(), expected.sort()); return true; });
   await until("the job's panels are drawn", async () => JSON.stringify(await panels(page)) === JSON.stringify([["train/loss", [2]], ["top 1, %", [2]]]));
   await untilShown("Step 2", "top 1, % 20", "train/loss 1");
+  await untilAsRendered(page);
   // The charts are as high as those of a job, and no card is empty: the settings are in place of a log, and no summary is shown yet.
   for (const chart of await page.locator(".panel .chart").all()) assert.ok((await chart.boundingBox()).height >= 300);
   assert.deepEqual(await page.locator(".own-settings dt:visible").allTextContents(), ["lr", "net.depth"]);

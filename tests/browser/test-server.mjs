@@ -34,6 +34,18 @@ export async function until(what, check, timeout = TIMEOUT_MS) {
   }
 }
 
+/** Parts of a job's page (title, buttons, row of numbers, banner) and of the list's rows that the server renders and the script writes again. */
+const RENDERED = "#state, #about, .job-title .actions [id], #facts [id]:not([id^=wait]), .own-result, #banner [id]:not(#banner-link), #rows [data-f]:not([data-f=age], [data-f=tags])";
+/** Waits until the script shows the same texts as a page that the server renders now. */
+export const untilAsRendered = (page) => until("the script shows what the server renders", async () => {
+  const [live, rendered] = await page.evaluate(async (parts) => {
+    const html = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html");
+    return [document, html].map((page) => [...page.querySelectorAll(parts)].map((node) => `${node.id || node.dataset.f}: ${node.hidden ? "hidden" : node.textContent.trim()}`));
+  }, RENDERED);
+  assert.deepEqual(live, rendered);
+  return true;
+});
+
 // Test files run in parallel, in processes with neighbouring process ids.
 let ports = process.pid * 101;
 /** Finds a free port outside the range of ephemeral ports, so that no client takes the port while a server restarts. */

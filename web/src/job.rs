@@ -10,10 +10,9 @@ use crate::{
 use askama::Template;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
-    attempt::Attempt,
     best::best_words,
     job::{External, Job, JobState, RunFile},
-    numbers::standard_error,
+    numbers::{standard_error, uncertainty},
     panels::Panel,
     queue::waits_for,
     reason::{Reason, ReasonKind},
@@ -66,8 +65,6 @@ pub struct JobPage {
     pub ranks: Vec<RankPlace>,
     /// Newest first.
     pub checkpoints: Vec<Checkpoint>,
-    /// Attempts in order.
-    pub attempts: Vec<Attempt>,
     /// Files of a run from elsewhere.
     pub files: Vec<RunFile>,
     /// The person or token that looks at the page.
@@ -245,7 +242,9 @@ impl JobPage {
                 label: format!("{}-{}", c.info.epoch, c.info.step),
                 best: c.info.best,
                 is_uploading: c.stored == Some("uploading"),
-                accuracy: c.info.accuracy_in_words().unwrap_or_default(),
+                accuracy: c.info.val_accuracy.map_or_else(String::new, |share| {
+                    percent(share) + &uncertainty(share, c.info.validation.as_ref().map(|set| set.pictures))
+                }),
                 step: c.info.step,
                 size: bytes(c.info.size_bytes),
                 size_bytes: c.info.size_bytes,
@@ -286,7 +285,7 @@ fn waiting_banner(job: &Job) -> Option<(String, String)> {
     Some((format!("{title}{}.", place.unwrap_or_default()), reason.unwrap_or_default()))
 }
 
-/// Describes a job that this version cannot read. The same as `unreadable` in `static/job/facts.js`.
+/// Describes a job that this version cannot read.
 fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
     let shown = format!(
         "Another version of lockstep stored this job, and this version does not understand: {flaw}. The page shows what it can \
@@ -360,10 +359,11 @@ impl JobPage {
                 (None, Some(time_left)) => (clock(time_left), empty()),
                 (None, None) => (dash(), empty()),
             },
-            speed: job.images_per_second.map_or_else(
-                || (dash(), empty()),
-                |all| (rate(all), format!("{} per rank", rate(all / f64::from(job.ranks_now().max(1))))),
-            ),
+            speed: match (job.images_per_second, job.ranks_now()) {
+                (None, _) => (dash(), empty()),
+                (Some(all), ..=1) => (rate(all), empty()),
+                (Some(all), ranks) => (rate(all), format!("{} per rank", rate(all / f64::from(ranks)))),
+            },
             loss: (job.last.loss.map_or_else(dash, value), empty()),
             accuracy: (
                 job.last.val_accuracy.map_or_else(dash, |accuracy| {

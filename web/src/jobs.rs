@@ -102,9 +102,9 @@ impl JobsPage {
         };
         let (by, is_descending) = current.strip_prefix('-').map_or((current, false), |by| (by, true));
         let head =
-            |(class, label, sort, largest_first): &(&'static str, &'static str, &'static str, bool)| {
-                let is_on = *sort == by;
-                let next_descends = if is_on { !is_descending } else { *largest_first };
+            |&(class, label, sort, largest_first): &(&'static str, &'static str, &'static str, bool)| {
+                let is_on = sort == by;
+                let next_descends = if is_on { !is_descending } else { largest_first };
                 let sign = if next_descends { "-" } else { "" };
                 let href = format!("/jobs?state={}{}&sort={sign}{sort}", self.chosen(), self.filters());
                 let order = match (is_on, is_descending) {
@@ -112,7 +112,7 @@ impl JobsPage {
                     (true, true) => "descending",
                     (true, false) => "ascending",
                 };
-                Head { class, label, order, href }
+                Head { class, label, sort, largest_first, order, href }
             };
         HEADS.iter().map(head).collect()
     }
@@ -123,8 +123,7 @@ impl JobsPage {
     }
 }
 
-/// For each column: class, label, sort key, and whether the first click sorts in descending order. The same as in
-/// `static/jobs/sort.js`.
+/// For each column: class, label, sort key, and whether the first click sorts in descending order.
 const HEADS: [(&str, &str, &str, bool); 7] = [
     ("c-state", "State", "state", false),
     ("c-name", "Job", "name", false),
@@ -139,6 +138,10 @@ const HEADS: [(&str, &str, &str, bool); 7] = [
 struct Head {
     class: &'static str,
     label: &'static str,
+    /// The column's sort key.
+    sort: &'static str,
+    /// Whether the first click sorts in descending order.
+    largest_first: bool,
     /// Value of `aria-sort`; empty if the list is sorted by another column.
     order: &'static str,
     href: String,
@@ -227,19 +230,6 @@ impl JobRow {
             created_at: job.created_at.to_string(),
         }
     }
-
-    /// Returns classes for properties on which the layout depends. Selectors with `:has()` would make every page slower to draw.
-    fn class(&self) -> Option<String> {
-        let numbers = [&self.progress, &self.loss, &self.best, &self.speed];
-        let classes = [
-            ("has-reason", !self.reason.is_empty()),
-            ("no-numbers", numbers.iter().all(|text| text.is_empty())),
-            ("no-curve", self.sparkline.is_empty()),
-        ];
-        let classes: Vec<_> =
-            classes.into_iter().filter(|(_, applies)| *applies).map(|(class, _)| class).collect();
-        (!classes.is_empty()).then(|| classes.join(" "))
-    }
 }
 
 /// Returns the reason for a job's state, after the place in the queue of a waiting job: `place 2 in the queue · needs 4 slots`.
@@ -285,14 +275,6 @@ pub(crate) fn sparkline(values: &[f32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sparklines_are_scaled_and_skip_values_that_are_not_finite() {
-        assert_eq!(sparkline(&[2.0, 1.0, 0.0]), "1.0,2.0 60.0,14.0 119.0,26.0");
-        assert_eq!(sparkline(&[2.0, f32::NAN, 0.0]), "1.0,2.0 119.0,26.0");
-        assert_eq!(sparkline(&[1.0]), "");
-        assert_eq!(sparkline(&[f32::NAN, f32::NAN]), "");
-    }
 
     #[test]
     fn an_empty_list_shows_how_to_submit_a_job() {

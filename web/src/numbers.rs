@@ -1,4 +1,5 @@
 //! Formats numbers for people. `static/numbers.js` uses the same formats, so that a value does not change when the page becomes live.
+//! Both are tested with the cases of `texts.json`.
 
 use jiff::Timestamp;
 use lockstep_protocol::cut;
@@ -87,35 +88,55 @@ pub fn plural(n: u64, noun: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::jobs::sparkline;
+    use lockstep_protocol::{
+        agent::CheckpointInfo,
+        best::best_words,
+        job::Measured,
+        metric::quantity,
+        numbers::{standard_error, uncertainty},
+    };
+    use serde_json::Value;
+    use std::collections::BTreeMap;
 
+    /// `tests/browser/figures.spec.mjs` checks the same cases with the functions of `static/`, whose names the file has.
     #[test]
-    fn numbers_are_formatted() {
-        assert_eq!(count(0), "0");
-        assert_eq!(count(999), "999");
-        assert_eq!(count(1_234_567), "1,234,567");
-        assert_eq!(percent(0.8861), "88.6 %");
-        assert_eq!(value(0.412_71), "0.4127");
-        assert_eq!(value(3.2e-5), "3.20e-5");
-        assert_eq!(value(f64::NAN), "not finite");
-        assert_eq!(rate(38_940.2), "38,940");
-        assert_eq!(rate(9.73), "9.7");
-        assert_eq!(bytes(999), "999 B");
-        assert_eq!(bytes(1_100_000), "1.1 MB");
-        assert_eq!(bytes(188_743_680), "189 MB");
-        assert_eq!(bytes(999_600), "1.0 MB");
-        assert_eq!(clock(12.2), "0:12");
-        assert_eq!(clock(11_642.0), "3:14:02");
-        assert_eq!(clock(200_000.0), "2 d 7 h");
-        assert_eq!(plural(1, "rank"), "1 rank");
-        assert_eq!(plural(1200, "class"), "1,200 classes");
-    }
-
-    #[test]
-    fn old_ages_are_rounded() {
-        let at = |s| Timestamp::from_second(s).expect("in range");
-        assert_eq!(age_at(at(100), at(103)), "just now");
-        assert_eq!(age_at(at(100), at(159)), "59 s ago");
-        assert_eq!(age_at(at(100), at(100 + 7200)), "2 h ago");
-        assert_eq!(age_at(at(100), at(50)), "just now", "clocks may disagree");
+    fn pages_have_the_same_texts_as_their_scripts() {
+        let functions: BTreeMap<String, Vec<(Vec<Value>, String)>> =
+            serde_json::from_str(include_str!("texts.json")).expect("cases");
+        let cases = functions.iter().flat_map(|(name, cases)| cases.iter().map(move |case| (name, case)));
+        for (function, (arguments, expected)) in cases {
+            let number = |at: usize| arguments[at].as_f64().unwrap_or(f64::NAN);
+            let whole = |at: usize| number(at) as u64;
+            let text = |at: usize| arguments[at].as_str().expect("a text");
+            let time = |at: usize| Timestamp::from_millisecond(number(at) as i64).expect("in range");
+            let shown = match function.as_str() {
+                "age" => age_at(time(0), time(1)),
+                "bestWords" => {
+                    let best: Measured = serde_json::from_value(arguments[0].clone()).expect("a value");
+                    let val_accuracy = arguments[1]["val_accuracy"].as_f64();
+                    let checkpoint = CheckpointInfo { val_accuracy, best: true, ..CheckpointInfo::default() };
+                    best_words(best, [&checkpoint])
+                }
+                "bytes" => bytes(whole(0)),
+                "clock" => clock(number(0)),
+                "count" => count(whole(0)),
+                "percent" => percent(number(0)),
+                "plural" => plural(whole(0), text(1)),
+                "quantity" => quantity(text(0)).to_owned(),
+                "rate" => rate(number(0)),
+                "shortenMiddle" => cut::middle(text(0), whole(1) as usize),
+                "sparkline" => {
+                    let values: Vec<Option<f32>> =
+                        serde_json::from_value(arguments[0].clone()).expect("numbers");
+                    sparkline(&values.into_iter().map(|v| v.unwrap_or(f32::NAN)).collect::<Vec<_>>())
+                }
+                "standardError" => standard_error(number(0), whole(1)),
+                "uncertainty" => uncertainty(number(0), arguments[1].as_u64()),
+                "value" => value(number(0)),
+                other => panic!("{other} is not a function of the scripts"),
+            };
+            assert_eq!(shown, *expected, "{function} of {arguments:?}");
+        }
     }
 }

@@ -128,11 +128,10 @@ impl Form {
 }
 
 /// Keys that a recipe scales with the job's epochs. These keys are sent only if the user has changed them.
-const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
+pub(super) const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 
-/// Keys whose default depends on the dataset. They are sent only if the user has changed them. The same as `LEFT_TO_SERVER` in
-/// `static/submit.js`.
-const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
+/// Keys whose default depends on the dataset. They are sent only if the user has changed them.
+pub(super) const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
 
 /// Formats an entry of a list: a number, or an epoch and the size that starts there.
 fn item_text(value: &Value) -> String {

@@ -206,7 +206,6 @@ pub(crate) async fn job(
             job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info, stored }
         })
         .collect();
-    let attempts = scheduler.store.attempts(&id).await?;
     let may_change = caller.may(Scope::Submit) && auth.may_change(&caller, job.owner.as_deref());
     let panels = panels::job_panels(&*scheduler.store, &id, &job.project).await?;
     let has_histograms = !scheduler.store.histogram_index(&id).await?.steps.is_empty();
@@ -221,7 +220,6 @@ pub(crate) async fn job(
         job,
         ranks,
         checkpoints,
-        attempts,
         files,
         user: caller.current_user(),
         may_change,

@@ -269,7 +269,7 @@ describe("columns", () => {
     await add("cpu_utilization");
     await until("an added column has its value", async () => (await cell("cpu_utilization")) === "25 %");
     await add("grad_nrom");
-    await until("an unknown metric is refused", async () => /no metric “grad_nrom”.*not a setting/.test(await page.locator("#columns .error").textContent()));
+    await until("an unknown metric is refused", async () => /not a setting.*no metric “grad_nrom”/.test(await page.locator("#columns .error").textContent()));
     await add("train.lrr");
     await until("the error suggests the nearest key", async () => /did you mean "train\.lr"\?/.test(await page.locator("#columns .error").textContent()));
     assert.equal(await page.locator("thead .c-extra").count(), 3);

@@ -360,7 +360,10 @@ async fn people_create_tokens_within_their_role() {
     assert_eq!(list.next().await.unwrap_err().0, 4401);
     assert!(since.elapsed() < Duration::from_secs(5));
     let (status, problem) = server.send_as(&ada, "GET", "/jobs", None).await;
-    assert!(status == 401 && problem["detail"].as_str().unwrap().contains("owner of that token"), "{problem}");
+    assert!(
+        status == 401 && problem["detail"].as_str().unwrap().contains("owner of that token"),
+        "{problem}"
+    );
     let server = TestServer::open(server.stop().await, |_| {}).await;
     assert_eq!(server.send_as(&ada, "GET", "/jobs", None).await.0, 401, "after a restart");
     assert_eq!(server.change_person("ada", &json!({"disabled": false, "role": "admin"})).await.0, 200);

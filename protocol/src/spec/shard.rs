@@ -1,6 +1,8 @@
 //! Hybrid parallelism: which ranks share one copy of the network, and which operators are split over these ranks.
 
-use super::{BrokenFiles, JobSpec, ParallelSpec, mistake::describe_value, named::named, nearest::nearest};
+use super::{
+    BrokenFiles, JobSpec, LossKind, ParallelSpec, mistake::describe_value, named::named, nearest::nearest,
+};
 use crate::numbers::plural;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -126,14 +128,17 @@ impl ParallelSpec {
         })
     }
 
-    /// An error if more ranks share the last layer by class than there are `classes`.
-    pub fn too_many_ranks(&self, classes: usize) -> Option<String> {
-        // Without strategies the last layer is split over its classes.
-        let split = match self.shard.is_empty() {
+    /// How `model` splits the last layer: without strategies over its classes.
+    fn last_layer_split(&self) -> Option<Split> {
+        match self.shard.is_empty() {
             true => Some(Split::Out),
             false => self.shard.iter().rev().find(|shard| shard.matches(LAST_LAYER)).map(|shard| shard.split),
-        };
-        let is_split = self.is_hybrid() && self.model > 1 && split == Some(Split::Out);
+        }
+    }
+
+    /// An error if more ranks share the last layer by class than there are `classes`.
+    pub fn too_many_ranks(&self, classes: usize) -> Option<String> {
+        let is_split = self.is_hybrid() && self.model > 1 && self.last_layer_split() == Some(Split::Out);
         (is_split && classes < self.model as usize).then(|| {
             let largest_divisor =
                 (1..=classes as u32).rev().find(|model| self.model.is_multiple_of(*model)).unwrap_or(1);
@@ -259,6 +264,18 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             "parallel.shard needs true: a rank with some of a layer's channels computes them for the pictures of its whole group"
                 .into(),
         );
+    }
+    if model > 1 && parallel.last_layer_split() == Some(Split::In) {
+        let loss = &spec.loss;
+        for (key, is_set) in
+            [("sample_share", loss.sample_share < 1.0), ("kind", loss.kind != LossKind::Softmax)]
+        {
+            if is_set {
+                let detail = "needs whole rows of the last layer's weights, but a strategy splits this layer over its inputs: give it \
+                              split = \"out\", or no strategy";
+                mistake(&format!("/loss/{key}"), detail.into());
+            }
+        }
     }
     let shares_pictures = if height > 1 { "height" } else { "pipeline" };
     if height * pipeline > 1 && spec.data.broken_files == BrokenFiles::Skip {

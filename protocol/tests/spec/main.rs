@@ -286,6 +286,12 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
             &["needs true"],
         ),
         (
+            "loss",
+            "kind = \"arcface\"\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nranks = 2\nshard = [{match = \"fc\", split = \"in\"}]",
+            "kind",
+            &["needs whole rows", "split = \"out\""],
+        ),
+        (
             "train",
             "global_batch_size = 7\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\nheight = 2\nranks = 4",
             "global_batch_size",

@@ -106,9 +106,10 @@ impl LossConfig {
         if is_plain || !part.is_last_stage() || !part.head().is_empty() {
             return Ok(());
         }
-        Err("loss.sample_share and loss.kind: the last layer is split over its inputs. Split it over its classes (split = \"out\"), \
-             or not at all"
-            .into())
+        let key = if self.samples() { "sample_share" } else { "kind" };
+        Err(format!(
+            "loss.{key}: the last layer is split over its inputs. Split it over its classes (split = \"out\"), or not at all"
+        ))
     }
 
     /// How many of a rank's `classes` are drawn at random: at least one.

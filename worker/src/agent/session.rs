@@ -175,7 +175,7 @@ struct Connected {
 impl Connected {
     async fn serve(mut self, agent: &mut Agent, signals: &mut Signals, revoked: Vec<AttemptRef>) -> Outcome {
         for attempt in revoked {
-            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "the server has given the attempt to another agent: ending its ranks");
+            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "the server accepts no more reports of this attempt: ending its ranks");
             if let Some(found) = agent.find_attempt(&attempt) {
                 found.order(Order::Stop { patient: false });
             }

@@ -18,8 +18,7 @@ const TIMED_STEP: u64 = 3;
 /// Number of steps after [`TIMED_STEP`] whose median time is compared with the prediction.
 const COMPARED_STEPS: usize = 10;
 /// Added to the log if the measured time differs from the prediction by more than half.
-const OUTDATED_FIGURES: &str =
-    "; the figures of this machine may be out of date: `lockstep plan --measure` measures them again";
+const OUTDATED_FIGURES: &str = "; the figures of this machine may be out of date: `lockstep plan --measure JOB.toml` measures them again";
 
 /// The reports that a step makes in addition to its result.
 #[derive(Debug, Clone, Copy)]

@@ -640,8 +640,11 @@ impl StageModel<'_> {
                 (0..2).for_each(|_| self.add_between_kernels(group, group.tree_depth(), sent, spent));
             }
             Op::Halo { lowest, .. } => {
-                let rows = |tensor: TensorId| self.local.rows(tensor).map(|rows| rows.of_rank[0].clone());
-                let (Some(own), Some(reached)) = (rows(input), rows(output)) else { return };
+                let (Some(owns), Some(reach)) = (self.local.rows(input), self.local.rows(output)) else { return };
+                let mut ranks = owns.of_rank.iter().zip(&reach.of_rank);
+                let has_messages =
+                    ranks.any(|(own, reached)| reached.start < own.start || own.end < reached.end);
+                let (own, reached) = (&owns.of_rank[0], &reach.of_rank[0]);
                 let others = (reached.end - own.end).max(0) as f64;
                 let row = self.values(input) / (own.end - own.start).max(1) as f64;
                 // The activation is copied, and in the backward pass its gradient. Pictures have no gradient.
@@ -654,8 +657,10 @@ impl StageModel<'_> {
                     copied += if *lowest { UNFUSED_POOLING_PASSES * self.values(input) } else { 0.0 };
                 }
                 spent.compute += copied * value / self.machine.rates.memory_bytes_per_second;
-                let (group, bytes) = (self.axes_group(HEIGHT), others * row * value);
-                (0..passes).for_each(|_| self.add_between_kernels(group, messages, bytes, spent));
+                if has_messages {
+                    let (group, bytes) = (self.axes_group(HEIGHT), others * row * value);
+                    (0..passes).for_each(|_| self.add_between_kernels(group, messages, bytes, spent));
+                }
             }
             Op::MeanOfRows { .. } => {
                 let group = self.axes_group(HEIGHT);

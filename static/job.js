@@ -4,7 +4,7 @@ import { ask, byId, drawn, make, notify, pageNow, Problem, errorText, serverNow,
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
-import { Checkpoints } from "./job/checkpoints.js";
+import { Checkpoints, isBetter } from "./job/checkpoints.js";
 import { Classify } from "./job/classify.js";
 import { Evaluation } from "./job/evaluation.js";
 import { Facts } from "./job/facts.js";
@@ -35,7 +35,7 @@ const jobHistory = new History(job.id, () => { charts.setMarks(jobHistory.reason
 const checkpoints = new Checkpoints(initial.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
   if (what === "register") return register(c);
-  if (what === "evaluate") { tabs.show("evaluation"); evaluation.choose(c.id); } else { tabs.show("classify"); classify.choose(c.id); }
+  if (what === "evaluate") { evaluation.choose(c.id); tabs.show("evaluation"); } else { classify.choose(c.id); tabs.show("classify"); }
   byId("panels").scrollIntoView({ block: "nearest" });
 }, initial.has_artifact_store ? job.id : null);
 checkpoints.draw();
@@ -51,8 +51,8 @@ const histograms = new Histograms(job.id), network = new Network(job.id, (plan) 
 /** Whether the ranks choose the plan. If they do, the plan is part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
 const tabs = new Tabs({
-  onFirstOpen: { evaluation: () => evaluation.load(), notes: () => actions.openAnnotations(), histograms: () => histograms.open(), network: () => network.load() },
-  onReopen: { histograms: () => histograms.showMissedSteps() },
+  onFirstOpen: { evaluation: () => evaluation.update(), notes: () => actions.openAnnotations(), histograms: () => histograms.open(), network: () => network.load() },
+  onReopen: { evaluation: () => evaluation.update(), histograms: () => histograms.showMissedSteps() },
 });
 checkpoints.changed.add(() => actions.show());
 byId("predict").addEventListener("click", () => {
@@ -125,6 +125,10 @@ function apply(event) {
     case "rank": ranks.setReport(event); break;
     case "evaluation":
       metrics.applyEvaluation(event);
+      if (isBetter(event, job.best)) {
+        const { accuracy: value, loss, step, epoch } = event;
+        job = facts.job = { ...job, best: { value, loss, step, epoch } };
+      }
       charts.dataChanged();
       break;
     case "alert": jobHistory.load().catch(() => {}); break;

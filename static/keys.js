@@ -7,7 +7,7 @@ import { notifications } from "./notify.js";
 const PAGES = { j: "/jobs", q: "/queue", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
 const HELP = [
   ["/", "search"], ["g then j, q, c, d, m", "Jobs, Queue, Compare, Datasets, Machines"], ["n", "new job"],
-  ["] and [", "next and previous job"], ["1 to 8", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
+  ["] and [", "next and previous job"], ["1, 2, 3 …", "tabs of a job, from the left"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
   ["+ − 0", "in a chart: zoom in, out, show all"],
   ["fingers", "on a chart: two fingers zoom; a long press and a move select a range to zoom to; two taps show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
 ];

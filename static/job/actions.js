@@ -1,7 +1,7 @@
 // Actions on a job: pause, resume, cancel, retry, fork, delete and annotate.
 
 import { ask, byId, confirmThen, errorText, errorTexts, text } from "../page.js";
-import { bytes, count, plural } from "../numbers.js";
+import { bytes, plural } from "../numbers.js";
 import { APPLIES, isActive, waits } from "./states.js";
 
 /**
@@ -71,10 +71,11 @@ export class Actions {
   }
 
   #cancel() {
-    const job = this.page.job(), { checkpoints } = this.page, newest = checkpoints.newest;
-    const kept = newest ? `The job keeps ${plural(checkpoints.size, "checkpoint")}; the newest is ${newest.epoch}-${newest.step}.` : "The job has no checkpoint yet, so its training is lost.";
-    const at = job.total_steps ? `Training stops at step ${byId("step").textContent} of ${count(job.total_steps)}.` : "The job will not start.";
-    confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "The run counts as cancelled. Its program continues to train, unless it checks the server's responses." : `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
+    const job = this.page.job(), { checkpoints } = this.page;
+    // The job continues while the dialog is open, so the sentences name no step and no checkpoint.
+    const kept = checkpoints.size ? "The job keeps its checkpoints; its steps after the newest checkpoint are lost." : "The job has no checkpoint yet: unless it writes one first, its training is lost.";
+    const stops = job.total_steps ? `Training stops. ${kept}` : "The job will not start.";
+    confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "The run counts as cancelled. Its program continues to train, unless it checks the server's responses." : stops, yes: "Cancel the job", act: () => this.#post("cancel") });
   }
 
   async #delete() {

@@ -11,6 +11,13 @@ export function bestWords(best, checkpoint) {
   const shown = percent(best.value), kept = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
   return `best ${shown} at ${best.epoch}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
 }
+
+/**
+ * Whether an evaluation is better than the best evaluation before: a higher accuracy; with equal accuracies, the lower loss; with equal losses,
+ * the newer evaluation. The same as `is_better` in protocol/src/best.rs.
+ */
+export const isBetter = ({ accuracy, loss }, best) => !best || accuracy > best.value || (accuracy === best.value && (best.loss == null || loss <= best.loss));
+
 /** Interval of requests while checkpoints are being copied to the object store. */
 const ASK_EVERY_MS = 3000;
 
@@ -41,6 +48,9 @@ export class Checkpoints {
   has(step) { return [...this.#all.values()].some((c) => c.step === step); }
   get bytes() { return [...this.#all.values()].reduce((sum, c) => sum + c.size_bytes, 0); }
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
+
+  /** Returns `id`, or the id of the best checkpoint if there is no checkpoint `id`. */
+  orBest(id) { return this.#all.has(id) ? id : this.best?.id; }
 
   /** Offers the checkpoints in a list of choices. `chosen`: id of the selected checkpoint. */
   offer(choice, chosen) {

@@ -6,50 +6,82 @@ import { accuracyOf, percent, plural } from "../numbers.js";
 const TOP = 5;
 
 export class Classify {
+  /** Id of the checkpoint that the reader has chosen. Until then, the best checkpoint is selected. */
+  #chosen = null;
+  /** Id of the checkpoint whose predictions are shown or being requested. */
+  #shown = null;
+  /** The pictures of each request whose predictions are shown or expected. A change of the checkpoint replaces the list. */
+  #requested = [];
+
   constructor(checkpoints) {
     this.checkpoints = checkpoints;
     this.choice = byId("classify-checkpoint");
     this.results = byId("classify-results");
     const zone = byId("drop"), input = byId("classify-files");
-    input.addEventListener("change", () => { this.#send([...input.files]); input.value = ""; });
+    input.addEventListener("change", () => { this.#add([...input.files]); input.value = ""; });
     for (const kind of ["dragenter", "dragover"]) zone.addEventListener(kind, (event) => { event.preventDefault(); zone.classList.add("over"); });
     for (const kind of ["dragleave", "drop"]) zone.addEventListener(kind, () => zone.classList.remove("over"));
-    zone.addEventListener("drop", (event) => { event.preventDefault(); this.#send([...event.dataTransfer.files]); });
+    zone.addEventListener("drop", (event) => { event.preventDefault(); this.#add([...event.dataTransfer.files]); });
+    this.choice.addEventListener("change", () => this.choose(this.choice.value));
     checkpoints.changed.add(() => this.#offerCheckpoints());
     this.#offerCheckpoints();
   }
 
   #offerCheckpoints() {
-    this.checkpoints.offer(this.choice, this.choice.value || this.checkpoints.best?.id);
+    this.checkpoints.offer(this.choice, this.checkpoints.orBest(this.#chosen));
     this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.size;
-    if (!this.checkpoints.size) text(byId("classify-status"), "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
+    this.#update();
   }
 
-  choose(id) { this.choice.value = id; }
+  /** Selects a checkpoint, and shows its predictions for the shown pictures. */
+  choose(id) { this.choice.value = this.#chosen = id; this.#update(); }
 
+  /** Classifies the shown pictures again if another checkpoint is selected than the one whose predictions are shown. */
+  async #update() {
+    const chosen = this.choice.value;
+    if (chosen === this.#shown) return;
+    this.#shown = chosen;
+    this.results.replaceChildren();
+    text(byId("classify-reliability"), "");
+    text(byId("classify-status"), chosen ? "" : "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
+    const requested = this.#requested = [...this.#requested];
+    if (chosen) for (const files of [...requested]) if (requested === this.#requested) await this.#send(files);
+  }
+
+  #add(files) {
+    if (!files.length || !this.choice.value) return;
+    this.#requested.push(files);
+    this.#send(files);
+  }
+
+  /** Shows the predictions of the selected checkpoint for `files`, unless another checkpoint is selected meanwhile. */
   async #send(files) {
-    const status = byId("classify-status");
-    if (!files.length) return;
+    const status = byId("classify-status"), requested = this.#requested, checkpoint = this.checkpoints.sorted.find(({ id }) => id === this.choice.value);
     text(status, `Predicting ${plural(files.length, "picture")} …`);
     text(byId("classify-reliability"), "");
-    const chosen = this.choice.value;
     const form = new FormData();
     for (const file of files) form.append("picture", file, file.name);
     try {
-      const response = await fetch(`/api/v1/checkpoints/${encodeURIComponent(chosen)}/predict`, { method: "POST", body: form, headers: { accept: "application/json" } });
+      const response = await fetch(`/api/v1/checkpoints/${encodeURIComponent(checkpoint.id)}/predict`, { method: "POST", body: form, headers: { accept: "application/json" } });
       const content = await response.json().catch(() => null);
       if (!response.ok) throw new Problem(response.status, content);
-      const label = this.choice.selectedOptions[0].textContent;
-      this.results.prepend(...await Promise.all(content.predictions.map((p, i) => card(p, files[i], label))));
+      const label = `${checkpoint.epoch}-${checkpoint.step}`;
+      const cards = await Promise.all(content.predictions.map((p, i) => card(p, files[i], label)));
+      if (requested !== this.#requested) return;
+      this.results.prepend(...cards);
       text(status, `${plural(content.predictions.filter((p) => !p.error).length, "picture")} classified with ${label}`);
-      text(byId("classify-reliability"), validationAccuracy(this.checkpoints.sorted.find(({ id }) => id === chosen)));
-    } catch (error) { text(status, errorText(error)); }
+      text(byId("classify-reliability"), validationAccuracy(checkpoint));
+    } catch (error) {
+      if (requested !== this.#requested) return;
+      requested.splice(requested.indexOf(files), 1);
+      text(status, errorText(error));
+    }
   }
 }
 
 /** Formats the validation accuracy of a checkpoint. Empty if the checkpoint was not validated. */
 function validationAccuracy(checkpoint) {
-  const { val_accuracy: accuracy, validation } = checkpoint ?? {};
+  const { val_accuracy: accuracy, validation } = checkpoint;
   return accuracy == null || !validation ? "" : `Validation accuracy of this checkpoint: ${accuracyOf(accuracy, validation.pictures)} pictures.`;
 }
 

@@ -19,26 +19,34 @@ function tell(doing, secs = "") {
 
 export class Evaluation {
   #requests = 0;
+  /** Id of the checkpoint whose evaluation is shown or being requested. */
+  #shown = null;
 
   constructor(job, checkpoints) {
     Object.assign(this, { job, checkpoints });
     this.choice = byId("evaluation-checkpoint");
-    this.choice.addEventListener("change", () => { write({ checkpoint: this.choice.value }); this.load(); });
+    this.choice.addEventListener("change", () => this.choose(this.choice.value));
     byId("neighbours").addEventListener("click", () => this.neighbours());
     checkpoints.changed.add(() => this.#offerCheckpoints());
     this.#offerCheckpoints();
   }
 
+  /** The list selects the best checkpoint until the reader has chosen another one, which the URL then names. */
   #offerCheckpoints() {
-    this.checkpoints.offer(this.choice, this.choice.value || read("checkpoint") || this.checkpoints.best?.id);
+    this.checkpoints.offer(this.choice, this.checkpoints.orBest(read("checkpoint")));
     this.choice.disabled = !this.checkpoints.size;
+    if (!byId("evaluation-panel").hidden) this.update();
   }
 
-  /** Shows one checkpoint. */
-  choose(id) { this.choice.value = id; write({ checkpoint: id }); return this.load(); }
+  /** Selects and shows a checkpoint. */
+  choose(id) { this.choice.value = id; write({ checkpoint: id }); this.update(); }
 
-  async load() {
+  /** Requests the evaluation of the selected checkpoint, unless it is shown. */
+  update() { if (this.choice.value !== this.#shown) this.#load(); }
+
+  async #load() {
     const mine = ++this.#requests, out = byId("evaluation-out"), began = Date.now();
+    this.#shown = this.choice.value;
     out.hidden = true;
     text(byId("neighbours-sum"), "");
     if (!this.choice.value) return tell("No checkpoint yet. The first checkpoint can be evaluated here.");

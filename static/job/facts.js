@@ -88,7 +88,7 @@ export class Facts {
     setFact("loss", last == null ? "–" : value(last), "");
     byId("loss").title = last == null ? "" : String(last);
 
-    const [measured, best] = this.#accuracy();
+    const measured = newestFinite(metrics.series("val_accuracy")) ?? job.last.val_accuracy, { best } = job;
     setFact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
     // If the best epoch has no checkpoint, the best checkpoint is from another epoch.
     const isBestMissing = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
@@ -116,21 +116,6 @@ export class Facts {
     byId("left").closest("div").hidden = !isFinal(this.job.state) || this.job.ran_secs == null;
     for (const node of row.querySelectorAll(".own-result")) node.remove();
     row.append(...ownResults(this.job, this.metrics).map(([name, v]) => make("div", { className: "own-result" }, make("dt", { textContent: name }), make("dd", { textContent: ownResult(name, v) }))));
-  }
-
-  #accuracy() {
-    const { job, metrics } = this;
-    let best = null, last = null;
-    for (const segment of metrics.series("val_accuracy").segments) {
-      for (let i = 0; i < segment.length; i++) {
-        const v = segment.mean[i];
-        if (!Number.isFinite(v)) continue;
-        last = v;
-        if (!best || segment.max[i] > best.value) best = { value: segment.max[i], step: segment.steps[i], epoch: Math.ceil(segment.steps[i] / (job.steps_per_epoch || segment.steps[i])) };
-      }
-    }
-    // With equal values, the evaluation that the server chose is kept.
-    return [last ?? job.last.val_accuracy, job.best && !(best?.value > job.best.value) ? job.best : best];
   }
 
   drawTitle() {
@@ -206,6 +191,10 @@ export class Facts {
       case "restarting": return this.#waitingBanner(reason);
       case "running": break;
       case "succeeded": return job.cause?.code === "stopped_early" ? { tone: "warn", what: "Stopped early.", why: job.cause.detail, link: ["#cp-title", "Checkpoints"] } : null;
+      case "cancelled": {
+        const { newest } = this.checkpoints;
+        return newest ? { tone: "warn", what: "Cancelled.", why: `Retry continues from step ${count(newest.step)}.`, link: ["#cp-title", "Checkpoints"] } : null;
+      }
       case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "The checkpoint is kept; Resume continues from it.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }

@@ -52,7 +52,8 @@ export class History {
     }
     if (mine !== this.#requests) return;
     this.queue = history.queue;
-    this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, e.state === "paused" ? "a pause on request" : e.reason?.words ?? e.state]));
+    const why = ({ state, reason }) => (state === "paused" ? "a pause on request" : reason?.code === "cancelled_by_user" ? "a cancellation" : reason?.words ?? state);
+    this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, why(e)]));
     byId("history-rows").replaceChildren(...history.entries.map(row));
     this.#relatives(history);
     this.changed();

@@ -301,7 +301,7 @@ describe("results", () => {
   test("have a column for each axis, including validation loss, and are sorted by it", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
-    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "training accuracy", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
+    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy of the last step", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
     assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
     assert.equal(await page.locator("#results-note").textContent(), "", "the accuracies are of the same pictures and differ clearly");
     const cautions = await page.evaluate(async () => {

@@ -130,6 +130,7 @@ describe("a job", () => {
     await page.getByRole("button", { name: "Retry", exact: true }).click();
     await until("the job continues with another attempt", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2; });
     await until("the page shows the new attempt", async () => (await state(page)) === "running" && /attempt 2/.test(await page.locator("#about").textContent()));
+    await until("charts say why the attempt started", () => page.evaluate(() => window.lockstep.charts.loss.marks.get(2) === "a cancellation"));
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("the job is cancelled again", async () => (await state(page)) === "cancelled");
 

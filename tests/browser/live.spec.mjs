@@ -164,6 +164,65 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
+  test("selects the best checkpoint until another is chosen, and classifies its pictures again after a change", async () => {
+    const job = await startJob("improves", 10), attempt = await agent.attempt(job.id), page = await browser.page(server, `/jobs/${job.id}?tab=classify`);
+    const evaluated = [], classes = page.locator("#classify-results ol span"), reliability = page.locator("#classify-reliability");
+    // The predicted class names the checkpoint of the request.
+    await page.route("**/predict", (route) => route.fulfill({ json: { predictions: [{ classes: [{ class: route.request().url().match(/(\d+-\d+)\/predict$/)[1], probability: 0.5 }] }] } }));
+    await page.route("**/evaluation?*", (route) => {
+      evaluated.push(route.request().url().match(/\d+-\d+$/)[0]);
+      return route.fulfill({ status: 202, json: { detail: "being evaluated; ask again" } });
+    });
+    /** Reports a validation and a checkpoint after it, and waits until the page lists the checkpoint. */
+    const report = async (epoch, accuracy, loss, best) => {
+      const step = 10 * epoch, rows = page.locator("#checkpoints tr");
+      await agent.report(attempt, 0, [
+        { type: "evaluation", epoch, step, samples: 100, accuracy, loss, secs: 1.5 },
+        { type: "checkpoint", epoch, step, val_accuracy: accuracy, val_loss: loss, validation: { pictures: 100, fingerprint: "5f3a" }, best, size_bytes: 1234567 },
+      ]);
+      await until("the checkpoint is listed", async () => (await rows.first().locator("[data-f=label]").textContent()) === `${epoch}-${step}`);
+    };
+    const selects = (panel, words) => until(`${panel} selects ${words}`, async () => (await page.locator(`#${panel}-checkpoint option:checked`).textContent()) === words);
+    const predicts = (checkpoint, accuracy) => until(`the classes and the accuracy are of ${checkpoint}`, async () => (
+      (await classes.allTextContents()).join() === checkpoint && (await reliability.textContent()).includes(`: ${accuracy} %`)));
+
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    assert.match(await page.locator("#classify-status").textContent(), /^No checkpoint yet/);
+    await report(1, 0.5, 1.5, true);
+    await selects("classify", "1-10, best");
+    assert.equal(await page.locator("#classify-status").textContent(), "");
+    await page.locator("#classify-files").setInputFiles({ name: "a.png", mimeType: "image/png", buffer: Buffer.from("a picture") });
+    await predicts("1-10", "50.0");
+    await report(2, 0.75, 1.5, true);
+    await selects("classify", "2-20, best");
+    await predicts("2-20", "75.0");
+    await report(3, 0.625, 1.25, false);
+    await selects("classify", "2-20, best");
+    // With equal accuracies, the lower loss decides, in the row of numbers as in the list.
+    await report(4, 0.75, 1.25, true);
+    await until("the row of numbers names the same epoch", async () => (await page.locator("#accuracy-more").textContent()) === "best 75.0 % at 4");
+    await predicts("4-40", "75.0");
+    await page.locator("#classify-checkpoint").selectOption("1-10");
+    await predicts("1-10", "50.0");
+    await report(5, 0.875, 1.25, true);
+    await selects("classify", "1-10");
+    await predicts("1-10", "50.0");
+
+    await page.getByRole("tab", { name: "Evaluation" }).click();
+    await selects("evaluation", "5-50, best");
+    await report(6, 0.9375, 1.25, true);
+    await selects("evaluation", "6-60, best");
+    await until("the new best checkpoint is evaluated", () => evaluated.at(-1) === "6-60");
+    assert.ok(evaluated.every((id) => ["5-50", "6-60"].includes(id)), evaluated.join());
+
+    open = null;
+    await server.ask(`/jobs/${job.id}/cancel`, {});
+    await agent.endAttempt(attempt, { how: "stopped" });
+    await until("the banner says where Retry continues", async () => /^\s*Cancelled\. Retry continues from step 60\.\s/.test(await page.locator("#banner").textContent()));
+    assert.match(await (await page.request.get(page.url())).text(), /Retry continues from step 60\./, "also on the rendered page");
+    await page.end();
+  });
+
   test("shows why the accuracy is low, and a system notification if requested and while the page is hidden, when a job ends", async () => {
     const job = await startJob("while you are away", 10), page = await browser.page(server, "/machines");
     // A headless browser shows no notifications, so they are recorded.

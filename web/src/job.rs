@@ -219,6 +219,10 @@ impl JobPage {
                 };
                 ("Stopped early.".to_owned(), detail.to_string())
             }
+            JobState::Cancelled => {
+                let newest = self.checkpoints.first()?;
+                ("Cancelled.".to_owned(), format!("Retry continues from step {}.", count(newest.info.step)))
+            }
             _ => return None,
         };
         // If the sentence is in lower case, the title ends with a colon.

@@ -25,7 +25,7 @@ for (const card of document.querySelectorAll("[data-dataset]")) {
     }
   });
   card.querySelector("[data-remove]")?.addEventListener("click", () => confirmThen({
-    title: `Remove ${name}?`, detail: "The dataset's files are removed only if they were uploaded. No new job can use the dataset, and finished jobs can neither be evaluated nor retried.", yes: "Remove it",
+    title: `Remove ${name}?`, detail: `${card.dataset.uploaded === undefined ? "The files in its folder stay." : "Its uploaded pictures are deleted."} No new job can use the dataset, and finished jobs can neither be evaluated nor retried.`, yes: "Remove it",
     act: async () => { await ask(`/api/v1/datasets/${encodeURIComponent(name)}`, { method: "DELETE" }); location.reload(); },
   }));
 }

@@ -1,6 +1,6 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
-import { ask, byId, drawn, make, notify, pageNow, Problem, errorText, serverNow, showLive, text } from "./page.js";
+import { ask, byId, drawn, isFailedRequest, make, notify, pageNow, Problem, errorText, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -157,16 +157,16 @@ const NEXT_VALUE = {
 };
 
 /**
- * Shows why the accuracy of an ended job is low. Settings in the text are links to a clone of the job with the next value. Only
+ * Shows why the accuracy of an ended job is low, then links to clones of the job, each with the next value of a setting in the text. Only
  * `GET /jobs/{id}` and the rendered page have this text, not the stream.
  */
 function showDiagnosis({ id, spec, diagnosis = "" }) {
-  const link = (key) => {
-    const value = document.body.dataset.readsOnly === undefined && NEXT_VALUE[key]?.(spec);
-    return value ? make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: key, title: `Clone the job with ${key} = ${value}` }) : key;
-  };
-  // Parts with odd indices are keys of settings.
-  byId("diagnosis").replaceChildren(...diagnosis.split(/((?:train|data)\.[a-z_]+)/).map((part, i) => (i % 2 ? link(part) : part)));
+  const keys = document.body.dataset.readsOnly === undefined ? new Set(diagnosis.match(/(?:train|data)\.[a-z_]+/g)) : [];
+  const links = [...keys].flatMap((key) => {
+    const value = NEXT_VALUE[key]?.(spec);
+    return value ? [" · ", make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` })] : [];
+  });
+  byId("diagnosis").replaceChildren(diagnosis, ...links);
   byId("diagnosis").hidden = !diagnosis;
 }
 
@@ -289,6 +289,7 @@ async function start() {
       await logged;
     } catch (error) {
       if (error instanceof Problem && error.status === 404) return showDeleted();
+      if (!isFailedRequest(error)) throw error;
       showLive("reconnecting");
       await new Promise((done) => setTimeout(done, delay));
       delay = Math.min(10_000, delay * 2);

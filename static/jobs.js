@@ -1,6 +1,6 @@
 // The list of jobs: rows change in place when the stream reports changes. The URL contains the filter.
 
-import { ask, byId, drawn, notify, Problem, errorText, showLive, text } from "./page.js";
+import { ask, byId, drawn, notify, Problem, Unreachable, errorText, showLive, text } from "./page.js";
 import { write } from "./address.js";
 import { count } from "./numbers.js";
 import { Stream } from "./stream.js";
@@ -120,7 +120,8 @@ async function loadShown(mine) {
 }
 
 const read = () => load().then(() => narrow.showProblem(""), (error) => {
-  if (!(error instanceof Problem) || error.status >= 500) return showLive("reconnecting");
+  if (error instanceof Unreachable || error.status >= 500) return showLive("reconnecting");
+  if (!(error instanceof Problem)) return narrow.showProblem(errorText(error));
   // For an invalid filter or order, no jobs are listed.
   next = null;
   for (const id of [...rowOf.keys()]) remove(id);

@@ -44,6 +44,9 @@ export class Problem extends Error {
   }
 }
 
+/** A request without a complete response. */
+export class Unreachable extends Error {}
+
 /** Opens the sign-in page, which returns to this page afterwards. */
 export function signIn() {
   location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
@@ -66,13 +69,14 @@ export function suspectConnections() {
 /**
  * Like `fetch`, for requests that may be repeated. Requests that were sent before connections became suspect are repeated. While
  * connections are suspect, a request without a response is sent again. `take(response)`: reads the body, which may also fail to arrive.
+ * Throws an Unreachable if the server is unreachable or the request is aborted.
  */
 export async function get(path, options = {}, take = (response) => response) {
   for (let wait = FIRST_WAIT_MS; ;) {
     const isSuspect = performance.now() < suspectUntil, giveUp = isSuspect ? AbortSignal.timeout(wait) : suspected.signal;
     try {
       return await take(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, giveUp]) : giveUp }));
-    } catch (error) { if (!giveUp.aborted || options.signal?.aborted) throw error; }
+    } catch (error) { if (!giveUp.aborted || options.signal?.aborted) throw new Unreachable(error.message); }
     if (isSuspect) wait *= 2;
   }
 }
@@ -85,18 +89,18 @@ export async function pageNow(path) {
 }
 
 /**
- * Returns JSON from the server. `body`: an object, or a Blob, which is sent unchanged. Throws a Problem for an error status, and a
- * TypeError if the server is unreachable.
+ * Returns JSON from the server. `body`: an object, or a Blob or FormData, which is sent unchanged. Throws a Problem for an error status,
+ * and an Unreachable if the server is unreachable or the request is aborted.
  */
 export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
-  const isBlob = body instanceof Blob;
+  const isBlob = body instanceof Blob, isForm = body instanceof FormData;
   const request = {
     method, signal,
-    headers: { accept: "application/json", ...(body === undefined ? {} : { "content-type": isBlob ? "application/octet-stream" : "application/json" }), ...headers },
-    body: body === undefined || isBlob ? body : JSON.stringify(body),
+    headers: { accept: "application/json", ...(body === undefined || isForm ? {} : { "content-type": isBlob ? "application/octet-stream" : "application/json" }), ...headers },
+    body: body === undefined || isBlob || isForm ? body : JSON.stringify(body),
   };
   const take = async (response) => [response, /json/.test(response.headers.get("content-type") ?? "") ? await response.json() : null];
-  const [response, content] = method === "GET" ? await get(path, request, take) : await take(await fetch(path, request));
+  const [response, content] = method === "GET" ? await get(path, request, take) : await fetch(path, request).then(take).catch((error) => { throw new Unreachable(error.message); });
   if (response.status === 401) signIn();
   if (!response.ok) throw new Problem(response.status, content);
   return content;
@@ -113,10 +117,15 @@ export function say(node, words) {
   node.textContent = words;
 }
 
-/** Returns a text about a failed request: the details of all mistakes, or the problem's message. */
+/** Whether a request has failed. Other errors are errors of a script. */
+export const isFailedRequest = (error) => error instanceof Problem || error instanceof Unreachable;
+
+/** Returns a text about an error. For a failed request: the details of all mistakes, or the problem's message. */
 export function errorText(error) {
   if (error instanceof Problem) return error.errors.length ? error.errors.map((e) => e.detail).join(" ") : error.message;
-  return "The server does not answer. It may be restarting: try again in a moment.";
+  if (error instanceof Unreachable) return "The server does not answer. It may be restarting: try again in a moment.";
+  console.error(error);
+  return `This page's script has failed: ${error.message}. Reload the page; if the script fails again, report this message.`;
 }
 
 /** Like `errorText`, but each mistake names the key of its setting, for places without a field beside the mistake. */

@@ -2,9 +2,9 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copy, make, press, Problem, errorText, text } from "./page.js";
+import { ask, byId, copy, make, press, Problem, errorText, errorTexts, text } from "./page.js";
 import { count, plural } from "./numbers.js";
-import { section, showSection, tomlSection } from "./submit/sweep.js";
+import { section, showSection, sweptKeys, tomlSection } from "./submit/sweep.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
 
@@ -122,24 +122,25 @@ async function readText() {
   const area = byId("spec-text"), words = area.value, isJson = words.trimStart().startsWith("{");
   const written = isJson ? "json" : "toml";
   if (written !== notation) { notation = written; press(notations, notations.find((b) => b.dataset.notation === written)); }
+  let content;
   try {
-    const response = await fetch("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml", accept: "application/json" }, body: words });
-    const content = await response.json();
-    if (words !== area.value) return;
-    hasTextErrors = !response.ok;
-    if (!response.ok) {
-      const errors = content.errors ?? [];
-      // Mistakes of an earlier text do not apply.
-      showMistakes([]);
-      text(byId("spec-error"), errors.length ? errors.map((e) => `${e.pointer.slice(1).replaceAll("/", ".")}${e.pointer ? ": " : ""}${e.detail}`).join("\n") : content.detail);
-      return showPlan(null);
-    }
-    text(byId("spec-error"), "");
-    fillForm(content.spec);
-    showSection(content.sweep);
+    content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([words]) });
+  } catch (error) {
+    // If the server is unreachable, submitting the job shows the error.
+    if (words !== area.value || !(error instanceof Problem)) return;
+    hasTextErrors = true;
+    // Mistakes of an earlier text do not apply.
     showMistakes([]);
-    showPlan(content);
-  } catch { /* Submitting the job shows the error. */ }
+    text(byId("spec-error"), errorTexts(error));
+    return showPlan(null);
+  }
+  if (words !== area.value) return;
+  hasTextErrors = false;
+  text(byId("spec-error"), "");
+  fillForm(content.spec);
+  showSection(content.sweep);
+  showMistakes([]);
+  showPlan(content);
 }
 
 function fillForm(spec) {
@@ -195,28 +196,28 @@ byId("spec-text").addEventListener("blur", () => { if (!hasTextErrors) showSpec(
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
+const sweepField = byId("sweep-parameters");
 const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() });
 
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
-  const detailsOf = new Map(fields.map((f) => [f, []])), listed = [];
+  const detailsOf = new Map([...fields, sweepField].map((f) => [f, []])), listed = [], swept = sweptKeys();
   for (const error of errors) {
-    const path = error.pointer.replace(/^\//, "").replaceAll("/", ".");
-    const field = fields.find((f) => path === f.name || path.startsWith(`${f.name}.`));
-    if (field) detailsOf.get(field).push(error.detail);
+    const path = error.pointer.replace(/^\//, "").replaceAll("/", "."), isAt = (key) => path === key || path.startsWith(`${key}.`);
+    const key = swept.find(isAt), field = isAt("sweep") || key ? sweepField : fields.find((f) => isAt(f.name));
+    if (field) detailsOf.get(field).push(key ? `${key}: ${error.detail}` : error.detail);
     listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), error.detail));
   }
   for (const [field, details] of detailsOf) {
-    const shown = isSubmitted || touched.has(field) ? details : [];
+    const shown = isSubmitted || touched.has(field) || field === sweepField ? details : [];
     const box = field.closest(".field");
     box.classList.toggle("wrong", shown.length > 0);
     field.setAttribute("aria-invalid", String(shown.length > 0));
-    text(byId(`${field.id}-error`), shown.join("; "));
+    text(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
     if (!shown.length || !isSubmitted) continue;
     field.closest("details")?.setAttribute("open", "");
     if (box.hidden) findSettings("");
   }
-  text(byId("sweep-error"), errors.filter((e) => e.pointer.startsWith("/sweep")).map((e) => e.detail).join("; "));
   const box = byId("mistakes"), isListShown = isSubmitted && errors.length > 0;
   box.hidden = !isListShown;
   if (isListShown) {
@@ -228,17 +229,32 @@ function showMistakes(errors) {
 /** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
 const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
 
+/** Keys that change the number of steps, which then differs between the trials of a sweep. */
+const OF_LENGTH = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;
+
+/** Says at each field whose key the sweep sets that the trials do not use the field's value. */
+function showSwept(swept) {
+  for (const field of fields) {
+    const hint = byId(`${field.id}-hint`), note = hint.querySelector("b");
+    if (swept.includes(field.name) === Boolean(note)) continue;
+    if (note) note.remove(); else hint.append(make("b", { textContent: " replaced by the sweep" }));
+  }
+}
+
 function showPlan(response) {
   const { samples, steps_per_epoch, total_steps, global_batch_size, estimate } = response ?? {};
   const parts = [];
   const { data } = response?.spec ?? {};
   // A fraction holds out each picture independently, so the numbers of pictures and steps are only expected.
   const about = typeof data?.validation === "number" && !data.folds ? "about " : "";
-  if (response?.trials) parts.push(plural(response.trials, "trial"));
+  const trials = response?.trials && plural(response.trials, "trial"), swept = sweptKeys();
+  if (trials) parts.push(trials);
+  showSwept(swept);
+  text(byId("send"), trials ? `Submit ${trials}` : "Submit job");
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
-  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} in all`);
+  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${!trials ? "in all" : swept.some((key) => OF_LENGTH.test(key)) ? "in the first trial" : "steps each"}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
@@ -266,15 +282,17 @@ async function check() {
   if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
   checking?.abort();
   const mine = checking = new AbortController();
+  let plan;
   try {
-    const response = await ask("/api/v1/jobs/validate", { method: "POST", body: specification({ defaults: true }), signal: mine.signal });
-    showMistakes(response?.errors ?? []);
-    showPlan(response);
+    plan = await ask("/api/v1/jobs/validate", { method: "POST", body: specification({ defaults: true }), signal: mine.signal });
   } catch (error) {
-    if (mine.signal.aborted) return;
-    if (error instanceof Problem && error.status === 422) { showMistakes(error.errors); showPlan(null); }
     // Other errors appear when the job is submitted.
+    if (mine.signal.aborted || error.status !== 422) return;
+    showMistakes(error.errors);
+    return showPlan(null);
   }
+  showMistakes([]);
+  showPlan(plan);
 }
 
 // --- actions of the reader --------------------------------------------------------------------------
@@ -368,7 +386,7 @@ form.addEventListener("submit", async (event) => {
     button.disabled = false;
     if (error instanceof Problem && error.errors.length) {
       showMistakes(error.errors);
-      (form.querySelector(".field.wrong input, .field.wrong select") ?? byId("mistakes")).focus?.();
+      (form.querySelector(".field.wrong :is(input, select, textarea)") ?? byId("mistakes")).focus?.();
       byId("mistakes").scrollIntoView({ block: "nearest" });
     } else text(byId("plan"), errorText(error));
   }

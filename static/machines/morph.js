@@ -1,7 +1,7 @@
 // Updates a part of the page to the server's new version, and changes only nodes that differ. The focus, the selection and the position of
 // a screen reader stay.
 
-import { pageNow, showLive } from "../page.js";
+import { isFailedRequest, pageNow, showLive } from "../page.js";
 import { Stream } from "../stream.js";
 
 const REFRESH_INTERVAL_MS = 5000;
@@ -18,7 +18,10 @@ export function refresher(update) {
     try {
       const page = await pageNow(location.pathname + location.search);
       if (page) await update(page);
-    } catch { /* The stream's status shows that the server is unreachable. */ } finally { isRunning = false; }
+    } catch (error) {
+      // The stream's status shows that the server is unreachable.
+      if (!isFailedRequest(error)) throw error;
+    } finally { isRunning = false; }
   };
 }
 

@@ -36,6 +36,9 @@ export function section() {
   return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== undefined));
 }
 
+/** Returns the keys of which the sweep tries several values. */
+export const sweptKeys = () => Object.keys(section()?.parameters ?? {});
+
 /** Fills the form with a section that was written as text. */
 export function showSection(written) {
   const { method, max_trials, max_concurrent, parameters, ...others } = written ?? {};

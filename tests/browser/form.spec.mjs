@@ -132,25 +132,37 @@ describe("the form", () => {
     const { spec } = await server.ask(`/jobs/${id}`);
     assert.deepEqual([spec.train.recipe, spec.train.epochs, spec.train.milestones, spec.train.lr], ["cifar", 82, [41, 61], 0.05]);
     await server.ask(`/jobs/${id}/cancel`, {});
+    await page.goto(`${server.url}/jobs/new?dataset=${spec.data.dataset}`);
+    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), `${spec.name} (2)`, "a name that no job has");
     await page.end();
   });
 
   test("submits a sweep, edited in fields and in the job file beside the form", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/, /TypeError/] });
     await page.locator("#sweep-settings > summary").click();
-    await page.getByLabel("Settings that differ", { exact: true }).fill("train.lr = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9");
-    await until("the form says that a grid has no ranges", async () => /a grid needs values/.test(await page.locator("#sweep-error").textContent()));
+    const settings = page.getByLabel("Settings that differ", { exact: true }), error = page.locator("#sweep-parameters-error"), plan = page.locator("#plan");
+    for (const [line, expected] of [["lr = 0.1, 0.05", /write train\.lr/], ["train.lr = 0.1, -1", /-1/], ["train.lr = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9", /a grid needs values/]]) {
+      await settings.fill(line);
+      await until(`the mistake in ${line} is shown`, async () => expected.test(await error.textContent()));
+      assert.equal(await settings.getAttribute("aria-invalid"), "true");
+    }
     await page.getByLabel("Method", { exact: true }).selectOption("random");
     await page.getByLabel("Largest number of trials", { exact: true }).fill("3");
-    await until("the trials are counted", async () => /^3 trials · /.test(await page.locator("#plan").textContent()));
+    await until("the trials are counted", async () => /^3 trials · .* steps each/.test(await plan.textContent()));
+    assert.match(await page.locator("[data-pointer='/train/lr'] .hint").textContent(), / replaced by the sweep$/);
+    assert.equal(await page.locator("[data-pointer='/train/epochs'] .hint b").count(), 0);
     const words = page.locator("#spec-text");
     assert.match(await words.inputValue(), /^\[sweep\.parameters\]\n"train\.lr" = \{ values = \[0\.1, 0\.05\] \}$/m);
     await words.fill((await words.inputValue()).replace("max_trials = 3", "max_trials = 2"));
     await until("the field follows the text", async () => (await page.getByLabel("Largest number of trials", { exact: true }).inputValue()) === "2");
-    await page.getByRole("button", { name: "Submit job" }).click();
+    await page.getByRole("button", { name: "Submit 2 trials" }).click();
     await page.waitForURL(/\/sweeps\/sweep-\w+$/);
     await until("both trials have jobs", async () => (await page.locator("#sweep tbody a").count()) === 2);
     assert.equal(await page.locator("#sweep thead").getByText("train.momentum").count(), 1);
+    assert.match(await page.locator("#sweep .actions a").first().getAttribute("href"), /^\/compare\?jobs=j\w+,j\w+$/);
+    await page.route("**/api/v1/jobs?tag=*", (route) => route.fulfill({ json: { jobs: null, next_cursor: null } }));
+    await page.reload();
+    await until("an error of the script is not reported as one of the network", async () => /^This page's script has failed: /.test(await page.locator("#sweep-error").textContent()));
     await server.ask(`/sweeps/${new URL(page.url()).pathname.split("/").pop()}/cancel`, {}).catch(() => { /* it may have ended already */ });
     await page.end();
   });

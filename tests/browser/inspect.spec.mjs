@@ -208,6 +208,7 @@ describe("data", () => {
     const { path } = await server.ask("/datasets/photos");
     assert.ok(await readFile(join(path, "odd/0.png")));
     await card.getByRole("button", { name: "Remove" }).click();
+    assert.match(await page.locator("#confirm-text").textContent(), /^Its uploaded pictures are deleted\. /);
     await page.getByRole("button", { name: "Remove it" }).click();
     await until("the dataset is removed", async () => (await card.count()) === 0);
     await assert.rejects(readFile(join(path, "odd/0.png")), /ENOENT/);

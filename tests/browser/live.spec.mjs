@@ -252,10 +252,10 @@ describe("a page that stays open", () => {
     await until("the diagnosis is shown", () => page.locator("#diagnosis").isVisible());
     assert.match(await page.locator("#diagnosis").textContent(), /^Training accuracy is low \(50\.0 %\).* The validation accuracy, 50\.0 % ± 7\.9 of 40 pictures, is uncertain: /);
     // The job has no epochs to double.
-    const links = () => page.locator("#diagnosis a").evaluateAll((all) => all.map((link) => link.getAttribute("href")));
+    const links = () => page.locator("#diagnosis a").evaluateAll((all) => all.map((link) => `${link.textContent}: ${link.getAttribute("href")}`));
     for (const reload of [false, true]) {
       if (reload) await page.reload();
-      await until("the learning rate is a link to a clone with another", async () => (await links()).join() === `/jobs/new?from=${job.id}&set=train.lr=0.02`);
+      await until("a link leads to a clone with another learning rate", async () => (await links()).join() === `try train.lr = 0.02: /jobs/new?from=${job.id}&set=train.lr=0.02`);
     }
     await page.end();
   });

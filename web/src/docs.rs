@@ -2,9 +2,9 @@
 
 mod markdown;
 
-pub use markdown::{paragraphs, title};
+pub use markdown::{Passage, passages, title};
 
-use crate::layout::CurrentUser;
+use crate::{layout::CurrentUser, numbers::plural};
 use askama::Template;
 
 /// An entry of the list of pages.
@@ -14,6 +14,14 @@ pub struct DocsEntry {
     pub path: String,
     /// The page's first heading.
     pub title: String,
+}
+
+/// A page that contains the words of a search.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DocsResult {
+    pub page: DocsEntry,
+    /// The passage that fits best. Its text is cut to an excerpt.
+    pub passage: Passage,
 }
 
 /// `GET /docs/{path}`.
@@ -54,22 +62,25 @@ impl DocsPage {
         Self::new("", &source, pages, user)
     }
 
-    /// Creates a page with search results: pages, each with an excerpt.
-    pub fn search_results(
-        query: &str,
-        found: &[(DocsEntry, String)],
-        pages: &[DocsEntry],
-        user: CurrentUser,
-    ) -> Self {
-        // An excerpt is plain text, so characters of Markdown are left out.
+    /// Creates a page with search results: a link to the section of each passage, and the passage's text.
+    pub fn search_results(query: &str, found: &[DocsResult], pages: &[DocsEntry], user: CurrentUser) -> Self {
+        // Excerpts and headings are plain text, so characters of Markdown are left out.
         let is_text = |c: &char| c.is_alphanumeric() || " .,:;()'\"/-=+%_".contains(*c);
+        let plain = |text: &str| text.chars().filter(is_text).collect::<String>().trim().to_owned();
         let mut source = String::from("# Documentation\n\n");
-        if found.is_empty() {
-            source += "No page contains all of these words.\n";
-        }
-        for (page, excerpt) in found {
-            let excerpt: String = excerpt.chars().filter(is_text).collect();
-            source += &format!("- [{}]({}.md): {}\n", page.title, page.path, excerpt.trim());
+        source += &match found.len() {
+            0 => "No page contains all of these words.\n".to_owned(),
+            count => format!("Found on {}.\n\n", plural(count as u64, "page")),
+        };
+        for DocsResult { page: DocsEntry { path, title }, passage: Passage { heading, anchor, text, .. } } in
+            found
+        {
+            let link = if heading.is_empty() || heading == title {
+                format!("[{title}]({path}.md)")
+            } else {
+                format!("[{title}: {}]({path}.md#{anchor})", plain(heading))
+            };
+            source += &format!("- {link}: {}\n", plain(text));
         }
         Self { query: query.into(), ..Self::new("", &source, pages, user) }
     }
@@ -106,11 +117,21 @@ mod tests {
         assert!(html.contains(r#"<a href="/docs/team" aria-current="page">"#), "{html}");
         let index = DocsPage::index(&pages, CurrentUser::NOBODY).render().expect("renders");
         assert!(index.contains(r#"<li><a href="/docs/reference/rest">REST</a></li>"#), "{index}");
-        let found = [(pages[1].clone(), "| `<b>key` | [x](y) |".to_owned())];
+        let passage = Passage {
+            heading: "[train]".into(),
+            anchor: "train".into(),
+            text: "| `<b>key` | [x](y) |".into(),
+            is_key: true,
+        };
+        let found = [DocsResult { page: pages[1].clone(), passage }];
         let html = DocsPage::search_results("\"key\"", &found, &pages, CurrentUser::NOBODY)
             .render()
             .expect("renders");
-        assert!(html.contains(r#"<a href="/docs/reference/rest">REST</a>: bkey  x(y)"#), "{html}");
+        assert!(
+            html.contains(r#"<a href="/docs/reference/rest#train">REST: train</a>: bkey  x(y)"#),
+            "{html}"
+        );
+        assert!(html.contains("Found on 1 page."), "{html}");
         assert!(html.contains(r#"value="&#34;key&#34;""#), "{html}");
     }
 }

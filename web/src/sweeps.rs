@@ -5,7 +5,10 @@ use crate::{
     numbers::{count, plural},
 };
 use askama::Template;
-use lockstep_protocol::sweep::{Sweep, SweepState, Trial};
+use lockstep_protocol::{
+    JobId,
+    sweep::{Sweep, SweepState, Trial},
+};
 use serde_json::Value;
 
 /// `GET /sweeps`.
@@ -30,6 +33,9 @@ pub struct SweepPage {
     pub user: CurrentUser,
 }
 
+/// Maximum number of trials that the link to the page Compare contains.
+const MAX_COMPARED: usize = 50;
+
 impl SweepPage {
     /// Counts trials and steps: `12 of 27 trials ended · 1,200 steps`.
     fn summary(&self) -> String {
@@ -41,6 +47,24 @@ impl SweepPage {
     fn keys(&self) -> Vec<&str> {
         let first = self.sweep.trials.first();
         first.map(|trial| trial.setting.keys().map(String::as_str).collect()).unwrap_or_default()
+    }
+
+    fn metric_name(&self) -> &'static str {
+        if self.sweep.metric == "val_loss" { "validation loss" } else { "validation accuracy" }
+    }
+
+    fn best_job(&self) -> Option<&JobId> {
+        self.sweep.best.as_ref().and_then(|best| best.job.as_ref())
+    }
+
+    /// Returns the path of the page Compare with the trials' jobs, the best first; `None` for fewer than two jobs.
+    fn comparison(&self) -> Option<String> {
+        let best = self.best_job();
+        let jobs = self.sweep.trials.iter().filter_map(|trial| trial.job.as_ref());
+        let others = jobs.filter(|job| Some(*job) != best);
+        let ids: Vec<_> =
+            best.into_iter().chain(others).take(MAX_COMPARED).map(ToString::to_string).collect();
+        (ids.len() > 1).then(|| format!("/compare?jobs={}", ids.join(",")))
     }
 
     fn rung(&self, trial: &Trial) -> String {
@@ -89,7 +113,7 @@ fn tone(state: SweepState) -> &'static str {
 mod tests {
     use super::*;
     use jiff::Timestamp;
-    use lockstep_protocol::{JobId, JobState};
+    use lockstep_protocol::JobState;
     use serde_json::json;
 
     #[test]
@@ -133,6 +157,8 @@ mod tests {
             page.render().expect("renders")
         };
         let html = page(true);
+        let [first, best] = [0, 1].map(|index: usize| sweep.trials[index].job.clone().expect("a job"));
+        let links = [format!("/compare?jobs={best},{first}\""), format!("/jobs/new?from={best}\"")];
         for part in [
             "2 of 4 trials ended · 1,200 steps",
             "trial 3 is paused",
@@ -140,7 +166,10 @@ mod tests {
             "epoch 3",
             "<td>75.0 % ± 3.1 of 200</td>",
             "not started",
-            "Best val_accuracy: 75.0 % ± 3.1 of 200",
+            "Best validation accuracy: 75.0 % ± 3.1 of 200",
+            "<th scope=\"col\">Validation accuracy</th>",
+            &links[0],
+            &links[1],
             "data-act=\"pause\"",
             "data-act=\"cancel\"",
         ] {

@@ -4,7 +4,7 @@ use super::{
     JobSpec, Validation,
     check::check_section,
     document::{key_parts, set_key},
-    keys::{self, SWEEP},
+    keys::{self, KEYS, SWEEP, Section},
     mistake::{SpecError, describe_value, escaped, shortened, type_of},
     stop::{GOALS, maximizes},
 };
@@ -210,7 +210,9 @@ fn flatten(
                 flatten(inner, &path, found, errors);
                 continue;
             }
-            Value::Object(inner) => key_parts(&path).and_then(|_| read_parameter(inner)),
+            Value::Object(inner) => {
+                key_parts(&path).and_then(|_| check_path(&path)).and_then(|()| read_parameter(inner))
+            }
             _ => Err("must be a table with values, or with min and max".into()),
         };
         match outcome {
@@ -221,6 +223,19 @@ fn flatten(
                 errors.push(mistake(&format!("/parameters/{}", escaped(&shortened(&path))), detail))
             }
         }
+    }
+}
+
+/// # Errors
+/// The path lacks the name of its section, as in `lr` for `train.lr`.
+fn check_path(path: &str) -> Result<(), String> {
+    let has_key = |section: &Section| section.keys.iter().any(|(key, _)| *key == path);
+    let is_at_top = |section: &Section| section.name == path || (section.name.is_empty() && has_key(section));
+    match KEYS.iter().find(|section| has_key(section)) {
+        Some(owner) if !KEYS.iter().any(is_at_top) => {
+            Err(format!("no key is called {path:?}: write {}.{path} in its place", owner.name))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -519,6 +534,7 @@ mod tests {
             ("method = \"bayes\"", "/sweep/method", "one of grid, random, asha"),
             ("method = \"grid\"\nrun_cap = 3", "/sweep/run_cap", "no key is called"),
             ("method = \"grid\"", "/sweep/parameters", "1 to 16 keys"),
+            ("method = \"grid\"\nparameters.lr = { values = [1] }", "/sweep/parameters/lr", "write train.lr"),
             ("method = \"grid\"\nparameters.a = [1]", "/sweep/parameters/a", "a table with values"),
             ("method = \"grid\"\nparameters.a.b = { min = 1 }", "/sweep/parameters/a.b", "min and max"),
             ("method = \"grid\"\nparameters.a = { min = 1, max = 2 }", "/sweep/method", "needs values"),

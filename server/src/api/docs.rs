@@ -11,7 +11,7 @@ use crate::{
 use axum::Extension;
 use lockstep_web::{
     Template as _,
-    docs::{DocsEntry, DocsPage, paragraphs, title},
+    docs::{DocsEntry, DocsPage, DocsResult, Passage, passages, title},
 };
 use rust_embed::RustEmbed;
 use serde::Deserialize;
@@ -30,7 +30,7 @@ fn source(path: &str) -> Option<String> {
     Docs::get(&format!("{path}.md")).and_then(|file| String::from_utf8(file.data.into_owned()).ok())
 }
 
-/// All pages by title.
+/// All pages by title, with "Getting started" first.
 fn entries() -> Vec<DocsEntry> {
     let pages = Docs::iter().filter_map(|file| {
         let path = file.strip_suffix(".md")?.to_owned();
@@ -38,7 +38,8 @@ fn entries() -> Vec<DocsEntry> {
         Some(DocsEntry { path, title })
     });
     let mut pages: Vec<_> = pages.collect();
-    pages.sort_by(|a, b| (&a.title, &a.path).cmp(&(&b.title, &b.path)));
+    let key = |page: &DocsEntry| (page.path != "getting-started", page.title.clone(), page.path.clone());
+    pages.sort_by_cached_key(key);
     pages
 }
 
@@ -59,41 +60,61 @@ const MAX_EXCERPT_CHARS: usize = 240;
 const CONTEXT_CHARS: usize = 60;
 
 /// Returns the pages that contain all words of the query, ignoring case, each with an excerpt: the paragraph or row of a table that defines
-/// the query's words, otherwise the paragraph with most of the words. Pages are ordered by: a word in the title, a definition, guide or
-/// reference, number of uses of the words.
-fn search(query: &str) -> Vec<(DocsEntry, String)> {
+/// the query's words, otherwise a passage below a heading with the words, a row of the reference with the words, or the passage with most of
+/// the words. Pages are ordered by: a word in the title, a definition, a heading, a row of the reference, guide or reference, uses of the
+/// words per length.
+fn search(query: &str) -> Vec<DocsResult> {
     let typed = query.to_lowercase();
     let typed: Vec<_> =
         typed.split(|c: char| c.is_whitespace() || c == '?').filter(|word| !word.is_empty()).collect();
     let mut words = typed.clone();
     words.retain(|word| !COMMON_WORDS.contains(word));
     let words = if words.is_empty() { typed } else { words };
-    let definition = format!("{}:", words.join(" "));
-    let score = |text: &str| {
-        let text = text.to_lowercase();
-        let is_definition = text.starts_with(&definition);
-        let word_count = words.iter().filter(|word| text.contains(**word)).count();
-        (is_definition, word_count)
+    let phrase = words.join(" ");
+    let definition = format!("{phrase}:");
+    let count_words = |text: &str| words.iter().filter(|word| text.contains(**word)).count();
+    let score = |passage: &Passage, is_guide: bool| {
+        let text = passage.text.to_lowercase();
+        let word_count = count_words(&text);
+        let is_below_heading = word_count > 0 && count_words(&passage.heading.to_lowercase()) == words.len();
+        let is_key = passage.is_key && !is_guide && text.contains(&phrase);
+        (text.starts_with(&definition), is_below_heading, is_key, word_count)
     };
-    let found = entries().into_iter().filter_map(|entry| {
-        let source = source(&entry.path)?;
+    let found = entries().into_iter().filter_map(|page| {
+        let source = source(&page.path)?;
         let lower = source.to_lowercase();
-        if !words.iter().all(|word| lower.contains(*word)) {
+        if count_words(&lower) < words.len() {
             return None;
         }
-        // `min_by_key` returns the first of equally good paragraphs.
-        let best = paragraphs(&source)
+        let is_guide = !page.path.contains('/');
+        // `min_by_key` returns the first of equally good passages.
+        let best = passages(&source)
             .into_iter()
-            .map(|text| (score(&text), text))
+            .map(|passage| (score(&passage, is_guide), passage))
             .min_by_key(|(score, _)| Reverse(*score));
-        let ((is_definition, word_count), text) = best.unwrap_or_default();
-        // If no paragraph has any of the words, they are in code or headings.
-        let line_with_word = || source.lines().find(|line| score(line).1 > 0).unwrap_or_default();
-        let text = excerpt(if word_count > 0 { text.as_str() } else { line_with_word() }, &words);
-        let is_guide = !entry.path.contains('/');
+        let best = best.filter(|((.., word_count), _)| *word_count > 0);
+        let ((is_definition, is_below_heading, is_key, word_count), mut passage) =
+            best.unwrap_or_else(|| {
+                // If no passage has any of the words, they are in code or headings.
+                let line = source.lines().find(|line| count_words(&line.to_lowercase()) > 0);
+                let text = line.unwrap_or_default().to_owned();
+                (Default::default(), Passage { text, ..Passage::default() })
+            });
+        passage.text = excerpt(&passage.text, &words);
         let uses: usize = words.iter().map(|word| lower.matches(*word).count()).sum();
-        let is_in_title = score(&entry.title).1 > 0;
-        Some(((is_in_title, is_definition, is_guide, word_count, uses), (entry, text)))
+        let uses_per_megabyte = uses * 1_000_000 / lower.len();
+        let is_in_title = count_words(&page.title.to_lowercase()) > 0;
+        let rank = (
+            is_in_title,
+            is_definition,
+            is_definition && is_guide,
+            is_below_heading,
+            is_key,
+            is_guide,
+            word_count,
+            uses_per_megabyte,
+        );
+        Some((rank, DocsResult { page, passage }))
     });
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(|(rank, _)| Reverse(*rank));
@@ -152,21 +173,27 @@ mod tests {
     #[test]
     fn pages_with_all_words_are_found() {
         let paths =
-            |query: &str| -> Vec<_> { search(query).into_iter().map(|(entry, _)| entry.path).collect() };
+            |query: &str| -> Vec<_> { search(query).into_iter().map(|found| found.page.path).collect() };
         assert_eq!(paths("DistributedSampler mindinsight"), ["coming-from"]);
         assert_eq!(paths("datasets").first().map(String::as_str), Some("datasets"), "in the title");
         let found = search("what is a rank?");
-        let (first, excerpt) = found.first().expect("a page");
-        assert_eq!(first.path, "terms");
+        let DocsResult { page, passage } = found.first().expect("a page");
+        assert_eq!(page.path, "terms");
+        let excerpt = &passage.text;
         assert!(excerpt.starts_with("rank: one of the processes that train a job together"), "{excerpt}");
-        let is_from_the_body = |(page, excerpt): &(DocsEntry, String)| {
-            *excerpt != page.title && !excerpt.contains("](") && !excerpt.contains("<!--")
+        let is_from_the_body = |DocsResult { page, passage: Passage { text, .. } }: &DocsResult| {
+            *text != page.title && !text.contains("](") && !text.contains("<!--")
         };
         assert!(found.iter().all(is_from_the_body), "{found:?}");
         assert!(paths("no-page-has-this-word").is_empty());
+        let found = search("learning rate");
+        let first: Vec<_> =
+            found.iter().take(2).map(|found| (&*found.page.path, &*found.passage.anchor)).collect();
+        assert_eq!(first, [("terms", "terms"), ("reference/job-file", "train")], "a definition, then a key");
+        assert!(found[1].passage.text.starts_with("lr: "), "{:?}", found[1]);
         for word in ["safetensors", "webhook", "dataset-root"] {
-            for (page, excerpt) in search(word) {
-                assert!(excerpt.to_lowercase().contains(word), "{word} on {}: {excerpt}", page.path);
+            for DocsResult { page, passage: Passage { text, .. } } in search(word) {
+                assert!(text.to_lowercase().contains(word), "{word} on {}: {text}", page.path);
             }
         }
     }
@@ -178,6 +205,7 @@ mod tests {
             assert!(pages.iter().any(|page| page.path == path), "{path} in {pages:?}");
         }
         assert!(pages.iter().all(|page| !page.title.is_empty()), "{pages:?}");
+        assert_eq!(pages.first().map(|page| page.path.as_str()), Some("getting-started"));
         let is_for_the_tree = |path: &str| path == "README" || path.starts_with("decisions/");
         assert!(!pages.iter().any(|page| is_for_the_tree(&page.path)), "{pages:?}");
     }

@@ -330,11 +330,17 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
     refuse(format!("{:?} in the zip file is damaged; pack the folder again", file.shown()))
 }
 
+/// Details of the zip format are only in the log.
 fn unreadable(error: ZipError) -> Refused {
-    match error {
-        ZipError::Io(error) if error.raw_os_error().is_some() => Refused::Io(error),
-        error => Refused::Wrong(format!("the zip file cannot be read: {error}; pack the folder again")),
-    }
+    let why = match error {
+        ZipError::Io(error) if error.raw_os_error().is_some() => return Refused::Io(error),
+        ZipError::UnsupportedArchive(_) | ZipError::CompressionMethodNotSupported(_) => {
+            "the zip file is encrypted, or uses a form of compression that is not supported; pack the folder again"
+        }
+        _ => "this is not a complete zip file; pack the folder again",
+    };
+    tracing::info!(%error, "an uploaded zip file cannot be read");
+    Refused::Wrong(why.into())
 }
 
 fn shortened(name: &str) -> String {

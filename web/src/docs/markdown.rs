@@ -9,35 +9,54 @@ pub fn title(source: &str) -> String {
     source.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or_default().trim().to_owned()
 }
 
-/// Returns the text of each paragraph, item of a list and row of a table, without headings, code blocks, comments and URLs. A row is
-/// `first cell: second cell: ...`.
-pub fn paragraphs(source: &str) -> Vec<String> {
+/// A paragraph, item of a list or row of a table, as text without URLs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Passage {
+    /// The nearest heading above.
+    pub heading: String,
+    /// The heading's anchor.
+    pub anchor: String,
+    /// A row is `first cell: second cell: ...`.
+    pub text: String,
+    /// Whether the passage is a row of a table that begins with code, such as a key or an option.
+    pub is_key: bool,
+}
+
+/// Returns the passages of a page, without headings, code blocks and comments.
+pub fn passages(source: &str) -> Vec<Passage> {
     let mut all = Vec::new();
+    let mut anchors = HashMap::new();
+    // The heading and anchor of the next passages.
+    let mut section = Passage::default();
     let mut text = String::new();
-    // Whether the text is part of a heading, a table's head or a code block.
+    let (mut is_key, mut in_row) = (false, false);
+    // Whether the text is part of a table's head or a code block.
     let mut is_left_out = false;
     for event in Parser::new_ext(source, Options::ENABLE_TABLES) {
         match &event {
-            Event::Start(Tag::Heading { .. } | Tag::TableHead | Tag::CodeBlock(_)) => is_left_out = true,
+            Event::Start(Tag::TableHead | Tag::CodeBlock(_)) => is_left_out = true,
+            Event::Start(Tag::TableRow) => in_row = true,
             Event::SoftBreak | Event::HardBreak => text.push(' '),
             Event::End(TagEnd::TableCell) => text += ": ",
+            Event::End(TagEnd::Heading(_)) => {
+                section.heading = std::mem::take(&mut text).trim().to_owned();
+                section.anchor = anchor(&section.heading, &mut anchors);
+            }
             Event::Start(Tag::List(_))
             | Event::End(
-                TagEnd::Paragraph
-                | TagEnd::Item
-                | TagEnd::TableRow
-                | TagEnd::TableHead
-                | TagEnd::Heading(_)
-                | TagEnd::CodeBlock,
+                TagEnd::Paragraph | TagEnd::Item | TagEnd::TableRow | TagEnd::TableHead | TagEnd::CodeBlock,
             ) => {
                 let ended = std::mem::take(&mut text);
                 let ended = ended.trim().trim_end_matches(':');
                 if !is_left_out && !ended.is_empty() {
-                    all.push(ended.to_owned());
+                    all.push(Passage { text: ended.to_owned(), is_key, ..section.clone() });
                 }
-                is_left_out = false;
+                (is_key, in_row, is_left_out) = (false, false, false);
             }
-            event => text += plain_text(event).unwrap_or_default(),
+            event => {
+                is_key |= in_row && text.is_empty() && matches!(event, Event::Code(_));
+                text += plain_text(event).unwrap_or_default();
+            }
         }
     }
     all
@@ -154,14 +173,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paragraphs_are_text_without_headings_comments_and_urls() {
+    fn passages_are_text_without_headings_comments_and_urls() {
         let source = "<!-- Made. -->\n# Title\n\nSee [runs from\nelsewhere](tracking.md), `a_b`.\n\n\
             | key | meaning |\n|---|---|\n| `lr` | a [rate](x.md) |\n\n\
             - one\n- two\n  - three\n\n```\ncode\n```\n";
-        assert_eq!(
-            paragraphs(source),
-            ["See runs from elsewhere, a_b.", "lr: a rate", "one", "two", "three"]
-        );
+        let found = passages(source);
+        let texts: Vec<_> = found.iter().map(|passage| passage.text.as_str()).collect();
+        assert_eq!(texts, ["See runs from elsewhere, a_b.", "lr: a rate", "one", "two", "three"]);
+        assert!(found.iter().all(|passage| passage.is_key == passage.text.starts_with("lr")), "{found:?}");
+        assert!(found.iter().all(|passage| (&*passage.heading, &*passage.anchor) == ("Title", "title")));
     }
 
     fn rendered(source: &str, path: &str) -> String {

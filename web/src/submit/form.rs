@@ -117,7 +117,8 @@ impl Form {
         &self.filled
     }
 
-    pub(super) fn text(&self, key: &str) -> &str {
+    /// Returns the text in the field of a key such as `train.lr`.
+    pub fn text(&self, key: &str) -> &str {
         self.values.get(key).map_or("", String::as_str)
     }
 

@@ -25,7 +25,7 @@ use axum::{
     http::StatusCode,
     response::{IntoResponse, Redirect},
 };
-use lockstep_protocol::{access::Scope, spec::JobSpec};
+use lockstep_protocol::{Job, access::Scope, spec::JobSpec};
 use lockstep_web::{Template as _, compare, job as job_views, jobs as jobs_views, submit as submit_views};
 use serde::Deserialize;
 use std::sync::Arc;
@@ -114,8 +114,21 @@ pub(crate) async fn new_job(
         if let Some((key, value)) = query.set.as_deref().and_then(|set| set.split_once('=')) {
             page.form.set(key, value);
         }
+    } else if query.dataset.is_some() {
+        let name = page.form.text("name").to_owned();
+        if named(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
+            page.form.set("name", free_name(&scheduler, &caller, &name).await?);
+        }
     }
     html(page.render())
+}
+
+/// Returns the newest jobs that the caller may see and whose names contain this text.
+async fn named(scheduler: &Scheduler, caller: &Caller, text: &str) -> Result<Vec<Job>> {
+    let name = Some(text.to_owned());
+    let filter =
+        JobFilter { name, seen_by: caller.sees_as(), limit: MAX_CLONES_READ, ..JobFilter::default() };
+    Ok(scheduler.store.jobs(&filter).await?.jobs)
 }
 
 /// Returns a name for a clone of a job: `pets (2)` for `pets`, or the next number that no job has.
@@ -124,10 +137,7 @@ async fn free_name(scheduler: &Scheduler, caller: &Caller, name: &str) -> Result
         Some((stem, number)) if number.parse::<u32>().is_ok() => stem,
         _ => name,
     };
-    let name = Some(format!("{stem} ("));
-    let filter =
-        JobFilter { name, seen_by: caller.sees_as(), limit: MAX_CLONES_READ, ..JobFilter::default() };
-    let clones = scheduler.store.jobs(&filter).await?.jobs;
+    let clones = named(scheduler, caller, &format!("{stem} (")).await?;
     let numbered = |number: usize| format!("{stem} ({number})");
     let mut number = 2;
     while clones.iter().any(|job| job.name == numbered(number)) {

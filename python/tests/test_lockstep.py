@@ -115,6 +115,11 @@ CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
         lambda w, a: store(w, job=a) and (a.data["spec"]["train"]["lr"], a.data["spec"]["train"]["seed"]) == (0.05, 7),
     ),
     (
+        "Client.request",
+        lambda w: w.client.request("GET", "/jobs?limit=1&fields=id", name=w.kind),
+        lambda w, a: a["jobs"] == [{"id": w.job.id}],
+    ),
+    (
         "Job.logs",
         lambda w: w.job.logs(rank=1, follow=True),
         lambda w, a: w.job.is_over and {x["rank"] for x in a} == {1},
@@ -224,6 +229,17 @@ def test_a_submission_with_a_lost_response_creates_one_job() -> None:
         assert [other.id for other in client.jobs(name="once")] == [job.id]
         assert len(LosesResponses.seen) == 3
         job.cancel()
+
+
+def test_warnings_about_a_job_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile("sides.zip", "w") as archive:
+        for number in range(16):
+            for folder in ("train/left", "train/right", "val/left"):
+                archive.write("shoe.png", f"{folder}/{number}.png")
+    with lockstep.Client() as client:
+        client.upload("sides", "sides.zip")
+        client.submit(SPEC, set={"data.dataset": "sides", "data.validation": "val"}).cancel()
+    assert "lockstep: warning: dataset sides: " in capsys.readouterr().err
 
 
 def test_progress_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:

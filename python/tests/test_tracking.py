@@ -25,7 +25,7 @@ import pytest
 
 import lockstep
 import lockstep as wandb
-from lockstep import session, spool, tracking
+from lockstep import output, session, spool, tracking
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -82,9 +82,9 @@ class FakeServer:
             external = {"config": run["config"], "summary": run["summary"]}
             steps = [record["step"] for record in run["records"]]
             job = {"id": f"j-{id}", "name": run["name"], "step": max(steps, default=0), "external": external}
-            return (201 if is_new else 200), job
+            return (201 if is_new else 200), job | {"spec": {"private": run.get("private", False)}}
         if id not in self.runs:
-            return 404, {"detail": "no such run"}
+            return 404, {"code": "not_found", "detail": "no such run"}
         run = self.runs[id]
         files = run.setdefault("files", {})
         if method == "GET":
@@ -135,7 +135,7 @@ def environment(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Short pauses keep the tests quick.
     for name, secs in (("SEND_SECS", 0.02), ("BACK_OFF_SECS", 0.05), ("WRITE_SECS", 0.02), ("FINISH_SECS", 20.0)):
         monkeypatch.setattr(tracking, name, secs)
-    tracking._warned.clear()
+    output._warned.clear()
     yield
     server.is_down = False
     lockstep.finish()
@@ -189,6 +189,8 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
     run.summary.note = "good"
     wandb.alert("diverged", "loss is inf", level=wandb.AlertLevel.WARN)
     wandb.alert("diverged", "again, too soon")
+    with pytest.raises(lockstep.LockstepError, match="must be INFO, WARN or ERROR"):
+        wandb.alert("other", level="banana")
     wandb.watch(None)
     Path("weights").mkdir()
     Path("weights/x.pt").write_bytes(b"1")
@@ -360,9 +362,9 @@ def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
     assert command == f"python -m lockstep sync {run.dir}"
     server.is_down = False
     # The thread of `run` may have sent the record before the command does.
-    for sent in (("0", "1"), ("0",)):
+    for sent in (("0 records", "1 record"), ("0 records",)):
         result = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True)
-        assert result.stdout in [f"{run.id}: sent {records} records and 0 files\n" for records in sent]
+        assert result.stdout in [f"{run.id}: sent {records} and 0 files\n" for records in sent]
     assert server.points(run.id) == {"x": [(0, 1), (1, 2)]} and server.runs[run.id]["state"] == "succeeded"
     # Without a server or a token, there is one error for all runs.
     lockstep.init(id="unsent", mode="offline").finish()
@@ -407,7 +409,28 @@ def test_a_restored_or_emptied_server_gets_the_missing_records(server: FakeServe
     expected = {"x": [(step, step) for step in range(101)]}
     assert server.points(run.id) == expected
     server.runs.clear()
-    assert lockstep.sync(".") == {run.id: 101} and server.points(run.id) == expected
+    lockstep.init(id="zz-other", mode="offline").finish()
+    with pytest.raises(lockstep.LockstepError, match=f"run {run.id} was deleted on the server"):
+        lockstep.sync(".")
+    assert list(server.runs) == ["zz-other"]
+    command = [sys.executable, "-m", "lockstep", "sync", folder_of(run)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and "--again sends the run again" in result.stderr and run.id not in server.runs
+    subprocess.run([*command, "--again"], check=True)
+    assert server.points(run.id) == expected
+    assert lockstep.sync(".") == {run.id: 101, "zz-other": 0}
+
+
+def test_a_run_that_is_deleted_while_it_is_logged_is_not_offered_to_sync(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lockstep.init()
+    server.runs.clear()
+    run.log({"x": 1.0})
+    run.finish()
+    errors = capsys.readouterr().err
+    assert errors.count(f"run {run.id} was deleted on the server") == 1 and "lockstep sync" not in errors
+    assert server.runs == {}
 
 
 LOGS_UNTIL_KILLED = """
@@ -454,7 +477,7 @@ def test_a_killed_program_loses_at_most_the_last_moment_and_continues(
     assert server.points("killed") == {"x": [(n, n) for n in range(count + 1)]}
     with pytest.raises(ValueError), lockstep.init(id="killed"):
         raise ValueError("bad batch")
-    assert "run killed was interrupted, and continues" in capsys.readouterr().err
+    assert f"continues run killed at step {count}" in capsys.readouterr().err
     with lockstep.init(resume="auto") as run:
         assert run.id != "killed"
     assert f"a new run begins: {path.absolute().parent} has no interrupted run" in capsys.readouterr().err
@@ -484,25 +507,44 @@ def test_a_forked_process_sends_nothing(server: FakeServer, capfd: pytest.Captur
     assert "log does nothing in a forked process" in capfd.readouterr().err
 
 
-def test_a_run_continues_in_another_folder(server: FakeServer) -> None:
-    with lockstep.init(id="moves", dir="a", config={"lr": 0.1}) as run:
+def test_a_run_continues_in_another_folder(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    def save(content: bytes, modified_secs: float) -> None:
+        Path("w.pt").write_bytes(content)
+        os.utime("w.pt", (modified_secs, modified_secs))
+        run.save("w.pt")
+
+    with lockstep.init(id="moves", dir="a", project="my shoes", config={"lr": 0.1}) as run:
         run.log({"x": 0})
         run.log({"x": 1})
-    with lockstep.init(id="moves", dir="b", resume="must") as run:
+        save(b"newer", 2_000)
+        save(b"older", 1_000)
+        wait_until(lambda: server.runs["moves"].get("files", {}).get("w.pt", [None])[0] == b"older")
+    assert capsys.readouterr().err.count("the project is 'my-shoes'") == 1
+    with lockstep.init(id="moves", dir="b", project="my shoes", private=True, resume="must") as run:
         assert (run.step, run.resumed, run.config.lr) == (2, True, 0.1)
         run.log({"x": 2})
+        save(b"newest", time.time() + 3_600)
+    errors = capsys.readouterr().err
+    assert "continues run moves at step 2" in errors and "the project is" not in errors
+    assert "run moves is not private" in errors and "private" not in server.runs["moves"]
     # Continues in the first folder, which lacks the third record.
     with lockstep.init(id="moves", dir="a") as run:
         run.log({"x": 3})
     assert server.points("moves") == {"x": [(n, n) for n in range(4)]}
     assert lockstep.sync("a", "b/lockstep-runs") == {"moves": 4}
     assert server.points("moves") == {"x": [(n, n) for n in range(4)]}
+    assert server.runs["moves"]["files"]["w.pt"][0] == b"newest"
+    assert "the server has a newer file w.pt of run moves" in capsys.readouterr().err
+    lockstep.init(id="hidden", private=True).finish()
+    assert server.runs["hidden"]["private"] is True
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"mode": "on"}, "must be online, offline or disabled"),
+        ({"resume": "sometimes"}, "must be allow, must, never, auto, True or False"),
+        ({"config": "abc"}, "must be a mapping or a namespace of argparse, not a str"),
         ({"id": "a/b"}, "1 to 64 letters"),
         ({"resume": "must"}, "needs the id"),
         ({"id": "new", "resume": "must"}, "does not exist"),
@@ -534,6 +576,17 @@ def test_a_run_continues_after_its_largest_step(server: FakeServer) -> None:
         run.log({"train/loss": 0.9})
     steps = [record["step"] for record in server.runs["r"]["records"]]
     assert steps[-1] > 1000 and 3 in steps, steps
+
+
+def test_a_metric_over_a_fractional_step_metric_keeps_every_point_in_order(server: FakeServer) -> None:
+    for first in (0, 8):
+        with lockstep.init(id="r") as run:
+            run.define_metric("loss", step_metric="epoch")
+            for n in range(first, first + 8):
+                run.log({"epoch": n * 0.25, "loss": n})
+                # A new definition does not return the metric to the epochs.
+                run.define_metric("loss", step_metric="epoch", summary="min")
+    assert server.points("r")["loss"] == [(n, n) for n in range(16)]
 
 
 def test_sync_sends_all_runs_of_a_copied_folder_and_reports_damage(server: FakeServer, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from .client import Client
-from .errors import LockstepError, Unreachable
+from .errors import LockstepError, RunDeleted, Unreachable
 from .spool import RUN, folders, send_folder
 
 
@@ -17,17 +17,22 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     sync = commands.add_parser("sync", help="send the parts of runs that the server lacks; can be repeated safely")
     sync.add_argument("dir", nargs="+", type=Path, help="the folder of a run, or a folder with such folders")
+    sync.add_argument("--again", action="store_true", help="also send runs that were deleted on the server")
     arguments = parser.parse_args()
     try:
         with Client() as client:
-            return max(send_runs(dir, client) for dir in arguments.dir)
+            return max(send_runs(dir, client, arguments.again) for dir in arguments.dir)
     # The server's URL or the token is unusable, or the server is unreachable.
     except LockstepError as error:
         print(f"nothing more was sent: {error}", file=sys.stderr)
         return 1
 
 
-def send_runs(dir: Path, client: Client) -> int:
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def send_runs(dir: Path, client: Client, again: bool) -> int:
     """Sends the runs in a folder. Returns the exit status. Raises `Unreachable`."""
     status = 0
     paths = list(folders(dir))
@@ -36,14 +41,18 @@ def send_runs(dir: Path, client: Client) -> int:
         status = 1
     for path in paths:
         try:
-            sender = send_folder(path, client)
+            sender = send_folder(path, client, again)
         except Unreachable:
             raise
+        except RunDeleted as error:
+            print(f"{error}. The option --again sends the run again", file=sys.stderr)
+            status = 1
         except LockstepError as error:
             print(f"{path} was not sent completely: {error}", file=sys.stderr)
             status = 1
         else:
-            print(f"{sender.id}: sent {sender.sent_records} records and {sender.sent_files} files")
+            records, files = _count(sender.sent_records, "record"), _count(sender.sent_files, "file")
+            print(f"{sender.id}: sent {records} and {files}")
     return status
 
 

@@ -19,6 +19,7 @@ import httpx
 
 from . import access, job_file
 from .errors import JobFailed, LockstepError
+from .output import say
 from .progress import Progress
 from .transport import Async, AsyncCalls, Calls, Sync, SyncCalls, call, stream
 
@@ -354,9 +355,12 @@ class JobCalls(_Resource, Generic[J, C]):
 
 
 async def _submit(calls: Calls, path: str, body: Json) -> Json:
-    """Submits a job. The idempotency key prevents a second job if the request is repeated."""
+    """Submits a job and prints warnings. The idempotency key prevents a second job if the request is repeated."""
     headers = {"Idempotency-Key": uuid.uuid4().hex}
-    return dict((await calls._send("POST", path, may_repeat=True, json=body, headers=headers)).json())
+    job: Json = (await calls._send("POST", path, may_repeat=True, json=body, headers=headers)).json()
+    for warning in job.get("warnings") or []:
+        say(f"warning: {warning}")
+    return job
 
 
 async def _changes(calls: Calls, changes: Changes, keys: Json) -> Json:
@@ -379,7 +383,8 @@ class ClientCalls(Calls, Generic[J]):
 
         `job`: a TOML file, or its content as a mapping. `set`: keys to change, by path (`{"train.lr": 0.1}`) or nested.
         `keys`: keys that only one table has (`lr=0.1` is `train.lr`). None means a key's default. A folder as
-        `data.dataset` is registered under its name unless it is registered already.
+        `data.dataset` is registered under its name unless it is registered already. Warnings of the server are written
+        to standard error.
 
         Raises `Problem` with every mistake in `errors`; `LockstepError` if the file cannot be read or a key is
         ambiguous.
@@ -481,8 +486,8 @@ class ClientCalls(Calls, Generic[J]):
     async def request(self, method: str, path: str, /, *, json: Any = None, **query: Any) -> Any:
         """Sends any other request of the REST interface: `request("GET", "/projects")`. `path` is below `/api/v1`.
 
-        `query`: parameters of the URL; lists become text with commas. Returns the response's JSON, or None
-        without a body. Raises `Problem`.
+        `query`: parameters of the URL, in addition to those in `path`; lists become text with commas. Returns the
+        response's JSON, or None without a body. Raises `Problem`.
         """
         response = await self._send(method, path, query, may_repeat=method == "GET", json=json)
         return response.json() if response.content else None

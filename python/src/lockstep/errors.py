@@ -14,6 +14,10 @@ class Unreachable(LockstepError):
     """No server responded, or the connection was lost before the response."""
 
 
+class RunDeleted(LockstepError):
+    """The server does not have a run that was sent before."""
+
+
 class Problem(LockstepError):
     """The server refused a request (RFC 9457).
 

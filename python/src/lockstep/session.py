@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .client import Client
-from .errors import LockstepError, Problem, Unreachable
+from .errors import LockstepError, Problem, RunDeleted, Unreachable
+from .output import say, warn_once
 from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, may_succeed_later, read_run, send_folder
-from .tracking import SEND_SECS, AlertLevel, Mode, Run, outcome, say, warn_once, warn_unsent
+from .tracking import SEND_SECS, AlertLevel, Mode, Run, outcome, warn_unsent
 from .values import Artifact, Json, to_dict, to_json
 
 Resume = Literal["allow", "must", "never", "auto"]
@@ -94,14 +95,15 @@ def init(
     dir: PathLike | None = None,
     group: str | None = None,
     job_type: str | None = None,
+    private: bool = False,
     reinit: Any = None,
     **ignored: Any,
 ) -> Run:
     """Begins a run. The run ends with `finish`, at the end of a `with` statement or with the program.
 
     `project`, `name`, `notes`, `tags`: as for jobs; `group` and `job_type` become tags. `config`: the settings, a
-    mapping or a namespace of argparse. `dir`: the folder that contains `lockstep-runs`, the folder of runs (default:
-    the working folder).
+    mapping or a namespace of argparse. `private`: whether only the owner and admins see the run; cannot be changed
+    later. `dir`: the folder that contains `lockstep-runs`, the folder of runs (default: the working folder).
 
     `mode`: `online` (default, or the variable LOCKSTEP_MODE), `offline` (nothing is sent until `lockstep.sync`) or
     `disabled` (nothing is stored).
@@ -130,23 +132,18 @@ def init(
     chosen_mode = mode or os.environ.get("LOCKSTEP_MODE") or "online"
     if chosen_mode not in ("online", "offline", "disabled"):
         raise LockstepError(f"mode is {chosen_mode!r}: it must be online, offline or disabled")
+    if resume not in (None, True, False, "allow", "must", "never", "auto"):
+        raise LockstepError(f"resume is {resume!r}: it must be allow, must, never, auto, True or False")
     if id is not None and not re.fullmatch("[A-Za-z0-9_-]{1,64}", id):
         raise LockstepError(f"id is {id!r}: it must have 1 to 64 letters, digits, '-' and '_'")
     root = Path(dir or ".").absolute() / "lockstep-runs"
     if id is None and resume in (True, "auto"):
-        if (id := _interrupted(root)) is not None:
-            say(f"run {id} was interrupted, and continues")
-        else:
+        if (id := _interrupted(root)) is None:
             say(f"a new run begins: {root} has no interrupted run; give id=... to continue a run that has ended")
     if id is None and resume == "must":
         raise LockstepError('resume="must" needs the id of the run to continue')
     is_chosen, id = id is not None, id or _new_id()
     own_project = re.sub("[^A-Za-z0-9_.-]", "-", (project or "").lstrip("."))[:100] or "default"
-    if project and project != own_project:
-        warn_once(
-            f"the project is {own_project!r} instead of {project!r}: a project's name has 1 to 100 letters, digits, "
-            "'.', '_' and '-', and does not begin with '.'"
-        )
     labels = [*(tags or []), *(label for label in (group, job_type) if label)]
     run: Json = {
         "id": id,
@@ -155,12 +152,15 @@ def init(
         "config": {str(key): to_json(value) for key, value in to_dict(config).items()},
         "tags": [str(label).replace(",", " ")[:40] for label in labels],
         "notes": notes,
+        "private": private,
         "summary": {},
         "state": "running",
         "reason": None,
         # In milliseconds since 1970. A run that is sent later keeps this time.
         "started_at": time.time_ns() // 1_000_000,
         "ended_at": None,
+        # The metrics that do not use their `step_metric`; see `define_metric`.
+        "over_steps": [],
     }
     if chosen_mode == "disabled":
         _run = Run(run, "disabled", None, 0, False)
@@ -190,6 +190,8 @@ def init(
             if sender.acknowledged:
                 step = max(step, int(job["step"]) + 1)
             is_resumed |= not is_new
+            if private and not is_new and not job["spec"].get("private"):
+                say(f"run {id} is not private: only a new run can be private")
     except BaseException:
         spool.close()
         if not is_here:
@@ -199,6 +201,13 @@ def init(
     _run._url = url
     _run._note_change()
     _run._start(sender)
+    if is_resumed:
+        say(f"continues run {id} at step {step}")
+    elif project and project != own_project:
+        say(
+            f"the project is {own_project!r} instead of {project!r}: a project's name has 1 to 100 letters, digits, "
+            "'.', '_' and '-', and does not begin with '.'"
+        )
     if url:
         say(f"run {run['name']} is at {url}")
     return _run
@@ -214,6 +223,8 @@ def _continue(run: Json, before: Json, name: str | None, project: str | None) ->
     run["project"] = run["project"] if project else before.get("project") or run["project"]
     run["tags"] = run["tags"] or before.get("tags") or []
     run["notes"] = run["notes"] or before.get("notes")
+    run["private"] = run["private"] or before.get("private") or False
+    run["over_steps"] = before.get("over_steps") or []
 
 
 def current() -> Run | None:
@@ -279,21 +290,28 @@ def login(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def sync(*dirs: PathLike, url: str | None = None, token: str | None = None) -> dict[str, int]:
+def sync(*dirs: PathLike, url: str | None = None, token: str | None = None, again: bool = False) -> dict[str, int]:
     """Sends the records and files of runs that the server lacks. Returns each run's number of records on the server.
 
     `dirs`: folders of runs, or folders that contain such folders, also from other machines. An interrupted call can be
-    repeated. `url`, `token`: as for `Client`. Raises `LockstepError` if a folder has no runs or cannot be read, and
-    `Problem` and `Unreachable` like every call.
+    repeated. `url`, `token`: as for `Client`. `again`: whether to send runs that were deleted on the server. Without
+    it, raises `LockstepError` for such a run, after the other runs were sent. Also raises `LockstepError` if a folder
+    has no runs or cannot be read, and `Problem` and `Unreachable` like every call.
     """
-    sent = {}
+    sent: dict[str, int] = {}
+    deleted: RunDeleted | None = None
     with Client(url, token) as client:
         for dir in dirs:
             if not (paths := list(folders(Path(dir)))):
                 raise LockstepError(f"{os.fspath(dir)} has no runs: no folder in it has {RUN} and records.jsonl")
             for path in paths:
-                sender = send_folder(path, client)
-                sent[sender.id] = sender.acknowledged
+                try:
+                    sender = send_folder(path, client, again)
+                    sent[sender.id] = sender.acknowledged
+                except RunDeleted as error:
+                    deleted = error
+    if deleted is not None:
+        raise LockstepError(f"{deleted}. sync(..., again=True) sends the run again") from deleted
     return sent
 
 

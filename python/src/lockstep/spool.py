@@ -2,7 +2,8 @@
 
 `run.json` has the fields of the run. `records.jsonl` has one record on each line: the values of one step. The server
 identifies a record by its number, which is the number of its line. `files` has copies of the files that the program
-saved. A file is sent unless the server has a file with the same path, size and time.
+saved. A file is sent unless the server has a file with the same path that has the same size and time, or was changed
+later. The empty file `sent` exists if a server had the run.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from .client import Client
-from .errors import LockstepError, Problem, Unreachable
+from .errors import LockstepError, Problem, RunDeleted, Unreachable
+from .output import warn_once
 
 if os.name == "posix":
     import fcntl
@@ -27,6 +31,7 @@ Json = dict[str, Any]
 RUN = "run.json"
 RECORDS = "records.jsonl"
 FILES = "files"
+SENT = "sent"
 # The server accepts at most 10,000 values and 1 MiB in a request.
 REQUEST_VALUES = 10_000
 REQUEST_BYTES = 900 << 10
@@ -64,6 +69,9 @@ def keep_file(path: Path, source: Path, name: str) -> None:
     partial = path / f"{FILES}.{secrets.token_hex(8)}"
     try:
         shutil.copy2(source, partial)
+        # The server would keep the earlier copy if that were newer.
+        if target.exists() and partial.stat().st_mtime_ns < target.stat().st_mtime_ns:
+            os.utime(partial)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
@@ -186,10 +194,11 @@ class Sender:
     def begin(self) -> tuple[Json, bool]:
         """Makes the run on the server, or continues the run with this id. Returns the job, and whether it is new."""
         run = read_run(self.path)
-        keys = ("id", "name", "project", "config", "tags", "notes", "started_at")
+        keys = ("id", "name", "project", "config", "tags", "notes", "private", "started_at")
         new = {key: run[key] for key in keys if run.get(key)}
         response = self._client._send_once("POST", "/runs", json=new, timeout=REQUEST_SECS)
         is_new = response.status_code == 201
+        self._remember()
         self._known = {"state": "running", "summary": {}} | ({"config": run["config"]} if is_new else {})
         self._seek(0 if is_new else self._count_records())
         return response.json(), is_new
@@ -202,9 +211,15 @@ class Sender:
                 raise
             self.begin()
         else:
+            self._remember()
             # The state `running` is not sent, so that a run that has ended on the server stays ended.
             self._known = {"state": "running"}
             self._seek(self._count_records())
+
+    def _remember(self) -> None:
+        # The folder may be read-only.
+        with contextlib.suppress(OSError):
+            (self.path / SENT).touch()
 
     def beat(self) -> None:
         """Tells the server that the run continues."""
@@ -213,7 +228,7 @@ class Sender:
     def send(self) -> bool:
         """Sends everything that the server lacks. Returns whether anything was sent. Can be repeated after an error.
 
-        Raises `Problem` or `Unreachable`; `LockstepError` if the folder is damaged.
+        Raises `Problem` or `Unreachable`; `RunDeleted`; `LockstepError` if the folder is damaged.
         """
         if self._known is None:
             self._connect()
@@ -274,21 +289,23 @@ class Sender:
         if not root.exists():
             return False
         if self._files is None:
-            listed = self._client._send_once("GET", f"/runs/{self.id}/files", timeout=REQUEST_SECS).json()["files"]
+            listed = self._request("GET", "/files").json()["files"]
             self._files = {file["path"]: (file["size_bytes"], file["modified_ms"]) for file in listed}
         has_sent, refused = False, None
         for file in sorted(file for file in root.rglob("*") if file.is_file()):
             name, status = file.relative_to(root).as_posix(), file.stat()
             version = status.st_size, status.st_mtime_ns // 1_000_000
-            if self._files.get(name) == version:
+            on_server = self._files.get(name)
+            if on_server == version:
+                continue
+            if on_server and on_server[1] > version[1]:
+                warn_once(f"{file} is not sent, because the server has a newer file {name} of run {self.id}")
                 continue
             query = {"path": name, "modified_ms": version[1]}
             headers = {"Content-Type": "application/octet-stream"}
             try:
                 with open(file, "rb") as content:
-                    self._client._send_once(
-                        "PUT", f"/runs/{self.id}/file", query=query, content=content, headers=headers, timeout=FILE_SECS
-                    )
+                    self._request("PUT", "/file", FILE_SECS, query=query, content=content, headers=headers)
             # A refused file does not block the other files.
             except Problem as problem:
                 refused = refused or problem
@@ -302,8 +319,19 @@ class Sender:
             raise refused
         return has_sent
 
+    def _request(self, method: str, path: str, timeout: float = REQUEST_SECS, **more: Any) -> httpx.Response:
+        try:
+            return self._client._send_once(method, f"/runs/{self.id}{path}", timeout=timeout, **more)
+        except Problem as problem:
+            if problem.code == "not_found" and (self.path / SENT).exists():
+                raise RunDeleted(
+                    f"run {self.id} was deleted on the server, or belongs to another server or person; its folder "
+                    f"{self.path} is kept"
+                ) from problem
+            raise
+
     def _change(self, body: Json) -> None:
-        self._client._send_once("PATCH", f"/runs/{self.id}", json=body, timeout=REQUEST_SECS)
+        self._request("PATCH", "", json=body)
 
     def _count_records(self) -> int:
         """Returns the number of records that the server has."""
@@ -312,8 +340,7 @@ class Sender:
     def _post(self, lines: list[bytes], first: int | None = None) -> int:
         body = b'{"first":%d,"records":[%b]}' % (first or self._next, b",".join(lines))
         headers = {"Content-Type": "application/json"}
-        path = f"/runs/{self.id}/records"
-        response = self._client._send_once("POST", path, content=body, headers=headers, timeout=REQUEST_SECS)
+        response = self._request("POST", "/records", content=body, headers=headers)
         return int(response.json()["acknowledged"])
 
     def _batch(self) -> list[bytes]:
@@ -354,8 +381,13 @@ def folders(path: Path) -> Iterator[Path]:
                 yield file.parent
 
 
-def send_folder(path: Path, client: Client) -> Sender:
-    """Sends the parts of a run that the server lacks. Returns the closed sender, which has the numbers."""
+def send_folder(path: Path, client: Client, again: bool = False) -> Sender:
+    """Sends the parts of a run that the server lacks. Returns the closed sender, which has the numbers.
+
+    `again`: whether to send a run that was deleted on the server, for which `RunDeleted` is raised otherwise.
+    """
+    if again:
+        (path / SENT).unlink(missing_ok=True)
     sender = Sender(path, client)
     with contextlib.closing(sender):
         sender.send()

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import LockstepError, Unreachable
+from .errors import LockstepError, RunDeleted, Unreachable
+from .output import say, warn_once
 from .spool import Sender, Spool, keep_file, may_succeed_later
 from .values import MAX_EXACT_INT, Artifact, Config, Json, Summary, json_number, scalar, to_step
 
@@ -43,24 +44,12 @@ ALERTS = 50
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-_warned: set[str] = set()
-
-
-def say(text: str) -> None:
-    """Writes a line to standard error."""
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
-
-
-def warn_once(text: str) -> None:
-    """Writes a line to standard error, unless it was written before."""
-    if text not in _warned:
-        _warned.add(text)
-        say(text)
 
 
 def warn_unsent(sender: Sender, error: Exception) -> None:
     """Writes once why a run cannot be sent."""
-    warn_once(f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
+    is_deleted = isinstance(error, RunDeleted)
+    warn_once(str(error) if is_deleted else f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
 
 
 def _warn_unsupported(call: str) -> None:
@@ -276,7 +265,15 @@ class Run:
                 if 0 <= on_axis < MAX_EXACT_INT and on_axis == math.floor(on_axis):
                     own_step = int(on_axis)
                 else:
-                    warn_once(f"{name} is shown over the run's steps while {axis} is not logged as a whole number")
+                    # Values on two axes would have the same steps and replace each other.
+                    self._fields["over_steps"].append(name)
+                    self._rules[name] = None, kinds
+                    self._has_changed = True
+                    found_value = f"{axis} has the value {on_axis}" if axis in self._last else f"{axis} has no value"
+                    warn_once(
+                        f"{name} is from now on shown over the run's steps, because {found_value}: "
+                        "a step must be a whole number"
+                    )
             found.setdefault(own_step, {})[name] = value
             if kinds and math.isfinite(value):
                 self._summarize(name, value, kinds)
@@ -287,7 +284,7 @@ class Run:
         # A name takes precedence over patterns, and a longer pattern over a shorter one.
         patterns.sort(key=lambda pattern: (pattern == name, len(pattern)))
         axis, kinds = self._defined[patterns[-1]] if patterns else (None, frozenset())
-        return (None if axis == name else axis), kinds
+        return (None if axis == name or name in self._fields["over_steps"] else axis), kinds
 
     def _summarize(self, name: str, value: float, kinds: frozenset[str]) -> None:
         results = self.summary._items.setdefault(name, {})
@@ -308,8 +305,9 @@ class Run:
     ) -> None:
         """Sets how metrics are shown. `name`: the name of a metric, or a prefix of several names and `*`.
 
-        `step_metric`: the metric whose values replace the steps, such as `epoch`; whole numbers only. `summary`:
-        `min`, `max`, `first`, `last`, or `best` with `goal` (`minimize` or `maximize`), or several with commas;
+        `step_metric`: the metric whose values replace the steps, such as `epoch`; whole numbers only. At the first
+        other or missing value, a metric returns to the run's steps for the rest of the run. `summary`: `min`, `max`,
+        `first`, `last`, or `best` with `goal` (`minimize` or `maximize`), or several with commas;
         `run.summary["loss"]["min"]` has the result.
         """
         if self._is_forked:
@@ -331,10 +329,13 @@ class Run:
         The newest alerts are also in `run.summary["alerts"]`.
 
         `level`: `INFO` (default), `WARN` or `ERROR`. `wait_duration`: seconds, or a timedelta, in which further alerts
-        with this title are ignored (default: 60). Raises `ValueError` for any other level.
+        with this title are ignored (default: 60). Raises `LockstepError` for any other level.
         """
         self._require_unfinished()
-        level = AlertLevel(level or "INFO").value
+        try:
+            level = AlertLevel(level or "INFO").value
+        except ValueError:
+            raise LockstepError(f"level is {level!r}: it must be INFO, WARN or ERROR") from None
         wait_secs = getattr(wait_duration, "total_seconds", lambda: 60 if wait_duration is None else wait_duration)()
         if time.monotonic() - self._alerted_at.get(title, -math.inf) < wait_secs:
             return
@@ -361,7 +362,8 @@ class Run:
 
         `glob_str`: a path, or a pattern such as `out/*.safetensors`; with `glob=False` always a path. `base_path`: the
         folder to which paths are relative (default: the working folder); a file outside this folder keeps only its
-        name. A file that is saved again replaces the earlier file. The files are copied into the run's folder before
+        name. A file that is saved again replaces the earlier file, but never a file on the server that was changed
+        later, for example by this run in another folder. The files are copied into the run's folder before
         this method returns, and sent in the background.
         """
         base = os.path.abspath(base_path or ".")
@@ -458,7 +460,8 @@ class Run:
                 # A file is still being uploaded. Without its end, the run would count as failed later.
                 with contextlib.suppress(LockstepError):
                     self._sender.send_end()
-            if self._sender_thread.is_alive() or self._failure is not None:
+            is_deleted = isinstance(self._failure, RunDeleted)
+            if (self._sender_thread.is_alive() or self._failure is not None) and not is_deleted:
                 why = f" ({self._failure})" if self._failure else ""
                 say(f"run {self.id} was not sent completely{why}; nothing is lost, send it by: {command}")
             if self._sender_thread.is_alive():

@@ -86,14 +86,14 @@ class Calls:
         `Unreachable` if there is no response.
         """
         params = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in (query or {}).items()}
-        params = {k: v for k, v in params.items() if v is not None}
+        url = httpx.URL(path).copy_merge_params({k: v for k, v in params.items() if v is not None})
         gives_up_at = time.monotonic() + patience
         pause, longest = PAUSES
         while True:
             pause_secs = pause
             failure: Problem | Unreachable
             try:
-                response = await self._io.exchange(method=method, url=path, params=params, **more)
+                response = await self._io.exchange(method=method, url=url, **more)
             except httpx.TransportError as error:
                 address, why = error.request.url.copy_with(path="/", query=None), str(error) or type(error).__name__
                 failure = Unreachable(

@@ -117,7 +117,11 @@ def to_dict(given: Any) -> Json:
     """Returns the settings in a mapping, a namespace of argparse or another object with attributes."""
     if given is None:
         return {}
-    return dict(given) if isinstance(given, Mapping) else dict(vars(given))
+    try:
+        return dict(given) if isinstance(given, Mapping) else dict(vars(given))
+    except TypeError:
+        kind = type(given).__name__
+        raise LockstepError(f"settings must be a mapping or a namespace of argparse, not a {kind}") from None
 
 
 class _Values(MutableMapping[str, Any]):

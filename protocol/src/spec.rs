@@ -22,7 +22,7 @@ mod stop;
 mod sweep;
 mod train;
 
-pub use check::{from_json, from_toml, read, read_leniently};
+pub use check::{from_json, from_toml, key_mistakes, read, read_leniently};
 pub use data::{Augment, BrokenFiles, DataSpec, Validation, ValidationDivision};
 pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};

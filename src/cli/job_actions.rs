@@ -63,7 +63,12 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
                 // The state already says that the job was cancelled.
                 let reason = job.reason.as_ref().filter(|_| job.state != JobState::Cancelled);
                 let reason = reason.map(|r| format!(": {r}")).unwrap_or_default();
-                output::line(format_args!("{} {}{reason}", job.id, job.state))?;
+                // Runs from elsewhere can be cancelled, but neither paused, resumed nor retried.
+                let note = job
+                    .external
+                    .as_ref()
+                    .map_or("", |_| "; its program is not stopped: stop it where it runs");
+                output::line(format_args!("{} {}{reason}{note}", job.id, job.state))?;
             }
             done.push(job);
         }

@@ -44,7 +44,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "TIME")]
     created_before: Option<String>,
     /// Sort by created, started, finished, name, state, project, owner, priority, step, epoch, attempt, ranks, speed, loss, best or the
-    /// newest value of another metric, tag:NAME, or a key such as spec.train.lr; a leading - sorts in descending order [default: -created]
+    /// newest value of another metric that ranks report, tag:NAME, or a key such as spec.train.lr; a leading - sorts in descending order
+    /// [default: -created]
     #[arg(long, allow_hyphen_values = true)]
     sort: Option<String>,
     /// List groups instead of jobs, by project, owner, tag, state, name or settings such as train.lr (up to 3), with mean and standard

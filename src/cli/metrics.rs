@@ -5,6 +5,7 @@ use super::{
     block_on, output, usage_error,
 };
 use futures_util::StreamExt;
+use lockstep_protocol::numbers;
 use serde_json::Value;
 use std::{collections::BTreeSet, io::Write};
 
@@ -67,11 +68,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 fn row(series: &Value) -> [String; 7] {
-    let numbers = |key: &str| -> Vec<f64> {
+    let values = |key: &str| -> Vec<f64> {
         series[key].as_array().map(|v| v.iter().filter_map(Value::as_f64).collect()).unwrap_or_default()
     };
-    let shown = |value: Option<f64>| value.map(|v| format!("{v:.4}")).unwrap_or_default();
-    let steps = numbers("steps");
+    let shown = |value: Option<f64>| value.map(numbers::value).unwrap_or_default();
+    let steps = values("steps");
     let range = match (steps.first(), steps.last()) {
         (Some(first), Some(last)) => format!("{first} to {last}"),
         _ => String::new(),
@@ -81,8 +82,8 @@ fn row(series: &Value) -> [String; 7] {
         series["attempt"].to_string(),
         series["rank"].to_string(),
         range,
-        shown(numbers("mean").last().copied()),
-        shown(numbers("min").into_iter().reduce(f64::min)),
-        shown(numbers("max").into_iter().reduce(f64::max)),
+        shown(values("mean").last().copied()),
+        shown(values("min").into_iter().reduce(f64::min)),
+        shown(values("max").into_iter().reduce(f64::max)),
     ]
 }

@@ -190,6 +190,11 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
         String::new()
     };
     output::line("")?;
+    let ranks = spec.parallel.ranks;
+    let machines = (ranks as usize).div_ceil(machine.ranks);
+    if machines > 1 {
+        output::line(format_args!("{ranks} ranks need {machines} machines like the measured one."))?;
+    }
     for (key, value) in [
         ("plan", plan.to_string()),
         ("why", planned.why.clone()),

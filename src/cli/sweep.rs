@@ -5,8 +5,8 @@ use lockstep_protocol::{
     JobSpec,
     numbers::plural,
     spec::{
-        Setting, SpecError, key_parts, read_sweep, set_key, shortened, split_sweep, toml_document,
-        trial_document,
+        Setting, SpecError, key_mistakes, key_parts, read_sweep, set_key, shortened, split_sweep,
+        toml_document, trial_document,
     },
 };
 use serde_json::{Map, Value, json};
@@ -53,7 +53,10 @@ pub(crate) fn find_mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)>
     let (section, job) = split_sweep(document)?;
     let sweep = match read_sweep(&section) {
         Ok(sweep) => sweep,
-        Err(mistakes) => return Some((0, mistakes)),
+        Err(mut mistakes) => {
+            mistakes.extend(key_mistakes(&job));
+            return Some((0, mistakes));
+        }
     };
     let settings = sweep.settings();
     // Each distinct mistake, with the indexes of the trials that have it.
@@ -238,6 +241,11 @@ mod tests {
             let found = grid(job, arguments, None).and_then(|document| check(path, &document));
             let message = found.expect_err("it is refused").to_string();
             assert!(message.contains(words), "{arguments:?}: {message}");
+        }
+        let both = json!({"train": {"lrr": 1}, "sweep": {"method": "grid", "metric": {"name": "acc"}, "parameters": {}}});
+        let (_, mistakes) = find_mistakes(&both).expect("a sweep");
+        for pointer in ["/sweep/metric/name", "/train/lrr"] {
+            assert!(mistakes.iter().any(|mistake| mistake.pointer == pointer), "{pointer}: {mistakes:?}");
         }
     }
 }

@@ -61,6 +61,7 @@ async fn exported_jobs_are_imported_with_every_value() {
         assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
     }
     assert!(server.cli(&["list"]).ok().contains("elsewhere"));
+    assert!(server.cli(&["metrics", &id, "train/loss"]).ok().contains("5.00e-4"));
     server.cli(&["metrics", &id, "nope"]).assert_usage_error(&["has no metric \"nope\"", "train/loss"]);
 
     server.cli(&["export", "tensorboard", &id, "-o", "runs"]).ok();

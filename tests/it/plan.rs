@@ -90,6 +90,8 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     for words in ["RANKS", "MACHINES", "4      256", "8      512", "fc split by out", "memory"] {
         assert!(table.contains(words), "{words}: {table}");
     }
+    let eight = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "8"]);
+    assert!(eight.ok().contains("8 ranks need 2 machines like the measured one."), "{}", eight.stdout);
     let one = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
     let text = one.ok();
     for words in [

@@ -87,6 +87,13 @@ pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
     }
 }
 
+/// Mistakes in the keys and values of a document, without combinations. Keys of the document may still get other values.
+pub fn key_mistakes(document: &Value) -> Vec<SpecError> {
+    let mut errors = Vec::new();
+    check_shape(&mut document.clone(), &mut errors);
+    errors
+}
+
 /// The recipe's learning rate for the job's batch size; a mistake if it exceeds the maximum of `train.lr`.
 fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32 {
     let lr = recipe.lr_for(spec) as f32;
@@ -189,6 +196,7 @@ const SYNONYMS: [(&str, &str); 3] =
 
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let meant = SYNONYMS.iter().find(|(name, _)| *name == key).map_or(key, |(_, meant)| *meant);
+    let others = || KEYS.iter().filter(move |s| s.name != section);
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if key == "sweep" && section.is_empty() {
         detail = "this file is a sweep of several jobs, and only one job is accepted here: submit a sweep with `lockstep submit FILE` \
@@ -196,15 +204,16 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
             .into();
     } else if let Some(near) = nearest(meant, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
-    } else if let Some(owner) =
-        KEYS.iter().find(|s| s.name != section && s.keys.iter().any(|(k, _)| *k == meant))
+    } else if let Some(near) = nearest(meant, others().flat_map(|s| s.keys.iter().map(|(k, _)| *k)))
+        && let Some(owner) = others().find(|s| s.keys.iter().any(|(k, _)| *k == near))
     {
         let owner = if owner.name.is_empty() {
             "the top of the document".into()
         } else {
-            format!("[{0}]: move it to that section (with --set: {0}.{meant}=VALUE)", owner.name)
+            format!("[{0}]: move it to that section (with --set: {0}.{near}=VALUE)", owner.name)
         };
-        let _ = write!(detail, "; it belongs to {owner}");
+        let it = if near == meant { "it".into() } else { format!("did you mean {near:?}? It") };
+        let _ = write!(detail, "; {it} belongs to {owner}");
     } else {
         let _ = write!(detail, "; the keys are {}", names.join(", "));
     }

@@ -134,6 +134,13 @@ fn errors_for_unknown_keys_suggest_the_nearest_key() {
         "/data/lr",
         &["belongs to [train]: move it to that section (with --set: train.lr=VALUE)"],
     );
+    one_mistake(
+        &job_with("data", "epoch = 3"),
+        "/data/epoch",
+        &[
+            "did you mean \"epochs\"? It belongs to [train]: move it to that section (with --set: train.epochs=VALUE)",
+        ],
+    );
     one_mistake(&job_with("train", "learning_rate = 0.1"), "/train/learning_rate", &["did you mean \"lr\""]);
     one_mistake(&job_with("train", "xyzzy = 1"), "/train/xyzzy", &["the keys are recipe, epochs, steps"]);
     one_mistake(&job_with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);

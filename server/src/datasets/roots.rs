@@ -70,7 +70,7 @@ impl DatasetRoots {
                 Ok(())
             } else {
                 Err("can be registered by admins only: this server names no folders that datasets may come from \
-                    (`lockstep serve --dataset-root DIR`)"
+                    (`lockstep serve --dataset-root DIR`); upload a zip file instead, on the page Datasets or from Python"
                     .into())
             };
         }

@@ -284,6 +284,13 @@ fn forbidden(caller: &Caller, scope: Scope, path: &str) -> Response {
         format!(
             "agents join with a token of their own; the token {name:?} has the scope {has} (see `lockstep token create --scope agent --agent NAME`)"
         )
+    } else if let Some(person) =
+        caller.person().filter(|_| caller.token().is_some_and(|token| token.scope.allows(scope)))
+    {
+        format!(
+            "this needs the scope {scope}: the token {name:?} has it, but the role of the token's owner {person} allows only {has}; ask \
+             an admin"
+        )
     } else {
         format!("this needs a token of the scope {scope}, and the token {name:?} has the scope {has}")
     };

@@ -8,7 +8,7 @@ use super::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Alert, JobState},
+    job::{Alert, Job, JobState},
     limits::{RUN_CONFIG_BYTES, RUN_METRICS},
     metric::MetricColumn,
     numbers::exact,
@@ -48,11 +48,11 @@ pub struct RunChange {
 }
 
 /// Refuses a request about a run from elsewhere that is only possible for jobs that this server's ranks train.
-pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
+pub fn refuse_external(job: &Job, what: &str) -> Result<(), Refused> {
     let why = || {
         format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here")
     };
-    row.job.external.as_ref().map_or(Ok(()), |_| Err(refused(row.job.state, why())))
+    job.external.as_ref().map_or(Ok(()), |_| Err(refused(job.state, why())))
 }
 
 /// Begins a new run. Its state is `running` at once.
@@ -73,6 +73,8 @@ pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Resu
         None if was_silent && row.job.state == JobState::Failed => make_running(row, at)?,
         None => Vec::new(),
         Some(state) if state == row.job.state && !was_silent => Vec::new(),
+        // A user can cancel a run but not its program, whose end does not undo the cancellation.
+        Some(state) if row.job.state == JobState::Cancelled && state.is_final() => Vec::new(),
         Some(JobState::Running) => make_running(row, at)?,
         Some(state) => {
             make_running(row, at)?;

@@ -185,7 +185,7 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
 /// Pauses a job for a user: its ranks write a checkpoint and free their slots. An unreachable agent gets the order when it reconnects, or
 /// its ranks end when the lease expires.
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    external::refuse_external(row, "paused")?;
+    external::refuse_external(&row.job, "paused")?;
     let state = row.job.state;
     match state {
         JobState::Queued | JobState::Restarting => Ok(vec![become_paused(row, None, at)?]),
@@ -199,7 +199,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 
 /// Resumes a paused job for a user.
 pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    external::refuse_external(row, "resumed")?;
+    external::refuse_external(&row.job, "resumed")?;
     trial::refuse_at_rung(row)?;
     let state = row.job.state;
     if state != JobState::Paused {
@@ -226,16 +226,18 @@ fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, R
     change_state(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
-/// Like [`queue`], but earlier restarts no longer count.
+/// Queues a job to continue, and forgets earlier restarts. Without a known checkpoint, the reason names no step: the next start may find a
+/// checkpoint that no rank has reported.
 fn queue_anew(row: &mut JobRow, reason: ReasonKind, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.restarts = 0;
     row.progress.not_begun = 0;
-    Ok(vec![queue(row, reason.into(), at)?])
+    let next = row.progress.checkpoint.map(|step| Next::Continue { from_step: Some(step) });
+    Ok(vec![change_state(row, JobState::Queued, Some(reason.into()), next, at)?])
 }
 
 /// Retries a failed or cancelled job from its newest checkpoint, for a user.
 pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    external::refuse_external(row, "retried")?;
+    external::refuse_external(&row.job, "retried")?;
     let state = row.job.state;
     if !matches!(state, JobState::Failed | JobState::Cancelled) {
         return Err(refused(

@@ -164,8 +164,8 @@ async fn cancel_ends_queued_jobs_at_once_and_running_jobs_after_their_ranks() {
     assert_eq!((status, &body["state"]), (409, &json!("cancelled")));
 
     // A retry starts the next attempt.
-    let (status, _) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
-    assert_eq!(status, 202);
+    let (status, body) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
+    assert_eq!((status, &body["reason"]), (202, &json!("retried on request")), "no checkpoint is known");
     let again = agent.expect_start().await;
     assert_eq!((again.attempt.attempt, again.resume), (2, None));
     assert!(again.attempt.fencing_token > start.attempt.fencing_token);

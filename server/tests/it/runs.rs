@@ -112,7 +112,7 @@ async fn a_run_can_be_started_ended_and_deleted() {
     assert_eq!(job.sparkline.len(), 2);
 
     // Actions that need ranks of this server are refused.
-    for action in ["pause", "resume", "retry"] {
+    for action in ["pause", "resume", "retry", "fork"] {
         let (status, problem) = server.post(&format!("/jobs/{id}/{action}"), &json!({})).await;
         let detail = problem["detail"].as_str().unwrap();
         assert!(status == 409 && detail.contains("a run from elsewhere"), "{action}: {problem}");
@@ -307,7 +307,14 @@ async fn a_silent_run_fails_and_continues_with_its_next_message() {
     // A cancelled or ended run keeps its state, in spite of silence and late records.
     assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
     assert_eq!(server.log_records(&id, 2, &json!([step(2, json!({"loss": 1}))])).await, 2);
-    assert_eq!(server.patch(&path, &json!({})).await.1["state"], "cancelled");
+    for change in [json!({}), json!({"state": "succeeded"})] {
+        assert_eq!(server.patch(&path, &change).await.1["state"], "cancelled", "{change}");
+    }
+    let wrong = [(json!({"title": "slow", "level": "BAD"}), "`BAD`"), (json!({"text": "slow"}), "`title`")];
+    for (alert, message) in wrong {
+        let (status, problem) = server.patch(&path, &json!({"summary": {"alerts": [alert]}})).await;
+        assert!(status == 422 && problem.to_string().contains(message), "{problem}");
+    }
     server.stop().await;
 }
 

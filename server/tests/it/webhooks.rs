@@ -501,9 +501,8 @@ async fn ends_of_jobs_and_alerts_are_sent_by_e_mail() {
     let alerts = [
         json!({"title": "slow", "at": 1}),
         json!({"title": "diverged", "text": "loss is inf", "level": "ERROR", "at": 2}),
-        json!("no alert"),
     ];
-    for count in [1, 1, 3] {
+    for count in [1, 1, 2] {
         let change = json!({"summary": {"alerts": alerts[..count]}});
         let path = server.url(&format!("/api/v1/runs/{run}"));
         assert_eq!(server.send(server.http.patch(path).json(&change)).await.0, 200);

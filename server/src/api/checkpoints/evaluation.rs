@@ -19,8 +19,9 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{self, Path, Query, job_id},
     },
+    lifecycle::external::refuse_external,
     scheduler::Scheduler,
-    store::CheckpointRow,
+    store::{CheckpointRow, StoreError},
     util::{lock, regular_files},
 };
 use axum::{
@@ -120,7 +121,7 @@ pub(crate) struct NeighboursQuery {
 /// means that the evaluation is in progress; repeat the request.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), EvaluationQuery),
     responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
+        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine, or the job is a run from elsewhere"),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the agent disconnected during the evaluation; ask again")))]
 pub(crate) async fn evaluation(
     State(scheduler): State<Arc<Scheduler>>,
@@ -139,7 +140,7 @@ pub(crate) async fn evaluation(
 /// while: 202 means that the evaluation is in progress; repeat the request.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation/neighbours", tag = "checkpoints", params(("id" = String, Path), NeighboursQuery),
     responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
+        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine, or the job is a run from elsewhere"),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the agent disconnected during the evaluation; ask again")))]
 pub(crate) async fn neighbours(
     State(scheduler): State<Arc<Scheduler>>,
@@ -162,6 +163,7 @@ async fn find(
     neighbours: Option<u32>,
 ) -> Result<Response> {
     let job = jobs::find(scheduler, id).await?;
+    refuse_external(&job, "evaluated").map_err(StoreError::from)?;
     let rows = scheduler.store.checkpoints(&job_id(id)?).await?;
     let row = checkpoints::choose(rows, query.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of the job's dataset now, so access is checked again.

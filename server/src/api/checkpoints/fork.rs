@@ -18,9 +18,9 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{Body, Path, job_id},
     },
-    lifecycle::Fork,
+    lifecycle::{Fork, external::refuse_external},
     scheduler::{Scheduler, dispatch},
-    store::{CheckpointRow, Store},
+    store::{CheckpointRow, Store, StoreError},
 };
 use axum::{
     Extension, Json,
@@ -102,6 +102,7 @@ struct Prepared {
 async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: ForkRequest) -> Result<Prepared> {
     let source = jobs::find(scheduler, id).await?;
     jobs::check_readable(&source)?;
+    refuse_external(&source, "forked").map_err(StoreError::from)?;
     let from = choose(&*scheduler.store, &source, &request.checkpoint).await?;
     checkpoints::check_here(&scheduler.checkpoints, &from).await?;
     let mut document =

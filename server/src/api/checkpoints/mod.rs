@@ -252,7 +252,8 @@ pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch
 
 pub(super) fn removed() -> Error {
     Error::NotFound(
-        "this checkpoint's files no longer exist: a user removed the checkpoint, or only newer ones were kept"
+        "this checkpoint's files no longer exist: a user removed the checkpoint, only newer ones were kept, or the files were not \
+         restored with the database"
             .into(),
     )
 }

@@ -324,7 +324,10 @@ pub(in crate::api) async fn check_sweep(
     full_checks: usize,
     launched: bool,
 ) -> Result<CheckedSweep> {
-    let sweep = read_sweep(section).map_err(Error::Invalid)?;
+    let sweep = read_sweep(section).map_err(|mut mistakes| {
+        mistakes.extend(spec::key_mistakes(job));
+        Error::Invalid(mistakes)
+    })?;
     let settings = sweep.settings();
     let start = Start::FirstStep { launched };
     let (mut mistakes, mut trials) = (Vec::new(), Vec::new());

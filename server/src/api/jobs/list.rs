@@ -64,7 +64,7 @@ pub(crate) struct ListQuery {
     pub(super) created_before: Option<String>,
     /// Sort key, with a leading `-` for descending order (default `-created`): `created`, `started`, `finished`, `name`, `state`,
     /// `project`, `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per second), `best`, the newest value of a
-    /// metric (`loss`, `accuracy`, `val_loss`, `val_accuracy`, `lr` and all others), `tag:` with a tag (jobs with the tag come last), or
+    /// metric (`loss`, `accuracy`, `val_loss`, `val_accuracy`, `lr` and all others that ranks report), `tag:` with a tag (jobs with the tag come last), or
     /// `spec.` with a key of the specification such as `spec.train.lr` (lists are sorted by their text).
     pub(crate) sort: Option<String>,
     /// Page size, 1 to 1000 (default 50). A page also ends after 4 MiB, and then has a `next_cursor`.

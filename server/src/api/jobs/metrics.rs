@@ -127,7 +127,7 @@ pub(crate) struct Series {
 
 /// Show metrics for a chart
 ///
-/// Buckets are equal ranges of steps, the same for every series. Their limits depend only on the stored points and the request, not on when
+/// Buckets are equal ranges of steps, the same for every series, counted from step 1; the first bucket also has step 0. Their limits depend only on the stored points and the request, not on when
 /// points were stored. Buckets at the ends of the requested range are returned complete.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]

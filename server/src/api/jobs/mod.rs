@@ -185,7 +185,8 @@ pub(crate) async fn show(
 
 /// Cancel a job
 ///
-/// A queued job is cancelled at once. A running job is cancelled after its ranks have been stopped.
+/// A queued job is cancelled at once. A running job is cancelled after its ranks have been stopped. A run from elsewhere is cancelled at
+/// once, but its program is not stopped: its later points are stored, and its end does not change the state.
 #[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "jobs", params(("id" = String, Path)),
     responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has already ended")))]
 pub(crate) async fn cancel(

@@ -24,9 +24,9 @@ use axum::{
 use jiff::Timestamp;
 use lockstep_protocol::{
     invisible::first_invisible,
-    job::{External, Job, JobId, JobState},
+    job::{Alert, External, Job, JobId, JobState},
     labels,
-    limits::{RUN_CONFIG_BYTES, RUN_ID_CHARS, RUN_VALUES},
+    limits::{MISTAKES, RUN_CONFIG_BYTES, RUN_ID_CHARS, RUN_VALUES},
     metric::{MetricColumn, name_mistake},
     spec::{JobSpec, SpecError},
 };
@@ -374,7 +374,7 @@ pub(crate) struct RunNews {
     config: Option<Map<String, Value>>,
     /// Results, which replace results with the same names. At most 64 kB of JSON in total. The result `alerts` is a list of objects with
     /// `title`, `text` and `level` (`INFO`, `WARN` or `ERROR`). Each new object in this list raises an alert, which is an event of the run
-    /// and is sent to webhooks.
+    /// and is sent to webhooks. `title` is required.
     #[schema(value_type = Option<Object>)]
     summary: Option<Map<String, Value>>,
     state: Option<RunState>,
@@ -384,13 +384,27 @@ pub(crate) struct RunNews {
     ended_at: Option<i64>,
 }
 
+/// The mistakes of a summary: entries of `alerts` that are no alerts.
+fn alert_mistakes(summary: &Map<String, Value>) -> Vec<SpecError> {
+    let alerts = summary.get("alerts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let mistake = |(index, alert): (usize, &Value)| {
+        let error = Alert::deserialize(alert).err()?;
+        Some(SpecError {
+            pointer: format!("/summary/alerts/{index}"),
+            detail: format!("is not an alert: {error}"),
+        })
+    };
+    alerts.iter().enumerate().filter_map(mistake).take(MISTAKES).collect()
+}
+
 /// Update a run
 ///
 /// A program should also send updates without changes: a run without requests for ten minutes (`lockstep serve --run-silence`) counts as
 /// failed until the next request.
 #[utoipa::path(patch, path = "/runs/{id}", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose")),
     request_body = RunNews, responses((status = 200, body = Job), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "No other program trains the job, or the settings or results are too long")))]
+        (status = 409, body = Problem, description = "No other program trains the job, or the settings or results are too long"),
+        (status = 422, body = Problem, description = "An entry of `alerts` is not an alert")))]
 pub(crate) async fn change(
     State(runs): State<Arc<Runs>>,
     State(auth): State<Arc<Auth>>,
@@ -398,6 +412,10 @@ pub(crate) async fn change(
     Path(id): Path<String>,
     Body(news, _): Body<RunNews>,
 ) -> Result<Json<Job>> {
+    let mistakes = news.summary.as_ref().map(alert_mistakes).unwrap_or_default();
+    if !mistakes.is_empty() {
+        return Err(Error::Invalid(mistakes));
+    }
     let ended_at = news.ended_at.map(|ms| {
         Timestamp::from_millisecond(ms)
             .map_err(|_| Error::BadRequest("ended_at must be milliseconds since 1970".into()))

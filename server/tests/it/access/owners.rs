@@ -351,7 +351,9 @@ async fn people_create_tokens_within_their_role() {
         4401,
         "the websocket is closed, so that the client opens it with the new rights"
     );
-    assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 403);
+    let (status, problem) = server.send_as(&ada, "GET", "/people", None).await;
+    let role = "the role of the token's owner ada allows only read";
+    assert!(status == 403 && problem["detail"].as_str().unwrap().contains(role), "{problem}");
     assert_eq!(server.send_as(&ada, "GET", "/jobs", None).await.0, 200);
     let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");

@@ -46,7 +46,7 @@ impl DataSource {
         seed: u64,
         changes: ChangeDetection,
     ) -> Result<Self, DataError> {
-        Self::of_catalog(Catalog::open_with(path, &changes.store())?, spec, seed, splits::CACHE_BYTES)
+        Self::of_catalog(Catalog::open_with(path, &changes.store())?, path, spec, seed, splits::CACHE_BYTES)
     }
 
     /// As [`DataSource::open`], with another limit for decoded pictures in memory, in bytes per split.
@@ -57,10 +57,16 @@ impl DataSource {
         seed: u64,
         room: usize,
     ) -> Result<Self, DataError> {
-        Self::of_catalog(Catalog::open(path)?, spec, seed, room)
+        Self::of_catalog(Catalog::open(path)?, path, spec, seed, room)
     }
 
-    fn of_catalog(mut catalog: Catalog, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
+    fn of_catalog(
+        mut catalog: Catalog,
+        path: &Path,
+        spec: &DataSpec,
+        seed: u64,
+        room: usize,
+    ) -> Result<Self, DataError> {
         let validation_split = match &spec.validation {
             Validation::Split(name) if name != "none" && !ValidationDivision::of(spec).holds_out() => {
                 Some(name.clone())
@@ -87,12 +93,14 @@ impl DataSource {
         let needs_whole = spec.random_resized_crop || spec.resize_size.is_some();
         let opened = open_splits(&mut catalog, common_size, spec, needs_whole, room, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
+            let folder = format!("{}/", path.display());
+            let within_folder = |file: &String| file.strip_prefix(&folder).unwrap_or(file).to_owned();
+            let them = if skipped.len() == 1 { "it" } else { "them" };
             return Err(DataError::Invalid(format!(
-                "{}: {}{}. Repair or remove {}, or set data.broken_files = \"skip\"",
+                "{}: {}{}. Set data.broken_files = \"skip\" to leave {them} out, or repair or remove {them}",
                 plural(skipped.len() as u64, "broken file"),
-                skipped.iter().take(5).cloned().collect::<Vec<_>>().join("; "),
+                skipped.iter().take(5).map(within_folder).collect::<Vec<_>>().join("; "),
                 if skipped.len() > 5 { "; ..." } else { "" },
-                if skipped.len() == 1 { "it" } else { "them" },
             )));
         }
         Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)

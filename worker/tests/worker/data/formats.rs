@@ -136,7 +136,7 @@ fn broken_pictures_are_named_counted_and_fatal_or_skipped() {
     assert_contains(
         &open_error(dir.path(), &spec),
         &[
-            "4 broken files",
+            "4 broken files: train/cat/",
             "text.jpg is text, not a JPEG, PNG, WebP, GIF, BMP or TIFF picture",
             "empty.png is empty",
             "skip",

@@ -62,19 +62,11 @@ export class Classify {
     const form = new FormData();
     for (const file of files) form.append("picture", file, file.name);
     try {
-<<<<<<< HEAD
-      const response = await fetch(`/api/v1/checkpoints/${encodeURIComponent(checkpoint.id)}/predict`, { method: "POST", body: form, headers: { accept: "application/json" } });
-      const content = await response.json().catch(() => null);
-      if (!response.ok) throw new Problem(response.status, content);
+      const content = await ask(`/api/v1/checkpoints/${encodeURIComponent(checkpoint.id)}/predict`, { method: "POST", body: form });
       const label = `${checkpoint.epoch}-${checkpoint.step}`;
       const cards = await Promise.all(content.predictions.map((p, i) => card(p, files[i], label)));
       if (requested !== this.#requested) return;
       this.results.prepend(...cards);
-=======
-      const content = await ask(`/api/v1/checkpoints/${encodeURIComponent(chosen)}/predict`, { method: "POST", body: form });
-      const label = this.choice.selectedOptions[0].textContent;
-      this.results.prepend(...await Promise.all(content.predictions.map((p, i) => card(p, files[i], label))));
->>>>>>> m-form
       text(status, `${plural(content.predictions.filter((p) => !p.error).length, "picture")} classified with ${label}`);
       text(byId("classify-reliability"), validationAccuracy(checkpoint));
     } catch (error) {

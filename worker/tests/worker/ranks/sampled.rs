@@ -226,12 +226,12 @@ fn a_head_that_is_split_over_its_inputs_is_refused() {
     let sample = sampled(OptimizerKind::Momentum, 1);
     let margin = Margin::of(&LossSpec { kind: LossKind::CosFace, ..LossSpec::default() });
     let with_margin = EngineConfig { loss: LossConfig { margin, ..LossConfig::default() }, ..sample.clone() };
-    for config in [sample, with_margin] {
+    for (config, key) in [(sample, "loss.sample_share"), (with_margin, "loss.kind")] {
         let errors = on_ranks(2, |comm| {
             let (network, plan) = (wide(CLASSES), plan([1, 1, 2], &[("fc", Split::In)]));
             let initial = init::initial_parameters(&network, false, 1);
             build_cpu_with(network, &initial, config.clone(), comm, &plan).err().unwrap().to_string()
         });
-        assert!(errors[0].contains("loss.kind") && errors[0].contains("split = \"out\""), "{errors:?}");
+        assert!(errors[0].contains(key) && errors[0].contains("split = \"out\""), "{errors:?}");
     }
 }

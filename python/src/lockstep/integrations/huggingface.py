@@ -37,7 +37,8 @@ class LockstepCallback(TrainerCallback):  # type: ignore[misc]
         """The active run, or else a new run. Records the training's settings when the callback first uses a run."""
         if self._run is None or session.current() is not self._run:
             name = state.trial_name or getattr(args, "run_name", None)
-            self._run = session.current() or session.init(**{"name": name} | self._settings)
+            settings: dict[str, Any] = {"name": name} | self._settings
+            self._run = session.current() or session.init(**settings)
             config: Any = getattr(model, "config", None) or {}
             config = config.to_dict() if hasattr(config, "to_dict") else dict(config)
             self._run.config.update(config | args.to_dict(), allow_val_change=True)

@@ -640,7 +640,9 @@ impl StageModel<'_> {
                 (0..2).for_each(|_| self.add_between_kernels(group, group.tree_depth(), sent, spent));
             }
             Op::Halo { lowest, .. } => {
-                let (Some(owns), Some(reach)) = (self.local.rows(input), self.local.rows(output)) else { return };
+                let (Some(owns), Some(reach)) = (self.local.rows(input), self.local.rows(output)) else {
+                    return;
+                };
                 let mut ranks = owns.of_rank.iter().zip(&reach.of_rank);
                 let has_messages =
                     ranks.any(|(own, reached)| reached.start < own.start || own.end < reached.end);

@@ -137,13 +137,31 @@ impl Api {
         self.job_named(id, in_state(is_meant), Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, runs from elsewhere count only if all
-    /// these jobs are runs from elsewhere.
+    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest that has a checkpoint.
+    /// Without such a job, runs from elsewhere count only if all these jobs are runs from elsewhere.
     ///
     /// # Errors
     /// See [`Api::find_job`].
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
-        self.job_named(id, |job| job["external"].is_null(), Several::TakeNewest).await
+        let trained = self.newest_with_checkpoint(id).await;
+        let is_meant = |job: &Value| match &trained {
+            Some(trained) => named::text(job, "id") == trained,
+            None => job["external"].is_null(),
+        };
+        self.job_named(id, is_meant, Several::TakeNewest).await
+    }
+
+    /// Returns the id of the newest job called `name` that has a checkpoint. If the server cannot be asked, the caller's request reports why.
+    async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
+        let jobs = self.all("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
+        for job in jobs.iter().filter(|job| named::text(job, "name") == name) {
+            let id = named::text(job, "id");
+            let checkpoints = self.all(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
+            if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
+                return Some(id.to_owned());
+            }
+        }
+        None
     }
 
     /// Like [`Api::find_job_in`], for commands that cannot be undone: it is an error if several jobs count.

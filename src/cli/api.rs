@@ -6,11 +6,17 @@ mod requests;
 mod stream;
 
 use super::{
+    WrongRequest,
     access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN, is_loopback, with_scheme},
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
-use lockstep_protocol::{Job, JobState, spec::SpecError, sweep::Sweep};
+use lockstep_protocol::{
+    Job, JobState,
+    models::{ModelVersion, SCHEME, VersionName, Which},
+    spec::SpecError,
+    sweep::Sweep,
+};
 use lockstep_worker::tls;
 use named::Several;
 pub(crate) use outage::Outage;
@@ -218,7 +224,42 @@ impl Api {
                 ". A model has this name: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
             );
         }
-        String::new()
+        match format!("{SCHEME}{name}").parse::<VersionName>() {
+            Ok(version) if models.iter().any(|model| named::text(model, "name") == version.model) => {
+                format!(". A model is called {}: name its version as {version}", version.model)
+            }
+            _ => String::new(),
+        }
+    }
+
+    /// Returns the version of a model that `wanted` names.
+    ///
+    /// # Errors
+    /// Exit status 2 if the version does not exist. The error names the most similar model, or the aliases that the model has.
+    pub(crate) async fn model_version(&self, wanted: &VersionName) -> anyhow::Result<ModelVersion> {
+        let VersionName { model, which } = wanted;
+        let path = match which {
+            Which::Number(number) => format!("/models/{model}/versions/{number}"),
+            Which::Alias(alias) => format!("/models/{model}/aliases/{alias}"),
+        };
+        let error = match self.get(&path).await {
+            Err(error) if error.is::<WrongRequest>() => error,
+            result => return result,
+        };
+        let Ok(models) = self.all("/models", "models", &[], None).await else { return Err(error) };
+        let Some(found) = models.iter().find(|found| named::text(found, "name") == model) else {
+            return Err(usage_error(named::unknown(named::MODEL, &models, model)));
+        };
+        let aliases = found["aliases"].as_object().into_iter().flatten();
+        let aliases: Vec<_> =
+            aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
+        Err(match (which, aliases.is_empty()) {
+            (Which::Number(_), _) => error,
+            (Which::Alias(_), true) => usage_error(format!("{error}; it has no aliases")),
+            (Which::Alias(_), false) => {
+                usage_error(format!("{error}; its aliases are {}", aliases.join(", ")))
+            }
+        })
     }
 
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a note

@@ -24,7 +24,7 @@ use lockstep_protocol::{
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
     numbers::plural,
-    spec::Validation,
+    spec::{SpecError, Validation},
 };
 use lockstep_worker::{
     checkpoint,
@@ -376,7 +376,19 @@ fn read_spec(args: &Args, launched: Option<(&str, u32)>) -> anyhow::Result<(JobS
     let ranks = launched.map(|(_, ranks)| ranks).or(args.ranks);
     sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
     let document = job_file::document_as_written(&args.job, &sets)?;
-    let spec = job_file::check(&args.job, &document)?;
+    let job = args.job.display();
+    if document.get("sweep").is_some() {
+        return Err(usage_error(format!("{job} is a sweep, which needs a server: `lockstep submit {job}`")));
+    }
+    let spec = job_file::read(&document).map_err(|mut mistakes| {
+        let is_missing =
+            |m: &&mut SpecError| m.pointer == "/data/dataset" && m.detail.starts_with("is missing");
+        if let Some(missing) = mistakes.iter_mut().find(is_missing) {
+            // Without a server, no dataset has a name.
+            missing.detail = "is missing: give the path of a dataset".into();
+        }
+        job_file::mistakes_error(&args.job, &mistakes)
+    })?;
     let gives_validation = document.pointer("/data/validation").is_some_and(|value| !value.is_null());
     Ok((spec, gives_validation))
 }

@@ -157,7 +157,8 @@ impl Api {
         self.job_named(id, is_meant, Several::TakeNewest).await
     }
 
-    /// Returns the id of the newest job called `name` that has a checkpoint. If the server cannot be asked, the caller's request reports why.
+    /// Returns the id of the newest job called `name` that has a checkpoint. `None` also if the server cannot be asked; the caller's own
+    /// request then reports why.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
         let jobs = self.all("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
         for job in jobs.iter().filter(|job| named::text(job, "name") == name) {

@@ -123,7 +123,8 @@ pub(crate) fn announce(api: &Api, sweep: &Sweep, as_json: bool) -> anyhow::Resul
 /// Interval between two requests for the state of a sweep.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Follows a sweep until it ends: prints a line for each trial that ends, then the best trial or the mean of the folds. With `as_json`, prints only the final sweep.
+/// Follows a sweep until it ends: prints a line for each trial that ends, then the best trial, or the mean of the folds of a
+/// cross-validation. With `as_json`, prints only the final sweep.
 ///
 /// # Errors
 /// A trial did not succeed, the sweep did not finish, or the server was unreachable for too long.

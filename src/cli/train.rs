@@ -377,7 +377,7 @@ fn read_spec(args: &Args, launched: Option<(&str, u32)>) -> anyhow::Result<(JobS
     sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
     let document = job_file::document_as_written(&args.job, &sets)?;
     let job = args.job.display();
-    if document.get("sweep").is_some() {
+    if document.get("sweep").is_some_and(|sweep| !sweep.is_null()) {
         return Err(usage_error(format!("{job} is a sweep, which needs a server: `lockstep submit {job}`")));
     }
     let spec = job_file::read(&document).map_err(|mut mistakes| {

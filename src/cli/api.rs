@@ -6,11 +6,17 @@ mod requests;
 mod stream;
 
 use super::{
+    WrongRequest,
     access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN, is_loopback, with_scheme},
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
-use lockstep_protocol::{Job, JobState, spec::SpecError, sweep::Sweep};
+use lockstep_protocol::{
+    Job, JobState,
+    models::{ModelVersion, SCHEME, VersionName, Which},
+    spec::SpecError,
+    sweep::Sweep,
+};
 use lockstep_worker::tls;
 use named::Several;
 pub(crate) use outage::Outage;
@@ -137,13 +143,32 @@ impl Api {
         self.job_named(id, in_state(is_meant), Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, runs from elsewhere count only if all
-    /// these jobs are runs from elsewhere.
+    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest that has a checkpoint.
+    /// Without such a job, runs from elsewhere count only if all these jobs are runs from elsewhere.
     ///
     /// # Errors
     /// See [`Api::find_job`].
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
-        self.job_named(id, |job| job["external"].is_null(), Several::TakeNewest).await
+        let trained = self.newest_with_checkpoint(id).await;
+        let is_meant = |job: &Value| match &trained {
+            Some(trained) => named::text(job, "id") == trained,
+            None => job["external"].is_null(),
+        };
+        self.job_named(id, is_meant, Several::TakeNewest).await
+    }
+
+    /// Returns the id of the newest job called `name` that has a checkpoint. `None` also if the server cannot be asked; the caller's own
+    /// request then reports why.
+    async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
+        let jobs = self.all("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
+        for job in jobs.iter().filter(|job| named::text(job, "name") == name) {
+            let id = named::text(job, "id");
+            let checkpoints = self.all(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
+            if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
+                return Some(id.to_owned());
+            }
+        }
+        None
     }
 
     /// Like [`Api::find_job_in`], for commands that cannot be undone: it is an error if several jobs count.
@@ -200,7 +225,42 @@ impl Api {
                 ". A model has this name: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
             );
         }
-        String::new()
+        match format!("{SCHEME}{name}").parse::<VersionName>() {
+            Ok(version) if models.iter().any(|model| named::text(model, "name") == version.model) => {
+                format!(". A model is called {}: name its version as {version}", version.model)
+            }
+            _ => String::new(),
+        }
+    }
+
+    /// Returns the version of a model that `wanted` names.
+    ///
+    /// # Errors
+    /// Exit status 2 if the version does not exist. The error names the most similar model, or the aliases that the model has.
+    pub(crate) async fn model_version(&self, wanted: &VersionName) -> anyhow::Result<ModelVersion> {
+        let VersionName { model, which } = wanted;
+        let path = match which {
+            Which::Number(number) => format!("/models/{model}/versions/{number}"),
+            Which::Alias(alias) => format!("/models/{model}/aliases/{alias}"),
+        };
+        let error = match self.get(&path).await {
+            Err(error) if error.is::<WrongRequest>() => error,
+            result => return result,
+        };
+        let Ok(models) = self.all("/models", "models", &[], None).await else { return Err(error) };
+        let Some(found) = models.iter().find(|found| named::text(found, "name") == model) else {
+            return Err(usage_error(named::unknown(named::MODEL, &models, model)));
+        };
+        let aliases = found["aliases"].as_object().into_iter().flatten();
+        let aliases: Vec<_> =
+            aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
+        Err(match (which, aliases.is_empty()) {
+            (Which::Number(_), _) => error,
+            (Which::Alias(_), true) => usage_error(format!("{error}; it has no aliases")),
+            (Which::Alias(_), false) => {
+                usage_error(format!("{error}; its aliases are {}", aliases.join(", ")))
+            }
+        })
     }
 
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a note

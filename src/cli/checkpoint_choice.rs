@@ -4,7 +4,7 @@ use super::{api::Api, usage_error};
 use lockstep_protocol::{
     Job,
     agent::CheckpointInfo,
-    models::{ModelVersion, SCHEME, VersionName, Which},
+    models::{SCHEME, VersionName},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -65,14 +65,11 @@ pub(crate) async fn find(api: &Api, source: &str, wanted: &str) -> anyhow::Resul
         let chosen = choose(api, &job, wanted).await?;
         return Ok((job, chosen));
     }
-    let VersionName { model, which } = source.parse::<VersionName>().map_err(usage_error)?;
+    let name = source.parse::<VersionName>().map_err(usage_error)?;
     if wanted != BEST {
         return Err(usage_error(format!("{source} names a checkpoint already: leave --checkpoint out")));
     }
-    let version: ModelVersion = match which {
-        Which::Number(number) => api.get(&format!("/models/{model}/versions/{number}")).await?,
-        Which::Alias(alias) => api.get(&format!("/models/{model}/aliases/{alias}")).await?,
-    };
+    let version = api.model_version(&name).await?;
     let job = api.get(&format!("/jobs/{}", version.job)).await?;
     Ok((job, api.get(&format!("/checkpoints/{}", version.checkpoint)).await?))
 }

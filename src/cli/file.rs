@@ -39,8 +39,13 @@ pub(crate) fn read(path: &Path, max_bytes: u64, too_large: &str) -> Result<Vec<u
 /// Checks that a file may be written as `path`. Commands write next to `path` and rename, which would replace a device or a pipe.
 ///
 /// # Errors
-/// Exit status 2: `path` exists and is not a regular file.
+/// Exit status 2: `path` exists and is not a regular file, or its folder does not exist.
 pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        let (path, folder) = (path.display(), folder.display());
+        return Err(usage_error(format!("{path}: the folder {folder} does not exist")));
+    }
     match fs::metadata(path) {
         Ok(metadata) if !metadata.is_file() => Err(usage_error(format!(
             "{}: is not a regular file, and this command would replace it; name another file",
@@ -108,10 +113,10 @@ mod tests {
             assert!(message.contains(words), "{words:?} in {message}, of {}", path.display());
         }
         std::os::unix::fs::symlink(at("pipe"), at("link")).unwrap();
-        for path in [at("pipe"), at("link"), "/dev/null".into(), dir.path().into()] {
+        for path in [at("pipe"), at("link"), "/dev/null".into(), dir.path().into(), at("none/file")] {
             assert!(check_output(&path).is_err(), "{}", path.display());
         }
-        for path in [at("file"), at("none")] {
+        for path in [at("file"), at("none"), "Cargo.lock".into(), "none".into()] {
             assert!(check_output(&path).is_ok(), "{}", path.display());
         }
     }

@@ -81,13 +81,19 @@ pub(crate) fn usage_error(message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(WrongRequest(message.into()))
 }
 
+/// A command that stopped as its user asked. It leads to exit status 1, and its message is not called an error.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Stopped(pub(crate) String);
+
 /// Prints an error to standard error, and returns the exit status of a command.
 pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     let Err(error) = result else { return ExitCode::SUCCESS };
     if output::is_closed_pipe(&error) {
         return ExitCode::SUCCESS;
     }
-    output::warn(format_args!("error: {}", describe_error(&error)));
+    let label = if error.is::<Stopped>() { "" } else { "error: " };
+    output::warn(format_args!("{label}{}", describe_error(&error)));
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
 }
 

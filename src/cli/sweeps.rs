@@ -11,7 +11,7 @@ use super::{
 };
 use lockstep_protocol::{
     JobState,
-    numbers::plural,
+    numbers::{plural, value},
     sweep::{Sweep, SweepState, Trial},
 };
 use serde_json::{Value, json};
@@ -72,12 +72,15 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             )
         }
         Action::Show(SweepArgs { sweep, server }) => {
-            let found = block_on(server.api()?.find_sweep(&sweep))?;
+            let api = server.api()?;
+            let found = block_on(api.find_sweep(&sweep))?;
             if server.json {
                 return output::json(&found);
             }
+            let ended_early = block_on(ended_early(&api, &found))?;
             output::line(title(&found))?;
-            let rows: Vec<_> = found.trials.iter().map(|trial| row_of_trial(&found, trial)).collect();
+            let rows: Vec<_> =
+                found.trials.iter().map(|trial| row_of_trial(&found, trial, &ended_early)).collect();
             let metric = found.metric.to_uppercase();
             output::table_of_names(
                 ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
@@ -85,6 +88,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 &rows,
             )?;
             output::line(describe(&found))?;
+            mean_of_folds(&found).map_or(Ok(()), output::line)?;
             found.paused_in_words().map_or(Ok(()), output::line)
         }
         Action::Pause(args) => change(&args, "pause"),
@@ -119,7 +123,8 @@ pub(crate) fn announce(api: &Api, sweep: &Sweep, as_json: bool) -> anyhow::Resul
 /// Interval between two requests for the state of a sweep.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Follows a sweep until it ends: prints a line for each trial that ends, then the best trial. With `as_json`, prints only the final sweep.
+/// Follows a sweep until it ends: prints a line for each trial that ends, then the best trial, or the mean of the folds of a
+/// cross-validation. With `as_json`, prints only the final sweep.
 ///
 /// # Errors
 /// A trial did not succeed, the sweep did not finish, or the server was unreachable for too long.
@@ -159,7 +164,9 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
         output::json(&sweep)?;
     } else {
         output::line(describe(&sweep))?;
-        if let Some(best) = &sweep.best {
+        if is_cross_validation(&sweep) {
+            mean_of_folds(&sweep).map_or(Ok(()), output::line)?;
+        } else if let Some(best) = &sweep.best {
             output::line(format_args!("best: {}", trial_in_words(&sweep, best)))?;
         }
     }
@@ -173,6 +180,38 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
     anyhow::ensure!(sweep.state == SweepState::Finished, "the sweep is {}", sweep.state.as_str());
     anyhow::ensure!(unsuccessful == 0, "{} did not succeed", plural(unsuccessful as u64, "trial"));
     Ok(())
+}
+
+/// Whether the trials differ only in `data.fold`, as with `--folds`. Then no trial is better than another: they have different pictures.
+fn is_cross_validation(sweep: &Sweep) -> bool {
+    !sweep.trials.is_empty() && sweep.trials.iter().all(|trial| trial.setting.keys().eq(["data.fold"]))
+}
+
+/// Formats the result of a cross-validation: `val_accuracy 84.20 ± 1.31 % (mean ± standard deviation of 3 of 3 folds)`. `None` for other
+/// sweeps, and before two trials have succeeded.
+fn mean_of_folds(sweep: &Sweep) -> Option<String> {
+    let succeeded = sweep.trials.iter().filter(|trial| trial.state == Some(JobState::Succeeded));
+    let values: Vec<f64> = succeeded.filter_map(|trial| trial.metric).collect();
+    if !is_cross_validation(sweep) || values.len() < 2 {
+        return None;
+    }
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let deviation = (values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (count - 1.0)).sqrt();
+    let result = match sweep.metric.as_str() {
+        "val_loss" => format!("{} ± {}", value(mean), value(deviation)),
+        _ => format!("{:.2} ± {:.2} %", 100.0 * mean, 100.0 * deviation),
+    };
+    let (metric, folds) = (&sweep.metric, plural(u64::from(sweep.trial_count), "fold"));
+    Some(format!("{metric} {result} (mean ± standard deviation of {count} of {folds})"))
+}
+
+/// Returns the ids of the jobs that the sweep has ended because other trials are better at a rung.
+async fn ended_early(api: &Api, sweep: &Sweep) -> anyhow::Result<BTreeSet<String>> {
+    let query = [("tag", sweep.id.clone()), ("state", JobState::Cancelled.to_string())];
+    let cancelled = api.all("/jobs", "jobs", &query, None).await?;
+    let ended = cancelled.iter().filter(|job| job["cause"]["code"] == "ended_by_sweep");
+    Ok(ended.filter_map(|job| Some(job["id"].as_str()?.to_owned())).collect())
 }
 
 /// Formats a trial: `trial 3 (train.lr=0.1): succeeded, val_accuracy 84.2 % ± 2.6 of 200`.
@@ -222,16 +261,19 @@ fn row(sweep: &Sweep) -> [String; 7] {
     ]
 }
 
-fn row_of_trial(sweep: &Sweep, trial: &Trial) -> [String; 7] {
+fn row_of_trial(sweep: &Sweep, trial: &Trial, ended_early: &BTreeSet<String>) -> [String; 7] {
+    let job = trial.job.as_ref().map(ToString::to_string).unwrap_or_default();
     let state = match trial.state {
+        Some(_) if ended_early.contains(&job) => "ended early",
         Some(state) => state.as_str(),
         None if trial.deleted => "deleted",
         None => "not started",
     };
-    let is_best = sweep.best.as_ref().is_some_and(|best| best.number == trial.number);
+    let is_best =
+        !is_cross_validation(sweep) && sweep.best.as_ref().is_some_and(|best| best.number == trial.number);
     [
         trial.number.to_string(),
-        trial.job.as_ref().map(ToString::to_string).unwrap_or_default(),
+        job,
         format!("{state}{}", if is_best { ", best" } else { "" }),
         in_words(&trial.setting),
         sweep.metric_of(trial).unwrap_or_default(),

@@ -7,7 +7,7 @@ mod part;
 mod resume;
 mod show;
 
-use super::{init_tracing, job_file, launch::quote, output, usage_error};
+use super::{Stopped, init_tracing, job_file, launch::quote, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
 use local::Outcome;
 use lockstep_comm::rendezvous::free_port;
@@ -24,7 +24,7 @@ use lockstep_protocol::{
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
     numbers::plural,
-    spec::Validation,
+    spec::{SpecError, Validation},
 };
 use lockstep_worker::{
     checkpoint,
@@ -101,6 +101,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .out
         .clone()
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
+    if args.resume.as_deref() == Some("latest") && part.has_rank_0() && !out.exists() {
+        return Err(usage_error(format!(
+            "--resume latest: the folder {} does not exist; give the folder of the run with --out",
+            out.display()
+        )));
+    }
     fs::create_dir_all(&out).map_err(|e| usage_error(format!("--out {}: {e}", out.display())))?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
@@ -122,7 +128,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Part::Machine(ranks) => run_ranks_of_machine(start, &ranks, &out)?,
         Part::All => run_all_ranks(start, &out)?,
     };
-    report_outcome(&outcome, &out, began)?;
+    report_outcome(&outcome, &out, began, &args)?;
     if matches!(outcome, Outcome::Succeeded { .. }) && !checkpoint::list(&out.join("checkpoints"))?.is_empty()
     {
         let run = quote(&out.to_string_lossy());
@@ -262,7 +268,14 @@ fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     Ok(fs::write(out.join("spec.json"), serde_json::to_vec_pretty(spec)?)?)
 }
 
-fn report_outcome(outcome: &Outcome, out: &Path, began: Instant) -> anyhow::Result<()> {
+fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) -> anyhow::Result<()> {
+    // The next run knows only the job file and its own options.
+    let again = match (args.out.is_some(), !args.sets.is_empty()) {
+        (false, false) => "",
+        (true, false) => "; give --out again",
+        (false, true) => "; give --set again",
+        (true, true) => "; give --out and --set again",
+    };
     match outcome {
         Outcome::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
             "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",
@@ -279,12 +292,12 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant) -> anyhow::Resu
         )),
         Outcome::Elsewhere => Ok(()),
         Outcome::Stopped { step } => match newest_step(out)? {
-            Some(saved) if saved >= *step => {
-                anyhow::bail!("stopped after step {step}; --resume latest continues from this step")
-            }
+            Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(
+                "stopped after step {step}; --resume latest continues from this step{again}"
+            )))),
             Some(saved) => anyhow::bail!(
                 "stopped at step {step} without a checkpoint of this step: steps {} to {step} are lost; --resume \
-                 latest continues from step {saved}",
+                 latest continues from step {saved}{again}",
                 saved + 1
             ),
             None if *step == 0 => anyhow::bail!("stopped before the first step"),
@@ -294,7 +307,7 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant) -> anyhow::Resu
         },
         Outcome::Failed { reason, is_retriable } => match newest_step(out) {
             Ok(Some(saved)) if *is_retriable => {
-                anyhow::bail!("{reason}; --resume latest continues from step {saved}")
+                anyhow::bail!("{reason}; --resume latest continues from step {saved}{again}")
             }
             _ => anyhow::bail!("{reason}"),
         },
@@ -363,7 +376,19 @@ fn read_spec(args: &Args, launched: Option<(&str, u32)>) -> anyhow::Result<(JobS
     let ranks = launched.map(|(_, ranks)| ranks).or(args.ranks);
     sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
     let document = job_file::document_as_written(&args.job, &sets)?;
-    let spec = job_file::check(&args.job, &document)?;
+    let job = args.job.display();
+    if document.get("sweep").is_some_and(|sweep| !sweep.is_null()) {
+        return Err(usage_error(format!("{job} is a sweep, which needs a server: `lockstep submit {job}`")));
+    }
+    let spec = job_file::read(&document).map_err(|mut mistakes| {
+        let is_missing =
+            |m: &&mut SpecError| m.pointer == "/data/dataset" && m.detail.starts_with("is missing");
+        if let Some(missing) = mistakes.iter_mut().find(is_missing) {
+            // Without a server, no dataset has a name.
+            missing.detail = "is missing: give the path of a dataset".into();
+        }
+        job_file::mistakes_error(&args.job, &mistakes)
+    })?;
     let gives_validation = document.pointer("/data/validation").is_some_and(|value| !value.is_null());
     Ok((spec, gives_validation))
 }

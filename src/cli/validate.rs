@@ -84,8 +84,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::json(&response);
     }
     let spec = &plan.spec;
-    // A fraction holds out each picture independently, so the number of training pictures is an estimate.
-    let is_estimate = matches!(spec.data.validation, Validation::Fraction(_)) && spec.data.folds.is_none();
+    // A fraction holds out each picture independently, so the number of training pictures is an estimate. The server may choose a fraction
+    // for a job that does not give data.validation, and its response for a sweep does not show this choice.
+    let is_fraction = match spec.data.validation {
+        Validation::Fraction(_) => true,
+        Validation::Split(_) => trials.is_some() && document.pointer("/data/validation").is_none(),
+    };
+    let is_estimate = is_fraction && spec.data.folds.is_none();
     let about = if is_estimate { "about " } else { "" };
     output::line(format_args!(
         "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}",

@@ -112,11 +112,19 @@ pub(super) async fn fetch_beside(
 /// checkpoint. Returns any other path unchanged. Without validation, the newest checkpoint counts as the best.
 ///
 /// # Errors
-/// Exit status 2 if the run has no checkpoint.
+/// Exit status 2 if the run has no checkpoint, or `path` is a folder that contains runs.
 pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
     let directory = path.join("checkpoints");
     if !directory.is_dir() {
-        return Ok(path.to_owned());
+        let folders = fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+        let runs = folders.filter(|folder| folder.join("checkpoints").is_dir());
+        let mut runs: Vec<_> = runs.map(|run| run.display().to_string()).collect();
+        if runs.is_empty() {
+            return Ok(path.to_owned());
+        }
+        runs.sort();
+        let (path, runs) = (path.display(), runs.join(", "));
+        return Err(usage_error(format!("{path} is not the folder of a run; it contains the runs {runs}")));
     }
     let all = checkpoint::infos(&directory)?;
     let best = all.iter().rfind(|info| info.best);

@@ -131,6 +131,14 @@ async fn init_writes_a_file_for_train_and_submit() {
             &["predict", "--model", "network.onnx", picture],
             &["does not read them", "onnxruntime", "model.safetensors", "models:/shoes@champion"],
         ),
+        (
+            &["predict", "--model", "runs", picture],
+            &["runs is not the folder of a run; it contains the runs runs/lockstep"],
+        ),
+        (
+            &["download", &id, "-o", "nodir/x.safetensors"],
+            &["nodir/x.safetensors: the folder nodir does not exist"],
+        ),
         (&["metrics", "lr", &id], &["no job is called lr"]),
     ] {
         server.cli(args).assert_usage_error(words);

@@ -67,8 +67,16 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     assert_eq!(response[0]["job"], "tuned", "{response}");
 
     // Unknown names, and a job whose checkpoint is registered.
-    server.cli(&["evaluate", "models:/shoes@nobody"]).assert_usage_error(&["has no alias \"nobody\""]);
-    server.cli(&["evaluate", "models:/shoos@champion"]).assert_usage_error(&["no model has this name"]);
+    server
+        .cli(&["evaluate", "models:/shoes@nobody"])
+        .assert_usage_error(&["has no alias \"nobody\"; its aliases are champion (version 2)"]);
+    server
+        .cli(&["evaluate", "models:/shoos@champion"])
+        .assert_usage_error(&["no model is called shoos; did you mean \"shoes\"?"]);
+    server.cli(&["evaluate", "shoes@champion"]).assert_usage_error(&[
+        "no job is called shoes@champion",
+        "name its version as models:/shoes@champion",
+    ]);
     server
         .cli(&["evaluate", "shoes"])
         .assert_usage_error(&["no job is called shoes", "named as in models:/shoes/1"]);

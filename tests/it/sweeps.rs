@@ -152,13 +152,14 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
         "trial 1 (data.fold=1): succeeded, val_accuracy ",
         "trial 2 (data.fold=2): succeeded, val_accuracy ",
         "is finished: 2 of 2 trials have ended",
-        "best: trial ",
+        "(mean ± standard deviation of 2 of 2 folds)",
     ] {
         assert!(folds.stdout.contains(words), "{words} in {}", folds.stdout);
     }
+    assert!(!folds.stdout.contains("best: trial "), "{}", folds.stdout);
     let validate =
         |seeds: &str| server.cli(&["validate", "job.toml", "--set", "data.dataset=one", "--sweep", seeds]);
-    assert!(validate("train.seed=1,2").ok().contains("has no mistake: 2 trials, "));
+    assert!(validate("train.seed=1,2").ok().contains("has no mistake: 2 trials, about "));
     validate("train.seed=1,-1").assert_usage_error(&["a mistake", "train.seed: must be"]);
     server.folder().write("sweep.toml", sweep_file(1, "[sweep.parameters]\ntrain.lr = { values = [0.1] }\n"));
     for options in [["--folds", "2"], ["--sweep", "train.seed=1,2"]] {
@@ -170,7 +171,10 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let groups = server.cli(&["list", "--tag", &id, "--group-by", "tag"]);
     assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);
     let shown = server.cli(&["sweep", "show", &id]);
-    assert!(shown.ok().contains("swept: grid, compared by val_accuracy\n"), "{}", shown.stdout);
+    for words in ["swept: grid, compared by val_accuracy\n", "(mean ± standard deviation of 2 of 2 folds)"] {
+        assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
+    }
+    assert!(!shown.stdout.contains("succeeded, best"), "{}", shown.stdout);
     // The jobs of a deleted sweep are kept.
     server.cli(&["sweep", "delete", &id, "--yes"]).ok();
     server.cli(&["sweep", "show", &id]).assert_usage_error(&["no sweep has this id"]);
@@ -256,6 +260,10 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         let shown = server.cli(&["sweep", "show", &id]);
         for words in ["asha, compared by val_loss after epochs 1, 3\n", "6 of 6 trials have ended"] {
             assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
+        }
+        let listed = server.cli(&["list", "--tag", &id]);
+        for output in [shown.ok(), listed.ok()] {
+            assert_eq!(output.matches("ended early").count(), 4, "{output}");
         }
     }
     assert_eq!(ends[0], ends[1]);

@@ -122,6 +122,8 @@ async fn repeated_and_continued_runs_have_the_same_bytes() {
     let second = bench.train("one", &[]).output().expect("it runs");
     assert_eq!(second.status.code(), Some(2), "a finished run is not overwritten");
     assert!(String::from_utf8_lossy(&second.stderr).contains("--resume latest"));
+    let nowhere = bench.train("nowhere", &["--resume", "latest"]).output().expect("it runs");
+    assert_eq!((nowhere.status.code(), bench.out("nowhere").exists()), (Some(2), false), "{nowhere:?}");
 }
 
 #[tokio::test]

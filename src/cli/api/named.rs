@@ -17,6 +17,7 @@ pub(super) struct Kind {
 
 pub(super) const JOB: Kind = Kind { noun: "job", list: "lockstep list" };
 pub(super) const SWEEP: Kind = Kind { noun: "sweep", list: "lockstep sweep list" };
+pub(super) const MODEL: Kind = Kind { noun: "model", list: "lockstep model list" };
 /// Maximum number of jobs that an error message lists.
 const MAX_LISTED: usize = 10;
 

@@ -105,7 +105,9 @@ impl Show {
                     self.draw();
                 }
                 AttemptEvent::Log { rank: 0, lines } => {
-                    self.lines.extend(lines.into_iter().map(|line| line.text));
+                    // The command itself reports a stop.
+                    let lines = lines.into_iter().map(|line| line.text);
+                    self.lines.extend(lines.filter(|text| !text.starts_with("asked to stop: ")));
                 }
                 AttemptEvent::Evaluation(evaluation) => {
                     self.accuracy = Some((evaluation.accuracy, evaluation.samples))

@@ -55,9 +55,15 @@ async fn impossible_training_is_refused_with_advice() {
         assert!(error.contains(&format!("{name}: is a PyTorch pickle")), "{error}");
         assert!(error.contains("save_file(torch.load("), "{error}");
     }
-    let (status, error) = error_of(&["data.dataset=/none", "train.lrr=1"]);
-    assert_eq!(status, Some(2), "{error}");
-    assert!(error.contains("lrr"), "{error}");
+    for (sets, words) in [
+        (&["data.dataset=/none", "train.lrr=1"][..], "lrr"),
+        (&["data.dataset="], "data.dataset: is missing: give the path of a dataset"),
+        (&["sweep.method=grid"], "is a sweep, which needs a server: `lockstep submit "),
+    ] {
+        let (status, error) = error_of(sets);
+        assert_eq!(status, Some(2), "{error}");
+        assert!(error.contains(words), "{error}");
+    }
 }
 
 #[tokio::test]

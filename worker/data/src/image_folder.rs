@@ -72,7 +72,7 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
 const OWN_FOLDERS: &str = "lockstep-";
 
 /// Whether a folder's name contains the name of a split, as in `train2017`, `testA` and `images_val`.
-fn names_split(folder: &Path) -> bool {
+pub(super) fn names_split(folder: &Path) -> bool {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     name.split(['_', '-', '.']).any(|part| {
         let part = part.trim_end_matches(|c: char| c.is_ascii_digit());

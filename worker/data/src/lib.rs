@@ -40,7 +40,7 @@ use listing::Listing;
 use lockstep_host::files::{self, allowed::have};
 use lockstep_protocol::{
     agent::AllowedFolders,
-    dataset::{BrokenFile, class_names_mistake},
+    dataset::{BrokenFile, class_names_mistake, too_few_classes},
 };
 use packed::Reading;
 use std::{
@@ -231,6 +231,15 @@ impl Catalog {
         let with_pictures = entries.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
         let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
             with_pictures.partition(|path| image_folder::split_of(path).is_some());
+        let folders = entries.iter().filter(|path| path.is_dir()).count();
+        if let [class] = &classes[..]
+            && folders == 1
+            && !image_folder::names_split(class)
+        {
+            let class = class.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let mistake = too_few_classes(&[class]).unwrap_or_default();
+            return Err(DataError::Invalid(format!("{} {mistake}", path.display())));
+        }
         let hint = if !classes.is_empty() {
             let hold = if classes.len() == 1 { "holds" } else { "hold" };
             format!(

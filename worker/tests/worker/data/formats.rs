@@ -320,6 +320,10 @@ fn errors_for_missing_datasets_say_what_was_expected() {
     assert_contains(&inspect_error(), &["has one class, \"cat\": there is nothing to tell apart"]);
     write_folder(path, "test", &["dog"], 2, &[28]);
     assert_contains(&inspect_error(), &["test/dog", "training split does not have"]);
+    let alone = TempDir::new().expect("a folder");
+    write_folder(alone.path(), "", &["cat"], 2, &[28]);
+    let error = inspect(alone.path()).expect_err("no dataset").to_string();
+    assert_contains(&error, &["has one class, \"cat\": there is nothing to tell apart"]);
 }
 
 #[test]

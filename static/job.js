@@ -152,8 +152,8 @@ const NEXT_VALUE = {
   "train.epochs": ({ train }) => 2 * (train.epochs ?? 0),
   "train.lr": ({ train }) => 2 * train.lr,
   "train.weight_decay": ({ train }) => 2 * train.weight_decay || 5e-4,
-  "data.augment": () => "trivial",
-  "data.validation": ({ data: { validation } }) => typeof validation === "number" && Math.min(0.5, 2 * validation),
+  "data.augment": ({ data: { augment } }) => augment !== "trivial" && "trivial",
+  "data.validation": ({ data: { validation, folds } }) => !folds && validation < 0.5 && Math.min(0.5, 2 * validation),
 };
 
 /**

@@ -1,6 +1,6 @@
 // Predictions of a checkpoint for pictures that the reader drops on the page.
 
-import { ask, byId, make, errorText, text } from "../page.js";
+import { Problem, ask, byId, make, errorText, text } from "../page.js";
 import { accuracyOf, percent, plural } from "../numbers.js";
 
 const TOP = 5;
@@ -71,7 +71,8 @@ export class Classify {
       text(byId("classify-reliability"), validationAccuracy(checkpoint));
     } catch (error) {
       if (requested !== this.#requested) return;
-      requested.splice(requested.indexOf(files), 1);
+      // Refused pictures are not sent again to other checkpoints.
+      if (error instanceof Problem && error.status < 500 && error.status !== 429) requested.splice(requested.indexOf(files), 1);
       text(status, errorText(error));
     }
   }

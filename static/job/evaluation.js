@@ -52,7 +52,10 @@ export class Evaluation {
     if (!this.choice.value) return tell("No checkpoint yet. The first checkpoint can be evaluated here.");
     const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
     if (found) this.#show(found);
-    else if (mine === this.#requests) tell(byId("evaluation-status").textContent);
+    else if (mine === this.#requests) {
+      this.#shown = null;
+      tell(byId("evaluation-status").textContent);
+    }
   }
 
   /** Shows how often the nearest training pictures have the right class. */

@@ -175,6 +175,8 @@ class Sender:
         self.id: str = read_run(path)["id"]
         self._client = client
         self._make_durable = make_durable
+        # Whether a run that was deleted on the server is made again.
+        self.again = False
         self._file = open(path / RECORDS, "rb")
         # The number of the record at the file's position.
         self._next = 1
@@ -244,7 +246,9 @@ class Sender:
         except (Problem, Unreachable) as error:
             self._refused = self._refused or error
         # The end is sent last. A program that waits for the end then finds the files, and the alerts in the summary.
-        has_sent |= self._send_changes(run, END)
+        # `running` is never sent: `begin` sets it, and `send_end` may have sent a later state meanwhile.
+        if run["state"] != "running":
+            has_sent |= self._send_changes(run, END)
         self.sent_records += self._next - before
         if self._refused:
             raise self._refused
@@ -323,7 +327,7 @@ class Sender:
         try:
             return self._client._send_once(method, f"/runs/{self.id}{path}", timeout=timeout, **more)
         except Problem as problem:
-            if problem.code == "not_found" and (self.path / SENT).exists():
+            if problem.code == "not_found" and not self.again and (self.path / SENT).exists():
                 raise RunDeleted(
                     f"run {self.id} was deleted on the server, or belongs to another server or person; its folder "
                     f"{self.path} is kept"
@@ -386,9 +390,8 @@ def send_folder(path: Path, client: Client, again: bool = False) -> Sender:
 
     `again`: whether to send a run that was deleted on the server, for which `RunDeleted` is raised otherwise.
     """
-    if again:
-        (path / SENT).unlink(missing_ok=True)
     sender = Sender(path, client)
+    sender.again = again
     with contextlib.closing(sender):
         sender.send()
     return sender

@@ -37,6 +37,8 @@ pub(crate) struct AccessArgs {
 
 /// File in the data directory with the server's address for programs of this machine. Exists while the server runs.
 const ADDRESS: &str = "address";
+/// The SQLite database in a server's data directory.
+const DATABASE: &str = "lockstep.db";
 /// File in the data directory with the server's token, unless the server runs without authentication.
 const TOKEN: &str = "token";
 
@@ -75,14 +77,17 @@ impl AccessArgs {
     /// The folder does not exist, or has neither a token nor the address of a running server.
     pub(crate) fn check_data_dir(&self) -> anyhow::Result<()> {
         let Some(dir) = &self.data_dir else { return Ok(()) };
+        if self.token_file.is_some() {
+            return Ok(());
+        }
         // A file to which this account has no access counts as present.
         let is_missing =
             |error: io::Error| matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory);
         let lacks = |path: &Path| fs::symlink_metadata(path).is_err_and(is_missing);
         let problem = if lacks(dir) {
             "does not exist"
-        } else if lacks(&dir.join(TOKEN)) && lacks(&dir.join(ADDRESS)) {
-            "is not the data directory of a server: it has neither a token nor the address of a running server"
+        } else if [TOKEN, ADDRESS, DATABASE].iter().all(|name| lacks(&dir.join(name))) {
+            "is not the data directory of a server: it has neither a token nor a database nor the address of a running server"
         } else {
             return Ok(());
         };

@@ -95,6 +95,9 @@ pub(crate) struct Api {
     proxy: Option<&'static str>,
 }
 
+/// Maximum number of jobs of one name whose checkpoints are asked for.
+const MAX_PROBED_JOBS: usize = 20;
+
 impl Api {
     /// Returns a client for `server`. The client sends `token`, and trusts `ca_file` in addition to the system's CA certificates. Sends no
     /// request.
@@ -157,11 +160,15 @@ impl Api {
         self.job_named(id, is_meant, Several::TakeNewest).await
     }
 
-    /// Returns the id of the newest job called `name` that has a checkpoint. `None` also if the server cannot be asked; the caller's own
+    /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. `None` also if the server cannot be asked; the caller's own
     /// request then reports why.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
         let jobs = self.all("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
-        for job in jobs.iter().filter(|job| named::text(job, "name") == name) {
+        let named: Vec<_> = jobs.iter().filter(|job| named::text(job, "name") == name).collect();
+        if named.len() < 2 {
+            return None;
+        }
+        for job in named.into_iter().take(MAX_PROBED_JOBS) {
             let id = named::text(job, "id");
             let checkpoints = self.all(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
             if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
@@ -420,17 +427,22 @@ impl Api {
         if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
     }
 
-    /// Returns the mistakes that the server finds in a job. Empty if the server finds no mistake, is unreachable or does not allow this
-    /// request.
-    pub(crate) async fn find_mistakes(&self, document: &Value) -> Vec<SpecError> {
+    /// Returns the mistakes that the server finds in a job.
+    ///
+    /// # Errors
+    /// See [`Api::get`].
+    pub(crate) async fn find_mistakes(&self, document: &Value) -> anyhow::Result<Vec<SpecError>> {
         let response = self.client.post(self.url("/jobs/validate")).json(document).send().await;
-        let Ok(response) = response else { return Vec::new() };
-        if response.status() != StatusCode::UNPROCESSABLE_ENTITY {
-            return Vec::new();
+        let response = response.map_err(|error| self.unreachable(&error))?;
+        match response.status() {
+            StatusCode::UNPROCESSABLE_ENTITY => {
+                let mut body: Value = response.json().await.unwrap_or_default();
+                let errors = body.get_mut("errors").map(Value::take).unwrap_or_default();
+                Ok(serde_json::from_value(errors).unwrap_or_default())
+            }
+            status if status.is_success() => Ok(Vec::new()),
+            _ => Err(problem(response).await),
         }
-        let mut body: Value = response.json().await.unwrap_or_default();
-        let errors = body.get_mut("errors").map(Value::take).unwrap_or_default();
-        serde_json::from_value(errors).unwrap_or_default()
     }
 
     /// Sends bytes unchanged and reads the response.

@@ -11,7 +11,7 @@ use serde_json::Value;
 pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let all = block_on(async {
-        let job = api.find_trained_job(&args.job).await?;
+        let job = api.find_job(&args.job).await?;
         api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await
     })?;
     if args.server.json {

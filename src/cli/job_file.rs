@@ -101,12 +101,15 @@ pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
     values.filter(|text| text.contains(std::path::is_separator)).map(Path::new).collect()
 }
 
-/// Adds the mistakes that only the server finds to a job's `local` mistakes, so that the user can correct all of them at once. A dataset
+/// Adds the mistakes that only the server has `found` to a job's `local` mistakes, so that the user can correct all of them at once. A dataset
 /// that is not registered is not a mistake if it exists on this machine, because `lockstep submit` registers it.
-pub(super) async fn all_mistakes(api: &Api, document: &Value, mut local: Vec<SpecError>) -> Vec<SpecError> {
+pub(super) fn all_mistakes(
+    document: &Value,
+    mut local: Vec<SpecError>,
+    mut found: Vec<SpecError>,
+) -> Vec<SpecError> {
     let is_here = dataset_paths(document).into_iter().any(|path| lockstep_data::canonical(path).is_ok());
     let omits_dataset = is_here || local.iter().any(|known| known.pointer == "/data/dataset");
-    let mut found = api.find_mistakes(document).await;
     found.retain(|mistake| {
         // A local mistake of a sweep also names its trials.
         let is_same =

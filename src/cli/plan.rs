@@ -303,7 +303,9 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     let bytes = fs::read(path).map_err(|e| failed(e.to_string()))?;
     let mut document: Value = serde_json::from_slice(&bytes).map_err(|e| failed(e.to_string()))?;
     let machine = document.get_mut("machine").map(Value::take).unwrap_or(document);
-    let machine: Machine = serde_json::from_value(machine).map_err(|e| failed(e.to_string()))?;
+    let machine: Machine = serde_json::from_value(machine).map_err(|e| {
+        failed(format!("{e}; measure that machine again with `lockstep plan --measure --json`"))
+    })?;
     machine.check().map_err(failed)?;
     Ok(machine)
 }

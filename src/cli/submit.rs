@@ -70,7 +70,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let unknown_path = if local_mistakes.is_empty() { UnknownPath::Register } else { UnknownPath::Keep };
         let named = name_dataset(&api, &mut document, unknown_path).await;
         if !local_mistakes.is_empty() {
-            let mistakes = all_mistakes(&api, &document, local_mistakes).await;
+            // The server may be unreachable, or not allow the request.
+            let found = api.find_mistakes(&document).await.unwrap_or_default();
+            let mistakes = all_mistakes(&document, local_mistakes, found);
             return Err(mistakes_error(&args.job, &mistakes));
         }
         let registered = named?;

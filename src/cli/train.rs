@@ -270,12 +270,16 @@ fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
 
 fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) -> anyhow::Result<()> {
     // The next run knows only the job file and its own options.
-    let again = match (args.out.is_some(), !args.sets.is_empty()) {
-        (false, false) => "",
-        (true, false) => "; give --out again",
-        (false, true) => "; give --set again",
-        (true, true) => "; give --out and --set again",
-    };
+    let options = [
+        ("--out", args.out.is_some()),
+        ("--set", !args.sets.is_empty()),
+        ("--ranks", args.ranks.is_some()),
+        ("--rank-table", args.rank_table.is_some()),
+        ("--node", args.node.is_some()),
+    ];
+    let given: Vec<_> = options.iter().filter(|(_, is_given)| *is_given).map(|(option, _)| *option).collect();
+    let again =
+        if given.is_empty() { String::new() } else { format!("; give {} again", given.join(" and ")) };
     match outcome {
         Outcome::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
             "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",

@@ -88,7 +88,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // for a job that does not give data.validation, and its response for a sweep does not show this choice.
     let is_fraction = match spec.data.validation {
         Validation::Fraction(_) => true,
-        Validation::Split(_) => trials.is_some() && document.pointer("/data/validation").is_none(),
+        Validation::Split(_) => {
+            let is_default = document.pointer("/data/validation").is_none();
+            let is_swept = || {
+                serde_json::to_string(&document["sweep"]).is_ok_and(|text| text.contains("data.validation"))
+            };
+            trials.is_some() && (is_default || is_swept())
+        }
     };
     let is_estimate = is_fraction && spec.data.folds.is_none();
     let about = if is_estimate { "about " } else { "" };
@@ -116,7 +122,7 @@ fn check_without_dataset(
     let (spec, _) = spec::read(sweep::trials(document).first().unwrap_or(document));
     mistakes.extend(mistakes_in_files(document, spec.as_ref()));
     if asks_server {
-        mistakes = block_on(async { Ok(job_file::all_mistakes(api, document, mistakes).await) })?;
+        mistakes = job_file::all_mistakes(document, mistakes, block_on(api.find_mistakes(document))?);
     }
     if !mistakes.is_empty() {
         return Err(job_file::mistakes_error(&args.job, &mistakes));

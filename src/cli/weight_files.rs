@@ -7,7 +7,7 @@ use super::{
 };
 use anyhow::{Context, bail};
 use futures_util::StreamExt;
-use lockstep_protocol::checkpoint_files;
+use lockstep_protocol::checkpoint_files::{self, MANIFEST, MODEL, index};
 use lockstep_worker::checkpoint::{self, ManifestFile};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -108,6 +108,11 @@ pub(super) async fn fetch_beside(
     Ok(folder)
 }
 
+/// Whether `folder` has the weights of a checkpoint.
+pub(super) fn has_weights(folder: &Path) -> bool {
+    [MODEL, &index(MODEL), MANIFEST].iter().any(|file| folder.join(file).exists())
+}
+
 /// If `path` is the folder of a run of `lockstep train`, returns the folder of the run's best checkpoint, and prints a note that names the
 /// checkpoint. Returns any other path unchanged. Without validation, the newest checkpoint counts as the best.
 ///
@@ -115,6 +120,9 @@ pub(super) async fn fetch_beside(
 /// Exit status 2 if the run has no checkpoint, or `path` is a folder that contains runs.
 pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
     let directory = path.join("checkpoints");
+    if has_weights(path) {
+        return Ok(path.to_owned());
+    }
     if !directory.is_dir() {
         let folders = fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
         let runs = folders.filter(|folder| folder.join("checkpoints").is_dir());

@@ -184,8 +184,8 @@ def init(
             job, is_new = begun
             url = str(client._io.http.base_url).partition("/api/v1")[0] + f"/jobs/{job['id']}" if client else None
             if not is_here and not is_new:
-                before = job | {"private": job["spec"].get("private")} | (job.get("external") or {})
-                _continue(run, before, name, project)
+                known = job | {"private": job["spec"].get("private")} | (job.get("external") or {})
+                _continue(run, known, name, project)
             # The server may have records of this run from another folder.
             spool.pad(sender.acknowledged)
             if sender.acknowledged:

@@ -7,10 +7,7 @@ use crate::cli::{
     file, output, usage_error, weight_files,
 };
 use anyhow::Context;
-use lockstep_protocol::{
-    checkpoint_files::{MANIFEST, MODEL, index},
-    models::SCHEME,
-};
+use lockstep_protocol::models::SCHEME;
 use lockstep_worker::inspect;
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -72,9 +69,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 /// Whether the source is a path: a file, a folder that is written with a slash, or a folder that contains a checkpoint or a run. The name
 /// of any other folder may be the name of a job.
 fn is_path(source: &Path) -> bool {
-    let has = |file: &str| source.join(file).exists();
     let has_slash = source.components().count() > 1 || source.is_absolute();
-    let has_model = || has(MODEL) || has(&index(MODEL)) || has(MANIFEST) || has("checkpoints");
+    let has_model = || weight_files::has_weights(source) || source.join("checkpoints").exists();
     source.is_file() || (source.is_dir() && (has_slash || has_model()))
 }
 

@@ -19,7 +19,7 @@ pub(super) struct Show {
     spec: JobSpec,
     bar: Option<ProgressBar>,
     steps_per_epoch: u64,
-    /// The mean loss of the ranks rank_note records this process reads.
+    /// The mean loss of the ranks whose records this process reads.
     loss: JobLoss,
     /// Names the ranks of [`Show::loss`]: ` (rank 1 of 4)`. Empty if they are all ranks of the job.
     rank_note: String,
@@ -27,7 +27,7 @@ pub(super) struct Show {
     lines: VecDeque<String>,
     /// Whether this process reads rank 0's lines.
     has_lines: bool,
-    /// Losses of steps rank_note lines have not been printed.
+    /// Losses of steps whose lines have not been printed.
     losses: BTreeMap<u64, f32>,
     /// Whether no more losses will arrive.
     has_all_losses: bool,
@@ -123,7 +123,7 @@ impl Show {
         self.print_lines();
     }
 
-    /// Prints rank 0's lines in order, up to the first step rank_note loss may still arrive.
+    /// Prints rank 0's lines in order, up to the first step whose loss may still arrive.
     fn print_lines(&mut self) {
         while let Some(line) = self.lines.front() {
             let text = match parse_step_line(line) {

@@ -330,7 +330,7 @@ describe("the keyboard", () => {
       await page.keyboard.press(`${place}`);
       assert.equal(await tabs.nth(place - 1).getAttribute("aria-selected"), "true", `panel ${place}`);
     }
-    assert.ok(await page.locator("#history-panel").isVisible(), "the last tab is the history");
+    await until("the last tab is the history", () => page.locator("#history-panel").isVisible());
     const before = page.url().split("?")[0];
     await page.keyboard.press("]");
     await until("the next job's page opens", async () => page.url().split("?")[0] !== before && /\/jobs\/j/.test(page.url()));

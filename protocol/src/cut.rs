@@ -1,6 +1,6 @@
 //! Shortens long names and paths in the middle, because names often differ at their ends. The same as `static/cut.js`.
 
-/// Separators: a word begins with a separator, or after a space.
+/// A separator is the first character of the word that follows it (`-seed`). A space belongs to no word.
 const SEPARATORS: [char; 3] = ['/', '-', '_'];
 
 /// Whether a word begins at `index`. No word begins between two adjacent separators.

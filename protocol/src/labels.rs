@@ -18,7 +18,7 @@ fn is_plain(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_.".contains(c)
 }
 
-/// A valid project name made from another program's name: invalid characters become `-`. `init` in
+/// A valid project name, made from the name that another program gives its project: invalid characters become `-`. `init` in
 /// `python/src/lockstep/session.py` does the same.
 pub fn to_project_name(name: &str) -> String {
     let plain = |c| if is_plain(c) { c } else { '-' };
@@ -31,7 +31,7 @@ pub fn project_mistake(name: &str) -> Option<String> {
     plain_name_mistake(name, PROJECT_CHARS)
 }
 
-/// Why a text cannot be a name of at most `max` characters without a special meaning in addresses and paths; `None` if it can.
+/// Why a text is not a plain name: at most `max` characters, none of which has a special meaning in URLs and paths. `None` if it is one.
 pub(crate) fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
     let fits = (1..=max).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
     (!fits).then(|| {

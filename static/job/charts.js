@@ -105,7 +105,7 @@ export class Charts {
     return this.job().spec.parallel.device === "cuda" || this.metrics.series("gpu_utilization").segments.length > 0;
   }
 
-  /** Removes groups of metrics that this job does not have from the list. */
+  /** Hides, in the list of metrics, the groups that this job does not have. */
   #offer() {
     for (const group of byId("other-metric").querySelectorAll("optgroup")) {
       const hidden = ![...group.children].some((option) => this.offers(option.value));
@@ -139,7 +139,7 @@ export class Charts {
   /** Returns a line for each machine, from the rank that reports the machine's metrics. */
   #perMachine(name) {
     const { metrics } = this, { agents } = this.job(), reporting = metrics.ranksOf(name);
-    // Machines are named in the order of their ranks. For attempts on other machines, only the rank is known.
+    // Machines are named in the order of their ranks. If earlier attempts ran on other machines, names cannot be matched to ranks.
     const machine = (i, rank) => (agents.length === reporting.length ? agents[i] : reporting.length > 1 ? `machine of rank ${rank}` : "machine");
     return reporting.map((rank, i) => ({ label: machine(i, rank), colour: colourOf(rank), series: metrics.series(name, rank) }));
   }

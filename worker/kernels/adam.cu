@@ -19,7 +19,7 @@ struct Adam {
     __device__ __forceinline__ float divisor(float v) const { return sqrtf(v) / root2 + epsilon; }
 };
 
-// Constants of the current update, which gradient_norm has already counted. All threads of a block must call this function; thread 0
+// Constants of the current update. `scaler->updates` includes this update already: gradient_norm counts it. All threads of a block must call this function; thread 0
 // computes the powers.
 __device__ __forceinline__ Adam adam_of(const Scaler* scaler, double beta1, double beta2, float epsilon, double* shared) {
     if (threadIdx.x == 0) {
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256)
              scaler, first_decay, second_decay);
 }
 #if DTYPE == 2
-// The same for weights in planes.
+// The same for weights in two planes (`PlanarWeights` in optimizer.cu).
 extern "C" __global__ void __launch_bounds__(256)
     adamw_planes(T* rests, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
                  float first_decay, float second_decay) {
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Each segment's rate: |w| / |r|, or 1 without decay if not adapted. One thread per segment.
+// Each segment's rate: |w| / |r|. A segment that is not adapted has the rate 1 and no decay. One thread per segment.
 extern "C" __global__ void lamb_rates(const double* partials, const Segment* segments, u32 count, float decay, Rate* rates) {
     pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,9 +1,9 @@
 // Two sums per channel over the rows of an activation, in an order that depends only on the shapes.
 //
-// A block has bx x by threads (bx: a power of two up to 32). Thread (x, y) owns the eight channels of group
+// A block has blockDim.x x blockDim.y threads (bx = blockDim.x is a power of two up to 32). Thread (x, y) owns the eight channels of group
 // blockIdx.y * bx + x and a grid stride of rows, so a warp reads whole cache lines and no index needs a division.
 // Sums are reduced over the lanes of a warp, over the warps of a block, and then in global memory: the last block to
-// finish adds all blocks' sums in block order, in double precision.
+// finish adds all blocks' sums in double precision, in an order that depends only on the number of blocks.
 
 // A thread's share of an activation: one group of channels, and every `step`th row.
 struct GridStride {
@@ -24,8 +24,8 @@ __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32
 
 __device__ __forceinline__ u32 thread_in_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-// Sums 16 values per thread over the block. `scratch` has 16 * bx values for each warp. Thread t < 16 * bx gets
-// the sum of value t / bx over the threads with x = t % bx.
+// Each thread brings 16 values: the eight channels of the first sum, then those of the second. Thread t < 16 * bx returns
+// one sum: of value t / bx over all threads of column x = t % bx. `scratch` has 16 * bx values for each warp.
 __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
     u32 bx = blockDim.x, t = thread_in_block(), lane = t % 32, warp = t / 32;
     for (u32 o = bx; o < 32; o *= 2)
@@ -42,8 +42,8 @@ __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
     return sum;
 }
 
-// The total that a thread finishes, one of the block's 16 * bx totals: first those of the first sum for all channels, then
-// those of the second sum.
+// The total that this thread computes. Threads 0 to 8 * bx - 1 have the first sum of the block's channels, the next
+// 8 * bx threads the second sum.
 struct Value {
     u32 which;    // 0: first sum, 1: second sum, above: none
     u32 channel;
@@ -63,7 +63,7 @@ __device__ __forceinline__ Value value_of_thread(u32 channels) {
 }
 
 // Adds the sums of all blocks of a column (blockIdx.y). Returns true only in the last block to finish, with the
-// total of value_of_thread() in `total`. `scratch` has 32 KB.
+// total that `value` describes in `total`. `scratch` has 32 KB.
 __device__ __forceinline__ bool column_sums(float sum, const Value& value, float* scratch, float* partials,
                                             u32* counters, double& total) {
     u32 values = 16 * blockDim.x, t = thread_in_block(), threads = blockDim.x * blockDim.y;

@@ -11,8 +11,9 @@ struct Source {
     u32 height, width, channels;
     u32 side;
     u32 crop_padding;
-    // 0: the control block's indices and augmentation; 1: its indices, no augmentation except views (bit 31 of the parameters);
-    // 2: pictures in order, no augmentation. With REFLECTS, a picture is mirrored at its border instead of continued in black.
+    // The two low bits. 0: indices and augmentation of the control block. 1: its indices; only pictures whose augmentation has bit 31
+    // (views of an evaluation, see CropWindow) are shifted and flipped. 2: pictures in order, without augmentation.
+    // Flag REFLECTS: a picture is mirrored at its border instead of continued in black.
     u32 mode;
 };
 #define REFLECTS 4u
@@ -30,7 +31,7 @@ struct CropWindow {
         : CropWindow(s, s.mode == 2 ? n : indices(control)[n], s.mode == 2 ? 0 : indices(control)[batch + n]) {}
     __device__ __forceinline__ CropWindow(const Source& s, u32 index, u32 params) {
         pixels = s.pictures + (u64)index * s.height * s.width * s.channels;
-        // Bit 31: a view of an evaluation, in a border of one pixel that mirrors the picture.
+        // Bit 31: one of the shifted views that an evaluation averages. The picture then has a mirrored border of one pixel.
         bool is_view = params >> 31, crops = is_view || (s.mode & 3) == 0;
         int border = is_view ? 1 : (int)s.crop_padding;
         top = crops ? (int)(params & 0x7fff) - border : 0;
@@ -38,7 +39,7 @@ struct CropWindow {
         flip = crops && (params >> 30 & 1);
         reflects = is_view || (s.mode & REFLECTS);
     }
-    // Borders are narrower than the picture.
+    // One reflection suffices, because borders are narrower than the picture.
     __device__ __forceinline__ static int reflected(int at, int side) {
         int last = side - 1;
         return last - abs(last - abs(at));

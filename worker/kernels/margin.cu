@@ -1,7 +1,7 @@
 // Losses with a margin (ArcFace, CosFace): logits are scaled cosines between features and the weights of each class, and in training the
 // label's logit has a margin. Convolutions multiply features and weights without normalisation; each product is then multiplied by a
 // factor of its row and a factor of its class. A logit does not depend on the norms of the features and of the weights, so the
-// gradients of features and weights are orthogonal to them.
+// gradient of each row of features is orthogonal to that row, and likewise for the weights of each class.
 
 #define MIN_LENGTH 1e-12f // a shorter row is divided by this length, as in the CPU engine
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
-// factors [count]: `scale` divided by the L2 norm of each row of `width` values, a multiple of 8. One warp per row.
+// factors [count]: `scale` divided by the L2 norm of each row. `width`: values per row, a multiple of 8. One warp per row.
 extern "C" __global__ void __launch_bounds__(256) row_factors(const T* rows, float* factors, u32 count, u32 width, float scale) {
     pdl_wait();
     u32 lane = threadIdx.x % 32, groups = width / 8, step = gridDim.x * blockDim.x / 32;
@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(256) row_factors(const T* rows, flo
     }
 }
 
-// Multiplies values, in chunks of classes, each [rows, chunk], by the factors of their row and of their class. With `labels`, also
-// multiplies the value of each row's label by the slope of its logit. `groups` is the number of groups of 8 values.
+// `values` are logits or, with `labels`, gradients of logits, stored chunk by chunk of classes, each chunk [rows, chunk]. Each value is
+// multiplied by the factors of its row and of its class, and the gradient at a row's label also by the slope that put_margin has stored. `groups` is the number of groups of 8 values.
 extern "C" __global__ void __launch_bounds__(256)
     scale_cosines(T* values, const float* of_rows, const float* of_classes, u32 rows, u32 chunk, u64 groups, const LabelLogit* labels) {
     pdl_wait();
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Applies the margin to the logit of each row's label, and stores the original logit. One thread per row. Arguments are as in
-// class_records. A cosine above `limit` becomes cos(angle + margin); any other cosine is reduced by `shift`.
+// class_records (split_loss.cu). A cosine above `limit` becomes cos(angle + margin); any other cosine is reduced by `shift`.
 extern "C" __global__ void __launch_bounds__(256)
     put_margin(T* logits, const u32* controls, u32 words, u32 batch, u32 rows, u32 chunk, u32 classes, u32 first, const Sample* sample,
                const u32* places, float scale, double limit, double cos_margin, double sin_margin, double shift, LabelLogit* labels) {

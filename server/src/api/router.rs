@@ -211,7 +211,7 @@ pub(crate) fn build_router(app: App) -> Router {
         .layer(DefaultBodyLimit::max(BODY_BYTES))
         .layer(middleware::from_fn_with_state(app.config.clone(), slow_body::refuse))
         .layer(middleware::from_fn(in_time))
-        // Weights do not compress, and ranges refer to the uncompressed file.
+        // Files are not compressed: weights would hardly shrink, and byte ranges of a request count uncompressed bytes.
         // Charts wait for responses, so the level is the fastest. The slowest level would save only a tenth more.
         .layer(CompressionLayer::new().quality(CompressionLevel::Fastest).compress_when(
             DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),

@@ -116,7 +116,7 @@ pub(super) async fn start(
     Ok(app)
 }
 
-/// Restores the state that earlier servers have stored, and removes their incomplete downloads of checkpoints.
+/// Restores the stored state, and removes incomplete downloads of checkpoints from before the server's last stop.
 async fn restore(app: &App) -> Result<(), ServeError> {
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);

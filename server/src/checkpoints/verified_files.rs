@@ -1,4 +1,4 @@
-//! A cache of files of checkpoints whose checksums were verified. The size of a file is not sufficient: a disk may return wrong bytes.
+//! Remembers which files of checkpoints were verified by checksum. A comparison of sizes would not find wrong bytes that a disk returns.
 
 use crate::{
     checkpoints::manifest::{ManifestFile, verify},

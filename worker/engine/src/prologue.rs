@@ -19,8 +19,8 @@ pub(super) struct StepPart<'a> {
 pub(super) struct Prologue<'a> {
     /// Empty if no rank has a picture.
     pub(super) parts: Vec<StepPart<'a>>,
-    /// Factor of each picture's loss gradient: 1 / (pictures of the step on all ranks), so that the sum of gradients over ranks
-    /// and micro-batches is the gradient of the global batch's mean loss, for parts of any size. With class weights, 1 / (sum of the
+    /// Factor of each picture's loss gradient: 1 / (pictures of the step on all ranks). The sum of all gradients is then the
+    /// gradient of the mean loss, even if micro-batches have different sizes. With class weights, 1 / (sum of the
     /// weights of the pictures' labels). Without [`EngineConfig::gradients_mean`], this factor is multiplied by the number of ranks.
     pub(super) gradient_scale: f64,
 }

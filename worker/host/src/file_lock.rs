@@ -1,5 +1,5 @@
-//! File locks between processes (`flock(2)`). The kernel releases a lock when the last process that has the file open
-//! ends.
+//! File locks between processes (`flock(2)`). The kernel releases a lock when the last handle of the opened file is
+//! closed, at the latest when its processes end.
 
 use std::{
     fs::{File, TryLockError},

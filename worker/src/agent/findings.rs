@@ -12,7 +12,7 @@ use tokio::process::Command;
 
 /// Time limit of the checks. Loading a library from a network file system may take long.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
-/// Findings that concern only GPUs. On a machine without GPUs they are ignored.
+/// Findings that concern only GPUs (NCCL uses /dev/shm between GPUs). On a machine without GPUs they are ignored.
 const GPU_FINDINGS: [&str; 2] = ["GPUs", "/dev/shm"];
 
 /// The output of `doctor --json`.

@@ -20,7 +20,7 @@ use std::{collections::HashMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
-/// Pages of the audit log for cursors. The only order is newest first.
+/// How cursors of the audit log are encoded. Its only order is newest first.
 const PAGES: Pages = Pages::new("audit", "-id");
 
 /// A page of the audit log.
@@ -97,7 +97,7 @@ pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     Ok(AuditPage { entries, next_cursor })
 }
 
-/// `GET /audit`
+/// `GET /audit`: the page Audit log.
 pub(crate) async fn show(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,

@@ -10,9 +10,9 @@ use lockstep_protocol::people::Identity;
 pub(crate) enum SignsInAs {
     /// This person, who may be disabled.
     Person(PersonRow),
-    /// Nobody: the person was removed.
+    /// The account's person was removed.
     Removed,
-    /// Nobody: the account is new.
+    /// The account is new: no person has it.
     Nobody,
 }
 

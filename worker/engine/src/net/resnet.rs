@@ -3,7 +3,7 @@
 //! ResNet-18 to 152 are torchvision's, the 1.5 variant: a bottleneck's stride is in its 3x3
 //! convolution. ResNeXts (Xie et al. 2017) and wide ResNets (Zagoruyko and Komodakis 2016) are ResNet-50 and 101 with
 //! other bottlenecks. The CIFAR family (section 4.2 of He et al.) has three stages of 16, 32 and 64
-//! channels under the same names, with a 1x1 convolution and batch norm as shortcut wherever the
+//! channels; parameters are named as in torchvision's ResNets, with a 1x1 convolution and batch norm as shortcut wherever the
 //! shape changes.
 
 use super::{Network, TensorId};

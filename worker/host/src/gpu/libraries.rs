@@ -228,7 +228,7 @@ impl Libraries {
     }
 
     /// Links under the names that cudarc tries first, for libraries with other names. Without links, cudarc would load
-    /// the system's `libcudnn.so` instead of the chosen one, and CUDA 13's NVRTC if two versions are on the path.
+    /// the system's cuDNN instead of the chosen one. If NVRTC 12 was chosen and version 13 is also on the path, it would load version 13.
     fn links(&self) -> Vec<(&'static str, &Path)> {
         let mut links = Vec::new();
         for (which, name) in [

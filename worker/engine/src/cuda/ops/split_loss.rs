@@ -10,7 +10,7 @@ const PART_BYTES: usize = 24;
 const RECORD_BYTES: usize = 48;
 const ROW_BYTES: usize = 32;
 
-/// The logits of one rank's classes, for all pictures of the group, and their labels.
+/// The logits of one rank's classes for all pictures of the group. The pictures' labels are in the control blocks.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct SplitLogits {
     /// In the activations' format, one `[rows, chunk]` array for each chunk of classes, before the bias is added.
@@ -67,7 +67,8 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// Reduces this rank's classes of each row to a record in `records`. `parts`: scratch memory of [`SplitLogits::part_bytes`] bytes.
+    /// Reduces the logits of this rank's classes to one record per row in `records`: the largest logit and its class, the sum of exponentials,
+    /// the sum of logits, and the labels' logits. `parts`: scratch memory of [`SplitLogits::part_bytes`] bytes.
     /// `label_logits`: the result of [`Ops::put_margin`]; may be absent. Memory traffic: reads logits.
     pub(in crate::cuda) fn class_records(
         &self,

@@ -278,8 +278,7 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
         ("--node", args.node.is_some()),
     ];
     let given: Vec<_> = options.iter().filter(|(_, is_given)| *is_given).map(|(option, _)| *option).collect();
-    let again =
-        if given.is_empty() { String::new() } else { format!("; give {} again", given.join(", ")) };
+    let again = if given.is_empty() { String::new() } else { format!("; give {} again", given.join(", ")) };
     match outcome {
         Outcome::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
             "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",

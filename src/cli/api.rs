@@ -160,8 +160,8 @@ impl Api {
         self.job_named(id, is_meant, Several::TakeNewest).await
     }
 
-    /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. `None` also if the server cannot be asked; the caller's own
-    /// request then reports why.
+    /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. `None` also if the server
+    /// cannot be asked; the caller's own request then reports why.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
         let jobs = self.all("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
         let named: Vec<_> = jobs.iter().filter(|job| named::text(job, "name") == name).collect();

@@ -20,6 +20,8 @@ const LR: f32 = 0.01;
 const EPOCH: usize = 62;
 /// Range of the runs' learning rates, relative to their mean.
 const SPREAD: f32 = 0.01;
+/// CPU runs with which each format's runs are compared.
+const CPU_RUNS: usize = 100;
 /// Maximum distance of the rank sum of two samples from its mean, in standard deviations: exceeded by chance once in two thousand tests.
 const LARGEST_Z: f64 = 3.5;
 
@@ -202,12 +204,12 @@ fn rank_sum(ours: &[RunResult], theirs: &[RunResult]) -> f64 {
     (larger - m * n / 2.0) / (m * n * (m + n + 1.0) / 12.0).sqrt()
 }
 
-/// `RUNS` (30) runs in each format and on the CPU, with slightly different learning rates.
+/// `RUNS` (30) runs in each format and `CPU_RUNS` on the CPU, with slightly different learning rates.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
     let runs: usize = std::env::var("RUNS").map_or(30, |runs| runs.parse().unwrap());
-    let lr = |run: usize| LR * (1.0 + SPREAD * (2.0 * run as f32 / (runs - 1) as f32 - 1.0));
+    let lr = |run: usize, runs: usize| LR * (1.0 + SPREAD * (2.0 * run as f32 / (runs - 1) as f32 - 1.0));
     let job = Job::new();
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let pictures = pictures_for(job.cpu(1).as_mut(), EPOCH);
@@ -215,8 +217,8 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
         // One run per core: small steps do not become faster with more threads.
         for _ in 0..job.config.threads {
             scope.spawn(|| {
-                while let Some(run) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < runs) {
-                    let ended = train(job.cpu(1).as_mut(), &pictures, lr(run));
+                while let Some(run) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < CPU_RUNS) {
+                    let ended = train(job.cpu(1).as_mut(), &pictures, lr(run, CPU_RUNS));
                     found.lock().unwrap().push(ended);
                 }
             });
@@ -235,7 +237,7 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
             .map(|run| {
                 let mut engine = job.gpu(precision, deterministic);
                 let pictures = pictures_for(engine.as_mut(), EPOCH);
-                train(engine.as_mut(), &pictures, lr(run))
+                train(engine.as_mut(), &pictures, lr(run, runs))
             })
             .collect();
         let z = rank_sum(&on_gpu, &on_cores);

@@ -217,7 +217,8 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
         // One run per core: small steps do not become faster with more threads.
         for _ in 0..job.config.threads {
             scope.spawn(|| {
-                while let Some(run) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < CPU_RUNS) {
+                while let Some(run) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < CPU_RUNS)
+                {
                     let ended = train(job.cpu(1).as_mut(), &pictures, lr(run, CPU_RUNS));
                     found.lock().unwrap().push(ended);
                 }

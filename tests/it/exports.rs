@@ -106,17 +106,20 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     server.stop().await;
 }
 
-/// Trains a job of two ranks and runs `export tensorboard`. Returns the job's id and the folder of rank 0, which contains `rank-1`.
+/// Trains a job of two ranks and runs `export tensorboard` during and after training, to `live` and `runs`. Returns the job's id and the
+/// folder of rank 0 in `runs`, which contains `rank-1`.
 async fn export_to_tensorboard(server: &Server) -> (String, PathBuf) {
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 320, 40)).await;
     let id = server.submit(&specs::short("a/name of two ranks", "fashion", 2, 12)).await;
+    let live = server.cli(&["export", "tensorboard", &id, "--follow", "-o", "live", "--json"]).json();
     server.wait_for_success(&id).await;
     let written = server.cli(&["export", "tensorboard", &id, "-o", "runs", "--json"]).json();
     let run = folder.join(written[0]["folder"].as_str().expect("a folder"));
     let name = run.strip_prefix(folder.join("runs")).expect("it is in the folder").to_str().expect("UTF-8");
     assert_eq!(name, format!("a-name-of-two-ranks-{}", &id[id.len() - 8..]));
     assert_eq!(written[0]["points"], points(server, &id).len());
+    assert_eq!(written[0]["points"], live[0]["points"]);
     (id, run)
 }
 
@@ -220,18 +223,21 @@ print(start.hparams["train.steps"].number_value, start.hparams["model.arch"].str
         let _permit = training_permit().await;
         let server = Server::start().await;
         let (id, run) = export_to_tensorboard(&server).await;
-        let mut command = python("tensorboard");
-        command.args(["-c", SCRIPT]).arg(&run);
-        let printed = output_of(command);
-        let mut lines: Vec<&str> = printed.lines().collect();
-        assert_eq!(lines.pop(), Some("12.0 resnet20 1"));
-        // Values are compared as numbers, as languages print them differently.
-        let parse = |line: &str| {
-            let (name, value) = line.rsplit_once(',').expect("a value");
-            (name.to_owned(), value.parse::<f32>().expect("a number").to_bits())
-        };
-        let expected: BTreeSet<_> = points(&server, &id).iter().map(|line| parse(line)).collect();
-        assert_eq!(lines.into_iter().map(parse).collect::<BTreeSet<_>>(), expected);
+        let live = server.folder().path().join("live").join(run.file_name().expect("a name"));
+        for folder in [run, live] {
+            let mut command = python("tensorboard");
+            command.args(["-c", SCRIPT]).arg(&folder);
+            let printed = output_of(command);
+            let mut lines: Vec<&str> = printed.lines().collect();
+            assert_eq!(lines.pop(), Some("12.0 resnet20 1"));
+            // Values are compared as numbers, as languages print them differently.
+            let parse = |line: &str| {
+                let (name, value) = line.rsplit_once(',').expect("a value");
+                (name.to_owned(), value.parse::<f32>().expect("a number").to_bits())
+            };
+            let expected: BTreeSet<_> = points(&server, &id).iter().map(|line| parse(line)).collect();
+            assert_eq!(lines.into_iter().map(parse).collect::<BTreeSet<_>>(), expected);
+        }
         server.stop().await;
     }
 }

@@ -14,10 +14,11 @@ use lockstep_protocol::{Job, JobState};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     fs::{self, File},
     io::{self, BufWriter, Write},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 /// Points of each metric, by the metric's name.
@@ -32,9 +33,15 @@ pub(super) struct Args {
     /// Folder for the runs, for tensorboard --logdir
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
+    /// Keep adding new points until the jobs have ended
+    #[arg(long)]
+    follow: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
+
+/// Interval at which `--follow` asks for new points. TensorBoard reads its files again as often.
+const FOLLOW_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The event files of a job.
 #[derive(Serialize)]
@@ -42,19 +49,35 @@ struct Run {
     job: String,
     folder: PathBuf,
     points: usize,
+    #[serde(skip)]
+    files: BTreeMap<u32, RankFile>,
 }
 
 /// Writes a folder for each job. An earlier export of the same job is replaced.
 ///
 /// # Errors
-/// Exit status 2 if a job does not exist or has no metrics.
+/// Exit status 2 if a job does not exist, or has no metrics and `--follow` is not given.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let mut runs = Vec::new();
         for job in &args.jobs {
             let job = api.find_job(job).await?;
-            runs.push(export(&api, &job, &args.output).await?);
+            let folder = args.output.join(run_name(&job));
+            runs.push(Run { job: job.id.to_string(), folder, points: 0, files: BTreeMap::new() });
+        }
+        loop {
+            let mut all_ended = true;
+            for run in &mut runs {
+                all_ended &= run.update(&api).await?;
+                if run.files.is_empty() && (all_ended || !args.follow) {
+                    return Err(usage_error(format!("job {} has no metrics yet", run.job)));
+                }
+            }
+            if all_ended || !args.follow {
+                break;
+            }
+            tokio::time::sleep(FOLLOW_INTERVAL).await;
         }
         if args.server.json {
             return output::json(&runs);
@@ -66,27 +89,43 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     })
 }
 
-async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
-    let mut attempts: Vec<AttemptTimes> = api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
-    // A run that another program has logged has one attempt, which is not in the list.
-    if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
-        attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });
-    }
-    let folder = output.join(run_name(job));
-    let mut points = 0;
-    for rank in 0..job.ranks {
-        let series = history::read_points(api, job.id.as_str(), rank).await?;
-        if series.is_empty() && rank == 0 {
-            return Err(usage_error(format!("job {} has no metrics yet", job.id)));
-        } else if series.is_empty() {
-            continue;
+impl Run {
+    /// Writes the points that the files lack. Returns whether the job has ended, so that the files are complete.
+    async fn update(&mut self, api: &Api) -> anyhow::Result<bool> {
+        let job: Job = api.get(&format!("/jobs/{}", self.job)).await?;
+        let mut attempts: Vec<AttemptTimes> =
+            api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
+        // A run that another program has logged has one attempt, which is not in the list.
+        if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
+            attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });
         }
-        let rank_folder = if rank == 0 { folder.clone() } else { folder.join(format!("rank-{rank}")) };
-        let settings = (rank == 0).then_some(job);
-        points += write_rank(&rank_folder, settings, &Clock::new(&attempts, &series), &series)
-            .with_context(|| rank_folder.display().to_string())?;
+        for rank in 0..job.ranks {
+            let series = history::read_points(api, job.id.as_str(), rank).await?;
+            if series.is_empty() {
+                continue;
+            }
+            let clock = Clock::new(&attempts, &series);
+            let folder =
+                if rank == 0 { self.folder.clone() } else { self.folder.join(format!("rank-{rank}")) };
+            let mut write = || -> io::Result<usize> {
+                let file = match self.files.entry(rank) {
+                    Entry::Occupied(file) => file.into_mut(),
+                    Entry::Vacant(entry) => {
+                        entry.insert(RankFile::create(&folder, (rank == 0).then_some(&job), clock.start())?)
+                    }
+                };
+                let points = file.append(&clock, &series)?;
+                if rank == 0 && job.state.is_final() {
+                    let end = job.finished_at.map_or(clock.start(), seconds);
+                    Event::end(end, job.state == JobState::Succeeded).write(&mut file.out)?;
+                }
+                file.publish()?;
+                Ok(points)
+            };
+            self.points += write().with_context(|| folder.display().to_string())?;
+        }
+        Ok(job.state.is_final())
     }
-    Ok(Run { job: job.id.to_string(), folder, points })
 }
 
 /// Returns the name of a job's folder: the job's name without characters that are invalid in paths, and the end of the id, because names
@@ -99,48 +138,73 @@ fn run_name(job: &Job) -> String {
     format!("{name}-{}", &id[id.len().saturating_sub(8)..])
 }
 
-/// Writes the event file of one rank. Returns the number of points. If `settings` is given, also writes that job's specification and
-/// result.
-fn write_rank(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) -> io::Result<usize> {
-    fs::create_dir_all(folder)?;
-    // TensorBoard must not read the unfinished file as an event file.
-    let partial = folder.join("lockstep.part");
-    let mut out = BufWriter::new(File::create(&partial)?);
-    let start = clock.start();
-    let version = Event { wall_time: start, file_version: Some(FILE_VERSION.into()), ..Event::default() };
-    version.write(&mut out)?;
-    if let Some(job) = settings {
-        let settings = match &job.external {
-            Some(run) => run.config.clone().into(),
-            // Converted through text, so that a 32-bit 0.1 stays 0.1.
-            None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
-        };
-        Event::start(start, to_hparams(settings)).write(&mut out)?;
+/// The event file of one rank, which may grow.
+struct RankFile {
+    out: BufWriter<File>,
+    /// Path under which the file is written until its first points are complete. `None` afterwards.
+    partial: Option<PathBuf>,
+    path: PathBuf,
+    /// Attempt and step of the last point of each metric.
+    last: BTreeMap<String, (u32, u64)>,
+}
+
+impl RankFile {
+    /// If `settings` is given, the file starts with that job's specification. `start` is in seconds since 1970.
+    fn create(folder: &Path, settings: Option<&Job>, start: f64) -> io::Result<Self> {
+        fs::create_dir_all(folder)?;
+        // TensorBoard must not read the unfinished file as an event file.
+        let partial = folder.join("lockstep.part");
+        let mut out = BufWriter::new(File::create(&partial)?);
+        let version = Event { wall_time: start, file_version: Some(FILE_VERSION.into()), ..Event::default() };
+        version.write(&mut out)?;
+        if let Some(job) = settings {
+            let settings = match &job.external {
+                Some(run) => run.config.clone().into(),
+                // Converted through text, so that a 32-bit 0.1 stays 0.1.
+                None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
+            };
+            Event::start(start, to_hparams(settings)).write(&mut out)?;
+        }
+        let path = folder.join(format!("events.out.tfevents.{}.lockstep", start as u64));
+        Ok(Self { out, partial: Some(partial), path, last: BTreeMap::new() })
     }
-    let mut points: Vec<(Point, &str)> = Vec::new();
-    for (name, all) in series {
-        points.extend(history::without_repeated(all).into_iter().map(|point| (point, name.as_str())));
+
+    /// Writes the points that follow the last point of their metric. Returns their number.
+    fn append(&mut self, clock: &Clock, series: &Series) -> io::Result<usize> {
+        let mut points: Vec<(Point, &str)> = Vec::new();
+        for (name, all) in series {
+            let last = self.last.get(name).copied();
+            let is_new = |point: &Point| last.is_none_or(|last| (point.attempt, point.step) > last);
+            let new = history::without_repeated(all).into_iter().filter(is_new);
+            points.extend(new.map(|point| (point, name.as_str())));
+            if let Some(point) = all.last() {
+                self.last.insert(name.clone(), (point.attempt, point.step));
+            }
+        }
+        // Points of the same step stay in the order of the metrics' names.
+        points.sort_by_key(|(point, _)| point.step);
+        for same_step in points.chunk_by(|(a, _), (b, _)| a.step == b.step) {
+            let (first, _) = same_step[0];
+            let value = same_step.iter().map(|(point, name)| SummaryValue {
+                tag: (*name).to_owned(),
+                simple_value: Some(point.value),
+                ..SummaryValue::default()
+            });
+            let summary = Some(Summary { value: value.collect() });
+            let (wall_time, step) = (clock.time_of(first), first.step as i64);
+            Event { wall_time, step, file_version: None, summary }.write(&mut self.out)?;
+        }
+        Ok(points.len())
     }
-    // Points of the same step stay in the order of the metrics' names.
-    points.sort_by_key(|(point, _)| point.step);
-    for same_step in points.chunk_by(|(a, _), (b, _)| a.step == b.step) {
-        let (first, _) = same_step[0];
-        let value = same_step.iter().map(|(point, name)| SummaryValue {
-            tag: (*name).to_owned(),
-            simple_value: Some(point.value),
-            ..SummaryValue::default()
-        });
-        let summary = Some(Summary { value: value.collect() });
-        let (wall_time, step) = (clock.time_of(first), first.step as i64);
-        Event { wall_time, step, file_version: None, summary }.write(&mut out)?;
+
+    /// Makes what has been written visible to TensorBoard.
+    fn publish(&mut self) -> io::Result<()> {
+        self.out.flush()?;
+        match self.partial.take() {
+            Some(partial) => fs::rename(partial, &self.path),
+            None => Ok(()),
+        }
     }
-    if let Some(job) = settings.filter(|job| job.state.is_final()) {
-        let end = job.finished_at.map_or(start, seconds);
-        Event::end(end, job.state == JobState::Succeeded).write(&mut out)?;
-    }
-    out.flush()?;
-    fs::rename(&partial, folder.join(format!("events.out.tfevents.{}.lockstep", start as u64)))?;
-    Ok(points.len())
 }
 
 /// Returns the values of a specification by keys such as `train.lr`.
@@ -238,8 +302,11 @@ mod tests {
             ("val_accuracy".to_owned(), accuracy.to_vec()),
         ]);
         let folder = tempfile::tempdir().unwrap();
-        let written = write_rank(folder.path(), None, &Clock::new(&attempts, &series), &series).unwrap();
-        assert_eq!(written, 6);
+        let clock = Clock::new(&attempts, &series);
+        let mut file = RankFile::create(folder.path(), None, clock.start()).unwrap();
+        assert_eq!(file.append(&clock, &series).unwrap(), 6);
+        assert_eq!(file.append(&clock, &series).unwrap(), 0, "each point is written once");
+        file.publish().unwrap();
         let events = read(&folder.path().join("events.out.tfevents.1000.lockstep"));
         assert_eq!(events[0].file_version.as_deref(), Some(FILE_VERSION));
         let rows = events[1..].iter().map(|event| (event.wall_time, event.step));

@@ -36,7 +36,7 @@ pub(super) struct Args {
     /// Leave out the last layer: the output is the embedding, which is the input of that layer
     #[arg(long)]
     embed: bool,
-    /// Fold each batch norm into the convolution before it
+    /// Fold each batch norm that follows a convolution into the convolution
     #[arg(long)]
     fold_batch_norm: bool,
     #[command(flatten)]
@@ -46,7 +46,7 @@ pub(super) struct Args {
 /// Converts a checkpoint on this machine or on a server.
 ///
 /// # Errors
-/// Exit status 2 if the checkpoint does not exist, or its network cannot be exported to ONNX.
+/// Exit status 2 if the checkpoint does not exist or cannot be used.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { source, output, .. } = args;
     file::check_output(output)?;

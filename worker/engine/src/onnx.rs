@@ -4,7 +4,7 @@ mod messages;
 
 use crate::{
     EngineError, Margin, check,
-    net::{Network, Op},
+    net::{Network, Op, TensorId},
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_kernels::batch_norm::EPSILON;
@@ -21,11 +21,15 @@ const OPSET: i64 = 17;
 const IR_VERSION: i64 = 8;
 /// Name of the dynamic dimension, the number of pictures.
 const BATCH: &str = "N";
+/// Names and values of the constants of GELU.
+const SQRT_2: (&str, f32) = ("sqrt2", std::f32::consts::SQRT_2);
+const ONE: (&str, f32) = ("one", 1.0);
+const HALF: (&str, f32) = ("half", 0.5);
 
 /// Encodes a whole network with its parameters and running statistics. The input `input` is normalised pictures, float32
 /// `[N, channels, image_size, image_size]`. The output `output` is `[N, classes]` logits, or `[N, features]` embeddings if the
 /// network has no head. `N` is dynamic. `margin` is the margin with which the network was trained. With `fold_batch_norm`,
-/// each batch norm becomes part of the convolution before it. `metadata` becomes `metadata_props`.
+/// each batch norm that follows a convolution becomes part of the convolution. `metadata` becomes `metadata_props`.
 ///
 /// # Errors
 /// [`EngineError::Parameters`]: the tensors are not those of the network, or `network` is only a rank's part of a network.
@@ -61,6 +65,18 @@ fn graph(
     let side = network.image_size;
     graph.input.push(value_info("input", &[network.channels, side, side]));
     graph.output.push(value_info("output", &[network.tensors[network.logits()].len()]));
+    // The input of the head, or the output if there is no head: `[N, features]`.
+    let features = match network.ops.last() {
+        Some(Op::Linear { input, .. }) => *input,
+        _ => network.logits(),
+    };
+    if network.ops.iter().any(|op| matches!(op, Op::Gelu { .. })) {
+        let scalar = |(name, value)| tensor(name, &HostTensor { shape: Vec::new(), values: vec![value] });
+        graph.initializer.extend([SQRT_2, ONE, HALF].map(scalar));
+    }
+    let is_of_convolution = |tensor: &TensorId| {
+        network.ops.iter().any(|op| matches!(op, Op::Conv { output, .. } if output == tensor))
+    };
     let (description, _) = network.describe();
     // Names of values, by tensor.
     let mut values = vec![String::from("input"); network.tensors.len()];
@@ -68,27 +84,28 @@ fn graph(
         let mut name = layer.name.clone();
         let mut inputs: Vec<String> = op.inputs().into_iter().map(|input| values[input].clone()).collect();
         let parameter = |suffix: &str| format!("{}.{suffix}", layer.name);
-        let (op_type, attributes) = match op {
+        let (mut op_type, mut attributes) = match op {
             Op::Conv { output, kernel, stride, padding, groups, .. } => {
                 let (weight, bias) = (parameter("weight"), parameter("bias"));
-                let norm = network.ops.iter().find_map(|op| match op {
-                    Op::BatchNorm { name, input, .. } if fold_batch_norm && input == output => Some(name),
-                    _ => None,
-                });
-                if let Some(norm) = norm {
-                    let (scaled, shift) = fold_into_convolution(&tensors[&weight], norm, tensors);
-                    graph.initializer.extend([tensor(&weight, &scaled), tensor(&bias, &shift)]);
-                    inputs.extend([weight, bias]);
-                } else {
-                    graph.initializer.push(tensor(&weight, &tensors[&weight]));
-                    inputs.push(weight);
-                }
+                let parameters = match network.ops.iter().find(|op| op.inputs().contains(output)) {
+                    Some(Op::BatchNorm { name, .. }) if fold_batch_norm => {
+                        let (scaled, shift) = fold_into_convolution(&tensors[&weight], name, tensors);
+                        vec![tensor(&weight, &scaled), tensor(&bias, &shift)]
+                    }
+                    Some(Op::Gelu { bias: Some(module), .. }) => {
+                        let shift = &tensors[&format!("{module}.bias")];
+                        vec![tensor(&weight, &tensors[&weight]), tensor(&bias, shift)]
+                    }
+                    _ => vec![tensor(&weight, &tensors[&weight])],
+                };
+                inputs.extend(parameters.iter().map(|parameter| parameter.name.clone()));
+                graph.initializer.extend(parameters);
                 let mut attributes = window_attributes(*kernel, *stride, *padding);
                 attributes.push(Attribute::int("group", *groups));
                 ("Conv", attributes)
             }
             // Folded into the convolution, whose output has no other reader.
-            Op::BatchNorm { input, output, .. } if fold_batch_norm => {
+            Op::BatchNorm { input, output, .. } if fold_batch_norm && is_of_convolution(input) => {
                 values[*output] = values[*input].clone();
                 continue;
             }
@@ -105,12 +122,7 @@ fn graph(
             Op::MaxPool { kernel, stride, padding, .. } => {
                 ("MaxPool", window_attributes(*kernel, *stride, *padding))
             }
-            Op::GlobalAveragePool { .. } => {
-                graph.node.push(node("GlobalAveragePool", &name, inputs, &name, Vec::new()));
-                inputs = vec![name];
-                name = "flatten".into();
-                ("Flatten", Vec::new())
-            }
+            Op::GlobalAveragePool { .. } => ("GlobalAveragePool", Vec::new()),
             Op::Linear { .. } => {
                 let (weight, bias) = (parameter("weight"), parameter("bias"));
                 if let Some(margin) = margin.filter(|_| op.output() == network.logits()) {
@@ -129,12 +141,23 @@ fn graph(
                 }
                 ("Gemm", vec![Attribute::int("transB", 1)])
             }
+            // x (1 + erf(x / sqrt(2))) / 2, as torch.onnx writes it. The bias is part of the convolution that computes x.
             Op::Gelu { .. } => {
-                let detail = format!(
-                    "{} has GELUs, which ONNX's operator set {OPSET} does not have: export another network",
-                    network.arch
-                );
-                return Err(EngineError::Parameters(detail));
+                let mut value = inputs[0].clone();
+                let steps = [
+                    ("Div", Some(SQRT_2.0)),
+                    ("Erf", None),
+                    ("Add", Some(ONE.0)),
+                    ("Mul", Some(&*inputs[0])),
+                ];
+                for (op_type, operand) in steps {
+                    let name = format!("{name}.{}", op_type.to_lowercase());
+                    let operands = std::iter::once(value).chain(operand.map(str::to_owned)).collect();
+                    graph.node.push(node(op_type, &name, operands, &name, Vec::new()));
+                    value = name;
+                }
+                inputs = vec![value, HALF.0.into()];
+                ("Mul", Vec::new())
             }
             Op::Redistribute { .. } | Op::Halo { .. } | Op::MeanOfRows { .. } => {
                 let detail =
@@ -142,6 +165,11 @@ fn graph(
                 return Err(EngineError::Parameters(detail));
             }
         };
+        if op.output() == features {
+            graph.node.push(node(op_type, &name, inputs, &name, attributes));
+            (op_type, inputs, attributes) = ("Flatten", vec![name], Vec::new());
+            name = "flatten".into();
+        }
         let output = if op.output() == network.logits() { "output".to_owned() } else { name.clone() };
         graph.node.push(node(op_type, &name, inputs, &output, attributes));
         values[op.output()] = output;
@@ -206,14 +234,14 @@ fn value_info(name: &str, shape: &[usize]) -> ValueInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::{init::initial_parameters, resnet};
+    use crate::net::{self, init::initial_parameters, resnet};
     use lockstep_protocol::spec::{Arch, LossKind, ModelSpec, Stem};
     use std::collections::BTreeSet;
 
     #[test]
     fn every_value_is_computed_before_it_is_read() {
         let arc_face = Margin { kind: LossKind::ArcFace, scale: 8.0, margin: 0.5 };
-        for arch in [Arch::ResNet20, Arch::ResNet18, Arch::ResNeXt50_32x4d] {
+        for arch in [Arch::ResNet20, Arch::ResNet18, Arch::ResNeXt50_32x4d, Arch::CifarNet] {
             let cases = [
                 (Stem::Cifar, false, None, true),
                 (Stem::Imagenet, false, Some(&arc_face), true),
@@ -222,7 +250,7 @@ mod tests {
             ];
             for (stem, fold, margin, has_head) in cases {
                 let model = ModelSpec { arch, stem, ..ModelSpec::default() };
-                let mut network = resnet::build(&model, 40, 1, 10).unwrap();
+                let mut network = net::build(&model, 40, 1, 10).unwrap();
                 if !has_head {
                     network = network.without_head();
                 }
@@ -253,10 +281,13 @@ mod tests {
                 }
                 known.retain(|name| !read.contains(name));
                 assert!(known.iter().eq(["output"]), "{case}: not read: {known:?}");
-                let norms = network.ops.iter().filter(|op| matches!(op, Op::BatchNorm { .. })).count();
-                // Flatten, and with a margin the normalisation.
-                let added = 1 + usize::from(margin.is_some());
-                let expected = network.ops.len() + added - if fold { norms } else { 0 };
+                // The batch norms of cifarnet that follow a pooling are not folded.
+                let can_fold = |ops: &&[Op]| matches!(ops, [Op::Conv { .. }, Op::BatchNorm { .. }]);
+                let folded = if fold { network.ops.windows(2).filter(can_fold).count() } else { 0 };
+                let gelus = network.ops.iter().filter(|op| matches!(op, Op::Gelu { .. })).count();
+                // Flatten, with a margin the normalisation, and five nodes for each GELU.
+                let added = 1 + usize::from(margin.is_some()) + 4 * gelus;
+                let expected = network.ops.len() + added - folded;
                 assert_eq!(graph.node.len(), expected, "{case}");
             }
         }

@@ -4,7 +4,7 @@ use lockstep_comm::SingleRank;
 use lockstep_data::loader::{Batch, Mix};
 use lockstep_engine::{
     Engine, EngineConfig, LossConfig, Optimizer, build_cpu,
-    net::{Network, resnet},
+    net::{self, Network},
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_kernels::synthetic::{labels, values};
@@ -57,13 +57,16 @@ impl Parameters {
 pub(crate) fn network(arch: &str, stem: &str, image_size: usize, channels: usize, classes: usize) -> Network {
     let arch = Arch::ALL.iter().find(|(_, name)| *name == arch).unwrap().0;
     let stem = if stem == "imagenet" { Stem::Imagenet } else { Stem::Cifar };
-    resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, image_size, channels, classes).unwrap()
+    net::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, image_size, channels, classes).unwrap()
 }
 
-/// The weights of `fill` in `make_fixtures.py`.
+/// The weights of `fill` in `make_fixtures.py`. A `cifarnet`, which has no shortcuts, has larger weights, because its logits would
+/// otherwise hardly depend on the pictures.
 pub(crate) fn weights(network: &Network) -> NamedTensors {
-    let by_fan_in = network.arch.contains("resnext") || network.arch.contains("wide");
+    let is_cifarnet = network.arch == "cifarnet";
+    let by_fan_in = is_cifarnet || network.arch.contains("resnext") || network.arch.contains("wide");
     let fan_in = network.tensors[network.logits() - 1].len();
+    let head = format!("{}.", network.head());
     network
         .parameters()
         .into_iter()
@@ -72,12 +75,12 @@ pub(crate) fn weights(network: &Network) -> NamedTensors {
             let (scale, offset) = if p.shape.len() == 4 {
                 let fan = p.shape[usize::from(by_fan_in)];
                 ((6.0 / (fan * p.shape[2] * p.shape[3]) as f64).sqrt() as f32, 0.0)
-            } else if p.name.starts_with("fc.") {
+            } else if p.name.starts_with(&head) {
                 ((1.0 / (fan_in as f64).sqrt()) as f32, 0.0)
             } else if p.name.ends_with("running_var") {
                 (0.5, 1.5)
             } else if p.name.ends_with("weight") {
-                (0.25, 0.5)
+                (0.25, if is_cifarnet { 1.0 } else { 0.5 })
             } else {
                 (0.125, 0.0)
             };

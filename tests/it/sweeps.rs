@@ -149,8 +149,8 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     for words in [
         "2 trials of swept",
         "mean and standard deviation: ",
-        "trial 1 (data.fold=1): succeeded, val_accuracy ",
-        "trial 2 (data.fold=2): succeeded, val_accuracy ",
+        "trial 1 (data.fold=1): succeeded, best val_accuracy ",
+        "trial 2 (data.fold=2): succeeded, best val_accuracy ",
         "is finished: 2 of 2 trials have ended",
         "(mean ± standard deviation of 2 of 2 folds)",
     ] {

@@ -265,6 +265,9 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         for output in [shown.ok(), listed.ok()] {
             assert_eq!(output.matches("ended early").count(), 4, "{output}");
         }
+        let ended = trials(&sweep).iter().find(|trial| trial["ended_early"] == true).expect("a trial");
+        let shown = server.cli(&["show", ended["job"].as_str().expect("an id")]);
+        assert!(shown.ok().contains("ended early: ended by its sweep"), "{}", shown.stdout);
     }
     assert_eq!(ends[0], ends[1]);
     server.stop().await;

@@ -88,6 +88,9 @@ words!(JobState, "state":
     Cancelled = "cancelled",
 );
 
+/// The state of a trial that its sweep has ended, for a person. The trial's job is cancelled.
+pub(crate) const ENDED_EARLY: &str = "ended early";
+
 impl JobState {
     /// Whether the job has ended: no attempt will start unless the job is retried.
     pub fn is_final(self) -> bool {
@@ -289,6 +292,18 @@ impl Job {
     pub fn waits_for_sweep(&self) -> bool {
         let is_pause_by_sweep = |why: &Reason| matches!(why.kind(), ReasonKind::PausedBySweep { .. });
         self.state == JobState::Paused && self.cause.as_ref().is_some_and(is_pause_by_sweep)
+    }
+
+    /// Whether the job is a trial that its sweep has ended, because other trials are better at a rung.
+    pub fn ended_early(&self) -> bool {
+        let is_end_by_sweep = |why: &Reason| matches!(why.kind(), ReasonKind::EndedBySweep);
+        self.state == JobState::Cancelled && self.cause.as_ref().is_some_and(is_end_by_sweep)
+    }
+
+    /// The job's state for a person: `ended early` for such a trial, otherwise the state's name. The same as `stateWords` in
+    /// `static/job/states.js`.
+    pub fn state_in_words(&self) -> &'static str {
+        if self.ended_early() { ENDED_EARLY } else { self.state.as_str() }
     }
 
     /// Whether the next attempt may use fewer ranks: the last attempt failed, or its agent left. False if the attempt was

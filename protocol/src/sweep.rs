@@ -1,7 +1,7 @@
 //! A sweep as the server shows it: trials, which are jobs, and their results.
 
 use crate::{
-    job::{JobId, JobState},
+    job::{ENDED_EARLY, JobId, JobState},
     numbers::{percent, uncertainty, value},
     spec::{Setting, named::words},
 };
@@ -109,9 +109,13 @@ pub struct Trial {
     pub deleted: bool,
     /// The job's state.
     pub state: Option<JobState>,
+    /// Whether the sweep has ended the trial, because other trials are better at a rung. Its job is then cancelled.
+    #[serde(default)]
+    pub ended_early: bool,
     /// Number of rungs that the trial has reached.
     pub rung: u32,
-    /// The metric at the newest rung, if it had a finite value there; absent before the first rung.
+    /// The best value of the metric among all validations until the newest rung; absent before the first rung, and if the newest
+    /// validation there was not finite.
     pub metric: Option<f64>,
     /// Number of pictures behind the metric, if known.
     #[serde(default)]
@@ -121,4 +125,16 @@ pub struct Trial {
     pub epoch: Option<u32>,
     /// Number of optimizer steps done.
     pub step: u64,
+}
+
+impl Trial {
+    /// The trial's state for a person: the job's state, `ended early`, `deleted` or `not started`.
+    pub fn state_in_words(&self) -> &'static str {
+        match self.state {
+            Some(_) if self.ended_early => ENDED_EARLY,
+            Some(state) => state.as_str(),
+            None if self.deleted => "deleted",
+            None => "not started",
+        }
+    }
 }

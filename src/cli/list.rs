@@ -8,7 +8,7 @@ use super::{
     block_on, output,
 };
 use lockstep_protocol::{
-    Job, JobState, Reason, ReasonKind,
+    Job, JobState,
     numbers::{percent, rate, uncertainty},
 };
 use serde_json::Value;
@@ -107,10 +107,7 @@ fn row(job: &Job) -> [String; 9] {
     [
         job.id.to_string(),
         job.name.clone(),
-        match job.cause.as_ref().map(Reason::kind) {
-            Some(ReasonKind::EndedBySweep) if job.state == JobState::Cancelled => "ended early".to_owned(),
-            _ => job.state.to_string(),
-        },
+        job.state_in_words().to_owned(),
         if job.external.is_some() { "elsewhere".to_owned() } else { job.ranks.to_string() },
         progress,
         job.images_per_second.map(rate).unwrap_or_default(),

@@ -206,7 +206,7 @@ impl<'a> Table<'a> {
             for (column, cell) in row.iter_mut().enumerate() {
                 let is_name = self.names.contains(&self.header[column]);
                 if is_name && cell.chars().count() > self.widths[column] {
-                    *cell = middle(cell, self.widths[column]);
+                    *cell = shorten(cell, self.widths[column]);
                 }
             }
         }
@@ -218,6 +218,19 @@ impl<'a> Table<'a> {
         self.widths.remove(column);
         self.rows.iter_mut().map(|row| row.remove(column)).collect()
     }
+}
+
+/// Shortens a name to `max` characters. The name of a trial ends with its settings (`key=value`), which distinguish it from other trials:
+/// first the text before the settings is shortened.
+fn shorten(name: &str, max: usize) -> String {
+    let before = name.split_inclusive(' ').take_while(|word| !word.contains('='));
+    let (title, settings) = name.split_at(before.map(str::len).sum());
+    if title.is_empty() || settings.is_empty() {
+        return middle(name, max);
+    }
+    let settings = middle(settings, max.saturating_sub(1));
+    let room = max.saturating_sub(1 + settings.chars().count());
+    format!("{}…{settings}", title.chars().take(room).collect::<String>())
 }
 
 /// Returns the number of characters in a row.
@@ -270,6 +283,14 @@ mod tests {
         assert_eq!(widths([27, 200, 30, 0, 30], 120), [27, 29, 28, 30]);
         // A long sentence wraps, and ids stay whole.
         assert_eq!(widths([27, 200, 30, 0, 300], 120), [27, 24, 23, 300]);
+    }
+
+    #[test]
+    fn a_trials_settings_are_kept_longer_than_the_text_before_them() {
+        let trial = "cifar-lr lr=0.01 weight_decay=0.0";
+        assert_eq!(shorten(trial, 30), "cifar…lr=0.01 weight_decay=0.0");
+        assert_eq!(shorten(trial, 20), "…lr=0.01 …_decay=0.0");
+        assert_eq!(shorten("lr=0.01 weight_decay=0.0", 19), "lr=0.01 …_decay=0.0");
     }
 
     #[test]

@@ -109,8 +109,8 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
     let percent = |value: f64| format!("{:.2} %", value * 100.0);
     let mut lines = vec![("job", job.id.to_string()), ("name", job.name.clone())];
     let state = match &job.reason {
-        Some(reason) => format!("{}: {reason}", job.state),
-        None => job.state.to_string(),
+        Some(reason) => format!("{}: {reason}", job.state_in_words()),
+        None => job.state_in_words().to_owned(),
     };
     lines.push(("state", state));
     if let Some(queue) = &job.queue {

@@ -77,11 +77,9 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if server.json {
                 return output::json(&found);
             }
-            let ended_early = block_on(ended_early(&api, &found))?;
             output::line(title(&found))?;
-            let rows: Vec<_> =
-                found.trials.iter().map(|trial| row_of_trial(&found, trial, &ended_early)).collect();
-            let metric = found.metric.to_uppercase();
+            let rows: Vec<_> = found.trials.iter().map(|trial| row_of_trial(&found, trial)).collect();
+            let metric = format!("BEST {}", found.metric.to_uppercase());
             output::table_of_names(
                 ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
                 &["SETTING"],
@@ -170,12 +168,7 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
             output::line(format_args!("best: {}", trial_in_words(&sweep, best)))?;
         }
     }
-    // A sweep ends a trial early only after a rung.
-    let is_unsuccessful = |trial: &&Trial| match trial.state {
-        Some(JobState::Succeeded) => false,
-        Some(JobState::Cancelled) => trial.rung == 0 || sweep.rungs.len() == 1,
-        _ => true,
-    };
+    let is_unsuccessful = |trial: &&Trial| trial.state != Some(JobState::Succeeded) && !trial.ended_early;
     let unsuccessful = sweep.trials.iter().filter(is_unsuccessful).count();
     anyhow::ensure!(sweep.state == SweepState::Finished, "the sweep is {}", sweep.state.as_str());
     anyhow::ensure!(unsuccessful == 0, "{} did not succeed", plural(unsuccessful as u64, "trial"));
@@ -206,19 +199,11 @@ fn mean_of_folds(sweep: &Sweep) -> Option<String> {
     Some(format!("{metric} {result} (mean ± standard deviation of {count} of {folds})"))
 }
 
-/// Returns the ids of the jobs that the sweep has ended because other trials are better at a rung.
-async fn ended_early(api: &Api, sweep: &Sweep) -> anyhow::Result<BTreeSet<String>> {
-    let query = [("tag", sweep.id.clone()), ("state", JobState::Cancelled.to_string())];
-    let cancelled = api.all("/jobs", "jobs", &query, None).await?;
-    let ended = cancelled.iter().filter(|job| job["cause"]["code"] == "ended_by_sweep");
-    Ok(ended.filter_map(|job| Some(job["id"].as_str()?.to_owned())).collect())
-}
-
-/// Formats a trial: `trial 3 (train.lr=0.1): succeeded, val_accuracy 84.2 % ± 2.6 of 200`.
+/// Formats a trial: `trial 3 (train.lr=0.1): succeeded, best val_accuracy 84.2 % ± 2.6 of 200`.
 fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
-    let state = trial.state.map_or("deleted", JobState::as_str);
-    let metric = sweep.metric_of(trial).map(|metric| format!(", {} {metric}", sweep.metric));
-    format!("trial {} ({}): {state}{}", trial.number, in_words(&trial.setting), metric.unwrap_or_default())
+    let (setting, state) = (in_words(&trial.setting), trial.state_in_words());
+    let metric = sweep.metric_of(trial).map(|metric| format!(", best {} {metric}", sweep.metric));
+    format!("trial {} ({setting}): {state}{}", trial.number, metric.unwrap_or_default())
 }
 
 fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Result<()> {
@@ -261,20 +246,13 @@ fn row(sweep: &Sweep) -> [String; 7] {
     ]
 }
 
-fn row_of_trial(sweep: &Sweep, trial: &Trial, ended_early: &BTreeSet<String>) -> [String; 7] {
-    let job = trial.job.as_ref().map(ToString::to_string).unwrap_or_default();
-    let state = match trial.state {
-        Some(_) if ended_early.contains(&job) => "ended early",
-        Some(state) => state.as_str(),
-        None if trial.deleted => "deleted",
-        None => "not started",
-    };
+fn row_of_trial(sweep: &Sweep, trial: &Trial) -> [String; 7] {
     let is_best =
         !is_cross_validation(sweep) && sweep.best.as_ref().is_some_and(|best| best.number == trial.number);
     [
         trial.number.to_string(),
-        job,
-        format!("{state}{}", if is_best { ", best" } else { "" }),
+        trial.job.as_ref().map(ToString::to_string).unwrap_or_default(),
+        format!("{}{}", trial.state_in_words(), if is_best { ", best" } else { "" }),
         in_words(&trial.setting),
         sweep.metric_of(trial).unwrap_or_default(),
         trial.epoch.map(|epoch| epoch.to_string()).unwrap_or_default(),

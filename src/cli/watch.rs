@@ -202,7 +202,7 @@ pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let outcome = outcome.map(|outcome| format!(": {outcome}")).unwrap_or_default();
     let early_end = job.reason.as_ref().filter(|_| job.state == JobState::Succeeded);
     let early_end = early_end.map(|reason| format!("; {reason}")).unwrap_or_default();
-    format!("{}{after}{outcome}{early_end}", job.state)
+    format!("{}{after}{outcome}{early_end}", job.state_in_words())
 }
 
 fn describe_accuracy(

@@ -8,11 +8,12 @@ import { byId, make, text } from "../page.js";
 import { writeShortened } from "../cut.js";
 import { read, write } from "../address.js";
 import { formatted } from "../settings.js";
+import { stateWords } from "../job/states.js";
 import { uncertainty } from "../numbers.js";
 
 /** Columns of the table of results. `get(job)`: the value, also for sorting. */
 const COLUMNS = [
-  { name: "job", get: (j) => j.name, format: (v) => v }, { name: "state", get: (j) => j.state, format: (v) => v },
+  { name: "job", get: (j) => j.name, format: (v) => v }, { name: "state", get: stateWords, format: (v) => v },
   ...RESULTS.map(({ name, get, format, about }) => ({ name, get: (j) => get(j) ?? NaN, format, about })),
 ];
 /** Columns with the newest values. While a job runs, these values are marked as not final. */

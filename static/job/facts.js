@@ -4,7 +4,7 @@ import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { isResult, ownMetrics } from "./names.js";
 import { writeSentence } from "../cut.js";
-import { isActive, isFinal, waits } from "./states.js";
+import { isActive, isFinal, stateWords, waits } from "./states.js";
 import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
 
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
@@ -121,7 +121,7 @@ export class Facts {
   drawTitle() {
     const { job } = this;
     const state = byId("state");
-    text(state, job.state);
+    text(state, stateWords(job));
     state.dataset.state = job.state;
     byId("no-checkpoints").classList.toggle("over", isFinal(job.state));
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";

@@ -7,6 +7,9 @@ export const isFinal = (state) => FINAL.includes(state);
 /** Whether a job in this state has slots. */
 export const isActive = (state) => ACTIVE.includes(state);
 
+/** The state for a person: `ended early` for a trial that its sweep has ended. The same as `state_in_words` in protocol/src/job.rs. */
+export const stateWords = ({ state, cause }) => (state === "cancelled" && cause?.code === "ended_by_sweep" ? "ended early" : state);
+
 /** Whether a job waits in the queue. */
 export const waits = ({ state }) => ["queued", "restarting"].includes(state);
 

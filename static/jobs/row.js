@@ -2,7 +2,7 @@
 
 import { byId, make, serverNow, text } from "../page.js";
 import { writeShortened, writeSentence } from "../cut.js";
-import { isFinal, waits } from "../job/states.js";
+import { isFinal, stateWords, waits } from "../job/states.js";
 import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
 /** Maximum number of tags in a row (further tags are only counted), and length up to which a tag is never shortened. */
@@ -23,7 +23,7 @@ export function fill(row, job) {
   row.dataset.state = job.state;
   element("state").dataset.state = job.state;
   element("bar").dataset.state = job.state;
-  text(element("state"), job.state);
+  text(element("state"), stateWords(job));
   writeShortened(element("name"), job.name);
   element("name").href = `/jobs/${job.id}`;
   element("choose").setAttribute("aria-label", `Select ${job.name}`);

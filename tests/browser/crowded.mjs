@@ -2,11 +2,14 @@
 
 import assert from "node:assert/strict";
 import { simulateAgent, spec } from "./agent.mjs";
+import { sql } from "./five-jobs.mjs";
+import { until } from "./test-server.mjs";
 
 /** A name of the maximum length, 120 characters, without a place for a line break. */
 const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
 
-/** Fills a server without an agent. Returns the ids of a running, a finished, a failed and a queued job. `many`: number of further jobs. */
+/** Fills a server without an agent. Returns the ids of a running, a finished, a failed and a queued job and of a sweep, and the name of a
+ *  model. `many`: number of further jobs. */
 export async function fillServer(server, browser, many = 60) {
   const jobs = {};
   const agent = await simulateAgent(browser.chromium, server, 8);
@@ -30,11 +33,27 @@ export async function fillServer(server, browser, many = 60) {
   jobs.running = (await submit(LONG, 4, about)).id;
   await train(jobs.running, 4, 200);
   jobs.done = (await submit("done", 1)).id;
-  await agent.endAttempt(await train(jobs.done, 1, 300), { how: "succeeded", step: 300 });
+  const done = await train(jobs.done, 1, 300);
+  await agent.report(done, 0, [{ type: "checkpoint", epoch: 3, step: 300, val_accuracy: 0.875, val_loss: 0.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 }]);
+  await agent.endAttempt(done, { how: "succeeded", step: 300 });
+  // Only a checkpoint with files can be registered by a request.
+  jobs.model = LONG.slice(0, 100);
+  sql(server, `INSERT INTO model_versions (model, version, job_id, checkpoint_id, programs, description, registered_by, registered_at)
+    SELECT '${jobs.model}', number, id, id || '-3-300', '{"lockstep": "0.1.0"}', '${about.notes}', 'ada', created_at FROM jobs, (SELECT 1 AS number UNION SELECT 2) WHERE id = '${jobs.done}';
+    INSERT INTO model_aliases (model, alias, version) VALUES ('${jobs.model}', 'champion', 2), ('${jobs.model}', 'challenger', 2)`);
   jobs.failed = (await submit(`failed-${LONG}`.slice(0, 120), 1, about)).id;
   const lost = await train(jobs.failed, 1, 50);
   const message = `rank 0 cannot read /data/${"a-directory-with-a-long-name/".repeat(6)}train-images-idx3-ubyte.gz: No such file or directory (os error 2)`;
   await agent.endAttempt(lost, { how: "failed", step: 50, retriable: false, reason: { code: "dataset_unusable", words: message } });
+  // Two trials of the sweep have ended, and two train.
+  const sweep = { method: "grid", parameters: { "train.lr": { values: [0.1, 0.05] }, "train.momentum": { values: [0.5, 0.9] } } };
+  jobs.sweep = (await server.ask("/sweeps", { ...spec(LONG.slice(0, 80), 1, 1000), ...about, sweep })).id;
+  const trials = await until("all trials have jobs", async () => { const { trials } = await server.ask(`/sweeps/${jobs.sweep}`); return trials.every(({ job }) => job) && trials; });
+  for (const { number, job } of trials) {
+    const attempt = await train(job, 1, 100 * number);
+    await agent.report(attempt, 0, [{ type: "evaluation", epoch: 1, step: 100, samples: 187, accuracy: number / 10, loss: 1 / number, secs: 1.5 }]);
+    if (number <= 2) await agent.endAttempt(attempt, { how: "succeeded", step: 1000 });
+  }
   jobs.queued = (await submit(`queued-${LONG}`.slice(0, 120), 8, about)).id;
   for (let n = 0; n < many; n++) { const { id } = await submit(`many ${n}`, 8, n % 2 ? about : {}); if (n % 3) await server.ask(`/jobs/${id}/cancel`, {}); }
   const panels = ["loss", "lr", "step_ms"].map((metric) => ({ title: `${metric}, and a title as long as it may be, which is eighty characters and no more`.slice(0, 80), metrics: [metric] }));
@@ -47,7 +66,7 @@ const isDrawn = (page) => page.evaluate(() => Number(document.querySelector("#lo
 const has = (selector, count = 1) => async (page) => (await page.locator(selector).count()) >= count;
 const both = (...checks) => async (page) => (await Promise.all(checks.map((check) => check(page)))).every(Boolean);
 const columns = "progress,loss,best,speed,age,train.lr,data.dataset,val_loss";
-const ids = (jobs) => Object.values(jobs).join(",");
+const ids = ({ running, done, failed, queued }) => [running, done, failed, queued].join(",");
 const compared = (page) => page.evaluate(() => document.querySelectorAll("#parallel .job").length === 4);
 
 /** Name, path, and a check that the page is complete. */
@@ -57,11 +76,12 @@ export const PAGES = [
   ["compare", (jobs) => `/compare?jobs=${ids(jobs)}&metric=loss,val_loss,lr`, compared],
   ["new", () => "/jobs/new"], ["datasets", () => "/datasets"], ["machines", () => "/machines"], ["queue", () => "/queue", has(".queue tbody tr", 6)],
   ["people", () => "/people"],
+  ["sweep", (jobs) => `/sweeps/${jobs.sweep}`, has("#parallel .job", 4)], ["models", () => "/models", has("[data-model]")], ["model", (jobs) => `/models/${jobs.model}`, has("[data-version]", 2)],
 ];
 
 /** Further pages, which are similar to `PAGES`. */
 export const MORE_PAGES = [
-  ["audit", () => "/audit"], ["docs", () => "/docs"], ["nowhere", () => "/nowhere"],
+  ["audit", () => "/audit"], ["sweeps", () => "/sweeps", has("tbody tr")], ["docs", () => "/docs"], ["nowhere", () => "/nowhere"],
   ["jobs-groups", () => "/jobs?group_by=tag", has(".group-head", 3)],
   ["job-failed", (jobs) => `/jobs/${jobs.failed}?tab=history`, both(isDrawn, has("#history-rows li"))],
   ["jobs-columns", () => `/jobs?columns=${columns}&state=running,failed,queued`, has("#rows tr", 3)],

@@ -137,8 +137,13 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("submits a sweep, edited in fields and in the job file beside the form", async () => {
+  test("submits a sweep, edited in fields and in the job file beside the form, whose page compares the trials at their end", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/, /TypeError/] });
+    await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
+    await page.locator("details.more > summary").click();
+    for (const [label, value] of [["Epochs", ""], ["Steps", "20"], ["Image size", "8"], ["Global batch size", "8"], ["Ranks", "1"], ["Validation", "0.02"]]) {
+      await page.getByLabel(label, { exact: true }).fill(value);
+    }
     await page.locator("#sweep-settings > summary").click();
     const settings = page.getByLabel("Settings that differ", { exact: true }), error = page.locator("#sweep-parameters-error"), plan = page.locator("#plan");
     for (const [line, expected] of [["lr = 0.1, 0.05", /write train\.lr/], ["train.lr = 0.1, -1", /-1/], ["train.lr = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9", /a grid needs values/]]) {
@@ -157,13 +162,20 @@ describe("the form", () => {
     await until("the field follows the text", async () => (await page.getByLabel("Largest number of trials", { exact: true }).inputValue()) === "2");
     await page.getByRole("button", { name: "Submit 2 trials" }).click();
     await page.waitForURL(/\/sweeps\/sweep-\w+$/);
-    await until("both trials have jobs", async () => (await page.locator("#sweep tbody a").count()) === 2);
+    await until("the page shows the sweep's end", async () => (await page.locator("#sweep .title .pill").textContent()) === "finished");
+    const { best, trials } = await server.ask(`/sweeps/${new URL(page.url()).pathname.split("/").pop()}`), lines = page.locator("#parallel .job");
+    assert.deepEqual(trials.map(({ state }) => state), ["succeeded", "succeeded"]);
+    assert.equal(best.metric, Math.max(...await Promise.all(trials.map(async ({ job }) => (await server.job(job)).best.value))));
+    const accuracy = `${(100 * best.metric).toFixed(1)} %`;
+    assert.ok((await page.locator("#sweep [data-id=best] h2").textContent()).startsWith(`Best validation accuracy: ${accuracy} `));
+    await until("each trial has a line with its results", async () => (await lines.count()) === 2 && (await page.locator(`#parallel [data-job="${best.job}"]`).getAttribute("aria-label")).includes(`best accuracy ${accuracy}`));
+    assert.deepEqual((await lines.evaluateAll((all) => all.map((line) => line.dataset.job))).sort(), trials.map(({ job }) => job).sort());
+    assert.ok(await lines.first().isVisible());
     assert.equal(await page.locator("#sweep thead").getByText("train.momentum").count(), 1);
-    assert.match(await page.locator("#sweep .actions a").first().getAttribute("href"), /^\/compare\?jobs=j\w+,j\w+$/);
+    assert.match(await page.locator("#sweep .actions a").first().getAttribute("href"), new RegExp(`^/compare\\?jobs=${best.job},j\\w+$`));
     await page.route("**/api/v1/jobs?tag=*", (route) => route.fulfill({ json: { jobs: null, next_cursor: null } }));
     await page.reload();
     await until("an error of the script is not reported as one of the network", async () => /^This page's script has failed: /.test(await page.locator("#sweep-error").textContent()));
-    await server.ask(`/sweeps/${new URL(page.url()).pathname.split("/").pop()}/cancel`, {}).catch(() => { /* it may have ended already */ });
     await page.end();
   });
 

@@ -111,6 +111,37 @@ describe("a model", () => {
     await page.end();
   });
 
+  test("is registered under a name on its job's page, and the name's alias is moved to another version", async () => {
+    const page = await browser.page(server, `/jobs/${job.id}`, { expected: [/422/] }), dialog = page.locator("#register-dialog"), version = (n) => page.locator(`tr[data-version="${n}"]`);
+    await page.locator("#checkpoints tr").first().getByRole("button", { name: "Register: checkpoint 1-40", exact: true }).click();
+    assert.equal(await dialog.getByRole("heading").textContent(), "Register checkpoint 1-40");
+    await dialog.getByLabel("Model", { exact: true }).fill("two words");
+    await dialog.getByRole("button", { name: "Register", exact: true }).click();
+    await until("the mistake in the name is shown", async () => /^name: /.test(await page.locator("#register-error").textContent()));
+    await dialog.getByLabel("Model", { exact: true }).fill("clothes");
+    await dialog.getByLabel("Description", { exact: true }).fill("the first try");
+    await dialog.getByRole("button", { name: "Register", exact: true }).click();
+    await page.waitForURL(`${server.url}/models/clothes`);
+    const words = await version(1).innerText();
+    for (const part of ["1-40 of looked at", " of 187 pictures", "fashion-mnist", "the first try"]) assert.ok(words.includes(part), `${part} in ${words}`);
+    // The form suggests the alias champion.
+    const setAlias = page.locator("#alias").getByRole("button", { name: "Set", exact: true }), alias = (n) => version(n).locator(".tag");
+    await setAlias.click();
+    await until("version 1 is the champion", async () => (await alias(1).allTextContents()).join() === "champion");
+    await server.ask("/models", { name: "clothes", job: job.id });
+    await page.reload();
+    await page.getByLabel("Version", { exact: true }).selectOption("2");
+    await setAlias.click();
+    await until("the alias has moved to version 2", async () => (await alias(2).allTextContents()).join() === "champion" && (await alias(1).count()) === 0);
+    await page.goto(`${server.url}/models`);
+    assert.match(await page.locator("tr[data-model=clothes]").innerText(), /^clothes\s+champion → 2\s+2\s.* of 187 pictures\s+looked at/);
+    await page.getByRole("link", { name: "clothes", exact: true }).click();
+    await version(1).getByRole("button", { name: "Remove version 1" }).click();
+    await page.getByRole("button", { name: "Remove it" }).click();
+    await until("version 1 is removed", async () => (await version(2).isVisible()) && (await version(1).count()) === 0);
+    await page.end();
+  });
+
   inFull("is downloaded with all files, and is evaluated from its row", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
     const row = page.locator("#checkpoints tr").first();

@@ -25,5 +25,5 @@ describe("a page of an empty server fits, is readable and accessible:", () => {
   test("the list of a member", () => checkPage(browser, { url: signing.url }, "/jobs", "empty-jobs-of-a-member", {
     views: TWO_VIEWS, prepare: (page) => signIn(page.context(), signing, "member"), options: { expected: [/401|404/] },
   }));
-  for (const path of ["/jobs", "/jobs/new", "/compare", "/datasets", "/machines", "/queue", "/audit"]) inFull(path, () => checkPage(browser, empty, path, `empty${path.replaceAll("/", "-")}`));
+  for (const path of ["/jobs", "/jobs/new", "/compare", "/datasets", "/machines", "/queue", "/audit", "/sweeps", "/models"]) inFull(path, () => checkPage(browser, empty, path, `empty${path.replaceAll("/", "-")}`));
 });

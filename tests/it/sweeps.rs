@@ -149,8 +149,8 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     for words in [
         "2 trials of swept",
         "mean and standard deviation: ",
-        "trial 1 (data.fold=1): succeeded, val_accuracy ",
-        "trial 2 (data.fold=2): succeeded, val_accuracy ",
+        "trial 1 (data.fold=1): succeeded, best val_accuracy ",
+        "trial 2 (data.fold=2): succeeded, best val_accuracy ",
         "is finished: 2 of 2 trials have ended",
         "(mean ± standard deviation of 2 of 2 folds)",
     ] {
@@ -265,6 +265,9 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         for output in [shown.ok(), listed.ok()] {
             assert_eq!(output.matches("ended early").count(), 4, "{output}");
         }
+        let ended = trials(&sweep).iter().find(|trial| trial["ended_early"] == true).expect("a trial");
+        let shown = server.cli(&["show", ended["job"].as_str().expect("an id")]);
+        assert!(shown.ok().contains("ended early: ended by its sweep"), "{}", shown.stdout);
     }
     assert_eq!(ends[0], ends[1]);
     server.stop().await;

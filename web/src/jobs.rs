@@ -175,6 +175,7 @@ pub(crate) const ELSEWHERE: &str = "run from elsewhere";
 struct JobRow {
     id: String,
     state: String,
+    state_words: &'static str,
     name: String,
     about: String,
     reason: String,
@@ -196,6 +197,7 @@ impl JobRow {
         Self {
             id: job.id.to_string(),
             state: job.state.to_string(),
+            state_words: job.state_in_words(),
             name: job.name.clone(),
             about: format!(
                 "{}{}{}",

@@ -43,6 +43,9 @@ pub struct Progress {
     /// For a trial of a sweep: the rungs at which the trial has paused, in order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rungs: Vec<Rung>,
+    /// The lowest loss of all validations. The job has the highest accuracy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) lowest_val_loss: Option<f64>,
     /// Number of steps that `parts` cover, for a run of unknown length.
     span: u64,
     /// When the live attempt began.
@@ -51,14 +54,14 @@ pub struct Progress {
     ran_ms: Option<u64>,
 }
 
-/// The progress of a trial when it paused for its sweep.
+/// The results of a trial by which its sweep compares it with other trials.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rung {
-    /// The epoch after which the trial paused.
+    /// The epoch after which the trials are compared.
     pub epoch: u32,
-    /// Accuracy of the newest validation; `None` if the result was not finite.
+    /// Highest accuracy of all validations so far; `None` if the newest validation was not finite.
     pub val_accuracy: Option<f64>,
-    /// Loss of the newest validation; `None` if the result was not finite.
+    /// Lowest loss of all validations so far; `None` if the newest validation was not finite.
     pub val_loss: Option<f64>,
 }
 

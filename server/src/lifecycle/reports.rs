@@ -125,6 +125,8 @@ pub fn report(
             Vec::new()
         }
         AttemptEvent::Evaluation(evaluation) => {
+            let lowest = row.progress.lowest_val_loss.get_or_insert(evaluation.loss);
+            *lowest = lowest.min(evaluation.loss);
             let job = &mut row.job;
             job.last.val_loss = Some(evaluation.loss);
             job.last.val_accuracy = Some(evaluation.accuracy);

@@ -15,11 +15,21 @@ pub(super) fn is_at_rung(row: &JobRow) -> bool {
     row.progress.pause_after.is_some_and(|epoch| steps > 0 && newest >= Some(u64::from(epoch) * steps))
 }
 
+/// Returns the results of a trial after `epoch`, its newest epoch.
+pub fn rung(row: &JobRow, epoch: u32) -> Rung {
+    let JobRow { job, progress, .. } = row;
+    Rung {
+        epoch,
+        val_accuracy: job.last.val_accuracy.and(job.best).map(|best| best.value),
+        val_loss: job.last.val_loss.and(progress.lowest_val_loss),
+    }
+}
+
 /// Pauses a trial whose ranks have stopped at its rung.
 pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refused> {
     let epoch = row.progress.pause_after.take().unwrap_or(row.job.epoch);
-    let last = &row.job.last;
-    row.progress.rungs.push(Rung { epoch, val_accuracy: last.val_accuracy, val_loss: last.val_loss });
+    let reached = rung(row, epoch);
+    row.progress.rungs.push(reached);
     change_state(row, JobState::Pausing, None, None, at)?;
     let next = Next::ContinueWhenResumed { from_step: row.progress.checkpoint };
     change_state(row, JobState::Paused, Some(ReasonKind::PausedBySweep { epoch }.into()), Some(next), at)
@@ -61,8 +71,26 @@ pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lifecycle::{pause, resume};
-    use lockstep_protocol::job::TrialOf;
+    use crate::lifecycle::{pause, report, resume};
+    use lockstep_protocol::{
+        agent::{AttemptEvent, Evaluation},
+        job::TrialOf,
+    };
+
+    #[test]
+    fn trials_are_compared_by_the_best_of_their_validations() {
+        let (mut row, at) = (JobRow::queued(), Timestamp::UNIX_EPOCH);
+        let mut compared_by = |accuracy, loss| {
+            let evaluation = Evaluation { epoch: 1, step: 10, samples: 200, accuracy, loss, secs: 0.1 };
+            report(&mut row, AttemptEvent::Evaluation(evaluation), None, at).unwrap();
+            let Rung { val_accuracy, val_loss, .. } = rung(&row, 1);
+            (val_accuracy, val_loss)
+        };
+        assert_eq!(compared_by(0.5, 1.0), (Some(0.5), Some(1.0)));
+        assert_eq!(compared_by(0.75, 1.5), (Some(0.75), Some(1.0)));
+        assert_eq!(compared_by(0.25, 0.5), (Some(0.75), Some(0.5)));
+        assert_eq!(compared_by(0.25, f64::NAN), (None, None), "a trial that has diverged is the worst");
+    }
 
     #[test]
     fn users_resume_trials_between_rungs_and_only_the_sweep_at_a_rung() {

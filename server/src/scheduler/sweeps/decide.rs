@@ -6,7 +6,10 @@
 //! which trials reach a rung, which depends on the number of slots, restarts of the server and lost ranks. Asynchronous halving would keep
 //! slots busy at the end of a rung, but its result depends on this order.
 
-use crate::store::{JobRow, SweepRow};
+use crate::{
+    lifecycle::{Rung, trial},
+    store::{JobRow, SweepRow},
+};
 use lockstep_protocol::{
     job::JobState,
     spec::{SweepMetric, SweepSpec, read_sweep},
@@ -68,22 +71,19 @@ pub(crate) enum Stage {
 pub(crate) struct TrialState {
     pub(crate) number: u32,
     pub(crate) stage: Stage,
-    /// The metric at each rung that the trial has reached. `None` if the metric was not finite.
+    /// The metric at each rung that the trial has reached: the best value so far. `None` if the newest value was not finite.
     pub(crate) values: Vec<Option<f64>>,
 }
 
 impl TrialState {
     /// The state of a trial. `None` if the job is not a trial.
     pub(crate) fn of(rules: &Rules, row: &JobRow) -> Option<Self> {
-        let (job, last) = (&row.job, &row.job.last);
-        let mut values: Vec<_> =
-            row.progress.rungs.iter().map(|rung| rules.metric.of(rung.val_accuracy, rung.val_loss)).collect();
+        let job = &row.job;
+        let metric = |rung: &Rung| rules.metric.of(rung.val_accuracy, rung.val_loss);
+        let mut values: Vec<_> = row.progress.rungs.iter().map(metric).collect();
         if job.state == JobState::Succeeded {
             // A trial that stopped early, or was retried after it had ended at a rung, has not paused at the remaining rungs.
-            values.resize(
-                rules.rungs.len().max(values.len()),
-                rules.metric.of(last.val_accuracy, last.val_loss),
-            );
+            values.resize(rules.rungs.len().max(values.len()), metric(&trial::rung(row, job.epoch)));
         }
         let stage = match job.state {
             state if state.is_final() => Stage::Over,

@@ -186,6 +186,7 @@ pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
             job: job.map(|row| row.job.id.clone()),
             deleted: job.is_none() && number <= started,
             state: job.map(|row| row.job.state),
+            ended_early: job.is_some_and(|row| row.job.ended_early()),
             rung: u32::try_from(values.len()).unwrap_or(u32::MAX),
             metric: values.last().copied().flatten(),
             val_pictures: job.and_then(|row| row.job.last.val_pictures),

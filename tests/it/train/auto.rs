@@ -23,7 +23,8 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     run("one", &["parallel.ranks=1"]);
     let measured = run("first", &["parallel.mode=auto"]);
     assert!(measured.contains("measuring operators and links, to choose a plan"), "{measured}");
-    let files = fs::read_dir(bench.out("cache")).expect("the cache").map(|entry| entry.expect("a file").path());
+    let files =
+        fs::read_dir(bench.out("cache")).expect("the cache").map(|entry| entry.expect("a file").path());
     let files: Vec<_> = files.filter(|file| file.extension().is_some_and(|name| name == "json")).collect();
     let [figures] = &files[..] else { panic!("{files:?}") };
     let last = bench.model("one", "1-13");

@@ -1,6 +1,9 @@
 //! The types that cross a wire: job specifications and states, metrics, and messages between server, agents, ranks and
 //! browsers. The crate does no input or output, except [`fault`], which injects faults for tests.
 
+// All machines must compute the same learning rates and the same settings of a sweep.
+#![warn(clippy::disallowed_methods)]
+
 pub mod access;
 pub mod agent;
 pub mod allowed;

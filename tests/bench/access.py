@@ -1,14 +1,16 @@
 """The cost of authentication: requests pages, lists and streams of one database in turns from a server with tokens and people, and from a
-server with --no-auth. Each request has its own connection.
+server with --no-auth. Each request has its own connection. Also compares the times of a private and a missing job for a person who may
+see neither, and of GET /healthz beside readers of large pages and alone.
 
     python3 tests/bench/access.py [--program target/release/lockstep] [--jobs 1000] [--rounds 40]
 
-Prints a line of JSON per case: medians in milliseconds, and their ratio. Standard library only.
+Prints a line of JSON per case: medians (of /healthz 95th percentiles) in milliseconds, and their ratio. Standard library only.
 """
 
 import argparse
 import http.client
 import json
+import multiprocessing
 import pathlib
 import shutil
 import socket
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 
@@ -82,6 +85,45 @@ def fill(database, job, jobs, events):
     db.close()
 
 
+def milliseconds(request):
+    began = time.perf_counter()
+    request()
+    return (time.perf_counter() - began) * 1000
+
+
+def beside_readers(readers, read, measure):
+    """The result of `measure` while `readers` connections of another process call `read` again and again, and their number of calls."""
+    context = multiprocessing.get_context("fork")
+    stop, calls, failures = context.Event(), context.Value("i", 0), context.SimpleQueue()
+
+    def repeat():
+        try:
+            while not stop.is_set():
+                read()
+                with calls:
+                    calls.value += 1
+        except Exception as error:
+            failures.put(repr(error))
+
+    def run():
+        threads = [threading.Thread(target=repeat) for _ in range(readers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    process = context.Process(target=run)
+    process.start()
+    try:
+        wait(60, "a call returns", lambda: calls.value > 0 or not failures.empty())
+        result = measure()
+    finally:
+        stop.set()
+        process.join()
+    assert failures.empty(), failures.get()
+    return result, calls.value
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--program", default="target/release/lockstep")
@@ -101,10 +143,14 @@ def main():
         wait(20, "the agent is online", lambda: b'"online":true' in server.request("GET", "/api/v1/agents")[1])
         status, content, _ = server.request("POST", "/api/v1/datasets/bundled")
         assert status in (200, 201), content
-        status, content, _ = post("/jobs", {"name": "one", "model": {"arch": "resnet20"}, "data": {"dataset": "fashion-mnist"}, "train": {"steps": 10}, "evaluate": {"every_epochs": 0}})
-        assert status == 201, content
-        job = json.loads(content)["id"]
-        wait(60, "the job has succeeded", lambda: b'"state":"succeeded"' in server.request("GET", f"/api/v1/jobs/{job}")[1], 0.2)
+        ids = []
+        for name, private in [("one", False), ("two", True)]:
+            status, content, _ = post("/jobs", {"name": name, "private": private, "model": {"arch": "resnet20"}, "data": {"dataset": "fashion-mnist"}, "train": {"steps": 10}, "evaluate": {"every_epochs": 0}})
+            assert status == 201, content
+            ids.append(json.loads(content)["id"])
+            wait(60, "the job has succeeded", lambda: b'"state":"succeeded"' in server.request("GET", f"/api/v1/jobs/{ids[-1]}")[1], 0.2)
+        job, private = ids
+        missing = private[:-1] + ("1" if private[-1] == "0" else "0")
         server.stop()
         fill(directory / "lockstep.db", job, options.jobs, options.events)
         shutil.copytree(directory, work / "open")
@@ -142,11 +188,29 @@ def main():
             times = {True: [], False: []}
             for number in range(options.rounds + 1):
                 for has_auth in (True, False) if number % 2 else (False, True):
-                    began = time.perf_counter()
-                    request(authenticated if has_auth else open_, has_auth)
-                    times[has_auth].append((time.perf_counter() - began) * 1000)
+                    times[has_auth].append(milliseconds(lambda: request(authenticated if has_auth else open_, has_auth)))
             with_auth, without = (statistics.median(times[has_auth][1:]) for has_auth in (True, False))
             print(json.dumps({"case": case, "n": options.rounds, "with_ms": round(with_auth, 2), "without_ms": round(without, 2), "ratio": round(with_auth / without, 3)}), flush=True)
+
+        def lookup(unseen):
+            status = authenticated.request("GET", f"/api/v1/jobs/{unseen}", None, bearer)[0]
+            assert status == 404, (unseen, status)
+
+        times, count = {private: [], missing: []}, 5 * options.rounds
+        for number in range(count + 1):
+            for unseen in (private, missing) if number % 2 else (missing, private):
+                times[unseen].append(milliseconds(lambda: lookup(unseen)))
+        of_private, of_missing = (statistics.median(times[unseen][1:]) for unseen in (private, missing))
+        case = "one job as JSON: private and missing"
+        print(json.dumps({"case": case, "n": count, "private_ms": round(of_private, 2), "missing_ms": round(of_missing, 2), "ratio": round(of_private / of_missing, 3)}), flush=True)
+
+        page, health = get("/api/v1/jobs?limit=1000", bearer), get("/healthz", {})
+        slow = lambda: statistics.quantiles((milliseconds(lambda: health(authenticated, True)) for _ in range(count)), n=20)[-1]
+        for readers in (8, 40):
+            alone = slow()
+            beside, pages = beside_readers(readers, lambda: page(authenticated, True), slow)
+            case = f"GET /healthz beside {readers} readers of {options.jobs} jobs as JSON"
+            print(json.dumps({"case": case, "n": count, "pages": pages, "beside_p95_ms": round(beside, 2), "alone_p95_ms": round(alone, 2), "ratio": round(beside / alone, 3)}), flush=True)
     finally:
         for server in Server.running:
             server.stop()

@@ -10,13 +10,12 @@ use lockstep_engine::{
     plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, lower, search},
     registry, slots,
 };
-use lockstep_host::{cache, cpu_name, usage::memory_free, write_whole};
+use lockstep_host::{cache, cpu_name, usage::memory_free};
 use lockstep_protocol::{
     network::{LayerPlan, NetworkDescription, PlanDescription, PlanPrediction},
     spec::{Device, JobSpec, ModelSpec, ParallelSpec, from_json},
 };
 use sha2::{Digest, Sha256};
-use std::{fs, path::PathBuf};
 
 /// Maximum number of pictures in a measured step: on CPU cores, and on a device with its own memory. Larger steps
 /// hardly change the speed.
@@ -102,18 +101,18 @@ fn name_and_memory(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
     slot.map_or((String::new(), u64::MAX), |slot| (slot.name, slot.memory_bytes))
 }
 
-/// The file with the figures of `ranks` ranks for `sample`.
-fn figures_file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
+/// The name in the cache of the figures of `ranks` ranks for `sample`.
+fn figures_name(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<String> {
     let key = (sample, device.backend.name(), name_and_memory(device, 1), ranks);
     let digest = Sha256::digest(serde_json::to_vec(&key).ok()?);
-    Some(cache::dir()?.join(format!("machine-{}.json", hex::encode(&digest[..8]))))
+    Some(format!("machine-{}.json", hex::encode(&digest[..8])))
 }
 
 /// The stored figures that include the sample's heads, if there are any.
 pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
     let with = |heads: usize| -> Option<Machine> {
         let sample = Sample { heads: WIDE[..heads].to_vec(), ..sample.clone() };
-        let text = fs::read(figures_file(&sample, device, ranks)?).ok()?;
+        let text = cache::read(&figures_name(&sample, device, ranks)?)?;
         let machine: Machine = serde_json::from_slice(&text).ok()?;
         machine.check().ok().map(|()| machine)
     };
@@ -122,13 +121,9 @@ pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Opti
 
 /// Stores figures. Without a cache directory they are measured again each time.
 pub fn store_figures(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32) {
-    let Some(file) = figures_file(sample, device, ranks) else { return };
-    let write = || -> std::io::Result<()> {
-        fs::create_dir_all(file.parent().unwrap_or(&file))?;
-        write_whole(&file, &serde_json::to_vec_pretty(machine)?)
-    };
-    if let Err(error) = write() {
-        tracing::warn!("{error}; the figures of this machine will be measured again");
+    if let (Some(name), Ok(json)) = (figures_name(sample, device, ranks), serde_json::to_vec_pretty(machine))
+    {
+        cache::write(&name, &json);
     }
 }
 

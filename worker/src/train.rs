@@ -315,6 +315,8 @@ impl Run<'_> {
                     }
                     if self.step < end && self.plan.checkpoint_after_step(self.step) {
                         self.save()?;
+                    } else {
+                        self.compare_if_due()?;
                     }
                 }
                 drop(batches);

@@ -417,7 +417,7 @@ impl Parameter {
                 };
                 let part = random.unit();
                 let drawn = match is_log {
-                    true => (low.ln() + part * (high.ln() - low.ln())).exp(),
+                    true => libm::exp(libm::log(low) + part * (libm::log(high) - libm::log(low))),
                     false => low + part * (high - low),
                 };
                 match is_whole {

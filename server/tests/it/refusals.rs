@@ -42,11 +42,20 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
     let both = json!({"nmae": "x", "data": {"dataset": "nothing"}, "train": {"lr": -1.0}});
     let (_, body) = server.post("/jobs", &both).await;
     assert!(body["errors"].as_array().unwrap().len() >= 3, "all mistakes are reported at once: {body}");
-    let mut ranks = spec();
-    ranks["parallel"] = json!({"ranks": 8, "mode": "pipeline"});
-    let (_, body) = server.post("/jobs/validate", &ranks).await;
-    let pointers: Vec<_> = body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
-    assert_eq!(pointers, ["/parallel/mode", "/parallel/ranks"], "{body}");
+    for (parallel, pointers) in [
+        (json!({"ranks": 8, "mode": "pipeline"}), &["/parallel/mode", "/parallel/ranks"][..]),
+        (json!({"ranks": 8, "pipeline": 2}), &["/parallel/pipeline", "/parallel/ranks"]),
+        (json!({"ranks": 8, "rank": 2}), &["/parallel/rank", "/parallel/ranks"]),
+        // There are no slots to compare with a number of ranks or a device that is not known.
+        (json!({"ranks": 0}), &["/parallel/ranks"]),
+        (json!({"ranks": 8, "device": "tpu"}), &["/parallel/device"]),
+    ] {
+        let mut ranks = spec();
+        ranks["parallel"] = parallel;
+        let (_, body) = server.post("/jobs/validate", &ranks).await;
+        let found: Vec<_> = body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
+        assert_eq!(found, pointers, "{body}");
+    }
     let (_, list) = server.get("/jobs").await;
     assert_eq!(list["jobs"], json!([]), "no job is created");
     assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 0, "no folder is created");

@@ -2,7 +2,7 @@
 
 use super::{Bench, assert_success, hybrid::max_difference, layers::recorded};
 use crate::{pictures, server::training_permit};
-use std::{path::Path, process::Command};
+use std::{fs, path::Path, process::Command};
 
 #[tokio::test]
 async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
@@ -23,6 +23,10 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     run("one", &["parallel.ranks=1"]);
     let measured = run("first", &["parallel.mode=auto"]);
     assert!(measured.contains("measuring operators and links, to choose a plan"), "{measured}");
+    let files =
+        fs::read_dir(bench.out("cache")).expect("the cache").map(|entry| entry.expect("a file").path());
+    let files: Vec<_> = files.filter(|file| file.extension().is_some_and(|name| name == "json")).collect();
+    let [figures] = &files[..] else { panic!("{files:?}") };
     let last = bench.model("one", "1-13");
     let auto = "parallel.mode=auto";
     // The fastest plan depends on the machine and its load. Settings of the job are kept.
@@ -50,6 +54,20 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         assert!(plans[1].measured_step_ms > Some(0.0), "{plans:?}");
         assert!(plans[1].measured_memory_bytes > Some(1 << 20), "{plans:?}");
         assert!(timed.layers.iter().all(|layer| layer.plan.is_some()) && timed.check() == Ok(()));
+    }
+    // Damaged measurements are repeated and replaced, even if they can still be read.
+    let half = |file: &mut Vec<u8>| file.truncate(file.len() / 2);
+    let digit = |file: &mut Vec<u8>| {
+        let last = file.iter().rposition(u8::is_ascii_digit).expect("a digit");
+        file[last] ^= 1;
+    };
+    for (out, damage) in [("half", half as fn(&mut Vec<u8>)), ("digit", digit)] {
+        let mut damaged = fs::read(figures).expect("figures");
+        damage(&mut damaged);
+        fs::write(figures, &damaged).expect("figures");
+        let text = run(out, &[auto]);
+        assert!(text.contains("measuring operators"), "{out}: {text}");
+        assert_ne!(fs::read(figures).expect("figures"), damaged, "{out}");
     }
     // A plan that is impossible is refused before training.
     let mut command =

@@ -55,6 +55,13 @@ async fn impossible_training_is_refused_with_advice() {
         assert!(error.contains(&format!("{name}: is a PyTorch pickle")), "{error}");
         assert!(error.contains("save_file(torch.load("), "{error}");
     }
+    let folder = pictures::image_folder(bench.folder.path(), 2);
+    for split in ["train", "val"] {
+        fs::remove_dir_all(folder.join(split).join("trouser")).expect("a class");
+    }
+    let (status, error) = error_of(&[&format!("data.dataset={}", folder.display())]);
+    assert_eq!(status, Some(1), "{error}");
+    assert!(error.contains("has one class, \"boot\": there is nothing to tell apart"), "{error}");
     for (sets, words) in [
         (&["data.dataset=/none", "train.lrr=1"][..], "lrr"),
         (&["data.dataset="], "data.dataset: is missing: give the path of a dataset"),

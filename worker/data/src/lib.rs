@@ -2,6 +2,8 @@
 
 // Callers need to know how a call can fail.
 #![warn(clippy::missing_errors_doc)]
+// Ranks on different machines must draw the same numbers.
+#![warn(clippy::disallowed_methods)]
 
 mod cifar;
 mod copy;

@@ -5,6 +5,9 @@
 //!
 //! The folder also has the sources of the GPU kernels (`*.cu`), which the worker compiles at run time.
 
+// Ranks on different machines must draw the same weights and compute the same updates.
+#![warn(clippy::disallowed_methods)]
+
 #[cfg(test)]
 mod against_pytorch;
 pub mod batch_norm;

@@ -217,7 +217,7 @@ impl Agent {
     async fn serve(&mut self, server: &str, address: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let mut backoff = RETRY;
-        // Reasons for failed connections. Each is logged once.
+        // Reasons for failed connections since the last welcome. Each is logged once.
         let mut logged_reasons = Vec::new();
         // If the server is on this machine: the accounts that listened when it first accepted this agent.
         let mut owners = Vec::new();
@@ -247,30 +247,28 @@ impl Agent {
                 }
             };
             let lost = match session {
-                Ok(session) => {
-                    logged_reasons.clear();
-                    match session.run(self, &mut signals).await {
-                        Outcome::End => return self.result(),
-                        Outcome::Refused(reason) => {
-                            let server = server.to_owned();
-                            return Err(AgentError::Refused { server, reason });
-                        }
-                        Outcome::Lost { reason, welcomed } => {
-                            if welcomed {
-                                // If the server closes the connection right after the welcome, the pauses keep
-                                // growing.
-                                if began.elapsed() > RETRY.longest {
-                                    backoff = RETRY;
-                                }
-                                if owners.is_empty() {
-                                    address.note_owners(&listeners);
-                                    owners = listeners;
-                                }
-                            }
-                            reason
-                        }
+                Ok(session) => match session.run(self, &mut signals).await {
+                    Outcome::End => return self.result(),
+                    Outcome::Refused(reason) => {
+                        let server = server.to_owned();
+                        return Err(AgentError::Refused { server, reason });
                     }
-                }
+                    Outcome::Lost { reason, welcomed } => {
+                        if welcomed {
+                            logged_reasons.clear();
+                            // If the server closes the connection right after the welcome, the pauses keep
+                            // growing.
+                            if began.elapsed() > RETRY.longest {
+                                backoff = RETRY;
+                            }
+                            if owners.is_empty() {
+                                address.note_owners(&listeners);
+                                owners = listeners;
+                            }
+                        }
+                        reason
+                    }
+                },
                 // The token has expired, or was revoked by the `lockstep launch` that created it, so retrying is useless.
                 // A certificate may be replaced, and is read again for each connection.
                 Err(NoSession::Unauthorized(reason))

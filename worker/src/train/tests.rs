@@ -53,6 +53,8 @@ struct TestJob {
     differs: Option<u32>,
     /// As [`Training::pause_after`]. No epoch then ends with a checkpoint of its own.
     pause_after: Option<u32>,
+    /// Changes the job.
+    change: fn(&mut JobSpec),
 }
 
 /// The result of a run.
@@ -88,7 +90,7 @@ impl TestJob {
             fs::write(dataset.join(format!("{name}-labels-idx1-ubyte")), labels).unwrap();
         }
         fs::create_dir(folder.path().join("checkpoints")).unwrap();
-        Self { folder, ranks, differs: None, pause_after: None }
+        Self { folder, ranks, differs: None, pause_after: None, change: |_| {} }
     }
 
     fn spec(&self) -> JobSpec {
@@ -101,6 +103,7 @@ impl TestJob {
         spec.train.precision = Precision::Auto;
         spec.parallel.ranks = self.ranks;
         spec.checkpoint.every_epochs = self.pause_after.map(|_| 0);
+        (self.change)(&mut spec);
         spec
     }
 
@@ -303,8 +306,15 @@ fn a_stop_during_a_switch_to_bfloat16_in_an_evaluation_ends_all_ranks() {
 
 #[test]
 fn differing_weights_end_the_run_before_a_checkpoint() {
-    for (ranks, differs, named) in [(2, 1, "ranks 0 and 1"), (3, 0, "rank 0"), (3, 2, "rank 2")] {
-        let job = TestJob { differs: Some(differs), ..TestJob::new(ranks) };
+    for (ranks, differs, named, evaluations) in
+        [(2, 1, "ranks 0 and 1", 1), (3, 0, "rank 0", 1), (3, 2, "rank 2", 1), (2, 1, "ranks 0 and 1", 0)]
+    {
+        // Without evaluations, the checkpoint itself compares the weights.
+        let change: fn(&mut JobSpec) = match evaluations {
+            0 => |spec| spec.evaluate.every_epochs = 0,
+            _ => |_| {},
+        };
+        let job = TestJob { differs: Some(differs), change, ..TestJob::new(ranks) };
         for ended in job.all_ranks(Overflow::Nothing, StopIn::Never, None) {
             let error = ended.unwrap_err();
             let wanted = format!("the weights of {named} differ from ");
@@ -313,6 +323,24 @@ fn differing_weights_end_the_run_before_a_checkpoint() {
             assert!(error.is_retriable() && !error.is_secondary());
         }
         assert_eq!(fs::read_dir(job.folder.path().join("checkpoints")).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn differing_weights_end_a_run_within_a_long_epoch() {
+    let change = |spec: &mut JobSpec| {
+        spec.train.epochs = Some(60);
+        // Of 1,200 steps only the last is followed by an evaluation and a checkpoint.
+        spec.evaluate.every_epochs = 0;
+        spec.checkpoint.every_epochs = Some(0);
+    };
+    let job = TestJob { differs: Some(1), change, ..TestJob::new(2) };
+    for ended in job.all_ranks(Overflow::Nothing, StopIn::Never, None) {
+        let error = ended.unwrap_err();
+        assert!(
+            matches!(error, TrainError::ReplicasDiffer { step, .. } if (1..1200).contains(&step)),
+            "{error}"
+        );
     }
 }
 

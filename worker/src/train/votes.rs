@@ -17,6 +17,9 @@ const MAX_RANKS_EVERY_STEP: u32 = 16;
 const VOTE_EVERY: Duration = Duration::from_millis(250);
 /// Maximum number of steps between two votes, because the prediction fails if steps become slower.
 const MAX_STEPS: u64 = 256;
+/// Number of steps between two comparisons of the ranks' weights. Evaluations and checkpoints compare them, too, but an epoch may take
+/// hours. A comparison waits for the steps in flight and takes less time than a step.
+const COMPARE_EVERY_STEPS: u64 = 1000;
 
 /// The votes of a sequence of steps (or of the batches of an evaluation), which are numbered from 1.
 #[derive(Debug)]
@@ -149,6 +152,18 @@ impl Run<'_> {
         }
         let found = own.unwrap_or_else(|| "a tensor of another rank".into());
         Err(self.diverged(found))
+    }
+
+    /// Compares the weights of ranks if a comparison is due.
+    ///
+    /// # Errors
+    /// [`TrainError::ReplicasDiffer`] on all ranks, or [`TrainError::Diverged`] as [`Run::vote_now`].
+    pub(super) fn compare_if_due(&mut self) -> Result<(), TrainError> {
+        if self.training.group.size() > 1 && self.step.is_multiple_of(COMPARE_EVERY_STEPS) {
+            self.drain()?;
+            self.check_replicas()?;
+        }
+        Ok(())
     }
 
     /// Fails on all ranks unless all ranks with the same part of the network have the same weights.

@@ -13,13 +13,14 @@ use lockstep_worker::{
     agent::{self, AgentError, Options},
     report::{Observer, Reporter},
 };
-use std::{fs, path::Path, time::Duration};
+use std::{fs, path::Path, sync::Mutex, time::Duration};
 use tokio::{
     net::{TcpListener, TcpStream},
     task::JoinHandle,
     time::timeout,
 };
 use tokio_tungstenite::{WebSocketStream, accept_async, tungstenite::Message};
+use tracing::instrument::WithSubscriber;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -135,7 +136,9 @@ fn fake_job(dir: &Path, script: &str) -> (StartAttempt, Options) {
 async fn start_agent(mut options: Options) -> (TcpListener, JoinHandle<Result<(), AgentError>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     options.server = format!("http://{}", listener.local_addr().unwrap());
-    (listener, tokio::spawn(agent::run(options)))
+    let log = fs::File::create(options.dir.with_extension("log")).unwrap();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(log)).finish();
+    (listener, tokio::spawn(agent::run(options).with_subscriber(subscriber)))
 }
 
 async fn wait_for_end(agent: JoinHandle<Result<(), AgentError>>) -> Result<(), AgentError> {
@@ -262,14 +265,18 @@ async fn refusals_and_requests_are_handled() {
     drop(connection);
     // The agent reconnects until a refusal is permanent. Each `Hello` names the same process.
     let mut processes = Vec::new();
-    for may_pass in [true, true, false] {
+    for (reason, may_pass) in
+        [("still connected", true), ("still connected", true), ("another version", false)]
+    {
         let mut connection = Connection::accept(&listener).await;
         let FromAgent::Hello { process, .. } = connection.receive().await else { panic!("no Hello") };
         processes.push(process);
-        connection.send(&ToAgent::Refused { reason: "another version".into(), may_pass }).await;
+        connection.send(&ToAgent::Refused { reason: reason.into(), may_pass }).await;
     }
     assert!(!processes[0].is_empty() && processes.iter().all(|process| *process == processes[0]));
     let error = wait_for_end(agent).await.unwrap_err();
     assert!(!error.is_wrong_request());
     assert!(error.to_string().contains("another version"), "{error}");
+    let log = fs::read_to_string(dir.path().join("agent.log")).unwrap();
+    assert_eq!(log.matches("still connected").count(), 1, "a repeated refusal is logged once: {log}");
 }

@@ -252,7 +252,7 @@ async fn check_on(
     }
     if let Some(spec) = &spec
         && start != (Start::FirstStep { launched: true })
-        && !document_mistakes.has_any_in(&["/parallel", "/train/precision"])
+        && !document_mistakes.has_any_in(&["/parallel/ranks", "/parallel/device", "/train/precision"])
     {
         errors.extend(slots_mistake(&scheduler.agents, spec));
     }

@@ -156,6 +156,8 @@ async fn a_second_process_with_an_agent_s_id_is_refused_while_the_first_is_onlin
         shown["agents"][0]["online"] == true && warning.contains("identity tries to connect from 127.0.0.1"),
         "{shown}"
     );
+    let (_, page) = server.get_text("/machines").await;
+    assert!(page.contains("identity tries to connect from 127.0.0.1"), "{page}");
     // The same process connects again before the server notices the end of the earlier connection.
     let again = connect("one").await.unwrap();
     assert!(first.next().await.is_none(), "the first connection ends");

@@ -122,7 +122,7 @@ impl Mix {
 /// Draws from Beta(alpha, alpha), as a / (a + b) for two draws a and b from Gamma(alpha).
 fn beta(random: &mut Random, alpha: f64) -> f64 {
     let [a, b] = [(); 2].map(|()| ln_gamma(random, alpha));
-    1.0 / (1.0 + (b - a).exp())
+    1.0 / (1.0 + libm::exp(b - a))
 }
 
 /// Draws the logarithm of a Gamma(alpha, 1) variate (Marsaglia, Tsang 2000). For alpha below 1, the variate is obtained
@@ -131,16 +131,16 @@ fn beta(random: &mut Random, alpha: f64) -> f64 {
 fn ln_gamma(random: &mut Random, alpha: f64) -> f64 {
     let positive = |random: &mut Random| 1.0 - random.uniform(0.0, 1.0);
     let (shape, boost) =
-        if alpha < 1.0 { (alpha + 1.0, positive(random).ln() / alpha) } else { (alpha, 0.0) };
+        if alpha < 1.0 { (alpha + 1.0, libm::log(positive(random)) / alpha) } else { (alpha, 0.0) };
     let d = shape - 1.0 / 3.0;
     let c = 1.0 / (9.0 * d).sqrt();
     loop {
         // Box, Muller 1958.
-        let radius = (-2.0 * positive(random).ln()).sqrt();
-        let x = radius * (std::f64::consts::TAU * random.uniform(0.0, 1.0)).cos();
+        let radius = (-2.0 * libm::log(positive(random))).sqrt();
+        let x = radius * libm::cos(std::f64::consts::TAU * random.uniform(0.0, 1.0));
         let (v, u) = ((1.0 + c * x).powi(3), positive(random));
-        if v > 0.0 && u.ln() < 0.5 * x * x + d * (1.0 - v + v.ln()) {
-            return d.ln() + v.ln() + boost;
+        if v > 0.0 && libm::log(u) < 0.5 * x * x + d * (1.0 - v + libm::log(v)) {
+            return libm::log(d) + libm::log(v) + boost;
         }
     }
 }

@@ -6,7 +6,6 @@
 mod constants;
 
 use super::{
-    cache,
     command::Geometry,
     device::{Device, Stream},
     dtype::DType,
@@ -15,7 +14,10 @@ use super::{
     profile::Profile,
 };
 use cudarc::{driver::sys, nvrtc};
-use lockstep_host::gpu::libraries::{self, Library};
+use lockstep_host::{
+    cache,
+    gpu::libraries::{self, Library},
+};
 use sha2::{Digest, Sha256};
 use std::{
     collections::HashMap,
@@ -288,13 +290,12 @@ fn cached(name: &str) -> Option<sys::CUmodule> {
 
 /// Loads the module that another rank of this machine compiles, or compiles it.
 fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, CudaError> {
-    let _one_at_a_time = cache::lock(name, OTHERS_COMPILE_WITHIN);
-    if let Some(module) = cached(name) {
-        return Ok(module);
-    }
-    let image = compile(options)?;
-    cache::write(name, &image);
-    load_module(&image)
+    let compile_and_load = || {
+        let image = compile(options)?;
+        cache::write(name, &image);
+        load_module(&image)
+    };
+    cache::find_or_create(cache::dir(), name, OTHERS_COMPILE_WITHIN, || cached(name), compile_and_load)
 }
 
 /// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.

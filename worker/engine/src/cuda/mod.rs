@@ -6,7 +6,6 @@
 
 mod arena;
 mod backend;
-mod cache;
 mod command;
 mod convolution;
 mod cudnn;

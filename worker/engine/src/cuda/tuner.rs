@@ -3,12 +3,12 @@
 //! same bits.
 
 use super::{
-    cache,
     convolution::{Convolution, Direction, Tensors},
     cudnn::{Choice, Cudnn, Plan},
     device::{Buffer, Device, Event, OwnedStream, Ptr},
     error::CudaError,
 };
+use lockstep_host::cache;
 use std::{
     collections::{BTreeMap, HashMap},
     time::{Duration, Instant},
@@ -100,7 +100,7 @@ impl Tuner {
         if self.rebuild(wanted).is_empty() {
             return Ok(());
         }
-        let _one_at_a_time = cache::lock(&self.file, OTHERS_TIME_WITHIN);
+        let _one_at_a_time = cache::lock(cache::dir(), &self.file, OTHERS_TIME_WITHIN);
         let before = choices_in(&self.file);
         self.choices.extend(before.clone());
         let mut unknown = self.rebuild(wanted);

@@ -182,7 +182,7 @@ pub struct Job {
     /// Pictures per second of the newest attempt that has trained: pictures of all ranks divided by the time of its steps.
     /// Evaluations, checkpoints, pauses, earlier attempts and a fork's parent do not count. Kept when the job is over.
     pub images_per_second: Option<f64>,
-    /// Seconds that the remaining steps take at `images_per_second`; absent unless the job trains.
+    /// Seconds that the remaining steps take at the speed of the newest one to two minutes of training; absent unless the job trains.
     pub eta_secs: Option<f64>,
     pub created_at: jiff::Timestamp,
     pub started_at: Option<jiff::Timestamp>,

@@ -19,7 +19,7 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// Checks every file of a checkpoint against the manifest.
 ///
 /// # Errors
-/// [`CheckpointError::Damaged`]: a file is missing or differs. [`CheckpointError::Io`]: a file cannot be read now, and
+/// [`CheckpointError::Missing`]: the folder does not exist. [`CheckpointError::Damaged`]: a file is missing or differs. [`CheckpointError::Io`]: a file cannot be read now, and
 /// the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
@@ -36,6 +36,9 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
 /// The name and the manifest of a checkpoint. The manifest names all of its files.
 pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    if !folder.exists() {
+        return Err(CheckpointError::Missing { name, path: folder.into() });
+    }
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
     let json = fs::read(folder.join(MANIFEST)).map_err(|e| unreadable(folder, &name, MANIFEST, e))?;
     let manifest: Manifest =

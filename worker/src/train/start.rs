@@ -387,8 +387,10 @@ fn load_newest_valid(
             Err(error @ CheckpointError::Io { .. }) => return Err(error.into()),
             Err(error) => {
                 let observer = training.observer;
-                observer.log(&format!("{error}; it is set aside and the previous checkpoint is used"));
-                if path.exists() {
+                let is_here = path.exists();
+                let aside = if is_here { "it is set aside and " } else { "" };
+                observer.log(&format!("{error}; {aside}the previous checkpoint is used"));
+                if is_here {
                     checkpoint::set_aside(&path)?;
                 }
                 observer.event(&AttemptEvent::CheckpointRemoved { epoch, step });

@@ -19,8 +19,8 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// Checks every file of a checkpoint against the manifest.
 ///
 /// # Errors
-/// [`CheckpointError::Missing`]: the folder does not exist. [`CheckpointError::Damaged`]: a file is missing or differs. [`CheckpointError::Io`]: a file cannot be read now, and
-/// the checkpoint may be intact.
+/// [`CheckpointError::Missing`]: the folder does not exist. [`CheckpointError::Damaged`]: a file is missing or differs.
+/// [`CheckpointError::Io`]: a file cannot be read now, and the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
     for (file, wanted) in &manifest.files {

@@ -399,7 +399,7 @@ fn load_newest_valid(
         }
     }
     Err(TrainError::Impossible(format!(
-        "no valid checkpoint is left to continue from ({}); submit the job again to start from the beginning",
+        "no valid checkpoint is left to continue from ({}); begin a new run from the start",
         damage.join("; ")
     )))
 }

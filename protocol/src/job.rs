@@ -188,7 +188,8 @@ pub struct Job {
     pub started_at: Option<jiff::Timestamp>,
     pub finished_at: Option<jiff::Timestamp>,
     /// Seconds in which attempts had their slots, from the start of each attempt to its end. Pauses, waiting in the
-    /// queue and a running attempt do not count. Absent before the first attempt has ended.
+    /// queue and a running attempt do not count. An attempt that ended while the server was off counts until the server
+    /// learns of its end. Absent before the first attempt has ended.
     pub ran_secs: Option<f64>,
     /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with this accuracy.
     pub best: Option<Measured>,

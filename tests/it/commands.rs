@@ -284,7 +284,7 @@ async fn train_needs_no_server() {
         |model: &Path| Finished::of(lockstep().arg("predict").arg(&picture).arg("--model").arg(model));
     let of_run = predict(&out);
     assert_eq!(of_run.ok(), predict(&out.join("checkpoints/1-12")).ok());
-    assert!(of_run.stderr.contains("checkpoint 1-12, the best"), "{}", of_run.stderr);
+    assert!(of_run.stderr.contains("checkpoint 1-12, the best: validation accuracy "), "{}", of_run.stderr);
     let export = |format: &[&str], file: &str| {
         let file = folder.path().join(file);
         Finished::of(lockstep().arg("export").args(format).arg(&out).arg("-o").arg(&file)).ok();

@@ -102,17 +102,17 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             let api = server.api()?;
             let id = block_on(async {
                 let Sweep { id, name, trials, .. } = api.find_only_sweep(&sweep).await?;
-                let doomed: Vec<_> =
+                let trial_jobs: Vec<_> =
                     trials.into_iter().filter_map(|trial| trial.job).filter(|_| jobs).collect();
                 let question = match jobs {
                     true => format!(
                         "Delete the sweep {name} ({id}) and {} with their history, logs and checkpoints? This cannot be undone.",
-                        plural(doomed.len() as u64, "job")
+                        plural(trial_jobs.len() as u64, "job")
                     ),
                     false => format!("Delete the sweep {name} ({id})? Its jobs remain."),
                 };
                 confirm(yes, question, &id)?;
-                delete_all(&api, &doomed, server.json).await?;
+                delete_all(&api, &trial_jobs, server.json).await?;
                 api.delete(&format!("/sweeps/{id}")).await?;
                 Ok(id)
             })?;

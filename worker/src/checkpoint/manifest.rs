@@ -36,11 +36,13 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
 /// The name and the manifest of a checkpoint. The manifest names all of its files.
 pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    if !folder.exists() {
-        return Err(CheckpointError::Missing { name, path: folder.into() });
-    }
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
-    let json = fs::read(folder.join(MANIFEST)).map_err(|e| unreadable(folder, &name, MANIFEST, e))?;
+    let json = fs::read(folder.join(MANIFEST)).map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound if !folder.exists() => {
+            CheckpointError::Missing { name: name.clone(), path: folder.into() }
+        }
+        _ => unreadable(folder, &name, MANIFEST, e),
+    })?;
     let manifest: Manifest =
         serde_json::from_slice(&json).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
     if manifest.version != 1 {

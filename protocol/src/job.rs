@@ -185,13 +185,14 @@ pub struct Job {
     /// Pictures per second of the newest attempt that has trained: pictures of all ranks divided by the time of its steps.
     /// Evaluations, checkpoints, pauses, earlier attempts and a fork's parent do not count. Kept when the job is over.
     pub images_per_second: Option<f64>,
-    /// Seconds that the remaining steps take at `images_per_second`; absent unless the job trains.
+    /// Seconds that the remaining steps take at the speed of the newest one to two minutes of training; absent unless the job trains.
     pub eta_secs: Option<f64>,
     pub created_at: jiff::Timestamp,
     pub started_at: Option<jiff::Timestamp>,
     pub finished_at: Option<jiff::Timestamp>,
     /// Seconds in which attempts had their slots, from the start of each attempt to its end. Pauses, waiting in the
-    /// queue and a running attempt do not count. Absent before the first attempt has ended.
+    /// queue and a running attempt do not count. An attempt that ended while the server was off counts until the server
+    /// learns of its end. Absent before the first attempt has ended.
     pub ran_secs: Option<f64>,
     /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with this accuracy.
     pub best: Option<Measured>,

@@ -190,13 +190,19 @@ pub(super) async fn register_as(
 ) -> anyhow::Result<Dataset> {
     match find_by_name(api, name).await? {
         Some(known) if Path::new(&known.path) == path => Ok(known),
-        Some(other) => Err(usage_error(format!(
-            "a dataset is already called {name} ({}); register this dataset under another name: lockstep dataset add OTHER {}",
-            other.path,
-            path.display()
-        ))),
+        Some(other) => Err(usage_error(name_taken(&other, path))),
         None => register(api, &json!({ "name": name, "path": path, "private": private })).await,
     }
+}
+
+/// The error if `path` cannot be registered because `other` has its name.
+pub(super) fn name_taken(other: &Dataset, path: &Path) -> String {
+    format!(
+        "a dataset is already called {} ({}); register this dataset under another name: lockstep dataset add OTHER {}",
+        other.name,
+        other.path,
+        path.display()
+    )
 }
 
 /// Returns the registered dataset with this path.

@@ -101,6 +101,18 @@ pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
     values.filter(|text| text.contains(std::path::is_separator)).map(Path::new).collect()
 }
 
+/// Returns a mistake for each path in a job's document that [`name_dataset`] cannot register, because another dataset has the name.
+pub(super) async fn taken_names(api: &Api, document: &Value) -> anyhow::Result<Vec<SpecError>> {
+    let mut mistakes = Vec::new();
+    for path in dataset_paths(document).into_iter().filter(|path| path.is_dir()) {
+        if let Some(other) = dataset::find_by_name(api, &dataset_name(path)).await? {
+            let detail = dataset::name_taken(&other, path);
+            mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
+        }
+    }
+    Ok(mistakes)
+}
+
 /// Adds the mistakes that only the server has `found` to a job's `local` mistakes, so that the user can correct all of them at once. A dataset
 /// that is not registered is not a mistake if it exists on this machine, because `lockstep submit` registers it.
 pub(super) fn all_mistakes(

@@ -25,7 +25,8 @@ pub(crate) struct Args {
     /// Only jobs with this text in their name, tags or notes
     #[arg(long, value_name = "TEXT")]
     search: Option<String>,
-    /// Only jobs whose settings match this condition, such as 'lr > 0.1', with = != < <= > or >= (may be repeated: all conditions must match)
+    /// Only jobs whose settings or results match this condition, such as 'lr > 0.1' or 'best > 0.9', with = != < <= > or >= (may be
+    /// repeated: all conditions must match)
     #[arg(long = "where", value_name = "CONDITION")]
     conditions: Vec<String>,
     /// Only jobs of this person, or of the token with this name

@@ -5,6 +5,7 @@ use super::{
     api::{ServerArgs, list},
     block_on,
     checkpoint_choice::choose,
+    confirm::confirm,
     output, usage_error,
 };
 use lockstep_protocol::models::{Model, ModelVersion, SCHEME, alias_mistake, name_mistake};
@@ -58,6 +59,9 @@ pub(crate) enum Action {
         model: String,
         /// Number of the version; it is not assigned again
         version: u32,
+        /// Do not ask for confirmation; required without a terminal
+        #[arg(long, short)]
+        yes: bool,
         #[command(flatten)]
         server: ServerArgs,
     },
@@ -128,8 +132,12 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 None => send(&server, Method::DELETE, &at, None, &format!("{SCHEME}{model}@{alias} removed")),
             }
         }
-        Action::Remove { model, version, server } => {
+        Action::Remove { model, version, yes, server } => {
             let at = path(&model, &format!("/versions/{version}"))?;
+            let question = format!(
+                "Remove {SCHEME}{model}/{version}? Its number is not assigned again; its checkpoint stays with the job."
+            );
+            confirm(yes, question, format_args!("{SCHEME}{model}/{version}"))?;
             let message = format!("{SCHEME}{model}/{version} removed; its checkpoint stays with the job");
             send(&server, Method::DELETE, &at, None, &message)
         }

@@ -127,6 +127,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         plural(machine.ranks as u64, "rank"),
         side = network.image_size
     ))?;
+    let has_ranks = |differ: fn(usize, usize) -> bool| {
+        plans.iter().any(|(spec, _)| differ(spec.parallel.ranks as usize, machine.ranks))
+    };
+    if machine.backend == "cpu" && has_ranks(|ranks, measured| ranks < measured) {
+        output::line(format_args!(
+            "A rank is predicted with its share of the cores among {}; fewer ranks have more cores each, and are faster.",
+            plural(machine.ranks as u64, "rank")
+        ))?;
+    }
+    if machine.between.is_none() && has_ranks(|ranks, measured| ranks > measured) {
+        output::line(
+            "The network between machines is predicted to be as fast as the connection within a machine, because it was not measured.",
+        )?;
+    }
     match &plans[..] {
         [(spec, planned)] => print(spec, planned, &network, &machine),
         _ => {

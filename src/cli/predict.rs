@@ -142,9 +142,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         (None, _) if args.server.json => output::json(&predictions)?,
         _ => {
-            if let Some(ModelUsed { job, job_id, checkpoint, best }) = &model_used {
+            if let Some(ModelUsed { job, job_id, checkpoint, best, accuracy }) = &model_used {
                 let best = if *best { ", the best" } else { "" };
-                output::warn(format_args!("{job} ({job_id}), checkpoint {checkpoint}{best}"));
+                let accuracy = accuracy.as_ref().map(|words| format!(": validation accuracy {words}"));
+                let accuracy = accuracy.unwrap_or_default();
+                output::warn(format_args!("{job} ({job_id}), checkpoint {checkpoint}{best}{accuracy}"));
             }
             for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
                 match args.embed {
@@ -183,6 +185,9 @@ struct ModelUsed {
     checkpoint: String,
     /// Whether the checkpoint is the job's best.
     best: bool,
+    /// The checkpoint's validation accuracy, in words.
+    #[serde(skip)]
+    accuracy: Option<String>,
 }
 
 /// A prediction, with the model that made it.
@@ -238,9 +243,9 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<(M
         found.iter_mut().for_each(|p| p.name.clone_from(&name));
         predictions.extend(found);
     }
-    let best = checkpoint.info.best;
+    let (best, accuracy) = (checkpoint.info.best, checkpoint.info.accuracy_in_words());
     let checkpoint = checkpoint.name();
-    Ok((ModelUsed { job: job.name, job_id: job.id, checkpoint, best }, predictions))
+    Ok((ModelUsed { job: job.name, job_id: job.id, checkpoint, best, accuracy }, predictions))
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use super::{
     api::{Api, Outage, SERVER_TIMEOUT, ServerArgs},
     block_on,
     confirm::confirm,
+    delete::delete_all,
     output,
     sweep::in_words,
 };
@@ -32,10 +33,13 @@ pub(crate) enum Action {
     Resume(SweepArgs),
     /// Cancel a sweep and its unfinished trials; the trials keep their checkpoints
     Cancel(SweepArgs),
-    /// Delete a sweep that has ended; its jobs remain, as jobs without a sweep
+    /// Delete a sweep that has ended; its jobs remain, as jobs without a sweep, unless --jobs is given
     Delete {
         #[command(flatten)]
         args: SweepArgs,
+        /// Also delete the sweep's jobs, with their history, logs and checkpoints
+        #[arg(long)]
+        jobs: bool,
         /// Do not ask for confirmation; required without a terminal
         #[arg(long, short)]
         yes: bool,
@@ -92,11 +96,21 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         Action::Pause(args) => change(&args, "pause"),
         Action::Resume(args) => change(&args, "resume"),
         Action::Cancel(args) => change(&args, "cancel"),
-        Action::Delete { args: SweepArgs { sweep, server }, yes } => {
+        Action::Delete { args: SweepArgs { sweep, server }, jobs, yes } => {
             let api = server.api()?;
             let id = block_on(async {
-                let Sweep { id, name, .. } = api.find_only_sweep(&sweep).await?;
-                confirm(yes, format!("Delete the sweep {name} ({id})? Its jobs remain."), &id)?;
+                let Sweep { id, name, trials, .. } = api.find_only_sweep(&sweep).await?;
+                let trial_jobs: Vec<_> =
+                    trials.into_iter().filter_map(|trial| trial.job).filter(|_| jobs).collect();
+                let question = match jobs {
+                    true => format!(
+                        "Delete the sweep {name} ({id}) and {} with their history, logs and checkpoints? This cannot be undone.",
+                        plural(trial_jobs.len() as u64, "job")
+                    ),
+                    false => format!("Delete the sweep {name} ({id})? Its jobs remain."),
+                };
+                confirm(yes, question, &id)?;
+                delete_all(&api, &trial_jobs, server.json).await?;
                 api.delete(&format!("/sweeps/{id}")).await?;
                 Ok(id)
             })?;

@@ -107,12 +107,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             out.display()
         )));
     }
-    fs::create_dir_all(&out).map_err(|e| usage_error(format!("--out {}: {e}", out.display())))?;
+    let is_new = !out.exists();
+    fs::create_dir_all(&out).map_err(|e| match out.is_file() {
+        true => usage_error(format!("--out {}: is a file; name a folder", out.display())),
+        false => usage_error(format!("--out {}: {e}", out.display())),
+    })?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
     let _lock = if part.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
     let resume = match part.has_rank_0() {
-        true => resume_from(&out, args.resume.as_deref())?,
+        true => resume_from(&out, args.resume.as_deref()).inspect_err(|_| {
+            // A refused run leaves no folder behind.
+            if is_new {
+                let _ = fs::remove_dir_all(&out);
+            }
+        })?,
         // Rank 0 reads the checkpoint and sends it. The other ranks only need to know that a checkpoint is used.
         false => args.resume.clone(),
     };

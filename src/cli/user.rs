@@ -2,7 +2,9 @@
 
 use super::{
     api::{self, ServerArgs},
-    block_on, output, usage_error,
+    block_on,
+    confirm::confirm,
+    output, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -54,7 +56,13 @@ pub(crate) enum Command {
     /// List people
     List(ServerArgs),
     /// Remove a person; sessions end, tokens are revoked, and jobs keep the person's name
-    Remove(Named),
+    Remove {
+        #[command(flatten)]
+        named: Named,
+        /// Do not ask for confirmation; required without a terminal
+        #[arg(long, short)]
+        yes: bool,
+    },
     /// Set a person's password: asked for, or read from the first line of standard input; the person's sessions end
     Password(Named),
     /// Change a person's role; the person's sessions end
@@ -104,8 +112,12 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 }
                 Ok(())
             }
-            Command::Remove(Named { name, server }) => {
-                server.api()?.delete(&path(&name)?).await?;
+            Command::Remove { named: Named { name, server }, yes } => {
+                let path = path(&name)?;
+                let question =
+                    format!("Remove {name}? Then {name}'s sessions end, and {name}'s tokens are revoked.");
+                confirm(yes, question, format_args!("user {name}"))?;
+                server.api()?.delete(&path).await?;
                 output::print(server.json, &json!({ "removed": name }), &name)
             }
             Command::Password(named) => named.change(json!({ "password": read_password()? })).await,

@@ -123,6 +123,7 @@ fn check_without_dataset(
     mistakes.extend(mistakes_in_files(document, spec.as_ref()));
     if asks_server {
         mistakes = job_file::all_mistakes(document, mistakes, block_on(api.find_mistakes(document))?);
+        mistakes.extend(block_on(job_file::taken_names(api, document))?);
     }
     if !mistakes.is_empty() {
         return Err(job_file::mistakes_error(&args.job, &mistakes));

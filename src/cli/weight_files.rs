@@ -141,7 +141,9 @@ pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
     };
     let name = checkpoint::folder_name(chosen.epoch, chosen.step);
     let which = if best.is_some() { "best" } else { "newest" };
-    output::warn(format_args!("{}: checkpoint {name}, the {which}", path.display()));
+    let accuracy = chosen.accuracy_in_words().map(|words| format!(": validation accuracy {words}"));
+    let (path, accuracy) = (path.display(), accuracy.unwrap_or_default());
+    output::warn(format_args!("{path}: checkpoint {name}, the {which}{accuracy}"));
     Ok(directory.join(name))
 }
 

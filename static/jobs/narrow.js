@@ -35,7 +35,7 @@ export class Narrow {
     this.change = change;
     const input = make("input", { id: "condition", list: "condition-keys", placeholder: "lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
     const list = make("datalist", { id: "condition-keys" });
-    const form = make("form", {}, field("A setting: = != < <= > >=", input), make("button", { textContent: "Add" }));
+    const form = make("form", {}, field("A setting or result: = != < <= > >=", input), make("button", { textContent: "Add" }));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const found = parseCondition(input.value), { conditions } = filter();

@@ -87,7 +87,7 @@ describe("the filters", () => {
   test("show settings and days as chips, and report invalid filters", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
     await page.locator(".narrow summary").click();
-    const add = async (words) => { await page.getByLabel("A setting: ").fill(words); await page.keyboard.press("Enter"); };
+    const add = async (words) => { await page.getByLabel("A setting or result: ").fill(words); await page.keyboard.press("Enter"); };
     await add("train.lr >= 0.2");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "train.lr>=0.2");
@@ -129,7 +129,7 @@ describe("the filters", () => {
   inFull("accept a setting without its table if only one table has the setting", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
     await page.locator(".narrow summary").click();
-    const add = async (words) => { await page.getByLabel("A setting: ").fill(words); await page.keyboard.press("Enter"); };
+    const add = async (words) => { await page.getByLabel("A setting or result: ").fill(words); await page.keyboard.press("Enter"); };
     await add("lr > 0.1");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "lr>0.1");

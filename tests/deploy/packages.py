@@ -39,14 +39,14 @@ def check_archive(archive, folder):
     subprocess.run(["tar", "-xzf", archive, "-C", folder], check=True)
     [files] = folder.iterdir()
     check_program(files / "bin/lockstep", folder)
-    for name in ("README.md", "LICENSE-MIT", "LICENSE-APACHE", "man/lockstep-serve.1", "completions/_lockstep"):
+    for name in ("README.md", "LICENSE-MIT", "LICENSE-APACHE", "man/lockstep-serve.1", "completions/_lockstep", "examples/sharded.toml"):
         assert (files / name).stat().st_size > 500, name
 
 
 def check_debian_package(package, folder):
     subprocess.run(["dpkg-deb", "--extract", package, folder], check=True)
     check_program(folder / "usr/bin/lockstep", folder)
-    for name in ("man/man1/lockstep-serve.1.gz", "bash-completion/completions/lockstep", "doc/lockstep/copyright"):
+    for name in ("man/man1/lockstep-serve.1.gz", "bash-completion/completions/lockstep", "doc/lockstep/copyright", "doc/lockstep/examples/sharded.toml"):
         assert (folder / "usr/share" / name).stat().st_size > 500, name
     # Debian has the package's dependencies.
     assert "Inst lockstep " in subprocess.run(["apt-get", "install", "--simulate", package], check=True, capture_output=True, text=True).stdout

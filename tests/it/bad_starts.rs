@@ -179,6 +179,15 @@ async fn commands_report_all_errors_and_store_nothing() {
     refused.assert_usage_error(&["registering ", "is removed again", "parallel.ranks: 100 ranks"]);
     let datasets = server.cli(&["dataset", "list"]);
     assert!(!datasets.ok().contains(photos.to_str().expect("UTF-8")), "{}", datasets.stdout);
+    // Another folder with the name of a registered dataset cannot be registered.
+    let other = server.folder().path().join("other/fashion");
+    fs::create_dir_all(&other).expect("a folder");
+    let dataset = format!("data.dataset={}", other.display());
+    for command in ["validate", "submit"] {
+        server
+            .cli(&[command, &good, "--set", &dataset])
+            .assert_usage_error(&["a dataset is already called fashion (", "lockstep dataset add OTHER"]);
+    }
     server
         .cli(&["submit", "/dev/zero"])
         .assert_usage_error(&["/dev/zero", "is a device, not a regular file"]);

@@ -111,7 +111,9 @@ async fn init_writes_a_file_for_train_and_submit() {
         let predicted = server.cli(&["predict", job, picture]);
         assert!(
             predicted.ok().contains("boot")
-                && predicted.stderr.contains(&format!("({id}), checkpoint 1-3, the best")),
+                && predicted
+                    .stderr
+                    .contains(&format!("({id}), checkpoint 1-3, the best: validation accuracy ")),
             "{}",
             predicted.stderr
         );

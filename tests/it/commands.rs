@@ -165,12 +165,18 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     server.cli(&["show", &unwatched]).assert_usage_error(&["job"]);
     let (code, shown) = run_on_terminal(&server, &["delete", "--yes", "watched"], "");
     assert!(code == 0 && !shown.contains("[y/N]"), "{code}: {shown}");
-    let again = server.cli(&["submit", file, "--set", "priority=-9", "--set", "name=again", "--json"]).json();
-    let again = again["id"].as_str().expect("an id");
-    server.cli(&["cancel", again]).ok();
+    let [again, other] = ["again", "other"].map(|name| {
+        let name = format!("name={name}");
+        let submitted = server.cli(&["submit", file, "--set", "priority=-9", "--set", &name, "--json"]);
+        submitted.json()["id"].as_str().expect("an id").to_owned()
+    });
+    server.cli(&["cancel", &again, &other]).ok();
     server.cli(&["delete", "again", "--json"]).assert_usage_error(&["--yes"]);
-    server.cli(&["show", again]).ok();
-    assert!(server.cli(&["delete", "again", "--yes"]).ok().contains(again), "without a terminal");
+    // A mistyped name deletes nothing.
+    server.cli(&["delete", "again", "nobody", "--yes"]).assert_usage_error(&["no job is called nobody"]);
+    server.cli(&["show", &again]).ok();
+    let deleted = server.cli(&["delete", "again", "other", "--yes"]);
+    assert_eq!(deleted.ok(), format!("{again} deleted\n{other} deleted\n"), "without a terminal");
     // The log has sentences, and no debug output of Rust structs.
     let logs = fs::read_dir(server.folder().path()).expect("a folder").flatten();
     let logs = logs.filter(|entry| entry.file_name().to_string_lossy().starts_with("serve."));
@@ -278,7 +284,7 @@ async fn train_needs_no_server() {
         |model: &Path| Finished::of(lockstep().arg("predict").arg(&picture).arg("--model").arg(model));
     let of_run = predict(&out);
     assert_eq!(of_run.ok(), predict(&out.join("checkpoints/1-12")).ok());
-    assert!(of_run.stderr.contains("checkpoint 1-12, the best"), "{}", of_run.stderr);
+    assert!(of_run.stderr.contains("checkpoint 1-12, the best: validation accuracy "), "{}", of_run.stderr);
     let export = |format: &[&str], file: &str| {
         let file = folder.path().join(file);
         Finished::of(lockstep().arg("export").args(format).arg(&out).arg("-o").arg(&file)).ok();

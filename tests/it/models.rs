@@ -88,12 +88,15 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
         .assert_usage_error(&["leave --checkpoint out"]);
     server.cli(&["model", "show", "../jobs"]).assert_usage_error(&["the model's name must have"]);
     server
-        .cli(&["model", "remove", "shoes", "2"])
+        .cli(&["model", "remove", "shoes", "2", "--yes"])
         .assert_usage_error(&["the version has the alias champion"]);
     let path = format!("/jobs/{first}");
     let kept: Value = server.request(Method::DELETE, &path, None).await.problem(409);
     assert!(kept["detail"].as_str().is_some_and(|why| why.contains("models:/shoes/1")), "{kept}");
-    server.cli(&["model", "remove", "shoes", "1"]).ok();
+    server
+        .cli(&["model", "remove", "shoes", "1"])
+        .assert_usage_error(&["models:/shoes/1 stays as it is", "--yes"]);
+    server.cli(&["model", "remove", "shoes", "1", "--yes"]).ok();
     assert_eq!(server.request(Method::DELETE, &path, None).await.status, 204);
     server.stop().await;
 }

@@ -46,7 +46,8 @@ async fn users_are_managed_by_command_with_passwords_from_standard_input() {
     assert_eq!(sign_in("another password").await, 401);
     server.cli(&["user", "enable", "bob", "--json"]).json();
     assert_eq!(sign_in("another password").await, 303);
-    server.cli(&["user", "remove", "bob"]).ok();
-    server.cli(&["user", "remove", "bob"]).assert_usage_error(&["nobody has this name"]);
+    server.cli(&["user", "remove", "bob"]).assert_usage_error(&["user bob stays as it is", "--yes"]);
+    server.cli(&["user", "remove", "bob", "--yes"]).ok();
+    server.cli(&["user", "remove", "bob", "--yes"]).assert_usage_error(&["nobody has this name"]);
     server.stop().await;
 }

@@ -304,6 +304,8 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     server.cli(&["delete", &first, "--yes"]).ok();
     let after = server.get(&path).await;
     assert_eq!((&after["ended"], &trials(&after)[0]["deleted"]), (&json!(2), &json!(true)), "{after:#}");
+    server.cli(&["sweep", "delete", &id, "--jobs", "--yes"]).ok();
+    assert_eq!(started(&server).await, 0, "the second trial's job is deleted with the sweep");
     server.folder().write("wrong.toml", sweep_file(1, "method = \"asha\"\nrun_cap = 2\n"));
     server.cli(&["submit", "wrong.toml"]).assert_usage_error(&["sweep.run_cap: no key is called"]);
     server.stop().await;

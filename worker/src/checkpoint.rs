@@ -44,6 +44,9 @@ pub(crate) const TEMPORARY: &str = ".tmp-";
 pub enum CheckpointError {
     #[error("{}: {error}", path.display())]
     Io { path: PathBuf, error: io::Error },
+    /// The folder does not exist, for example after a backup was restored without the jobs' folders.
+    #[error("checkpoint {name} is missing: {} does not exist", path.display())]
+    Missing { name: String, path: PathBuf },
     /// The content differs from what was written.
     #[error("checkpoint {name} is damaged: {detail}")]
     Damaged { name: String, detail: String },

@@ -81,6 +81,9 @@ async fn jobs_are_listed_in_every_order_with_any_page_size() {
             ("where=project%3Dvision&sort=name", "bc"),
             ("where=data.dataset%3D%27%20OR%201%3D1", ""),
             ("where=lr%3E0.1&sort=name", "ad"),
+            // No job has a result.
+            ("where=best%3E0.1", ""),
+            ("where=val_loss%21%3D0.1&sort=name", "abcd"),
             ("sort=spec.lr", "bcda"),
             ("created_after=2020-01-01T00:00:00Z", "dcab"),
             ("created_before=2020-01-01T00:00:00Z", ""),
@@ -123,6 +126,10 @@ async fn a_list_stays_complete_if_jobs_change_between_pages() {
     assert_eq!(read_names(&server, "sort=loss", 3).await, by_loss);
     let reversed: Vec<_> = by_loss.iter().rev().cloned().collect();
     assert_eq!(read_names(&server, "sort=-loss", 1).await, reversed);
+
+    let middle = f64::midpoint(losses[0], losses[2]);
+    let lower = losses.iter().filter(|loss| **loss < middle).count();
+    assert_eq!(read_names(&server, &format!("where=loss%3C{middle}"), 3).await.len(), lower);
 
     // The cursor's job is deleted: the list continues after its position.
     let (_, page) = server.get("/jobs?limit=1&sort=name").await;

@@ -207,6 +207,9 @@ async fn a_folder_with_later_checkpoints_refuses_an_earlier_resume() {
     let (status, error) = resume("other", 4);
     assert_eq!(status, Some(2), "{error}");
     assert!(error.contains("has another checkpoint 1-4"), "{error}");
+    // A refused run leaves no folder behind.
+    let output = bench.train("new", &["--resume", "/no/where"]).output().expect("it runs");
+    assert_eq!((output.status.code(), bench.out("new").exists()), (Some(2), false));
 }
 
 /// At this learning rate the weights of a ResNet-18 overflow float32. Batch norm and ReLU must not turn non-finite values

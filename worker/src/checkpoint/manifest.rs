@@ -19,8 +19,8 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// Checks every file of a checkpoint against the manifest.
 ///
 /// # Errors
-/// [`CheckpointError::Damaged`]: a file is missing or differs. [`CheckpointError::Io`]: a file cannot be read now, and
-/// the checkpoint may be intact.
+/// [`CheckpointError::Missing`]: the folder does not exist. [`CheckpointError::Damaged`]: a file is missing or differs.
+/// [`CheckpointError::Io`]: a file cannot be read now, and the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
     for (file, wanted) in &manifest.files {
@@ -37,7 +37,12 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
 pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
-    let json = fs::read(folder.join(MANIFEST)).map_err(|e| unreadable(folder, &name, MANIFEST, e))?;
+    let json = fs::read(folder.join(MANIFEST)).map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound if !folder.exists() => {
+            CheckpointError::Missing { name: name.clone(), path: folder.into() }
+        }
+        _ => unreadable(folder, &name, MANIFEST, e),
+    })?;
     let manifest: Manifest =
         serde_json::from_slice(&json).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
     if manifest.version != 1 {

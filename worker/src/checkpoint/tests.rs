@@ -161,6 +161,9 @@ fn errors_name_damaged_checkpoints_and_the_newest_intact_one_is_found() {
     let damaged: Vec<_> = damaged.iter().map(ToString::to_string).collect();
     assert_eq!(damaged[0], "checkpoint 1-100 is damaged: model.safetensors: its checksum does not match");
     assert!(damaged[1].starts_with("checkpoint 1-11 is damaged: MANIFEST.json:"), "{damaged:?}");
+    let absent = dir.path().join("1-12");
+    let words = format!("checkpoint 1-12 is missing: {} does not exist", absent.display());
+    assert_eq!(load(&absent).unwrap_err().to_string(), words);
     // Writing that step again repairs it.
     write(dir.path(), &snapshot(1, 100, None), None).unwrap();
     assert_eq!(newest(dir.path()).unwrap().0.unwrap().file_name().unwrap(), "1-100");

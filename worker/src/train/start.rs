@@ -387,8 +387,10 @@ fn load_newest_valid(
             Err(error @ CheckpointError::Io { .. }) => return Err(error.into()),
             Err(error) => {
                 let observer = training.observer;
-                observer.log(&format!("{error}; it is set aside and the previous checkpoint is used"));
-                if path.exists() {
+                let is_here = path.exists();
+                let aside = if is_here { "it is set aside and " } else { "" };
+                observer.log(&format!("{error}; {aside}the previous checkpoint is used"));
+                if is_here {
                     checkpoint::set_aside(&path)?;
                 }
                 observer.event(&AttemptEvent::CheckpointRemoved { epoch, step });
@@ -397,7 +399,7 @@ fn load_newest_valid(
         }
     }
     Err(TrainError::Impossible(format!(
-        "no valid checkpoint is left to continue from ({}); submit the job again to start from the beginning",
+        "no valid checkpoint is left to continue from ({}); begin a new run from the start",
         damage.join("; ")
     )))
 }

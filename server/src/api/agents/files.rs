@@ -139,7 +139,7 @@ pub(crate) async fn file(
 }
 
 /// Sets a damaged checkpoint aside and removes its row, if the job has another checkpoint. Ranks that use the server's disk do the same.
-/// Returns the error to respond with, which is `error` if the checkpoint is not damaged.
+/// Returns the error to respond with, which is `error` if the checkpoint is neither damaged nor missing.
 async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error) -> Result<Error> {
     let copies = checkpoints.copies(&row.job).await?;
     let rows = checkpoints.store.checkpoints(&row.job).await?;
@@ -164,8 +164,9 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     }
     let _removing = checkpoints.removing.lock().await;
     checkpoints.replace(&row.job, vec![(row.info.epoch, row.info.step)], Vec::new()).await?;
+    let is = if matches!(error, Error::NotFound(_)) { "has no files on the server" } else { "is damaged" };
     let detail =
-        format!("checkpoint {} is damaged; the next attempt continues from the previous checkpoint", row.id);
+        format!("checkpoint {} {is}; the next attempt continues from the previous checkpoint", row.id);
     Ok(Error::Of(Code::CheckpointDamaged, detail))
 }
 

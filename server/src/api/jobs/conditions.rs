@@ -1,11 +1,14 @@
-//! Conditions on settings in a request: `train.lr>0.1,model.arch=resnet50`.
+//! Conditions on settings and results in a request: `train.lr>0.1,model.arch=resnet50,best>0.9`.
 
 use crate::{
     api::list,
     http::error::{Error, Result},
-    store::{Comparison, Condition, SettingValue},
+    store::{Comparison, Condition, SettingValue, SortBy},
 };
-use lockstep_protocol::spec::{KEYS, Kind, nearest, shortened};
+use lockstep_protocol::{
+    metric,
+    spec::{KEYS, Kind, nearest, shortened},
+};
 
 /// Maximum number of conditions in a request.
 const MAX_CONDITIONS: usize = 10;
@@ -25,8 +28,8 @@ const COMPARISONS: [(&str, Comparison); 7] = [
 /// Parses the conditions of a request. A job matches if it fulfils all of them.
 ///
 /// # Errors
-/// 400: the request has more than ten conditions, a condition cannot be parsed, its key is not a setting with one value, or its value does
-/// not fit the key.
+/// 400: the request has more than ten conditions, a condition cannot be parsed, its key is neither a setting with one value nor a result,
+/// or its value does not fit the key.
 pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
     let parts: Vec<_> = list::split_list(text).collect();
     if parts.len() > MAX_CONDITIONS {
@@ -51,7 +54,14 @@ fn parse_condition(text: &str) -> Result<Condition> {
             shortened(text)
         )));
     };
-    let (table, key, kind) = single_setting(path).map_err(refused)?;
+    let (of, kind) = match (single_setting(path), result(path)) {
+        (Ok((table, key, kind)), _) => {
+            let is_number = matches!(kind, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. });
+            (SortBy::Setting { table, key, is_number }, Some(kind))
+        }
+        (Err(_), Some(result)) => (result, None),
+        (Err(detail), None) => return Err(refused(detail)),
+    };
     if value.is_empty() {
         return Err(refused(format!("has no value for {path}; give a value, such as {path}=1")));
     }
@@ -63,7 +73,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
     }
     let is_ordered = !matches!(comparison, Comparison::Equal | Comparison::NotEqual);
     let value = match kind {
-        Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => {
+        None | Some(Kind::Whole { .. } | Kind::Seed | Kind::Number { .. }) => {
             let number = value.parse().ok().filter(|number: &f64| number.is_finite());
             let mistake =
                 || refused(format!("compares {path} with {:?}, which is not a number", shortened(value)));
@@ -74,10 +84,10 @@ fn parse_condition(text: &str) -> Result<Condition> {
                 "can compare {path} only with = and !=, because {path} is not a number"
             )));
         }
-        Kind::Bool => SettingValue::Bool(value.parse().map_err(|_| {
+        Some(Kind::Bool) => SettingValue::Bool(value.parse().map_err(|_| {
             refused(format!("compares {path} with {:?}, but {path} is true or false", shortened(value)))
         })?),
-        Kind::Word(words) if !words.contains(&value) => {
+        Some(Kind::Word(words)) if !words.contains(&value) => {
             let near = nearest(value, words.iter().copied());
             let words = near.map_or_else(
                 || format!("its values are {}", words.join(", ")),
@@ -90,7 +100,16 @@ fn parse_condition(text: &str) -> Result<Condition> {
         }
         _ => SettingValue::Text(value.to_owned()),
     };
-    Ok(Condition { table, key, comparison, value })
+    Ok(Condition { of, comparison, value })
+}
+
+/// The result with this name: the best validation accuracy, the speed, or the newest value of a metric.
+fn result(name: &str) -> Option<SortBy> {
+    match name {
+        "best" => Some(SortBy::Best),
+        "speed" | "images_per_second" => Some(SortBy::Speed),
+        _ => metric::NAMES.into_iter().find(|metric| *metric == name).map(SortBy::Metric),
+    }
 }
 
 /// Whether a setting has a single value that can be compared.
@@ -178,6 +197,7 @@ mod tests {
 
     #[test]
     fn every_comparison_is_read_with_and_without_spaces() {
+        let lr = || SortBy::Setting { table: "train", key: "lr", is_number: true };
         for (text, comparison) in [
             ("train.lr=0.5", Comparison::Equal),
             ("train.lr == 0.5", Comparison::Equal),
@@ -188,13 +208,18 @@ mod tests {
             ("spec.train.lr>=5e-1", Comparison::GreaterOrEqual),
         ] {
             let value = SettingValue::Number(0.5);
-            assert_eq!(one(text), Condition { table: "train", key: "lr", comparison, value }, "{text}");
+            assert_eq!(one(text), Condition { of: lr(), comparison, value }, "{text}");
         }
-        let value = SettingValue::Number(0.1);
-        assert_eq!(
-            one("lr > 0.1"),
-            Condition { table: "train", key: "lr", comparison: Comparison::Greater, value }
-        );
+        // The name of a setting is not taken as the metric of the same name.
+        for (text, of) in [
+            ("lr > 0.1", lr()),
+            ("best > 0.1", SortBy::Best),
+            ("speed > 0.1", SortBy::Speed),
+            ("val_loss > 0.1", SortBy::Metric("val_loss")),
+        ] {
+            let value = SettingValue::Number(0.1);
+            assert_eq!(one(text), Condition { of, comparison: Comparison::Greater, value }, "{text}");
+        }
         assert_eq!(one("model.arch=resnet50").value, SettingValue::Text("resnet50".into()));
         assert_eq!(one("private!=true").value, SettingValue::Bool(true));
         assert_eq!(
@@ -212,6 +237,7 @@ mod tests {
             ("train.lr!0.1", "needs a key"),
             ("train.lr>", "no value for train.lr"),
             ("train.lr>big", "which is not a number"),
+            ("best=high", "which is not a number"),
             ("train.lr>nan", "which is not a number"),
             ("train.lr>inf", "which is not a number"),
             ("train.lrr>1", "did you mean \"train.lr\"?"),

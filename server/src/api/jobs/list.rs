@@ -41,8 +41,9 @@ pub(crate) struct ListQuery {
     pub(super) name: Option<String>,
     /// Only jobs whose name, tags or notes contain this text of at most 200 characters.
     pub(super) q: Option<String>,
-    /// At most 10 comma-separated conditions on settings: only jobs that fulfil all of them, such as `train.lr>0.1,model.arch=resnet50`.
-    /// Operators are `=`, `!=`, `<`, `<=`, `>` and `>=`; for texts and words only `=` and `!=`.
+    /// At most 10 comma-separated conditions on settings and results: only jobs that fulfil all of them, such as
+    /// `train.lr>0.1,model.arch=resnet50,best>0.9`. Operators are `=`, `!=`, `<`, `<=`, `>` and `>=`; for texts and words only `=` and
+    /// `!=`.
     #[serde(rename = "where")]
     #[param(rename = "where")]
     pub(super) conditions: Option<String>,

@@ -41,13 +41,12 @@ pub struct JobFilter {
     pub cursor: Option<Cursor>,
 }
 
-/// A condition on a setting of a job.
+/// A condition on a setting or a result of a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Condition {
-    /// The table of the key; empty for a top-level key of the specification.
-    pub table: &'static str,
-    pub key: &'static str,
-    /// The comparison of the setting (left) with the value (right).
+    /// The compared value of the job.
+    pub of: SortBy,
+    /// The comparison of the job's value (left) with `value` (right).
     pub comparison: Comparison,
     pub value: SettingValue,
 }
@@ -55,7 +54,7 @@ pub struct Condition {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Comparison {
     Equal,
-    /// Also true if the setting is missing.
+    /// Also true if the job has no value.
     NotEqual,
     Less,
     LessOrEqual,
@@ -63,7 +62,7 @@ pub enum Comparison {
     GreaterOrEqual,
 }
 
-/// A value of a setting.
+/// A value with which a condition compares.
 #[derive(Debug, Clone, PartialEq)]
 pub enum SettingValue {
     Number(f64),

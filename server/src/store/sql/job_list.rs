@@ -95,16 +95,16 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     format!("CASE WHEN jobs.external IS NULL THEN {own} ELSE {config} END")
 }
 
-/// Adds a condition on a setting. A job without the setting fulfils only `!=`.
+/// Adds a condition. A job without the value fulfils only `!=`.
 fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
-    let Condition { table, key, comparison, value } = condition;
-    let mut setting = setting(table, key, matches!(value, SettingValue::Number(_)));
+    let Condition { of, comparison, value } = condition;
+    let (mut of, ..) = expression(of);
     if matches!(value, SettingValue::Bool(_)) {
         // Specifications omit some settings that are false.
-        setting = format!("COALESCE({setting}, {FALSE})");
+        of = format!("COALESCE({of}, {FALSE})");
     }
     let or_missing =
-        if *comparison == Comparison::NotEqual { format!("{setting} IS NULL OR ") } else { String::new() };
+        if *comparison == Comparison::NotEqual { format!("{of} IS NULL OR ") } else { String::new() };
     let operator = match comparison {
         Comparison::Equal => "=",
         Comparison::NotEqual => "<>",
@@ -113,7 +113,7 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
         Comparison::Greater => ">",
         Comparison::GreaterOrEqual => ">=",
     };
-    query.push(format!(" AND ({or_missing}{setting} {operator} "));
+    query.push(format!(" AND ({or_missing}{of} {operator} "));
     match value {
         SettingValue::Number(number) => query.push_bind(*number),
         SettingValue::Text(text) => query.push_bind(strip_nul(text).into_owned()),

@@ -230,7 +230,11 @@ def test_a_failed_training_of_lightning_fails_its_run_which_a_test_continues() -
     assert Path("kept/fails", folder.name, "checkpoints").is_dir()
 
 
-@pytest.mark.parametrize("program", [TRANSFORMERS_FOR_MLFLOW, example("docs/tracking.md", "LockstepCallback")])
+@pytest.mark.parametrize(
+    "program",
+    [TRANSFORMERS_FOR_MLFLOW, example("docs/tracking.md", "LockstepCallback")],
+    ids=["MLflowCallback", "LockstepCallback"],
+)
 def test_transformers_logs_the_values_of_its_history(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tagged")
     monkeypatch.setenv("MLFLOW_TAGS", '{"team": "text"}')

@@ -7,20 +7,22 @@ import base64
 import os
 import re
 import subprocess
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from test_examples import ROOT, blocks, example
 
 import lockstep
 from lockstep import access
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(os.environ.get("LOCKSTEP_BIN", ROOT / "target/debug/lockstep")).absolute()
 SPEC: dict[str, Any] = {
     "model": {"arch": "resnet20"},
@@ -38,6 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.delenv(name)
         patch.chdir(tmp_path_factory.mktemp("server"))
         command = [str(PROGRAM), "serve", "--listen", "127.0.0.1:0", "--cpu-slots", "2", "--no-open"]
+        command.append("--webhooks-allow-private")
         with (
             open("server.log", "w") as log,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
@@ -282,13 +285,44 @@ def test_token_and_url_are_found_as_by_the_command_line(monkeypatch: pytest.Monk
 
 
 def test_examples_of_the_documents_run_unchanged() -> None:
-    page = (ROOT / "docs/python.md").read_text()
-    [toml] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    [toml] = blocks("docs/python.md", "toml")
     small = re.sub(r"steps = \d+", "steps = 4", toml).replace("[data]", "[data]\nimage_size = 16\nvalidation = 0.01")
     for name in ("fashion.toml", "job.toml"):
         Path(name).write_text(small)
-    examples = re.findall(r"```python\n(.*?)```", page + (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {"__name__": "__main__"}
-    for example in [example for example in examples if "lockstep" in example]:
-        exec(compile(example, "an example", "exec"), names)
+    for text in (
+        example("docs/python.md", "job.predict"),
+        example("docs/python.md", "lockstep.Client()"),
+        example("docs/python.md", "asyncio"),
+        example("README.md", "lockstep.submit"),
+    ):
+        exec(compile(text, "an example", "exec"), names)
     assert Path("model.safetensors").stat().st_size > 1e6
+
+
+def test_the_example_for_webhooks_verifies_messages_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[tuple[Any, bytes]] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append((self.headers, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Receiver) as receiver, lockstep.Client() as client:
+        threading.Thread(target=receiver.handle_request, daemon=True).start()
+        webhook = client.request("POST", "/webhooks", json={"url": f"http://127.0.0.1:{receiver.server_port}"})
+        client.request("POST", f"/webhooks/{webhook['id']}/test")
+        client.request("DELETE", f"/webhooks/{webhook['id']}")
+    [(headers, body)] = received
+    names: dict[str, Any] = {}
+    exec(example("docs/webhooks.md", "is_genuine"), names)
+    is_genuine, secret = names["is_genuine"], webhook["secret"]
+    assert is_genuine(secret, headers, body)
+    assert not is_genuine(secret, headers, body + b" ") and not is_genuine("whsec_AAAA", headers, body)
+    later = time.time() + 301
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert not is_genuine(secret, headers, body)

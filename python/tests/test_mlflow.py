@@ -9,12 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from test_examples import ROOT, example
 
 mlflow = pytest.importorskip("mlflow")
 MlflowException = pytest.importorskip("mlflow.exceptions").MlflowException
 MlflowClient = pytest.importorskip("mlflow.tracking").MlflowClient
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(os.environ.get("LOCKSTEP_BIN", ROOT / "target/debug/lockstep")).absolute()
 
 
@@ -102,3 +102,16 @@ def test_mlflow_client_logs_and_reads_a_run(
     client.delete_run(run.info.run_id)
     with pytest.raises(MlflowException, match="not found"):
         client.get_run(run.info.run_id)
+
+
+def test_example_of_the_tracking_page_runs_unchanged(
+    server: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", server[1])
+    mlflow.set_tracking_uri(server[0])
+    exec(example("docs/tracking.md", "import mlflow"))
+    run = mlflow.last_active_run()
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "mnist")
+    assert run.data.params == {"lr": "0.1", "batch_size": "64"}
+    history = MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history][-1] == (99, pytest.approx(0.01)) and len(history) == 100

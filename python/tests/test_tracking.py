@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -656,70 +654,3 @@ def test_log_takes_less_than_20_microseconds() -> None:
             run.log(values)
         best = min(best, (time.perf_counter() - began) / 200)
     assert best < 20e-6, best
-
-
-def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    """Creates a module in place of a library's, with these members, which follow the library's documentation."""
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        if (part := ".".join(parts[:depth])) not in sys.modules:
-            monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
-    sys.modules[name].__dict__.update(members)
-
-
-def test_the_logger_for_lightning_follows_its_interface(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda self: function(self) if rank_zero_only.rank == 0 else None
-
-    rank_zero_only = types.SimpleNamespace(rank=0)
-    base = type("Logger", (), {})
-    fake_module(
-        monkeypatch, "pytorch_lightning.loggers.logger", Logger=base, rank_zero_experiment=rank_zero_experiment
-    )  # fmt: skip
-    fake_module(monkeypatch, "pytorch_lightning.utilities.rank_zero", rank_zero_only=rank_zero_only)
-    monkeypatch.delitem(sys.modules, "lockstep.integrations.lightning", raising=False)
-    kind = importlib.import_module("lockstep.integrations.lightning").LockstepLogger
-    logger = kind(project="mnist", prefix="a/")
-    assert (logger.name, logger.version, logger.save_dir) == ("mnist", None, ".")
-    logger.log_hyperparams(argparse.Namespace(lr=0.1))
-    logger.log_metrics({"loss": 0.5, "epoch": 0}, step=49)
-    rank_zero_only.rank = 1
-    logger.log_metrics({"loss": 9.0}, step=49)
-    other = logger.experiment
-    assert other is None
-    rank_zero_only.rank = 0
-    run = logger.experiment
-    logger.finalize("success")
-    logger.log_metrics({"test": 1.0}, step=50)
-    try:
-        raise ValueError("no data")
-    except ValueError:
-        logger.finalize("failed")
-    assert logger.version == run.id and server.runs[run.id]["config"] == {"lr": 0.1}
-    assert server.points(run.id) == {"a/loss": [(49, 0.5)], "a/epoch": [(49, 0)], "a/test": [(50, 1.0)]}
-    assert server.runs[run.id]["reason"] == "ValueError: no data"
-    logger.log_metrics({"loss": 0.25}, step=60)
-    assert logger.experiment.id == run.id and logger.experiment.resumed
-
-
-def test_the_callback_for_transformers_follows_its_interface(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_module(monkeypatch, "transformers", TrainerCallback=type("TrainerCallback", (), {}))
-    monkeypatch.delitem(sys.modules, "lockstep.integrations.huggingface", raising=False)
-    callback = importlib.import_module("lockstep.integrations.huggingface").LockstepCallback(project="glue")
-    args = types.SimpleNamespace(run_name="tuned", to_dict=lambda: {"learning_rate": 1e-5})
-    state = types.SimpleNamespace(
-        is_world_process_zero=True, is_hyper_param_search=False, trial_name=None, global_step=10
-    )
-    model = types.SimpleNamespace(config=types.SimpleNamespace(to_dict=lambda: {"layers": 2}))
-    callback.on_train_begin(args, state, None, model=model)
-    callback.on_log(args, state, None, model=model, logs={"loss": 0.5, "eval_loss": 0.75, "train_runtime": 3.5})
-    callback.on_predict(args, state, None, {"test_loss": 1.0})
-    state.is_world_process_zero = False
-    callback.on_log(args, state, None, model=model, logs={"loss": 9.0})
-    lockstep.finish()
-    [(id, logged)] = server.runs.items()
-    assert (logged["name"], logged["project"]) == ("tuned", "glue")
-    assert logged["config"] == {"layers": 2, "learning_rate": 1e-5} and logged["summary"] == {"train_runtime": 3.5}
-    assert server.points(id) == {"train/loss": [(10, 0.5)], "eval/loss": [(10, 0.75)], "test/loss": [(10, 1.0)]}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 import struct
 import subprocess
 import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_lockstep import PROGRAM, ROOT, server
+from test_examples import example
+from test_lockstep import PROGRAM, server
 
 import lockstep
 from lockstep import tracking
@@ -151,11 +150,7 @@ def test_package_and_server_have_the_same_limits() -> None:
 
 
 def test_examples_of_the_tracking_page_run_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/tracking.md").read_text()
-    section = page[page.index("## From Python") :]
-    examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for example in examples[:2]:
-        exec(compile(example, "an example", "exec"), names)
+    for text in (example("docs/tracking.md", "first try"), example("docs/tracking.md", "notes.json")):
+        exec(compile(text, "an example", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.split()
     assert printed[0] == "succeeded" and printed[-2:] == ["notes.json", "copy.json"]

@@ -73,7 +73,8 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
         predicted.as_array().expect("predictions").iter().map(|one| one["classes"][0]["class"].clone());
 
     // The page's example, with pictures of the network's size.
-    let example = pages::blocks("docs/exports.md", "python").remove(0);
+    let examples = pages::blocks("docs/exports.md", "python");
+    let [example] = &examples[..] else { panic!("one example: {examples:?}") };
     let pixels =
         format!("import numpy; pixels = numpy.fromfile('pixels', 'u1').reshape(-1, 1, {SIDE}, {SIDE})");
     let mut command = python("onnx");

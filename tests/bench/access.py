@@ -11,7 +11,6 @@ import http.client
 import json
 import pathlib
 import shutil
-import socket
 import sqlite3
 import statistics
 import subprocess

@@ -79,7 +79,7 @@ mod full {
 
     #[test]
     fn onnxruntime_computes_the_logits_of_every_network() {
-        for (_, name) in Arch::ALL.into_iter().filter(|(arch, _)| *arch != Arch::CifarNet) {
+        for name in Arch::NAMES.into_iter().filter(|name| *name != "cifarnet") {
             // All networks of a family have the same stem.
             let has_both = matches!(name, "resnet18" | "resnet20" | "resnet50" | "resnext50_32x4d");
             let stems = [("cifar", 17, 1), ("imagenet", 40, 3)];

@@ -9,7 +9,6 @@ modules before it, and a module in `USERS` may only be used by the modules given
 `tests/` and `examples/` folders, are not checked.
 
     modules.py               checks all crates of this tree
-    modules.py graph CRATE   prints the references between modules, level by level
     modules.py self-test     checks that cycles in synthetic crates are refused
 """
 
@@ -41,10 +40,6 @@ ORDER = {
 
 # (crate, module): the modules that may use it.
 USERS = {("server", "app"): {("api", "router"), ("boot",), ("boot", "wire")}}
-
-# Known references that are part of a cycle: crate, from, to. The list may only become shorter: an entry that is no longer needed is
-# refused, too, so that the cycle cannot come back.
-KNOWN = set()
 
 ITEMS = set("async const enum extern fn impl let macro_rules mod pub static struct trait type union unsafe use".split())
 TOKEN = re.compile(r"[A-Za-z_]\w*|::|[{}()\[\]<>,;*#=!]|\S")
@@ -362,25 +357,17 @@ def named(path):
     return "::".join(path)
 
 
-def problems(crate, known):
-    """A sentence for each cycle without `known` references, and for each known reference that is in no cycle."""
-    said, unused = [], set(known)
-    levels = crate.levels()
-    for level, edges in sorted(levels.items()):
-        here = {edge for edge in edges if (named(edge[0]), named(edge[1])) in known}
-        allowed = dict((edge, place) for edge, place in edges.items() if edge not in here)
-        for edge in here:
-            others = {e: p for e, p in edges.items() if e == edge or e not in here}
-            if shortest_cycle(others):
-                unused.discard((named(edge[0]), named(edge[1])))
-        while cycle := shortest_cycle(allowed):
+def problems(crate):
+    """A sentence for each cycle and for each reference that ORDER or USERS forbids."""
+    said, levels = [], crate.levels()
+    for _, edges in sorted(levels.items()):
+        left = dict(edges)
+        while cycle := shortest_cycle(left):
             ring = list(zip(cycle, cycle[1:] + cycle[:1]))
-            places = "; ".join(
-                f"{named(a)} names {named(b)} at {allowed[(a, b)][0]}:{allowed[(a, b)][1]}" for a, b in ring
-            )
+            places = "; ".join(f"{named(a)} names {named(b)} at {left[(a, b)][0]}:{left[(a, b)][1]}" for a, b in ring)
             said.append(f"{crate.name}: cycle {' -> '.join(map(named, cycle + cycle[:1]))} ({places})")
             # Removes one reference of this cycle, to find other cycles of this level.
-            del allowed[ring[-1]]
+            del left[ring[-1]]
     if order := ORDER.get(crate.name):
         place = {name: n for n, name in enumerate(order)}
         for name in sorted(set(crate.root.children) ^ set(order)):
@@ -393,19 +380,17 @@ def problems(crate, known):
             if named(target) != module or source in users:
                 continue
             said.append(f"{crate.name}: {named(source)} must not use {named(target)} ({file}:{line})")
-    for a, b in sorted(unused):
-        said.append(f"{crate.name}: {a} -> {b} is not in a cycle any more: remove it from KNOWN in .ci/modules.py")
     return said
 
 
 def self_test():
-    def judge(files, known=()):
+    def judge(files):
         with tempfile.TemporaryDirectory() as folder:
             for name, text in files.items():
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
-            said = problems(Crate("made", Path(folder, "lib.rs")), set(known))
+            said = problems(Crate("made", Path(folder, "lib.rs")))
             return [line.split(" (")[0] for line in said]
 
     root = "pub mod a; mod b; mod c;"
@@ -416,62 +401,49 @@ def self_test():
 
     ring = ["made: cycle a -> b -> a"]
     cases = [
-        ("none", tree_of(a="use crate::b::B;", b="use crate::c;"), (), []),
-        ("by use", tree_of(a="use crate::b::B;", b="use super::a::A;"), (), ring),
-        ("by a list", tree_of(a="use crate::{c, b::{self, B}};", b="use crate::a::{A as X};"), (), ring),
-        ("by a path", tree_of(a="fn f() { crate::b::f() }", b="fn f() -> super::a::A { crate::a::A }"), (), ring),
-        ("by an import", tree_of(a="use crate::b; fn f() { b::f() }", b="use crate::a;"), (), ring),
+        ("none", tree_of(a="use crate::b::B;", b="use crate::c;"), []),
+        ("by use", tree_of(a="use crate::b::B;", b="use super::a::A;"), ring),
+        ("by a list", tree_of(a="use crate::{c, b::{self, B}};", b="use crate::a::{A as X};"), ring),
+        ("by a path", tree_of(a="fn f() { crate::b::f() }", b="fn f() -> super::a::A { crate::a::A }"), ring),
+        ("by an import", tree_of(a="use crate::b; fn f() { b::f() }", b="use crate::a;"), ring),
         (
             "of three",
             tree_of(a="use crate::b::B;", b="use crate::c::C;", c="use crate::a::A;"),
-            (),
             ["made: cycle a -> b -> c -> a"],
         ),
         (
             "through a re-export of the root",
             tree_of(a="use crate::B;", b="use crate::a::A;") | {"lib.rs": root + "pub use b::B;"},
-            (),
             ring,
         ),
         (
             "through a glob of the root",
             tree_of(a="use crate::B;", b="pub struct B; use crate::a::A;") | {"lib.rs": root + "pub use b::*;"},
-            (),
             ring,
         ),
-        ("below a sibling", tree_of(a="mod x;", b="use crate::a::A;") | {"a/x.rs": "use crate::b::B;"}, (), ring),
+        ("below a sibling", tree_of(a="mod x;", b="use crate::a::A;") | {"a/x.rs": "use crate::b::B;"}, ring),
         (
             "between children",
             tree_of(a="mod x; mod y;") | {"a/x.rs": "use super::y;", "a/y.rs": "use crate::a::x::X;"},
-            (),
             ["made: cycle a::x -> a::y -> a::x"],
         ),
-        ("with its parent", tree_of(a="mod x; pub use x::X; struct P;") | {"a/x.rs": "use super::P;"}, (), []),
-        ("in a test", tree_of(a="use crate::b::B;", b="#[cfg(test)] mod tests { use crate::a::A; }"), (), []),
+        ("with its parent", tree_of(a="mod x; pub use x::X; struct P;") | {"a/x.rs": "use super::P;"}, []),
+        ("in a test", tree_of(a="use crate::b::B;", b="#[cfg(test)] mod tests { use crate::a::A; }"), []),
         (
             "in a test's file",
             tree_of(a="use crate::b::B;", b="#[cfg(test)]\nmod tests;\nfn f() {}") | {"b/tests.rs": "use crate::a::A;"},
-            (),
             [],
         ),
-        ("in comments and literals", tree_of(a="use crate::b::B;", b='// crate::a\nconst X: &str = "crate::a::A"; /* use crate::a; */'), (), []),
-        ("after a test", tree_of(a="use crate::b::B;", b="#[cfg(test)] use crate::c; use crate::a::A;"), (), ring),
+        ("in comments and literals", tree_of(a="use crate::b::B;", b='// crate::a\nconst X: &str = "crate::a::A"; /* use crate::a; */'), []),
+        ("after a test", tree_of(a="use crate::b::B;", b="#[cfg(test)] use crate::c; use crate::a::A;"), ring),
         (
             "after a test's element",
             tree_of(a="use crate::b::B;", b="const X: [u8; 2] = [#[cfg(test)] 1, crate::a::A];"),
-            (),
             ring,
         ),
-        ("that is known", tree_of(a="use crate::b::B;", b="use crate::a::A;"), [("b", "a")], []),
-        (
-            "that is gone",
-            tree_of(a="use crate::b::B;"),
-            [("b", "a")],
-            ["made: b -> a is not in a cycle any more: remove it from KNOWN in .ci/modules.py"],
-        ),
     ]
-    for what, files, known, expected in cases:
-        found = judge(files, known)
+    for what, files, expected in cases:
+        found = judge(files)
         if found != expected:
             sys.exit(f"modules.py self-test: a cycle {what}: expected {expected}, found {found}")
     ORDER["made"] = ["c", "a", "b"]
@@ -494,17 +466,9 @@ def main(arguments):
     top = Path(__file__).resolve().parent.parent
     if arguments[:1] == ["self-test"]:
         return self_test()
-    if arguments[:1] == ["graph"]:
-        crate = Crate(arguments[1], top / CRATES[arguments[1]])
-        for level, edges in sorted(crate.levels().items()):
-            print(named(level) or "(root)")
-            for (a, b), (file, line) in sorted(edges.items()):
-                print(f"    {named(a)} -> {named(b)}    {file.relative_to(top)}:{line}")
-        return None
     said = []
     for name, root in CRATES.items():
-        known = {(a, b) for crate, a, b in KNOWN if crate == name}
-        said += problems(Crate(name, top / root), known)
+        said += problems(Crate(name, top / root))
     for line in said:
         print(f"dependency rule: {line.replace(str(top) + '/', '')}", file=sys.stderr)
     if said:

@@ -47,27 +47,20 @@ function writeValue(field, value, recipe, label = value) {
  * web/src/submit/fields.rs.
  */
 function jsonValue(field) {
-  const words = valueOf(field);
-  const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
+  const words = valueOf(field), { kind } = field.dataset;
   const number = (t) => (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(t) && Number.isFinite(Number(t)) ? Number(t) : undefined);
-  const { kind } = field.dataset;
-  if (words.startsWith("[") && ["sizes", "numbers", "words", "weights"].includes(kind)) {
-    try { const list = JSON.parse(words); return Array.isArray(list) ? list : words; } catch { return words; }
-  }
-  if (words.startsWith("{") && kind === "weights") {
+  if ({ sizes: "[", numbers: "[{", words: "[" }[kind]?.includes(words[0])) {
     try { return JSON.parse(words); } catch { return words; }
   }
   switch (kind) {
-    case "integer": return whole(words) ?? number(words) ?? words;
-    case "number": case "number-or-text": return number(words) ?? words;
+    case "number": return number(words) ?? words;
     case "switch": return field.checked;
     case "sizes": {
-      const items = words.split(",").map((entry) => entry.split(":").map((t) => whole(t.trim())));
-      return whole(words) ?? number(words) ?? (items.every((e) => e.length === 2 && !e.includes(undefined)) ? items : words);
+      const items = words.split(",").map((entry) => entry.split(":").map((t) => number(t.trim())));
+      return number(words) ?? (items.every((e) => e.length === 2 && !e.includes(undefined)) ? items : words);
     }
-    case "numbers":
-    case "weights": {
-      const items = words.split(/[,\s]+/).filter(Boolean).map((t) => whole(t) ?? number(t));
+    case "numbers": {
+      const items = words.split(/[,\s]+/).filter(Boolean).map(number);
       return items.includes(undefined) ? words : items;
     }
     case "words": return words.split(",").map((word) => word.trim()).filter(Boolean);

@@ -96,7 +96,7 @@ pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64)
         three_digits(new.lr(middle.saturating_sub(1))),
         three_digits(new.lr(new.total - 1)),
         new.total,
-        new.spec.schedule.name(),
+        new.spec.schedule.as_str(),
         new.total,
     ))
 }

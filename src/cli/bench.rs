@@ -87,11 +87,9 @@ fn parse_share(text: &str) -> Result<f64, String> {
 }
 
 fn parse_shard(text: &str) -> Result<ShardSpec, String> {
-    let parts = text.split_once('=').and_then(|(pattern, split)| {
-        let (split, _) = Split::ALL.into_iter().find(|(_, name)| *name == split)?;
-        Some(ShardSpec { pattern: pattern.into(), split })
-    });
+    let parts = text.split_once('=');
     parts
+        .and_then(|(pattern, split)| Some(ShardSpec { pattern: pattern.into(), split: split.parse().ok()? }))
         .filter(ShardSpec::is_pattern)
         .ok_or_else(|| format!("not MATCH=SPLIT, where SPLIT is {}", Split::NAMES.join(" or ")))
 }

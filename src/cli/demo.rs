@@ -93,7 +93,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     }
     output::line(format_args!(
         "training {} with {} on {DATASET}: {}{page}",
-        job.spec.model.arch.name(),
+        job.spec.model.arch.as_str(),
         if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
         server.running.url(),
     ))?;

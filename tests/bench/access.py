@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import pathlib
 import shutil
-import socket
 import sqlite3
 import statistics
 import subprocess
@@ -24,15 +23,10 @@ import time
 import urllib.parse
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "gpu"))
+from server import free_port  # noqa: E402
 from test_server import Stream, wait  # noqa: E402
 
 PASSWORD = "a password of ten letters"
-
-
-def free_port():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 class Server:

@@ -40,87 +40,19 @@ A list of milliseconds is [p50, p99, largest, count]. A Postgres database must b
 import argparse
 import asyncio
 import json
-import os
-import pathlib
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import websockets
 
+from server import Server
 from simulated_agent import Agent
 
 # The numbers of ranks of ten jobs.
 MIX = [1] * 4 + [2] * 3 + [8] * 2 + [16]
 # Interval at which the due ends are sent together.
 BURST_SECS = 0.5
-
-
-def free_port():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
-
-
-class Server:
-    def __init__(self, options):
-        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="lockstep-agents-"))
-        self.port, self.options = free_port(), options
-        self.log = open(self.directory / "server.log", "w")
-        self.start()
-        self.wait()
-
-    def start(self):
-        database = ["--database", self.options.database] if self.options.database else []
-        self.process = subprocess.Popen(
-            [self.options.program, "serve", "--listen", f"127.0.0.1:{self.port}", "--data-dir", self.directory, "--no-local-agent", *database],
-            stdout=self.log, stderr=subprocess.STDOUT,
-        )
-
-    def wait(self):
-        for _ in range(300):
-            try:
-                self.token = (self.directory / "token").read_text().strip()
-                self.ask("/jobs?limit=1")
-                return
-            except OSError:
-                time.sleep(0.1)
-        sys.exit((self.directory / "server.log").read_text())
-
-    def ask(self, path, body=None):
-        data = None if body is None else json.dumps(body).encode()
-        head = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1{path}", data, head)
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)
-
-    def jobs(self, state):
-        """All jobs in a state, by id."""
-        found, cursor = {}, ""
-        while cursor is not None:
-            page = self.ask(f"/jobs?limit=500&state={state}" + (f"&cursor={cursor}" if cursor else ""))
-            found.update((job["id"], job) for job in page["jobs"])
-            cursor = page.get("next_cursor")
-        return found
-
-    def cpu_secs(self):
-        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(60)
-        self.log.close()
-        shutil.rmtree(self.directory)
 
 
 class Job:
@@ -321,7 +253,7 @@ def main():
     parser.add_argument("--spread", type=float, default=0.5, help="largest deviation from --secs, as a fraction")
     parser.add_argument("--idle", type=float, default=15, help="seconds for which agents only send heartbeats at the beginning")
     options = parser.parse_args()
-    server = Server(options)
+    server = Server(options, "--no-local-agent")
     try:
         found = asyncio.run(measure(server, options))
     finally:

@@ -15,17 +15,14 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import pathlib
-import shutil
-import socket
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 
+from server import Server
 from simulated_agent import PICTURES, PROTOCOL
 
 NAMES = ["loss", "accuracy", "lr", "grad_norm", "images_per_second", "step_ms", "data_ms", "all_reduce_ms"]
@@ -33,37 +30,8 @@ NAMES = ["loss", "accuracy", "lr", "grad_norm", "images_per_second", "step_ms", 
 MAX_PENDING = 8
 
 
-def free_port():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
-
-
-class Server:
-    def __init__(self, options, *arguments):
-        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="lockstep-store-"))
-        self.database, self.port = options.database, free_port()
-        database = ["--database", options.database] if options.database else []
-        self.log = open(self.directory / "server.log", "w")
-        self.process = subprocess.Popen(
-            [options.program, "serve", "--listen", f"127.0.0.1:{self.port}", "--data-dir", self.directory, *database, *arguments],
-            stdout=self.log, stderr=subprocess.STDOUT,
-        )
-        for _ in range(200):
-            try:
-                self.token = (self.directory / "token").read_text().strip()
-                self.ask("/jobs")
-                return
-            except OSError:
-                time.sleep(0.1)
-        sys.exit((self.directory / "server.log").read_text())
-
-    def ask(self, path, body=None):
-        data = None if body is None else json.dumps(body).encode()
-        head = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1{path}", data, head)
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)
+class StoreServer(Server):
+    """A server whose database is measured."""
 
     def sql(self, query):
         """Returns the single number that a query gives."""
@@ -85,16 +53,6 @@ class Server:
     def peak_mib(self):
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) >> 10
-
-    def cpu_secs(self):
-        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(30)
-        self.log.close()
-        shutil.rmtree(self.directory)
 
 
 async def report_all(server, options):
@@ -184,7 +142,7 @@ async def report_all(server, options):
 
 
 def ingest(options):
-    server = Server(options, "--no-local-agent")
+    server = StoreServer(options, "--no-local-agent")
     try:
         return asyncio.run(report_all(server, options))
     finally:
@@ -192,7 +150,7 @@ def ingest(options):
 
 
 def train(options):
-    server = Server(options, "--cpu-slots", "1", "--keep-points", str(options.keep))
+    server = StoreServer(options, "--cpu-slots", "1", "--keep-points", str(options.keep))
     try:
         while not server.ask("/agents")["agents"]:
             time.sleep(0.1)

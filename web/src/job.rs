@@ -124,7 +124,7 @@ impl JobPage {
         } else {
             format!("{ranks} on {}", job.agents.join(", "))
         });
-        parts.push(format!("{} on {}", job.spec.model.arch.name(), job.spec.data.dataset));
+        parts.push(format!("{} on {}", job.spec.model.arch.as_str(), job.spec.data.dataset));
         parts.join(" · ")
     }
 

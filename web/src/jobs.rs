@@ -205,7 +205,7 @@ impl JobRow {
                     Some(_) => ELSEWHERE.to_owned(),
                     None => format!(
                         "{} · {} · {}",
-                        job.spec.model.arch.name(),
+                        job.spec.model.arch.as_str(),
                         job.spec.data.dataset,
                         plural(job.ranks.into(), "rank")
                     ),

@@ -145,14 +145,9 @@ fn report_failure(config: &RankConfig, state: &RankState, reporter: &Reporter, e
         report: RankReport {
             status: "failed".into(),
             step,
-            epoch: 0,
-            step_ms: 0.0,
-            all_reduce_ms: 0.0,
-            data_ms: 0.0,
-            images_per_second: 0.0,
             pid: std::process::id(),
             device: config.device().to_string(),
-            axis_ms: None,
+            ..RankReport::default()
         },
     });
     let (retriable, secondary) = (error.is_retriable(), error.is_secondary());

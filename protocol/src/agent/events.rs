@@ -94,7 +94,7 @@ pub struct LogLine {
 }
 
 /// State of a rank, and how the rank spends its time: averages since the last report, at most one report per second.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RankReport {
     /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped`, `failed`.
     pub status: String,

@@ -101,7 +101,7 @@ fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32
         let detail = format!(
             "recipe {:?} scales the learning rate with the number of pictures in a step: {lr} for {} pictures is too high; give lr, at \
              most {MAX_LR}",
-            recipe.name(),
+            recipe.as_str(),
             spec.global_batch_size()
         );
         errors.push(SpecError { pointer: "/train/lr".into(), detail });
@@ -403,7 +403,7 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
             "/data/image_size",
             format!(
                 "{size} is too small for {}: its last stage would have no pixels left; give 16 or more",
-                spec.model.arch.name()
+                spec.model.arch.as_str()
             ),
         );
     }

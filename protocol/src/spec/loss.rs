@@ -3,7 +3,7 @@
 use super::{
     JobSpec, OptimizerKind,
     mistake::{describe_value, shortened},
-    named::named,
+    named::words,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -117,7 +117,7 @@ pub enum LossKind {
     CosFace,
 }
 
-named!(LossKind: Softmax = "softmax", ArcFace = "arcface", CosFace = "cosface");
+words!(LossKind, "loss function": Softmax = "softmax", ArcFace = "arcface", CosFace = "cosface");
 
 impl Default for LossSpec {
     fn default() -> Self {
@@ -137,7 +137,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     let kind = spec.loss.kind;
     if spec.loss.class_weights.is_some() {
         let why = if kind != LossKind::Softmax {
-            Some(format!("has no meaning for {}: leave it out, or give kind = \"softmax\"", kind.name()))
+            Some(format!("has no meaning for {}: leave it out, or give kind = \"softmax\"", kind.as_str()))
         } else if spec.loss.sample_share < 1.0 {
             Some("needs all classes in each step: leave out loss.class_weights or loss.sample_share".into())
         } else if spec.parallel.model > 1 {
@@ -151,7 +151,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         why.into_iter().for_each(|why| mistake("/loss/class_weights", why));
     }
     if kind != LossKind::Softmax {
-        let name = kind.name();
+        let name = kind.as_str();
         let train = &spec.train;
         let (smoothing, mixup, cutmix) = (train.label_smoothing, train.mixup, train.cutmix);
         for (key, value) in [("label_smoothing", smoothing), ("mixup", mixup), ("cutmix", cutmix)] {
@@ -173,7 +173,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         let detail = format!(
             "{} needs whole parameters, and a step with loss.sample_share has only some rows of the last layer: give momentum, \
              nesterov or adamw, or leave sample_share out",
-            optimizer.name()
+            optimizer.as_str()
         );
         mistake("/train/optimizer", detail);
     }

@@ -1,6 +1,6 @@
 //! `[model]`: the network.
 
-use super::named::named;
+use super::named::words;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -73,7 +73,7 @@ pub enum Arch {
     CifarNet,
 }
 
-named!(Arch:
+words!(Arch, "network":
     ResNet18 = "resnet18",
     ResNet34 = "resnet34",
     ResNet50 = "resnet50",
@@ -111,7 +111,7 @@ pub enum Stem {
     Cifar,
 }
 
-named!(Stem: Auto = "auto", Imagenet = "imagenet", Cifar = "cifar");
+words!(Stem, "stem": Auto = "auto", Imagenet = "imagenet", Cifar = "cifar");
 
 impl Default for ModelSpec {
     fn default() -> Self {

@@ -2,7 +2,7 @@
 //! resolved job is stored and shown, so a later change of a recipe does not change jobs that were submitted before.
 
 use super::JobSpec;
-use super::named::named;
+use super::named::words;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
@@ -57,7 +57,7 @@ const OVERRIDES: [(&str, &str, &[&str]); 4] = [
     ("checkpoint", "every_steps", &["every_epochs"]),
 ];
 
-named!(Recipe:
+words!(Recipe, "recipe":
     Imagenet = "imagenet",
     Imagenet2021 = "imagenet-2021",
     Fast = "fast",

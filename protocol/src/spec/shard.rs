@@ -1,7 +1,7 @@
 //! Hybrid parallelism: which ranks share one copy of the network, and which operators are split over these ranks.
 
 use super::{
-    BrokenFiles, JobSpec, LossKind, ParallelSpec, mistake::describe_value, named::named, nearest::nearest,
+    BrokenFiles, JobSpec, LossKind, ParallelSpec, mistake::describe_value, named::words, nearest::nearest,
 };
 use crate::numbers::plural;
 use serde::{Deserialize, Serialize};
@@ -39,7 +39,7 @@ pub enum Split {
     Groups,
 }
 
-named!(Split: Out = "out", In = "in", Groups = "groups");
+words!(Split, "split": Out = "out", In = "in", Groups = "groups");
 
 impl ShardSpec {
     /// Whether the pattern is valid.

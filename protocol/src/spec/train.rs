@@ -1,6 +1,6 @@
 //! `[train]`: optimizer, learning-rate schedule, batch size and arithmetic.
 
-use super::named::named;
+use super::named::words;
 use super::recipe::Recipe;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -132,7 +132,7 @@ pub enum OptimizerKind {
     Muon,
 }
 
-named!(OptimizerKind:
+words!(OptimizerKind, "optimizer":
     Momentum = "momentum",
     Nesterov = "nesterov",
     Lars = "lars",
@@ -151,7 +151,7 @@ pub enum ScheduleKind {
     OneCycle,
 }
 
-named!(ScheduleKind: Constant = "constant", Step = "step", Cosine = "cosine", OneCycle = "one_cycle");
+words!(ScheduleKind, "schedule": Constant = "constant", Step = "step", Cosine = "cosine", OneCycle = "one_cycle");
 
 /// Floating-point format of the convolutions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

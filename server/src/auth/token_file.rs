@@ -1,7 +1,10 @@
 //! Files with a token for programs of the same account: the server's token (`<data-dir>/token`) and the token of the agent on its machine.
 //! They are created with mode 0600, and never through a link.
 
-use crate::{auth::access::is_token, util::private_files};
+use crate::{
+    auth::access::is_token,
+    util::{if_exists, private_files},
+};
 use rustix::fs::OFlags;
 use std::{
     fs::{self, File},
@@ -48,10 +51,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
 pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
     let new = path.with_added_extension("new");
     // A killed server may have left this file.
-    match fs::remove_file(&new) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    if_exists(fs::remove_file(&new))?;
     let mut file = File::options()
         .write(true)
         .create_new(true)

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     store::CheckpointRow,
-    util::{regular_files, unless_missing},
+    util::{if_exists, regular_files},
 };
 use std::{
     fs,
@@ -62,7 +62,7 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
     }
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let aside = folder.with_file_name(format!("damaged-{name}"));
-    unless_missing(fs::remove_dir_all(&aside))?;
+    if_exists(fs::remove_dir_all(&aside))?;
     fs::rename(folder, &aside)?;
     Ok(Some(how))
 }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     store::{self, CheckpointRow, Copies},
-    util::unless_missing,
+    util::if_exists,
 };
 use futures_util::StreamExt;
 use lockstep_protocol::{
@@ -271,28 +271,19 @@ async fn remove_partial(checkpoints: &Checkpoints, row: &CheckpointRow) {
         let _ = tokio::fs::remove_dir_all(job_dir).await;
         return;
     }
-    match unless_missing(tokio::fs::remove_dir_all(&partial).await) {
+    match if_exists(tokio::fs::remove_dir_all(&partial).await) {
         Err(error) => {
             tracing::warn!(%error, checkpoint = row.id, "the files of a failed fetch cannot be removed");
         }
         // Fails, as intended, if other checkpoints are being fetched.
-        Ok(()) => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
+        Ok(_) => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
     }
 }
 
 /// Removes unfinished fetches of an earlier server.
 pub(crate) fn sweep(jobs: &Path) -> io::Result<()> {
-    let entries = match fs::read_dir(jobs) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        entries => entries?,
-    };
-    for entry in entries {
-        match fs::remove_dir_all(entry?.path().join(FETCHED)) {
-            Err(error) if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                return Err(error);
-            }
-            _ => {}
-        }
+    for entry in if_exists(fs::read_dir(jobs))?.into_iter().flatten() {
+        if_exists(fs::remove_dir_all(entry?.path().join(FETCHED)))?;
     }
     Ok(())
 }
@@ -340,7 +331,7 @@ fn check_room(wanted: u64, free: u64) -> Result<()> {
 
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
 async fn fetch_files(store: &ArtifactStore, place: &Place, partial: &Path) -> Result<()> {
-    unless_missing(tokio::fs::remove_dir_all(partial).await)?;
+    if_exists(tokio::fs::remove_dir_all(partial).await)?;
     let manifest_bytes = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
     let manifest = place.read(&manifest_bytes).map_err(NotFetched::Damaged)?;
     tokio::fs::create_dir_all(partial).await?;

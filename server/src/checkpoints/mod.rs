@@ -19,7 +19,7 @@ use crate::{
     events::Events,
     lifecycle,
     store::{CheckpointRow, Copies, CopyState, Holder, JobRow, Report, Result, Store},
-    util::tasks::Tasks,
+    util::{if_exists, tasks::Tasks},
 };
 use artifact_fetches::{Availability, fetch_if_missing};
 use artifact_store::{ArtifactStore, StoredState};
@@ -306,11 +306,7 @@ impl Checkpoints {
 /// Removes folders of checkpoints and of uploads that are not in `kept`.
 fn sweep(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
     for parent in ["checkpoints", "uploads"] {
-        let entries = match fs::read_dir(job_dir.join(parent)) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-            entries => entries?,
-        };
-        for entry in entries {
+        for entry in if_exists(fs::read_dir(job_dir.join(parent)))?.into_iter().flatten() {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
             if parse_folder_name(&name).is_some() && !kept.contains(&name) {

@@ -16,7 +16,7 @@ pub(crate) use check::{Unusable, describe};
 
 use crate::{
     checkpoints::manifest::{MANIFEST, Manifest, ManifestFile},
-    util::unless_missing,
+    util::if_exists,
 };
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};
@@ -273,7 +273,7 @@ pub(crate) fn part_bytes(size_bytes: u64) -> u64 {
 /// Removes the folder of a checkpoint, and the folder of its job if it is empty then.
 async fn remove_folder(directory: &std::path::Path, place: &Path) -> std::io::Result<()> {
     let folder = directory.join(place.as_ref());
-    unless_missing(tokio::fs::remove_dir_all(&folder).await)?;
+    if_exists(tokio::fs::remove_dir_all(&folder).await)?;
     if let Some(job) = folder.parent() {
         // Fails, as intended, if the job has other checkpoints.
         let _ = tokio::fs::remove_dir(job).await;

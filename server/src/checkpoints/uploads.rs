@@ -2,7 +2,10 @@
 //! which is renamed into `checkpoints/` after every checksum was verified. So a checkpoint exists completely or not at all, like the
 //! checkpoints of ranks. Pieces survive a restart of the agent or the server: the agent asks how many bytes have arrived, and continues.
 
-use crate::checkpoints::manifest::{MANIFEST, Manifest, check_whole, sha256};
+use crate::{
+    checkpoints::manifest::{MANIFEST, Manifest, check_whole, sha256},
+    util::if_exists,
+};
 use lockstep_protocol::{
     agent::UploadState,
     checkpoint_files::{self, STATE},
@@ -66,11 +69,7 @@ impl Upload {
 
     /// The number of bytes of each file that have arrived.
     pub(crate) fn state(&self) -> Result<UploadState> {
-        let hash = |folder: &Path| match fs::read(folder.join(MANIFEST)) {
-            Ok(bytes) => Ok(Some(sha256(&bytes))),
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
-            Err(e) => Err(e),
-        };
+        let hash = |folder: &Path| if_exists(fs::read(folder.join(MANIFEST)).map(|bytes| sha256(&bytes)));
         let mut state = UploadState {
             stored: hash(&self.complete)?,
             manifest: hash(&self.partial)?,
@@ -86,12 +85,7 @@ impl Upload {
 
     /// The names of the files of which pieces have arrived, without the manifest.
     fn received_files(&self) -> io::Result<Vec<String>> {
-        let entries = match fs::read_dir(&self.partial) {
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                return Ok(Vec::new());
-            }
-            entries => entries?,
-        };
+        let entries = if_exists(fs::read_dir(&self.partial))?.into_iter().flatten();
         let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
         let names: Vec<String> = names.collect::<io::Result<_>>()?;
         Ok(names.into_iter().filter(|name| is_file(name)).collect())
@@ -203,11 +197,8 @@ impl Upload {
         if is_live {
             return Ok(());
         }
-        let stored = match fs::read(self.complete.join(MANIFEST)) {
-            Ok(bytes) => self.read_manifest(&bytes)?,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(e) => return Err(e.into()),
-        };
+        let Some(stored) = if_exists(fs::read(self.complete.join(MANIFEST)))? else { return Ok(()) };
+        let stored = self.read_manifest(&stored)?;
         let weights = |manifest: &Manifest| -> Vec<_> {
             let files = manifest.files.iter().filter(|(name, _)| name.as_str() != STATE);
             files.map(|(name, file)| (name.clone(), file.sha256.clone())).collect()
@@ -229,13 +220,9 @@ impl Upload {
     }
 
     fn manifest(&self) -> Result<Manifest> {
-        match fs::read(self.partial.join(MANIFEST)) {
-            Ok(bytes) => self.read_manifest(&bytes),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                Err(Refused::Wrong(format!("send {MANIFEST} of checkpoint {} first", self.name)))
-            }
-            Err(e) => Err(e.into()),
-        }
+        let bytes = if_exists(fs::read(self.partial.join(MANIFEST)))?;
+        let missing = || Refused::Wrong(format!("send {MANIFEST} of checkpoint {} first", self.name));
+        self.read_manifest(&bytes.ok_or_else(missing)?)
     }
 
     fn read_manifest(&self, bytes: &[u8]) -> Result<Manifest> {

@@ -7,7 +7,7 @@ pub(crate) mod smtp;
 pub(crate) mod tls_suites;
 
 use addresses::{Network, PublicUrl};
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, words};
 use oidc::OidcConfig;
 use serve_error::ServeError;
 use smtp::SmtpConfig;
@@ -50,18 +50,7 @@ pub enum AgentAuth {
     Either,
 }
 
-impl std::str::FromStr for AgentAuth {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "token" => Ok(Self::Token),
-            "certificate" => Ok(Self::Certificate),
-            "either" => Ok(Self::Either),
-            _ => Err("agents identify themselves by certificate, token or either".into()),
-        }
-    }
-}
+words!(AgentAuth, "agent credential": Token = "token", Certificate = "certificate", Either = "either");
 
 /// The units (owners or projects) between which slots are shared fairly, among waiting jobs of the same priority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -75,18 +64,7 @@ pub enum FairShare {
     Project,
 }
 
-impl std::str::FromStr for FairShare {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "off" => Ok(Self::Off),
-            "owner" => Ok(Self::Owner),
-            "project" => Ok(Self::Project),
-            _ => Err("slots are shared by owner, by project or off".into()),
-        }
-    }
-}
+words!(FairShare, "fair share": Off = "off", Owner = "owner", Project = "project");
 
 #[derive(Debug, Clone)]
 pub struct ServeConfig {

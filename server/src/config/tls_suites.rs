@@ -1,5 +1,6 @@
 //! The versions and cipher suites of TLS that the server accepts, which the operator may restrict.
 
+use lockstep_protocol::words;
 use rustls::{
     SignatureAlgorithm, SupportedCipherSuite, SupportedProtocolVersion,
     crypto::{CryptoProvider, ring},
@@ -24,17 +25,7 @@ pub enum TlsVersion {
     V1_3,
 }
 
-impl FromStr for TlsVersion {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "1.2" => Ok(Self::V1_2),
-            "1.3" => Ok(Self::V1_3),
-            _ => Err("the supported versions are 1.2 and 1.3".into()),
-        }
-    }
-}
+words!(TlsVersion, "TLS version": V1_2 = "1.2", V1_3 = "1.3");
 
 /// Cipher suites in the given order.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,7 +1,7 @@
 //! The note in a job's folder about the job's dataset at its first start. When the job starts on another machine later, the dataset of that
 //! machine is compared with the note.
 
-use crate::util::lock;
+use crate::util::{if_exists, lock};
 use lockstep_protocol::dataset::{DATASET_NOTE, DatasetNote};
 use std::{
     fs::{self, File},
@@ -16,11 +16,7 @@ static NOTE_LOCK: Mutex<()> = Mutex::new(());
 /// Stores the note of a job's first start, if the job has no note yet. If the stored note has another dataset, returns its description.
 pub(crate) fn keep_dataset_note(job_dir: &Path, own: &DatasetNote) -> io::Result<Option<String>> {
     let _one_at_a_time = lock(&NOTE_LOCK);
-    let bytes = match fs::read(job_dir.join(DATASET_NOTE)) {
-        Ok(bytes) => bytes,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-        Err(error) => return Err(error),
-    };
+    let bytes = if_exists(fs::read(job_dir.join(DATASET_NOTE)))?.unwrap_or_default();
     // A note that was damaged by a loss of power is replaced. Otherwise the job could never start again.
     let Ok(kept) = serde_json::from_slice::<DatasetNote>(&bytes) else {
         write(job_dir, &serde_json::to_vec(own)?)?;

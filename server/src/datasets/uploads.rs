@@ -2,7 +2,7 @@
 //! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. A zip file of a few bytes may claim any
 //! number and size of files, so an archive is read with little memory, whatever it claims.
 
-use crate::util::{disk_space::check_space, unless_missing};
+use crate::util::{disk_space::check_space, if_exists};
 use sha2::{Digest, Sha256};
 use std::{
     cell::Cell,
@@ -113,10 +113,7 @@ impl Upload {
         }
         let path = self.0.join(ARCHIVE);
         let opened = File::options().write(true).create(offset == 0).truncate(false).open(path);
-        let mut file = match opened {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Refused::Offset(0)),
-            opened => opened?,
-        };
+        let mut file = if_exists(opened)?.ok_or(Refused::Offset(0))?;
         check_space(&self.0, piece.len() as u64)?;
         let size = file.metadata()?.len();
         if size < offset {
@@ -187,13 +184,13 @@ impl Upload {
 
     /// Removes the zip file, after its pictures have become a dataset.
     pub(crate) fn finish(&self) -> io::Result<()> {
-        unless_missing(fs::remove_file(self.0.join(ARCHIVE)))
+        if_exists(fs::remove_file(self.0.join(ARCHIVE))).map(drop)
     }
 }
 
 /// Removes the folder of an upload, or of a dataset that was uploaded.
 pub(crate) fn remove(folder: &Path) -> io::Result<()> {
-    unless_missing(fs::remove_dir_all(folder))
+    if_exists(fs::remove_dir_all(folder)).map(drop)
 }
 
 /// Removes unfinished uploads without a dataset, and files that a crash has left: zip files of datasets, and pictures of

@@ -1,6 +1,6 @@
 //! Files of a run from elsewhere: the folder `files` in the job's folder, which is removed with the job.
 
-use crate::util::{disk_space::check_space, lock};
+use crate::util::{disk_space::check_space, if_exists, lock};
 use lockstep_protocol::{
     job::RunFile,
     limits::{RUN_FILE_PATH_BYTES, RUN_FILES, RUN_FILES_BYTES},
@@ -183,12 +183,8 @@ impl RunFiles {
             Ok(_) => fs::remove_file(&place),
             Err(error) => Err(error),
         };
-        match removed {
-            Ok(()) => {}
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                return Ok(false);
-            }
-            Err(error) => return Err(error.into()),
+        if if_exists(removed)?.is_none() {
+            return Ok(false);
         }
         // Empty folders are removed.
         let folder = self.folder();
@@ -219,11 +215,7 @@ pub(crate) fn check_size(size_bytes: u64, room: u64) -> Result<()> {
 }
 
 fn collect(folder: &Path, prefix: &str, all: &mut Vec<RunFile>) -> io::Result<()> {
-    let entries = match fs::read_dir(folder) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        entries => entries?,
-    };
-    for entry in entries {
+    for entry in if_exists(fs::read_dir(folder))?.into_iter().flatten() {
         let entry = entry?;
         // A file that was removed meanwhile is left out.
         let (Ok(name), Ok(metadata)) = (entry.file_name().into_string(), entry.metadata()) else { continue };

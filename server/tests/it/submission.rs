@@ -231,7 +231,7 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
             (&*request.weights, request.image_size, request.channels, request.classes),
             ("/w.safetensors", 64, 1, 2)
         );
-        assert_eq!(request.model.arch.name(), "resnet20");
+        assert_eq!(request.model.arch.as_str(), "resnet20");
     }
     // The server finds some mistakes without an agent, and reports them with the other mistakes.
     let id = format!("{}-1-40", lockstep_protocol::JobId::generate());

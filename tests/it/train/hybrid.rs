@@ -2,15 +2,11 @@
 
 use super::{
     Bench, assert_success,
-    stops::{pid_of, signal, until_step},
+    stops::{pid_of, signal, start_until_step},
 };
 use crate::{pictures, server::training_permit};
 use rustix::process::Signal;
-use std::{
-    collections::BTreeMap,
-    path::Path,
-    process::{Command, Stdio},
-};
+use std::{collections::BTreeMap, path::Path, process::Command};
 
 /// The tensors of a checkpoint.
 fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
@@ -178,13 +174,7 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
     // Rank 2, which is killed, has the second stage.
     let long = [&sets(&stages)[..], &["--set", "train.epochs=2"]].concat();
     run("undisturbed", &long, &[]);
-    let mut child = bench
-        .train("killed", &long)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("it starts");
-    until_step(&mut child, 6);
+    let mut child = start_until_step(bench.train("killed", &long), 6);
     signal(pid_of(&bench.out("killed").join("attempts/1"), 2), Signal::KILL);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");

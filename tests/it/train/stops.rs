@@ -6,7 +6,7 @@ use std::{
     fs,
     io::{BufRead, BufReader},
     path::Path,
-    process::{Child, Stdio},
+    process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -20,6 +20,14 @@ pub(super) fn until_step(child: &mut Child, step: u32) {
         }
     }
     panic!("no line of step {step}");
+}
+
+/// Starts a run and reads its loss lines until the line of `step`.
+pub(super) fn start_until_step(mut command: Command, step: u32) -> Child {
+    let spawned = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut child = spawned.expect("it starts");
+    until_step(&mut child, step);
+    child
 }
 
 pub(super) fn pid_of(attempt: &Path, rank: u32) -> i32 {
@@ -138,13 +146,7 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
 #[tokio::test]
 async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
     let bench = Bench::new().await;
-    let mut child = bench
-        .train("out", &["--set", "train.epochs=1000"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("it starts");
-    until_step(&mut child, 2);
+    let mut child = start_until_step(bench.train("out", &["--set", "train.epochs=1000"]), 2);
     // As Slurm or kill(1) does.
     signal(pid_of(&bench.out("out").join("attempts/1"), 1), rustix::process::Signal::TERM);
     drop(child.stdout.take());
@@ -157,13 +159,8 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
 #[tokio::test]
 async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
     let mut bench = Bench::new().await;
-    let mut child = bench
-        .train("out", &["--set", "train.epochs=1000", "--set", "checkpoint.every_steps=100000"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("it starts");
-    until_step(&mut child, 3);
+    let sets = ["--set", "train.epochs=1000", "--set", "checkpoint.every_steps=100000"];
+    let mut child = start_until_step(bench.train("out", &sets), 3);
     let attempt = bench.out("out").join("attempts/1");
     // A suspended rank: the others wait for it forever.
     signal(pid_of(&attempt, 1), rustix::process::Signal::STOP);
@@ -196,13 +193,7 @@ async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
 #[tokio::test]
 async fn a_killed_rank_ends_the_others_and_is_named() {
     let bench = Bench::new().await;
-    let mut child = bench
-        .train("out", &["--set", "train.epochs=1000"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("it starts");
-    until_step(&mut child, 2);
+    let mut child = start_until_step(bench.train("out", &["--set", "train.epochs=1000"]), 2);
     let attempt = bench.out("out").join("attempts/1");
     let killed = Instant::now();
     signal(pid_of(&attempt, 1), rustix::process::Signal::KILL);
@@ -228,10 +219,8 @@ mod full {
         // Slow steps, so that the run of 80 steps is stopped before its end.
         let sets = ["--ranks", "18", "--set", "train.global_batch_size=144", "--set", "train.epochs=40"];
         let mut command = bench.train("out", &sets);
-        command.env("LOCKSTEP_FAULT", "step:slow").stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().expect("it starts");
-        until_step(&mut child, 1);
-        let (output, _) = interrupt(child);
+        command.env("LOCKSTEP_FAULT", "step:slow");
+        let (output, _) = interrupt(start_until_step(command, 1));
         assert!(
             output.contains("stopped after step ") && output.contains("continues from this step"),
             "{output}"

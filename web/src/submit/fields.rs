@@ -419,11 +419,8 @@ impl Kind {
     pub(super) fn word(self) -> &'static str {
         match self {
             Kind::Text | Kind::Lines | Kind::Choice(_) | Kind::Dataset => "text",
-            Kind::Integer => "integer",
-            Kind::Number => "number",
-            Kind::NumberOrText => "number-or-text",
-            Kind::Numbers => "numbers",
-            Kind::Weights => "weights",
+            Kind::Integer | Kind::Number | Kind::NumberOrText => "number",
+            Kind::Numbers | Kind::Weights => "numbers",
             Kind::Words => "words",
             Kind::Sizes => "sizes",
             Kind::Switch => "switch",

@@ -145,9 +145,7 @@ fn item_text(value: &Value) -> String {
 
 /// Returns the values with which this recipe fills fields.
 pub(super) fn recipe_values(recipe: &str) -> BTreeMap<String, String> {
-    let Some((recipe, _)) = Recipe::ALL.into_iter().find(|(_, name)| *name == recipe) else {
-        return BTreeMap::new();
-    };
+    let Ok(recipe) = recipe.parse::<Recipe>() else { return BTreeMap::new() };
     let mut form = Form::default();
     form.flatten("", &recipe.keys());
     form.set("train.lr", "");

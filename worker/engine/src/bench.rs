@@ -63,11 +63,7 @@ impl std::str::FromStr for Case {
             Some(plain) => (plain, Stem::Cifar),
             None => (arch, Stem::Imagenet),
         };
-        let arch = Arch::ALL
-            .iter()
-            .find(|(_, name)| *name == plain)
-            .map(|(arch, _)| *arch)
-            .ok_or_else(|| wrong(&format!("unknown architecture `{arch}`")))?;
+        let arch = plain.parse::<Arch>().map_err(|_| wrong(&format!("unknown architecture `{arch}`")))?;
         let stem = if arch.is_cifar_family() { Stem::Cifar } else { stem };
         Ok(Self {
             name: text.into(),
@@ -425,11 +421,11 @@ mod tests {
         assert_eq!((case.model.arch, case.model.stem, case.batch_size), (Arch::ResNet18, Stem::Cifar, 64));
         assert_eq!("resnet50:32:32".parse::<Case>().unwrap().model.stem, Stem::Imagenet);
         // Every network with its own stem, and with the CIFAR stem.
-        for (arch, name) in Arch::ALL {
-            let case: Case = format!("{name}:224:256").parse().unwrap();
+        for arch in Arch::ALL {
+            let case: Case = format!("{arch}:224:256").parse().unwrap();
             let stem = if arch.is_cifar_family() { Stem::Cifar } else { Stem::Imagenet };
             assert_eq!((case.model.arch, case.model.stem, case.image_size), (arch, stem, 224));
-            let case: Case = format!("{name}c:32:8").parse().unwrap();
+            let case: Case = format!("{arch}c:32:8").parse().unwrap();
             assert_eq!((case.model.arch, case.model.stem), (arch, Stem::Cifar));
         }
         for wrong in ["", "resnet20", "resnet21:32:64", "resnet20:0:64", "resnet20:32:x"] {

@@ -128,7 +128,7 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
 #[test]
 fn no_optimizer_changes_a_frozen_batch_norm() {
     let network = networks().swap_remove(0);
-    for (kind, name) in OptimizerKind::ALL {
+    for kind in OptimizerKind::ALL {
         let optimizer = Optimizer { kind, weight_decay: 0.1, ..plain_sgd() };
         let mut engine = engine(&network, optimizer);
         let mut kept = engine.optimizer_state().unwrap();
@@ -144,11 +144,11 @@ fn no_optimizer_changes_a_frozen_batch_norm() {
         let (end, state) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
         for (tensor, values) in &end {
             let changed = *values != start[tensor];
-            assert_eq!(changed, !is_of_norm(&network, tensor), "{name}: {tensor}");
+            assert_eq!(changed, !is_of_norm(&network, tensor), "{kind}: {tensor}");
         }
         for (slot, values) in &state.slots {
             let (tensor, _) = slot.rsplit_once('.').unwrap();
-            assert_eq!(*values != kept.slots[slot], !is_of_norm(&network, tensor), "{name}: {slot}");
+            assert_eq!(*values != kept.slots[slot], !is_of_norm(&network, tensor), "{kind}: {slot}");
         }
     }
 }

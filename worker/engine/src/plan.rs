@@ -141,7 +141,7 @@ impl fmt::Display for Plan {
             write!(f, ", the last layer split by out")?;
         }
         for ShardSpec { pattern, split } in &self.shards {
-            write!(f, ", {pattern} split by {}", split.name())?;
+            write!(f, ", {pattern} split by {}", split.as_str())?;
         }
         if self.optimizer_sharding {
             write!(f, ", optimizer state divided")?;

@@ -372,7 +372,7 @@ mod tests {
             let ParameterPolicy { decay, adapted, .. } = optimizer.policy(is_weight);
             (decay, adapted)
         };
-        for (kind, _) in OptimizerKind::ALL {
+        for kind in OptimizerKind::ALL {
             let layer_wise = matches!(kind, OptimizerKind::Lars | OptimizerKind::Lamb);
             for decay_norm_and_bias in [true, false] {
                 assert_eq!(treat(kind, decay_norm_and_bias, true), (0.1, layer_wise), "{kind:?}");

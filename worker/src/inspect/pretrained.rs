@@ -24,7 +24,7 @@ pub(super) fn find_mistake(request: &FitWeights) -> Option<String> {
     Some(format!(
         "{} does not fit a {} as this job builds it: it has {} tensors of {}; {problems}",
         file.display(),
-        model.arch.name(),
+        model.arch.as_str(),
         given.len(),
         wanted.len(),
     ))

@@ -38,18 +38,7 @@ impl<'a> ThroughputMeter<'a> {
             steps: 0,
             times: StepTimes::default(),
             samples: 0,
-            last_report: RankReport {
-                status: String::new(),
-                step: 0,
-                epoch: 0,
-                step_ms: 0.0,
-                all_reduce_ms: 0.0,
-                data_ms: 0.0,
-                images_per_second: 0.0,
-                pid: std::process::id(),
-                device,
-                axis_ms: None,
-            },
+            last_report: RankReport { pid: std::process::id(), device, ..RankReport::default() },
         }
     }
 

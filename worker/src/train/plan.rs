@@ -134,7 +134,7 @@ impl RunPlan {
     pub(super) fn describe(&self, spec: &JobSpec, shape: &Shape, engine: &dyn Engine) -> Vec<String> {
         let mut lines = vec![format!(
             "{} of {} parameters, {}, {}x{} pixels; {} training and {}",
-            spec.model.arch.name(),
+            spec.model.arch.as_str(),
             self.network.parameter_count(),
             plural(shape.classes.len() as u64, "class"),
             shape.image_size,

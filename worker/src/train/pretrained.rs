@@ -35,7 +35,7 @@ pub(super) fn load(
     // The only file, or the folder of several files.
     let path = if let [file] = &files[..] { file } else { &path };
     let (weights, mapping) = replace_weights(given, initial, head).map_err(|problems| {
-        let arch = training.spec.model.arch.name();
+        let arch = training.spec.model.arch.as_str();
         wrong(format!("{} does not fit a {arch} as this job builds it: {problems}", path.display()))
     })?;
     if let Some(found) = first_not_finite(&weights) {

@@ -232,7 +232,7 @@ pub(super) fn model_metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, 
     }
     let mut metadata = BTreeMap::from([
         ("format".into(), "pt".into()),
-        ("arch".into(), spec.model.arch.name().into()),
+        ("arch".into(), spec.model.arch.as_str().into()),
         ("classes".into(), json(serde_json::to_string(&shape.classes))),
         ("image_size".into(), shape.image_size.to_string()),
         ("channels".into(), shape.channels.to_string()),

@@ -264,8 +264,8 @@ fn resume(
     if !keeps_optimizer {
         notes.push(format!(
             "train.optimizer is {} and was {}, whose state is different: the optimizer's state starts again at zero",
-            kind.name(),
-            saved_optimizer.kind.name()
+            kind.as_str(),
+            saved_optimizer.kind.as_str()
         ));
     }
     if step != state.step {
@@ -413,7 +413,7 @@ fn check_compatible(
     own: &Shapes,
 ) -> Result<(), TrainError> {
     let refuse = |text: String| {
-        let arch = training.spec.model.arch.name();
+        let arch = training.spec.model.arch.as_str();
         Err(TrainError::Impossible(format!(
             "checkpoint {} does not fit this job ({arch}, dataset {}): {text}. To train another network or dataset from \
              its weights, begin a new job with model.pretrained",

@@ -55,7 +55,7 @@ impl Parameters {
 }
 
 pub(crate) fn network(arch: &str, stem: &str, image_size: usize, channels: usize, classes: usize) -> Network {
-    let arch = Arch::ALL.iter().find(|(_, name)| *name == arch).unwrap().0;
+    let arch = arch.parse::<Arch>().unwrap();
     let stem = if stem == "imagenet" { Stem::Imagenet } else { Stem::Cifar };
     net::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, image_size, channels, classes).unwrap()
 }

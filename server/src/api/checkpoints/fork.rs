@@ -290,7 +290,7 @@ async fn make(
 /// Refuses another recipe, which would have no effect because every key already has a value.
 fn check_recipe(source: &Job, document: &Value) -> Result<()> {
     let recipe = document.pointer("/train/recipe").and_then(Value::as_str);
-    if recipe.is_none() || recipe == source.spec.train.recipe.map(Recipe::name) {
+    if recipe.is_none() || recipe == source.spec.train.recipe.map(Recipe::as_str) {
         return Ok(());
     }
     let detail = "must not be changed, because a fork keeps the values of all its parent's settings; set the keys that should differ";

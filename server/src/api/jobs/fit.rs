@@ -90,12 +90,12 @@ pub(crate) fn mistakes(
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     };
     if spec.model.arch != source.model.arch {
-        let (is, was) = (spec.model.arch.name(), source.model.arch.name());
+        let (is, was) = (spec.model.arch.as_str(), source.model.arch.as_str());
         mistake("/model/arch", format!("the checkpoint's network is {was}, not {is}"));
     }
     let Some(trained) = trained else {
         if spec.model.stem != source.model.stem {
-            let (is, was) = (spec.model.stem.name(), source.model.stem.name());
+            let (is, was) = (spec.model.stem.as_str(), source.model.stem.as_str());
             mistake("/model/stem", format!("the checkpoint's network has the {was} stem, not the {is} stem"));
         }
         return mistakes;
@@ -118,7 +118,7 @@ pub(crate) fn mistakes(
     let size = spec.data.effective_validation_size().unwrap_or(info.height);
     let (trained_stem, stem) =
         (source.model.stem_for(trained_size as usize), spec.model.stem_for(size as usize));
-    let (was, is) = (trained_stem.name(), stem.name());
+    let (was, is) = (trained_stem.as_str(), stem.as_str());
     if trained_stem != stem && spec.model.stem == source.model.stem {
         let detail = format!(
             "model.stem = \"auto\" means {is:?} at {size} pixels, but {was:?} at {trained_size} pixels, the size at which the checkpoint \

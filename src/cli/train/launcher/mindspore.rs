@@ -61,17 +61,8 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
     let default = if is_loopback(&addr) { world_size } else { 1 };
     let local_ranks = read_number(variable, "LOCAL_WORLD_SIZE")?.unwrap_or(default).clamp(1, world_size);
     let local_rank = read_number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
-    Ok(LaunchedRank {
-        launcher: LAUNCHER,
-        rank,
-        world_size,
-        local_rank,
-        local_ranks,
-        device,
-        addr,
-        port,
-        secret,
-    })
+    let launcher = LAUNCHER;
+    Ok(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
 }
 
 #[cfg(test)]

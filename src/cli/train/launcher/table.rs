@@ -34,17 +34,8 @@ pub(in super::super) fn rank_of_table(
     let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
     let local_ranks = machine.devices.len() as u32;
     let device = Some(machine.devices[local_rank as usize].device);
-    Ok(LaunchedRank {
-        launcher: RANK_TABLE,
-        rank,
-        world_size,
-        local_rank,
-        local_ranks,
-        device,
-        addr,
-        port,
-        secret,
-    })
+    let launcher = RANK_TABLE;
+    Ok(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
 }
 
 /// Returns the ranks of the machine `node`, an index from 0 in the table's order.

@@ -39,7 +39,7 @@ pub(super) fn build(
             SIDES.end()
         ));
     }
-    let mut net = Network::new(Arch::CifarNet.name(), image_size, channels, classes);
+    let mut net = Network::new(Arch::CifarNet.as_str(), image_size, channels, classes);
     net.frozen_norm = model.freeze_norm;
     let mut x = net.padded_conv("whiten", net.input(), 2 * channels * KERNEL * KERNEL, (KERNEL, 1, 0), 1);
     x = net.gelu(Some("whiten"), x);
@@ -65,7 +65,7 @@ impl Network {
     /// Share of a batch in the running statistics of batch norms (PyTorch's `momentum`).
     pub(crate) fn running_momentum(&self) -> f32 {
         // A run has 200 steps, so the last batches count more than in other networks.
-        if self.arch == Arch::CifarNet.name() { 0.4 } else { MOMENTUM }
+        if self.arch == Arch::CifarNet.as_str() { 0.4 } else { MOMENTUM }
     }
 }
 

@@ -139,20 +139,20 @@ mod tests {
 
     #[test]
     fn descriptions_obey_the_limits_and_count_every_parameter() {
-        for (arch, name) in Arch::ALL {
+        for arch in Arch::ALL {
             for freeze_norm in [false, true] {
                 let model = ModelSpec { arch, freeze_norm, ..ModelSpec::default() };
                 let network = crate::net::build(&model, 64, 3, 10).unwrap();
                 let (found, _) = network.describe();
-                assert_eq!(found.check(), Ok(()), "{name}");
+                assert_eq!(found.check(), Ok(()), "{arch}");
                 let names: BTreeSet<_> = found.layers.iter().map(|layer| &layer.name).collect();
-                assert_eq!(names.len(), found.layers.len(), "{name}: names are unique");
+                assert_eq!(names.len(), found.layers.len(), "{arch}: names are unique");
                 let counted: u64 = found.layers.iter().map(|layer| layer.parameters).sum();
                 let frozen =
                     network.parameters().into_iter().filter(|p| p.role.is_trained() && !network.trains(p));
                 let frozen: u64 = frozen.map(|p| p.len() as u64).sum();
-                assert_eq!(counted + frozen, network.parameter_count() as u64, "{name}");
-                assert_eq!(frozen > 0, freeze_norm || arch == Arch::CifarNet, "{name}");
+                assert_eq!(counted + frozen, network.parameter_count() as u64, "{arch}");
+                assert_eq!(frozen > 0, freeze_norm || arch == Arch::CifarNet, "{arch}");
             }
         }
     }

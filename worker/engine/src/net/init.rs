@@ -27,7 +27,7 @@ impl InitialParameters {
         let draw = |p: &Parameter| {
             let key = key(seed, &p.name);
             let of_arch =
-                if network.arch == Arch::CifarNet.name() { cifarnet::initial(p, key) } else { None };
+                if network.arch == Arch::CifarNet.as_str() { cifarnet::initial(p, key) } else { None };
             of_arch.unwrap_or_else(|| match p.role {
                 Role::ConvWeight => {
                     let fan_out = p.shape[0] * p.shape[2] * p.shape[3];

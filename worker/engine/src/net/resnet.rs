@@ -61,17 +61,17 @@ pub fn build(
     let stem = model.stem_for(image_size);
     let smallest = (1..).find(|&size| halvings_fit(model.arch, stem, size)).unwrap_or(1);
     if !halvings_fit(model.arch, stem, image_size) {
-        let stem = stem.name();
+        let stem = stem.as_str();
         return Err(format!(
             "an image size of {image_size} is too small for {} with the {stem} stem, whose last stage would \
              halve a single pixel; the smallest is {smallest}",
-            model.arch.name()
+            model.arch.as_str()
         ));
     }
 
     let (block, blocks) = stages(model.arch);
     let width = if model.arch.is_cifar_family() { 16 } else { 64 };
-    let mut net = Network::new(model.arch.name(), image_size, channels, classes);
+    let mut net = Network::new(model.arch.as_str(), image_size, channels, classes);
     net.frozen_norm = model.freeze_norm;
     let (kernel, stride) = if stem == Stem::Imagenet { (7, 2) } else { (3, 1) };
     let mut x = net.conv("conv1", net.input(), width, kernel, stride);
@@ -166,7 +166,7 @@ mod tests {
             (Arch::WideResNet101_2, 126_886_696),
         ] {
             let net = build(&model(arch, Stem::Imagenet), 224, 3, 1000).unwrap();
-            assert_eq!(net.parameter_count(), count, "{}", arch.name());
+            assert_eq!(net.parameter_count(), count, "{}", arch.as_str());
         }
         assert_eq!(build(&model(Arch::ResNet20, Stem::Auto), 32, 3, 10).unwrap().parameter_count(), 272_474);
     }

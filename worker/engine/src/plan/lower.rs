@@ -153,14 +153,14 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
         let splits: Vec<_> = counts
             .iter()
             .filter(|(_, count)| suffices(*count))
-            .map(|(possible, _)| format!("{:?}", possible.name()))
+            .map(|(possible, _)| format!("{:?}", possible.as_str()))
             .collect();
         let splits = if splits.is_empty() { "nothing".into() } else { splits.join(" or ") };
         let limit =
             if count > 0 { format!(" (parallel.model may be at most {count})") } else { String::new() };
         problems.push(format!(
             "{name} cannot be split by {:?} over {} ranks{limit}: it is {what}, which can be split by {splits}",
-            split.name(),
+            split.as_str(),
             plan.mesh.model
         ));
     }

@@ -6,7 +6,7 @@ use super::*;
 /// weight decay on batch norms and biases.
 #[test]
 fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
-    for (kind, name) in OptimizerKind::ALL {
+    for kind in OptimizerKind::ALL {
         for decay_norm_and_bias in [true, false] {
             let optimizer =
                 Optimizer { kind, decay_norm_and_bias, weight_decay: 0.01, ..Optimizer::default() };
@@ -25,7 +25,7 @@ fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
             assert_eq!(single.1.updates, 3);
             for (ranks, shared) in [(2, true), (2, false), (4, true)] {
                 for (rank, result) in run(ranks, shared).iter().enumerate() {
-                    assert!(result == single, "{name}: rank {rank} of {ranks}, shared memory: {shared}");
+                    assert!(result == single, "{kind}: rank {rank} of {ranks}, shared memory: {shared}");
                 }
             }
         }
@@ -72,7 +72,7 @@ fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
 
 #[test]
 fn weights_and_optimizer_state_are_read_back_unchanged() {
-    for (kind, name) in OptimizerKind::ALL {
+    for kind in OptimizerKind::ALL {
         let config = || {
             let optimizer = Optimizer { kind, weight_decay: 0.01, ..Optimizer::default() };
             EngineConfig { optimizer, ..config(8) }
@@ -94,8 +94,8 @@ fn weights_and_optimizer_state_are_read_back_unchanged() {
         for engine in [&mut trained, &mut other] {
             engine.train_step(&[pictures(3, 0, 5)], 0.01).unwrap();
         }
-        assert!(trained.parameters().unwrap() == other.parameters().unwrap(), "{name}: continuing is exact");
-        assert!(trained.optimizer_state().unwrap() == other.optimizer_state().unwrap(), "{name}");
+        assert!(trained.parameters().unwrap() == other.parameters().unwrap(), "{kind}: continuing is exact");
+        assert!(trained.optimizer_state().unwrap() == other.optimizer_state().unwrap(), "{kind}");
         // If the number of updates were lost, the bias correction would start again.
         if slots(kind).len() == 2 {
             let mut forgetful = engine(config(), Arc::new(SingleRank));

@@ -17,16 +17,16 @@ fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<Netwo
 #[test]
 fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
     let mut wanted = None;
-    for (kind, name) in OptimizerKind::ALL {
+    for kind in OptimizerKind::ALL {
         for accumulate in [1, 2] {
             let (mut engine, network) = engine(kind, accumulate);
-            assert!(engine.gradients().unwrap().is_empty(), "{name}: not requested");
+            assert!(engine.gradients().unwrap().is_empty(), "{kind}: not requested");
             engine.keep_gradients().unwrap();
             let batch = unfused::batch(&network, 8);
             let found = engine.train_step(&vec![batch.clone(); accumulate], 0.01).unwrap();
             let gradients = engine.gradients().unwrap();
             let square: f64 = gradients.values().flat_map(|t| &t.values).map(|v| f64::from(*v).powi(2)).sum();
-            assert!((square.sqrt() - f64::from(found.grad_norm)).abs() < 1e-5 * square.sqrt(), "{name}");
+            assert!((square.sqrt() - f64::from(found.grad_norm)).abs() < 1e-5 * square.sqrt(), "{kind}");
             let trained = network.parameters().into_iter().filter(|p| p.role.is_trained());
             assert_eq!(gradients.len(), trained.count());
             // Twice the same pictures have the same mean gradient, up to the last bit of a sum.
@@ -35,11 +35,11 @@ fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
                 let pairs = gradient.values.iter().zip(&wanted[tensor].values);
                 let apart = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                 let size = gradient.values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-                assert!(apart <= 1e-5 * size, "{name}, {accumulate}: {tensor} {apart} of {size}");
+                assert!(apart <= 1e-5 * size, "{kind}, {accumulate}: {tensor} {apart} of {size}");
             }
             // Later steps do not change the kept gradients.
             engine.train_step(&[batch], 0.01).unwrap();
-            assert!(engine.gradients().unwrap() == gradients, "{name}");
+            assert!(engine.gradients().unwrap() == gradients, "{kind}");
         }
     }
 }

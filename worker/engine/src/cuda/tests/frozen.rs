@@ -96,7 +96,7 @@ fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
     use lockstep_protocol::spec::OptimizerKind;
     let network = freeze_norms(&network(Arch::ResNet20, Stem::Cifar, 16));
     let initial = trained_parameters(&network);
-    for (kind, _) in OptimizerKind::ALL {
+    for kind in OptimizerKind::ALL {
         let optimizer = Optimizer { kind, weight_decay: 0.1, ..Optimizer::default() };
         let config = EngineConfig { optimizer, ..config(8) };
         let [wanted, ours] = [false, true].map(|on_gpu| {

@@ -11,7 +11,7 @@ fn is_adam(kind: OptimizerKind) -> bool {
 
 /// All of [`OptimizerKind::ALL`] with suitable learning rates, with and without weight decay on all parameters.
 fn optimizers() -> Vec<(String, Optimizer, f32)> {
-    let settings = |(kind, name): (OptimizerKind, &str)| {
+    let settings = |kind: OptimizerKind| {
         [true, false].map(|decay_norm_and_bias| {
             // The sign of a tiny gradient depends on rounding, but would decide Adam's whole step.
             let optimizer = Optimizer {
@@ -26,7 +26,7 @@ fn optimizers() -> Vec<(String, Optimizer, f32)> {
                 OptimizerKind::Lars => 1.0,
                 OptimizerKind::AdamW | OptimizerKind::Lamb => 0.003,
             };
-            (format!("{name}, decay on everything: {decay_norm_and_bias}"), optimizer, lr)
+            (format!("{kind}, decay on everything: {decay_norm_and_bias}"), optimizer, lr)
         })
     };
     OptimizerKind::ALL.into_iter().flat_map(settings).collect()

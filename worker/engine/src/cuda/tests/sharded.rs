@@ -70,8 +70,8 @@ fn trained(
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
-    let kinds = OptimizerKind::ALL.into_iter().filter(|(kind, _)| *kind != OptimizerKind::Muon);
-    for (number, (kind, name)) in kinds.enumerate() {
+    let kinds = OptimizerKind::ALL.into_iter().filter(|kind| *kind != OptimizerKind::Muon);
+    for (number, kind) in kinds.enumerate() {
         for precision in [Precision::Fp32, Precision::Fp16] {
             let network = small_network(10);
             let optimizer = Optimizer { kind, weight_decay: 0.01, epsilon: 1e-3, ..config(1).optimizer };
@@ -94,25 +94,25 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
                 [&state, &wanted_state].map(|state| &state.optimizer.as_ref().unwrap().slots);
             let slot = worst_difference(slots, wanted_slots);
             eprintln!(
-                "{name}, {precision:?}: losses {loss:.1e}, weights {distance:.1e} of their change, state {slot:?} apart"
+                "{kind}, {precision:?}: losses {loss:.1e}, weights {distance:.1e} of their change, state {slot:?} apart"
             );
             let bound = if precision == Precision::Fp32 { 1e-3 } else { 5e-2 };
-            assert!(distance < bound && f64::from(loss) < bound, "{name}, {precision:?}: {loss} {distance}");
+            assert!(distance < bound && f64::from(loss) < bound, "{kind}, {precision:?}: {loss} {distance}");
             assert!(slots.keys().eq(wanted_slots.keys()));
 
             // Both can continue from a checkpoint of divided state.
             let (wanted, _) = trained(&network, &config, &whole, lr, Some(&state));
             let (ours, _) = trained(&network, &config, &divided, lr, Some(&state));
             let loss = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(f64::from(loss) < bound, "{name}, {precision:?}: continued {loss}");
+            assert!(f64::from(loss) < bound, "{kind}, {precision:?}: continued {loss}");
             if precision == Precision::Fp32 {
                 let mut cpu = cpu_from(&start, &network, &config);
                 for number in 0..STEPS {
                     cpu.train_step(&step(&network, number, config.accumulate, 0, 1), lr).unwrap();
                 }
                 let distance = relative_distance(&state.parameters, &cpu.parameters().unwrap(), &start);
-                eprintln!("{name}: weights {distance:.1e} of their change from the CPU engine's");
-                assert!(distance < 2e-2, "{name}: {distance}");
+                eprintln!("{kind}: weights {distance:.1e} of their change from the CPU engine's");
+                assert!(distance < 2e-2, "{kind}: {distance}");
             }
         }
     }

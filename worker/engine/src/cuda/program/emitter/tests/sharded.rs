@@ -2,6 +2,7 @@
 
 use super::*;
 use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
+use lockstep_comm::DataType;
 use std::ops::Range;
 
 /// The ranges of a region that commands write, in order.

@@ -230,20 +230,24 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
     options
 }
 
-/// Compiles the kernels for every GPU of [`CAPABILITIES`] in every floating-point format, and writes them into `dir`
-/// under the names that [`Kernels::load`] reads. Needs NVRTC but no GPU, and takes minutes.
+/// Writes the kernels for every GPU of [`CAPABILITIES`] in every floating-point format into `dir`, under the names that
+/// [`Kernels::load`] reads. Copies kernels that a package has installed, and compiles others, which needs NVRTC but no
+/// GPU, and takes minutes.
 ///
 /// # Errors
 /// NVRTC is missing or rejects the kernels, or `dir` cannot be written.
 pub fn compile_all(dir: &Path) -> Result<(), String> {
-    libraries::ready(&[Library::Nvrtc])?;
+    if lockstep_host::cache::installed().is_none() {
+        libraries::ready(&[Library::Nvrtc])?;
+    }
     compile_each(&CAPABILITIES, &[], |name, image| {
         cache::write_file(dir, name, image).map_err(|e| format!("{}: {e}", dir.join(name).display()))
     })
 }
 
-/// Compiles the kernels for these compute capabilities in every floating-point format, on all cores, with the options
-/// `extra_options` in addition to the engine's. Calls `take` with the name and the content of each file.
+/// Compiles the kernels for these compute capabilities in every floating-point format, except installed kernels, on all
+/// cores, with the options `extra_options` in addition to the engine's. Calls `take` with the name and the content of
+/// each file.
 fn compile_each(
     capabilities: &[u32],
     extra_options: &[&str],
@@ -255,7 +259,8 @@ fn compile_each(
         let mut options = options(capability, dtype);
         let name = cache_name(capability, dtype, &options);
         options.extend(extra_options.iter().map(|option| (*option).to_owned()));
-        take(&name, &compile(&options).map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
+        let image = cache::read_installed(&name).map_or_else(|| compile(&options), Ok);
+        take(&name, &image.map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
     };
     let work = || {
         while let Some(&(capability, dtype)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {

@@ -189,6 +189,7 @@ fn pages() -> [(&'static str, MethodRouter<App>); 32] {
         ("/api/2.0/mlflow/runs/search", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/logged-models/search", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/{*call}", any(runs::mlflow::call)),
+        ("/api/3.0/mlflow/{*call}", any(runs::mlflow::call)),
         ("/api/2.0/mlflow-artifacts/artifacts", any(runs::mlflow::artifacts::list)),
         ("/api/2.0/mlflow-artifacts/artifacts/{*path}", any(runs::mlflow::artifacts::file)),
     ]
@@ -219,6 +220,7 @@ pub(crate) fn build_router(app: App) -> Router {
         .layer(CatchPanicLayer::custom(panicked))
         .layer(middleware::from_fn_with_state(app.gate.clone(), gate::gate))
         .layer(middleware::from_fn_with_state(app.gate.clone(), guard::guard))
+        .layer(middleware::from_fn(runs::mlflow::format_errors))
         .layer(PropagateRequestIdLayer::x_request_id())
         // A span without events, because requests are in the access log.
         .layer(

@@ -167,6 +167,10 @@ impl Error {
     }
 }
 
+/// Response extension of an error: what is wrong, for interfaces with another form of errors.
+#[derive(Debug, Clone)]
+pub(crate) struct Detail(pub(crate) String);
+
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
         let header = self.header();
@@ -175,6 +179,7 @@ impl IntoResponse for Error {
         let mut response =
             (status, [(header::CONTENT_TYPE, "application/problem+json")], body).into_response();
         response.headers_mut().extend(header);
+        response.extensions_mut().insert(Detail(problem.detail));
         response
     }
 }

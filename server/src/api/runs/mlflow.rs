@@ -9,7 +9,7 @@ use super::{LAST_STEP, NAME_CHARS, NewRun, columns, number, start_run};
 use crate::{
     api::{jobs, list::Pages, to_the_end},
     auth::{Auth, access::Caller},
-    http::error::Error,
+    http::error::{Detail, Error},
     ingest::runs::Runs,
     lifecycle::external::{RunChange, text_of},
     metrics::{self, query},
@@ -19,7 +19,8 @@ use crate::{
 use axum::{
     Extension, Json,
     extract::{FromRequest, Query, Request, State},
-    http::{Method, StatusCode},
+    http::{Method, StatusCode, header},
+    middleware::Next,
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
@@ -78,11 +79,6 @@ fn invalid(message: impl Into<String>) -> Refusal {
     refuse("INVALID_PARAMETER_VALUE", message)
 }
 
-fn missing(key: &str) -> Refusal {
-    let advice = "See the API docs for more information about request parameters.";
-    invalid(format!("Missing value for required parameter '{key}'. {advice}"))
-}
-
 /// Error for a value of the wrong type, with MLflow's text.
 fn invalid_value(key: &str, value: &Value) -> Refusal {
     invalid(format!("Invalid value {} for parameter '{key}' supplied", shortened(&value.to_string())))
@@ -97,16 +93,26 @@ fn no_call(method: &Method, name: &str) -> Refusal {
     refuse("ENDPOINT_NOT_FOUND", detail)
 }
 
+impl Refusal {
+    /// Returns the refusal for an error of Lockstep's own interface.
+    fn of(status: StatusCode, message: String) -> Self {
+        let code = match status {
+            StatusCode::NOT_FOUND => "RESOURCE_DOES_NOT_EXIST",
+            StatusCode::UNAUTHORIZED => "UNAUTHENTICATED",
+            StatusCode::FORBIDDEN => "PERMISSION_DENIED",
+            StatusCode::TOO_MANY_REQUESTS => "REQUEST_LIMIT_EXCEEDED",
+            StatusCode::SERVICE_UNAVAILABLE => "TEMPORARILY_UNAVAILABLE",
+            status if status.is_server_error() => "INTERNAL_ERROR",
+            _ => return invalid(message),
+        };
+        Self { status, code, message }
+    }
+}
+
 impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
         let (status, message) = error.in_short();
-        match status {
-            StatusCode::NOT_FOUND => refuse("RESOURCE_DOES_NOT_EXIST", message),
-            StatusCode::FORBIDDEN => refuse("PERMISSION_DENIED", message),
-            StatusCode::SERVICE_UNAVAILABLE => Self { status, code: "TEMPORARILY_UNAVAILABLE", message },
-            status if status.is_server_error() => Self { status, code: "INTERNAL_ERROR", message },
-            _ => invalid(message),
-        }
+        Self::of(status, message)
     }
 }
 
@@ -123,27 +129,49 @@ impl IntoResponse for Refusal {
     }
 }
 
-/// Parameters of a request: the fields of the body or of the query.
-struct Parameters(Map<String, Value>);
+/// Writes errors in MLflow's format also if a request does not reach a call, for example because it has no token.
+pub(crate) async fn format_errors(request: Request, next: Next) -> Response {
+    let prefixes = ["/api/2.0/mlflow", "/api/3.0/mlflow"];
+    let is_call = prefixes.iter().any(|prefix| request.uri().path().starts_with(prefix));
+    let mut response = next.run(request).await;
+    let detail = response.extensions_mut().remove::<Detail>().filter(|_| is_call);
+    let Some(Detail(message)) = detail else { return response };
+    let (parts, body) = Refusal::of(response.status(), message).into_response().into_parts();
+    // These headers belong to the replaced body, which may have been compressed.
+    for name in [header::CONTENT_LENGTH, header::CONTENT_ENCODING] {
+        response.headers_mut().remove(name);
+    }
+    response.headers_mut().extend(parts.headers);
+    *response.body_mut() = body;
+    response
+}
+
+/// Parameters of a request: the fields of the body or of the query. The parameters of an element of a list have the element's name as
+/// `prefix`, for example `metrics[0].`.
+struct Parameters {
+    fields: Map<String, Value>,
+    prefix: String,
+}
 
 impl Parameters {
     async fn read(request: Request) -> Result<Self> {
         if request.method() == Method::GET {
             let pairs = Query::<Vec<(String, String)>>::try_from_uri(request.uri());
             let Query(pairs) = pairs.map_err(|error| invalid(error.body_text()))?;
-            return Ok(Self(pairs.into_iter().map(|(key, value)| (key, Value::String(value))).collect()));
+            let fields = pairs.into_iter().map(|(key, value)| (key, Value::String(value))).collect();
+            return Ok(Self { fields, prefix: String::new() });
         }
         let bytes = Bytes::from_request(request, &()).await;
         let bytes = bytes.map_err(|error| refuse("BAD_REQUEST", error.body_text()))?;
         let body = serde_json::from_slice(if bytes.is_empty() { &b"{}"[..] } else { &bytes[..] });
-        Ok(Self(
-            body.map_err(|error| refuse("BAD_REQUEST", format!("the body is not a JSON object: {error}")))?,
-        ))
+        let fields =
+            body.map_err(|error| refuse("BAD_REQUEST", format!("the body is not a JSON object: {error}")))?;
+        Ok(Self { fields, prefix: String::new() })
     }
 
     /// Returns a text; `None` if it is missing or empty.
     fn text(&self, key: &str) -> Result<Option<&str>> {
-        match self.0.get(key) {
+        match self.fields.get(key) {
             None | Some(Value::Null) => Ok(None),
             Some(Value::String(text)) => Ok(Some(text.as_str()).filter(|text| !text.is_empty())),
             Some(other) => Err(invalid_value(key, other)),
@@ -151,25 +179,40 @@ impl Parameters {
     }
 
     fn required(&self, key: &str) -> Result<&str> {
-        self.text(key)?.ok_or_else(|| missing(key))
+        self.text(key)?.ok_or_else(|| self.missing(key))
+    }
+
+    fn missing(&self, key: &str) -> Refusal {
+        let advice = "See the API docs for more information about request parameters.";
+        invalid(format!("Missing value for required parameter '{}{key}'. {advice}", self.prefix))
+    }
+
+    /// Returns the id of the run that a request names. Early clients send it as `run_uuid`.
+    fn run_id(&self) -> Result<&str> {
+        match self.text("run_id")? {
+            Some(id) => Ok(id),
+            None => self.text("run_uuid")?.ok_or_else(|| self.missing("run_id")),
+        }
     }
 
     fn list(&self, key: &str) -> Result<Vec<Parameters>> {
-        let Some(list) = self.0.get(key).filter(|list| !list.is_null()) else { return Ok(Vec::new()) };
-        let objects = list.as_array().and_then(|list| {
-            list.iter().map(|one| one.as_object().cloned().map(Parameters)).collect::<Option<Vec<_>>>()
-        });
+        let Some(list) = self.fields.get(key).filter(|list| !list.is_null()) else { return Ok(Vec::new()) };
+        let element = |(index, one): (usize, &Value)| {
+            let fields = one.as_object()?.clone();
+            Some(Parameters { fields, prefix: format!("{key}[{index}].") })
+        };
+        let objects = list.as_array().and_then(|list| list.iter().enumerate().map(element).collect());
         objects.ok_or_else(|| invalid_value(key, list))
     }
 
     fn texts(&self, key: &str) -> Vec<&str> {
-        let list = self.0.get(key).and_then(Value::as_array);
+        let list = self.fields.get(key).and_then(Value::as_array);
         list.map(|list| list.iter().filter_map(Value::as_str).collect()).unwrap_or_default()
     }
 
     /// Returns an integer. Protobuf's JSON encodes 64-bit integers as text.
     fn integer(&self, key: &str) -> Result<Option<i64>> {
-        let Some(value) = self.0.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
+        let Some(value) = self.fields.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
         let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
         number.map(Some).ok_or_else(|| invalid_value(key, value))
     }
@@ -210,7 +253,7 @@ struct CallState {
     caller: Caller,
 }
 
-/// Handles all calls below [`PREFIX`].
+/// Handles all calls below [`PREFIX`]. Refuses calls of other versions.
 pub(crate) async fn call(
     State(runs): State<Arc<Runs>>,
     State(scheduler): State<Arc<Scheduler>>,
@@ -222,7 +265,8 @@ pub(crate) async fn call(
 ) -> Result<Json<Value>> {
     let state = CallState { runs, scheduler, auth, metrics, deleted_jobs, caller };
     let method = request.method().clone();
-    let name = request.uri().path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
+    let path = request.uri().path();
+    let name = path.strip_prefix(PREFIX).unwrap_or(path).to_owned();
     let parameters = Parameters::read(request).await?;
     let answer = to_the_end(async move { Ok(state.answer(&method, &name, &parameters).await) }).await?;
     Ok(Json(answer?))
@@ -243,25 +287,25 @@ impl CallState {
             ("POST", "runs/delete") => self.delete_run(parameters).await?,
             ("POST", "runs/search") => self.search_runs(parameters).await?,
             ("POST", "runs/log-metric") => {
-                let one = Parameters(parameters.0.clone());
-                self.log(parameters, &[one], RunChange::default()).await?
+                self.log(parameters, std::slice::from_ref(parameters), RunChange::default()).await?
             }
             ("POST", "runs/log-parameter") => {
+                parameters.run_id()?;
                 let params = BTreeMap::from([pair(parameters, "Param", PARAM_CHARS)?]);
                 self.change(parameters, RunChange { params, ..RunChange::default() }).await?
             }
             ("POST", "runs/log-batch") => self.log_batch(parameters).await?,
             ("POST", "runs/set-tag") => {
+                parameters.run_id()?;
                 let (key, value) = pair(parameters, "Tag", TAG_CHARS)?;
                 let values = BTreeMap::from([(key, Some(value))]);
                 self.change(parameters, RunChange { values, ..RunChange::default() }).await?
             }
             ("POST", "runs/delete-tag") => {
                 let key = parameters.required("key")?;
-                let known = self.own_run(parameters).await?.external.unwrap_or_default().values;
-                if !known.contains_key(key) {
-                    let id = parameters.text("run_id")?.unwrap_or_default();
-                    let detail = format!("No tag with name: {key} in run with id {id}");
+                let job = self.own_run(parameters).await?;
+                if !job.external.unwrap_or_default().values.contains_key(key) {
+                    let detail = format!("No tag with name: {key} in run with id {}", job.id);
                     return Err(refuse("RESOURCE_DOES_NOT_EXIST", detail));
                 }
                 let values = BTreeMap::from([(key.to_owned(), None)]);
@@ -356,7 +400,7 @@ impl CallState {
 
     /// Returns the run that a request names, if the caller may see it.
     async fn visible_run(&self, parameters: &Parameters) -> Result<Job> {
-        find_run(&self.scheduler, &self.caller, parameters.required("run_id")?).await
+        find_run(&self.scheduler, &self.caller, parameters.run_id()?).await
     }
 
     /// Returns the run that a request names, if the caller may change it.
@@ -482,7 +526,7 @@ impl CallState {
             if let Some(mistake) = name_mistake(key) {
                 return Err(invalid(mistake));
             }
-            let value = metric.0.get("value").and_then(number).ok_or_else(|| {
+            let value = metric.fields.get("value").and_then(number).ok_or_else(|| {
                 invalid(format!("Got invalid value for metric '{key}'. Please specify value as a valid double (64-bit floating point)"))
             })?;
             let step = metric.integer("step")?.unwrap_or(0);
@@ -492,12 +536,7 @@ impl CallState {
                 step.ok_or_else(|| invalid(format!("metric '{key}': a step must be 0 to {LAST_STEP}")))?;
             points.push((key, step, value));
             // MLflow also refuses a metric without a time.
-            let Some(at) = metric.time("timestamp")? else {
-                return Err(match parameters.0.get("metrics") {
-                    Some(all) => invalid_value("metrics", all),
-                    None => missing("timestamp"),
-                });
-            };
+            let at = metric.time("timestamp")?.ok_or_else(|| metric.missing("timestamp"))?;
             newest = newest.max(Some(at));
         }
         let columns: Vec<MetricColumn> = columns(points.into_iter());

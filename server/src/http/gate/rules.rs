@@ -95,13 +95,14 @@ pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
 /// Routes whose requests are not recorded, except with DELETE: checks of a specification, and requests that a program sends many times a
 /// minute (reports of a run, parts of an upload). The creation of a run, and an upload that becomes a dataset, are recorded. A run's end is
 /// in the run's history.
-const NOT_AUDITED: [&str; 9] = [
+const NOT_AUDITED: [&str; 10] = [
     "/api/v1/jobs/validate",
     "/api/v1/jobs/{id}/fork/check",
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
     "/api/v1/datasets/uploads/{name}/archive",
     "/api/2.0/mlflow/{*call}",
+    "/api/3.0/mlflow/{*call}",
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",
     "/api/2.0/mlflow/logged-models/search",

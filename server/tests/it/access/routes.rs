@@ -84,7 +84,9 @@ pub(super) async fn send_request(
     let to = headers.get("location").map_or("", |to| to.to_str().unwrap());
     if status == 401 {
         assert_eq!(headers["www-authenticate"], "Bearer", "{method} {path}");
-        assert_eq!(headers["content-type"], "application/problem+json", "{method} {path}");
+        let is_mlflow = ["/api/2.0/mlflow", "/api/3.0/mlflow"].iter().any(|prefix| path.starts_with(prefix));
+        let kind = if is_mlflow { "application/json" } else { "application/problem+json" };
+        assert_eq!(headers["content-type"], kind, "{method} {path}");
         return Outcome::SignIn;
     }
     match status {

@@ -142,7 +142,7 @@ impl NetworkDescription {
 impl PlanDescription {
     fn check(&self) -> Result<(), String> {
         let predicted = self.predicted.as_ref();
-        let texts = predicted.into_iter().flat_map(|of| [&of.limited_by, &of.why]).chain([&self.words]);
+        let texts = predicted.into_iter().flat_map(|plan| [&plan.limited_by, &plan.why]).chain([&self.words]);
         if texts.into_iter().any(|text| text.len() > PLAN_TEXT_BYTES || text.chars().any(char::is_control)) {
             return Err(format!("a text of the plan is not a line of at most {PLAN_TEXT_BYTES} bytes"));
         }
@@ -153,7 +153,7 @@ impl PlanDescription {
         if self.shard.len() > MAX_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
             return Err(format!("the plan has more than {MAX_SHARDS} strategies, or an invalid pattern"));
         }
-        let times = predicted.into_iter().flat_map(|of| [of.step_ms, of.images_per_second]);
+        let times = predicted.into_iter().flat_map(|plan| [plan.step_ms, plan.images_per_second]);
         if !times.chain(self.measured_step_ms).all(is_time) {
             return Err("a time or the rate of the plan is negative or not finite".into());
         }
@@ -245,7 +245,7 @@ mod tests {
         let of_plan = |plan| NetworkDescription { layers: Vec::new(), plan: Some(plan) }.check();
         assert_eq!(of_plan(plan()), Ok(()));
         let why = |bytes| PlanPrediction { why: "w".repeat(bytes), ..prediction() };
-        let predicted = |of| PlanDescription { predicted: Some(of), ..plan() };
+        let predicted = |prediction| PlanDescription { predicted: Some(prediction), ..plan() };
         assert_eq!(of_plan(predicted(why(PLAN_TEXT_BYTES))), Ok(()));
         assert_eq!(of_plan(PlanDescription { predicted: None, ..plan() }), Ok(()));
         for wrong in [

@@ -75,8 +75,8 @@ pub fn plural(n: u64, noun: &str) -> String {
 
 /// Only the noun: `rank`, `ranks`. The same as `nouns` in `static/numbers.js`.
 pub fn nouns(n: u64, noun: &str) -> String {
-    let hisses = ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end));
-    match (n, hisses) {
+    let needs_es = ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end));
+    match (n, needs_es) {
         (1, _) => noun.to_owned(),
         (_, true) => format!("{noun}es"),
         (_, false) => format!("{noun}s"),

@@ -68,7 +68,7 @@ fn one() -> u8 {
     1
 }
 
-/// Mistakes in panels, each with a pointer to it; empty without mistakes. `allows_any_metric`: for runs from elsewhere,
+/// The mistakes in `panels`, each with a JSON pointer to its key. `allows_any_metric`: for runs from elsewhere,
 /// which choose the names of their metrics.
 pub fn mistakes(panels: &[Panel], allows_any_metric: bool) -> Vec<SpecError> {
     let mut all = Vec::new();
@@ -161,8 +161,8 @@ mod tests {
         serde_json::from_str(r#"{"title": "t", "metrics": ["loss"]}"#).unwrap()
     }
 
-    /// Keys of the panel's mistakes.
-    fn wrong(panel: Panel) -> Vec<String> {
+    /// The keys in which the panel has mistakes.
+    fn mistaken_keys(panel: Panel) -> Vec<String> {
         mistakes(&[panel], true)
             .into_iter()
             .map(|mistake| mistake.pointer.replace("/panels/0/", ""))
@@ -173,38 +173,45 @@ mod tests {
     fn panels_metrics_and_titles_have_limits() {
         assert_eq!(mistakes(&vec![panel(); PANELS], false), []);
         assert_eq!(mistakes(&vec![panel(); PANELS + 1], false)[0].pointer, "/panels");
-        let of = |quantities: [&str; 2]| {
+        let with_quantities = |quantities: [&str; 2]| {
             let names = metric::NAMES.into_iter().filter(|name| quantities.contains(&metric::quantity(name)));
             Panel { metrics: names.map(str::to_owned).collect(), ..panel() }
         };
-        let (most, more) = (of(["time", "bytes"]), of(["time", "bytes/s"]));
+        let (most, more) = (with_quantities(["time", "bytes"]), with_quantities(["time", "bytes/s"]));
         assert_eq!((most.metrics.len(), more.metrics.len()), (PANEL_METRICS, PANEL_METRICS + 1));
-        assert!(wrong(most).is_empty());
+        assert!(mistaken_keys(most).is_empty());
         assert_eq!(more.metrics_mistake(false).unwrap(), "has 7 metrics; 1 to 6 are allowed");
-        assert_eq!(wrong(Panel { metrics: Vec::new(), ..panel() }), ["metrics"]);
+        assert_eq!(mistaken_keys(Panel { metrics: Vec::new(), ..panel() }), ["metrics"]);
         for (chars, good) in
             [(0, false), (1, true), (PANEL_TITLE_CHARS, true), (PANEL_TITLE_CHARS + 1, false)]
         {
-            assert_eq!(wrong(Panel { title: "ä".repeat(chars), ..panel() }).is_empty(), good, "{chars}");
+            assert_eq!(
+                mistaken_keys(Panel { title: "ä".repeat(chars), ..panel() }).is_empty(),
+                good,
+                "{chars}"
+            );
         }
     }
 
     #[test]
     fn a_panel_has_at_most_two_quantities_and_no_metric_twice() {
-        let with_metrics =
-            |names: &[&str]| Panel { metrics: names.iter().map(|n| (*n).to_owned()).collect(), ..panel() };
-        assert!(wrong(with_metrics(&["loss", "val_loss", "lr"])).is_empty());
+        let with_metrics = |names: &[&str]| Panel {
+            metrics: names.iter().map(|name| (*name).to_owned()).collect(),
+            ..panel()
+        };
+        assert!(mistaken_keys(with_metrics(&["loss", "val_loss", "lr"])).is_empty());
         let three = with_metrics(&["loss", "lr", "step_ms"]).metrics_mistake(false).unwrap();
         assert!(three.contains("3 quantities (loss, learning rate, time)"), "{three}");
         assert_eq!(with_metrics(&["loss", "loss"]).metrics_mistake(false).unwrap(), "has loss twice");
         assert!(
-            wrong(with_metrics(&["train/loss", "val loss", "loss", "lr"])).contains(&"metrics".to_owned())
+            mistaken_keys(with_metrics(&["train/loss", "val loss", "loss", "lr"]))
+                .contains(&"metrics".to_owned())
         );
         assert!(
-            wrong(with_metrics(&["train/loss", "Überlebensrate, %", "loss"])).is_empty(),
+            mistaken_keys(with_metrics(&["train/loss", "Überlebensrate, %", "loss"])).is_empty(),
             "names of runs from elsewhere"
         );
-        assert_eq!(wrong(with_metrics(&["a\nb"])), ["metrics"]);
+        assert_eq!(mistaken_keys(with_metrics(&["a\nb"])), ["metrics"]);
         let unknown = with_metrics(&["los"]).metrics_mistake(false).unwrap();
         assert!(unknown.contains("did you mean \"loss\"?"), "{unknown}");
     }
@@ -212,17 +219,17 @@ mod tests {
     #[test]
     fn numbers_of_a_panel_have_limits() {
         for (columns, good) in [(0, false), (1, true), (3, true), (4, false)] {
-            assert_eq!(wrong(Panel { columns, ..panel() }).is_empty(), good, "{columns}");
-            assert_eq!(wrong(Panel { rows: columns, ..panel() }).is_empty(), good, "{columns}");
+            assert_eq!(mistaken_keys(Panel { columns, ..panel() }).is_empty(), good, "{columns}");
+            assert_eq!(mistaken_keys(Panel { rows: columns, ..panel() }).is_empty(), good, "{columns}");
         }
         for (smoothing, good) in [(-0.1, false), (0.0, true), (0.99, true), (0.995, false), (f32::NAN, false)]
         {
-            assert_eq!(wrong(Panel { smoothing, ..panel() }).is_empty(), good, "{smoothing}");
+            assert_eq!(mistaken_keys(Panel { smoothing, ..panel() }).is_empty(), good, "{smoothing}");
         }
         let ends = |low, high, log| Panel { y_min: Some(low), y_max: Some(high), log, ..panel() };
-        assert!(wrong(ends(-1.0, 1.0, false)).is_empty());
-        assert_eq!(wrong(ends(1.0, 1.0, false)), ["y_max"]);
-        assert_eq!(wrong(ends(0.0, 1.0, true)), ["y_min"]);
-        assert_eq!(wrong(Panel { title: "a\nb".into(), ..panel() }), ["title"]);
+        assert!(mistaken_keys(ends(-1.0, 1.0, false)).is_empty());
+        assert_eq!(mistaken_keys(ends(1.0, 1.0, false)), ["y_max"]);
+        assert_eq!(mistaken_keys(ends(0.0, 1.0, true)), ["y_min"]);
+        assert_eq!(mistaken_keys(Panel { title: "a\nb".into(), ..panel() }), ["title"]);
     }
 }

@@ -132,7 +132,7 @@ impl LossSpec {
     }
 }
 
-/// Combinations with `[loss]` that cannot work.
+/// Reports combinations of `[loss]` with other keys that cannot work.
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let kind = spec.loss.kind;
     if spec.loss.class_weights.is_some() {

@@ -15,7 +15,7 @@ use std::{
 
 /// Whether a path without links is in an allowed folder of this machine.
 pub fn have(allowed: &AllowedFolders, path: &Path) -> bool {
-    allowed.have(path, |folder| folder.canonicalize().ok())
+    allowed.contain(path, |folder| folder.canonicalize().ok())
 }
 
 /// The path with its links resolved, if it leads to an allowed folder. Without `allowed`, the path is returned

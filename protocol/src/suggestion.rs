@@ -208,7 +208,7 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
 /// The smallest suggested batch: two ranks with 8 pictures each give the same bits as one rank with 16.
 const MIN_BATCH: u64 = 16;
 
-/// Number of pictures in a step: a power of two, about a upper_bound of the training pictures, from [`MIN_BATCH`] to 256 (128 for
+/// Number of pictures in a step: a power of two, about a twentieth of the training pictures, from [`MIN_BATCH`] to 256 (128 for
 /// photographs), but never more than the training pictures.
 fn batch(train_samples: u64, is_small: bool) -> u64 {
     let max_batch = if is_small { 256 } else { 128 };

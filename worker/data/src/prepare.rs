@@ -33,7 +33,7 @@ pub const SHORT_SIDES: RangeInclusive<u32> = 16..=4096;
 pub const QUALITIES: RangeInclusive<u8> = 1..=100;
 /// Approximate size of a shard: large enough that there are few files, each of which is read sequentially.
 const SHARD_BYTES: u64 = 256 << 20;
-/// Seed of the order of pictures, equal in every copy.
+/// Seed of the order of pictures ("shuffled" in ASCII), equal in every copy.
 const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
 /// Maximum number of pictures that are converted in advance to estimate the mean size.
 const MAX_MEASURED: usize = 256;
@@ -46,7 +46,7 @@ pub struct PrepareSettings {
     pub quality: u8,
     /// Whether a picture that cannot be decoded ends the copy or is left out.
     pub broken_files: BrokenFiles,
-    /// The approximate size of a shard.
+    /// The approximate size of a shard in bytes.
     pub shard_bytes: u64,
 }
 

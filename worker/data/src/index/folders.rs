@@ -153,7 +153,7 @@ impl FolderCacheFile {
 
     /// Stores the examined folders: their stamps from before they were listed, and all their entries. Folders that
     /// could not be read or have changed recently are left out. `began` is the time when the first stamp was taken.
-    pub(super) fn note<'a>(
+    pub(super) fn store<'a>(
         &self,
         examined: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
         min_age: Option<Duration>,

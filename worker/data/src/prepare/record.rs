@@ -115,7 +115,7 @@ impl Destination {
         Ok(Self { dir, record, found, _lock: lock })
     }
 
-    /// Whether the folder has an incomplete copy that `plan` continues.
+    /// Whether the folder has a copy, complete or not, with the same settings and source as `plan`.
     ///
     /// # Errors
     /// The folder has other content; the error names the difference.

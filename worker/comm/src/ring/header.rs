@@ -7,6 +7,7 @@ use crate::{
 
 /// The bytes `lock` as a number. A machine with the other byte order reads another number.
 const MAGIC: u32 = 0x6c6f_636b;
+/// Four bytes each: magic, operation, unused, data type. Eight bytes each: number of the call, length.
 pub(super) const HEADER_BYTES: usize = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

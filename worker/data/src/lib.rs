@@ -39,7 +39,7 @@ pub use stored::{StoredPicture, StoredPictures, read_stored};
 use index::IndexStore;
 use inspect::Statistics;
 use listing::Listing;
-use lockstep_host::files::{self, allowed::have};
+use lockstep_host::files::{self, allowed::is_allowed};
 use lockstep_protocol::{
     agent::AllowedFolders,
     dataset::{BrokenFile, class_names_mistake, too_few_classes},
@@ -324,7 +324,7 @@ pub fn canonical(path: &Path) -> io::Result<PathBuf> {
 pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
     let Some(allowed) = allowed else { return Ok(path.to_owned()) };
     match canonical(path) {
-        Ok(real) if real == path || have(allowed, &real) => Ok(real),
+        Ok(real) if real == path || is_allowed(allowed, &real) => Ok(real),
         Ok(_) => Err(allowed.refusal(&path.display().to_string())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(path.to_owned()),
         Err(error) => Err(format!("{} cannot be read: {error}", path.display())),

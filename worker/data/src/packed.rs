@@ -23,8 +23,8 @@ pub(super) fn check_fits(bytes: u64) -> Result<(), String> {
 fn fits(bytes: u64, free: Option<u64>) -> Result<(), String> {
     match free.filter(|free| bytes > *free) {
         Some(free) => Err(format!(
-            "would take {:.1} GB of memory, and {:.1} GB are free on this machine: use a machine with more memory, or store the pictures as \
-             files, which are not all kept in memory",
+            "would take {:.1} GB of memory, and {:.1} GB are free on this machine: use a machine with more memory, or store the pictures \
+             as files, which are not all kept in memory",
             bytes as f64 / 1e9,
             free as f64 / 1e9
         )),

@@ -17,7 +17,7 @@ use super::{
     listing::Listing,
     pattern, shards,
 };
-use lockstep_host::{files, write_whole};
+use lockstep_host::{files, write_atomically};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use picture::Encoder;
 use rayon::prelude::*;
@@ -125,7 +125,7 @@ fn prepare_with(
         destination.begin(plan(sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect()))?;
     }
     let classes = to.join("classes.txt");
-    write_whole(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
+    write_atomically(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
     let total: u64 = sources.iter().map(|(_, listing)| listing.len() as u64).sum();
     let mut prepared =
         Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };

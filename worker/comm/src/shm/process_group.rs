@@ -188,7 +188,9 @@ impl ShmProcessGroup {
         announced.calls.store(number, Ordering::Release);
         self.queue().notify_all();
 
-        let late = || self.announcements.iter().position(|announced| announced.calls.load(Ordering::Acquire) < number);
+        let late = || {
+            self.announcements.iter().position(|announced| announced.calls.load(Ordering::Acquire) < number)
+        };
         let waited = self.wait(name, idle, &|| late().is_none(), &|| late().unwrap_or(rank))?;
         for (peer, announced) in (0..).zip(self.announcements.iter()) {
             let theirs = announced.packed_calls[half].each_ref().map(|word| word.load(Ordering::Relaxed));

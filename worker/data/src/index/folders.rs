@@ -175,7 +175,7 @@ impl FolderCacheFile {
             return;
         }
         // The cache only saves time.
-        if let Err(error) = lockstep_host::write_whole(path, &bytes) {
+        if let Err(error) = lockstep_host::write_atomically(path, &bytes) {
             tracing::warn!("{error}; the dataset's files will be examined again at the next start");
         }
     }

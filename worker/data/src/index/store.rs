@@ -244,7 +244,7 @@ impl IndexBuilder {
             self.published = Some(Instant::now());
             // The progress is only informative, so errors are ignored.
             let bytes = serde_json::to_vec(&progress).unwrap_or_default();
-            let _ = lockstep_host::write_whole(&self.progress_path, &bytes);
+            let _ = lockstep_host::write_atomically(&self.progress_path, &bytes);
         }
     }
 

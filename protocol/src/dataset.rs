@@ -355,7 +355,8 @@ mod tests {
 
     #[test]
     fn the_usual_split_is_preferred_for_validation() {
-        let of = |usual: &str, splits: &str| default_validation(usual, splits.split(' ')).map(str::to_owned);
+        let chosen =
+            |usual: &str, splits: &str| default_validation(usual, splits.split(' ')).map(str::to_owned);
         for (usual, splits, found) in [
             ("test", "train test val", Some("test")),
             ("val", "train test val", Some("val")),
@@ -364,7 +365,7 @@ mod tests {
             ("test", "train holdout", None),
             ("holdout", "train holdout val", Some("holdout")),
         ] {
-            assert_eq!(of(usual, splits).as_deref(), found, "{usual} of {splits}");
+            assert_eq!(chosen(usual, splits).as_deref(), found, "{usual} of {splits}");
         }
     }
 

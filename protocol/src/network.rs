@@ -211,7 +211,7 @@ mod tests {
         }
     }
 
-    fn of(layer: LayerDescription) -> NetworkDescription {
+    fn network(layer: LayerDescription) -> NetworkDescription {
         NetworkDescription { layers: vec![layer], plan: Some(plan()) }
     }
 
@@ -221,22 +221,27 @@ mod tests {
         assert_eq!(many(NETWORK_LAYERS).check(), Ok(()));
         assert!(many(NETWORK_LAYERS + 1).check().is_err());
         let (most, more) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
-        assert_eq!(of(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
-        assert!(of(LayerDescription { name: more.clone(), ..layer() }).check().is_err());
-        assert!(of(LayerDescription { kind: more, ..layer() }).check().is_err());
+        assert_eq!(network(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
+        assert!(network(LayerDescription { name: more.clone(), ..layer() }).check().is_err());
+        assert!(network(LayerDescription { kind: more, ..layer() }).check().is_err());
         for text in ["a\0b", "a\n", "\u{1b}[31m"] {
-            assert!(of(LayerDescription { name: text.into(), ..layer() }).check().is_err(), "{text:?}");
-            assert!(of(LayerDescription { kind: text.into(), ..layer() }).check().is_err(), "{text:?}");
+            assert!(network(LayerDescription { name: text.into(), ..layer() }).check().is_err(), "{text:?}");
+            assert!(network(LayerDescription { kind: text.into(), ..layer() }).check().is_err(), "{text:?}");
         }
-        assert_eq!(of(LayerDescription { output_shape: vec![1; DIMENSIONS], ..layer() }).check(), Ok(()));
-        assert!(of(LayerDescription { output_shape: vec![1; DIMENSIONS + 1], ..layer() }).check().is_err());
+        assert_eq!(
+            network(LayerDescription { output_shape: vec![1; DIMENSIONS], ..layer() }).check(),
+            Ok(())
+        );
+        assert!(
+            network(LayerDescription { output_shape: vec![1; DIMENSIONS + 1], ..layer() }).check().is_err()
+        );
     }
 
     #[test]
     fn times_are_finite_and_not_negative() {
-        assert_eq!(of(LayerDescription { time_us: None, ..layer() }).check(), Ok(()));
+        assert_eq!(network(LayerDescription { time_us: None, ..layer() }).check(), Ok(()));
         for time in [f32::NAN, f32::INFINITY, -1.0] {
-            assert!(of(LayerDescription { time_us: Some(time), ..layer() }).check().is_err(), "{time}");
+            assert!(network(LayerDescription { time_us: Some(time), ..layer() }).check().is_err(), "{time}");
         }
     }
 
@@ -260,6 +265,6 @@ mod tests {
         }
         let placement = |placement: String| LayerPlan { placement, ..layer().plan.expect("one") };
         let long = placement("p".repeat(LAYER_NAME_BYTES + 1));
-        assert!(of(LayerDescription { plan: Some(long), ..layer() }).check().is_err());
+        assert!(network(LayerDescription { plan: Some(long), ..layer() }).check().is_err());
     }
 }

@@ -694,9 +694,9 @@ mod tests {
 
     #[test]
     fn texts_have_a_limit() {
-        let of = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
-        assert_eq!(of(TEXT_BYTES).words().len(), TEXT_BYTES);
-        assert_eq!(of(TEXT_BYTES + 2).words().len(), TEXT_BYTES);
+        let reason = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
+        assert_eq!(reason(TEXT_BYTES).words().len(), TEXT_BYTES);
+        assert_eq!(reason(TEXT_BYTES + 2).words().len(), TEXT_BYTES);
         let long = json!({"code": "agent_left", "words": "w".repeat(3000), "agent": "a".repeat(3000)});
         let read: Reason = from_value(long).unwrap();
         let ReasonKind::AgentLeft { agent } = read.kind() else { panic!("{read:?}") };

@@ -182,8 +182,8 @@ mod tests {
     #[test]
     fn a_changed_learning_rate_of_a_continued_run_is_described() {
         let one_cycle = TrainSpec { lr: 0.1, schedule: ScheduleKind::OneCycle, ..TrainSpec::default() };
-        let of = |total: u64| Schedule::new(&one_cycle, 10, total);
-        let words = describe_change(&of(100), 100, &of(200), 100).unwrap();
+        let schedule = |total: u64| Schedule::new(&one_cycle, 10, total);
+        let words = describe_change(&schedule(100), 100, &schedule(200), 100).unwrap();
         for part in [
             "from 0 at step 100 of the earlier run to 0.0",
             "at step 101",
@@ -192,9 +192,9 @@ mod tests {
             assert!(words.contains(part), "{part:?} in {words}");
         }
         // Retried, at its end, or before its first step.
-        assert_eq!(describe_change(&of(100), 50, &of(100), 50), None);
-        assert_eq!(describe_change(&of(100), 100, &of(100), 100), None);
-        assert_eq!(describe_change(&of(100), 0, &of(200), 0), None);
+        assert_eq!(describe_change(&schedule(100), 50, &schedule(100), 50), None);
+        assert_eq!(describe_change(&schedule(100), 100, &schedule(100), 100), None);
+        assert_eq!(describe_change(&schedule(100), 0, &schedule(200), 0), None);
         let constant = Schedule::new(&TrainSpec { lr: 0.1, ..TrainSpec::default() }, 10, 200);
         assert_eq!(describe_change(&constant, 100, &constant, 120), None);
     }

@@ -150,7 +150,7 @@ impl ParquetFile {
         Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
     }
 
-    /// The footer of the file at `path`, whose stamp is now `stamp`. The footer is read once for each stamp.
+    /// The footer of the file at `path`, which has the stamp `stamp`. The footer is read once for each stamp.
     pub(super) fn reopen(&self, path: &Path, stamp: Stamp) -> Result<Arc<Self>, UnusableFile> {
         let mut newer = lock(&self.newer);
         if let Some((_, file)) = newer.as_ref().filter(|(cached, _)| *cached == stamp) {

@@ -110,7 +110,7 @@ fn prepare_with(
             }
         )));
     }
-    // A file that cannot be read now may be readable later, and a copy without it would lack it permanently.
+    // A file that cannot be read now may be readable later, and a copy without the file would lack the picture permanently.
     if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
         return Err(DataError::File { path: file.clone(), detail: unread_detail(detail) });
     }

@@ -101,8 +101,8 @@ pub(super) fn compare(
     theirs: &[u8; HEADER_BYTES],
     (call, sequence): (Call, u64),
 ) -> Result<(), CommError> {
-    let mine = encode(call, sequence);
-    if mine == *theirs {
+    let expected = encode(call, sequence);
+    if expected == *theirs {
         return Ok(());
     }
     let word = |at: usize| u32::from_ne_bytes(std::array::from_fn(|i| theirs[at + i]));

@@ -159,13 +159,14 @@ impl ShmProcessGroup {
         }
     }
 
-    /// One call: publishes `mine`, and passes to `read` the slots of all ranks, in rank order, and the time without work.
+    /// Makes a call: publishes `own_values`, waits for all ranks, and passes to `read` the slots of all ranks, in rank order, and the
+    /// time without work.
     /// A rank writes its slot and then increments its counter. The other ranks read the slot before their own next
     /// call. The rank reuses the slot two calls later, when all other ranks have made the call in between.
     fn round<R>(
         &self,
         call: Call,
-        mine: &[f64],
+        own_values: &[f64],
         idle: &mut dyn FnMut() -> bool,
         read: impl FnOnce(&[f64], Duration) -> R,
     ) -> Result<R, CommError> {
@@ -177,8 +178,8 @@ impl ShmProcessGroup {
         let rank = self.ring.rank() as usize;
         // SAFETY: no rank reads this slot before this rank's counter is incremented.
         #[allow(unsafe_code)]
-        unsafe { self.slots[half].part(rank * SLOT_VALUES..rank * SLOT_VALUES + mine.len()) }
-            .copy_from_slice(mine);
+        unsafe { self.slots[half].part(rank * SLOT_VALUES..rank * SLOT_VALUES + own_values.len()) }
+            .copy_from_slice(own_values);
         let packed = call.packed();
         let announced = &self.announcements[rank];
         announced.packed_calls[half]
@@ -223,8 +224,8 @@ impl ShmProcessGroup {
             self.announce(call)?;
             return self.ring.all_reduce(values.into()).map(|()| Duration::ZERO);
         }
-        let mine = values.to_vec();
-        self.round(call, &mine, idle, |slots, waited| {
+        let own_values = values.to_vec();
+        self.round(call, &own_values, idle, |slots, waited| {
             values.fill(-0.0);
             for slot in slots.chunks_exact(SLOT_VALUES) {
                 values.iter_mut().zip(slot).for_each(|(sum, value)| *sum += value);

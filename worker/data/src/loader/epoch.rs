@@ -23,7 +23,7 @@ pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
 struct Preparation {
     /// Number of threads that put batches together.
     batch_threads: usize,
-    /// Number of finished batches that may wait for each of these threads.
+    /// Number of finished batches of each such thread that may wait for the training step.
     ahead: usize,
     /// The threads that make the pictures.
     workers: Arc<Workers>,

@@ -270,18 +270,18 @@ fn check_held_out(
     trained_on: &[u32],
     fraction: f64,
 ) -> Result<Vec<String>, DataError> {
-    let all = labels.len() as u64;
+    let total = labels.len() as u64;
     if held_out.is_empty() {
         return Err(DataError::Invalid(format!(
             "data.validation = {fraction} holds out none of {}: give a larger fraction, another data.validation_seed, or \"none\"",
-            plural(all, "training picture")
+            plural(total, "training picture")
         )));
     }
     if trained_on.is_empty() {
         return Err(DataError::Invalid(format!(
             "data.validation = {fraction} holds out all of {}, and none is left to train on: give a smaller fraction, or another \
              data.validation_seed",
-            plural(all, "training picture")
+            plural(total, "training picture")
         )));
     }
     let lacking = |positions: &[u32], kind: &str| -> Option<String> {

@@ -22,10 +22,10 @@ const ALLOWED_ONE_IN: usize = 10;
 /// Maximum number of draws for one replacement. With at most a tenth of the pictures broken, a few suffice.
 const MAX_DRAWS: usize = 1000;
 
-/// Whether more pictures are broken than allowed, in training or in preparing a copy. `seen` pictures of a split of
-/// `all` have been read.
-pub fn too_many(broken: usize, seen: usize, all: usize) -> bool {
-    broken > MIN_ALLOWED.max(seen / ALLOWED_ONE_IN) || (broken > 0 && broken >= all)
+/// Whether more pictures are broken than allowed, in training or in preparing a copy. `seen` of a split's `total`
+/// pictures have been read.
+pub fn too_many(broken: usize, seen: usize, total: usize) -> bool {
+    broken > MIN_ALLOWED.max(seen / ALLOWED_ONE_IN) || (broken > 0 && broken >= total)
 }
 
 impl Part {
@@ -120,10 +120,10 @@ impl Part {
 }
 
 /// The error text for too many broken pictures.
-pub fn too_many_text(broken: usize, all: usize, last: Option<&String>) -> String {
+pub fn too_many_text(broken: usize, total: usize, last: Option<&String>) -> String {
     let last = last.map(|words| format!(", the last one {words}")).unwrap_or_default();
     format!(
-        "{broken} of {all} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
+        "{broken} of {total} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
          the job"
     )
 }

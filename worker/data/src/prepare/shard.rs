@@ -101,10 +101,10 @@ impl Task<'_> {
                 }
             }
             let broken = left_out + finished.broken.len();
-            let all = self.labels.len();
-            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, all, all)) {
+            let total = self.labels.len();
+            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, total, total)) {
                 return Err(DataError::Invalid(format!(
-                    "{broken} of {all} pictures are broken, the last one {}, which {}. Check the dataset's disk",
+                    "{broken} of {total} pictures are broken, the last one {}, which {}. Check the dataset's disk",
                     last.file, last.detail
                 )));
             }

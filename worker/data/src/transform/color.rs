@@ -147,8 +147,8 @@ pub(super) fn autocontrast(pixels: &mut [u8], channels: usize) {
 pub(super) fn equalize(pixels: &mut [u8], channels: usize) {
     each_channel(pixels, channels, |counts| {
         let (_, highest) = occurring_range(counts);
-        let all: u64 = counts.iter().sum();
-        let step = (all - counts[highest]) / 255;
+        let total: u64 = counts.iter().sum();
+        let step = (total - counts[highest]) / 255;
         if step == 0 {
             return None;
         }

@@ -210,22 +210,16 @@ const MIN_BATCH: u64 = 16;
 
 /// Number of pictures in a step: a power of two, about a twentieth of the training pictures, from [`MIN_BATCH`] to 256 (128 for
 /// photographs), but never more than the training pictures.
-fn batch(train_samples: u64, is_small: bool) -> u64 {
+fn batch(samples: u64, is_small: bool) -> u64 {
     let max_batch = if is_small { 256 } else { 128 };
-    let upper_bound = (train_samples / 20).clamp(MIN_BATCH, max_batch).min(train_samples);
+    let upper_bound = (samples / 20).clamp(MIN_BATCH, max_batch).min(samples);
     1 << upper_bound.ilog2()
 }
 
-/// `is_expected`: the job holds out each picture independently, so `train_samples` is the expected number of training pictures.
-fn train(
-    train_samples: u64,
-    is_expected: bool,
-    batch: u64,
-    epochs: u64,
-    is_small: bool,
-) -> Vec<CommentedKeys> {
+/// `is_expected`: the job holds out each picture independently, so `samples` is the expected number of training pictures.
+fn train(samples: u64, is_expected: bool, batch: u64, epochs: u64, is_small: bool) -> Vec<CommentedKeys> {
     let about = if is_expected { "about " } else { "" };
-    let steps = (train_samples / batch).max(1);
+    let steps = (samples / batch).max(1);
     // 0.2 for 256 pictures is usual for ResNets on CIFAR with this schedule; photographs need half of it.
     let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
     vec![
@@ -233,7 +227,7 @@ fn train(
             comment: format!(
                 "{}{}: {about}{} an epoch, {about}{} in all.",
                 if is_expected { "About " } else { "" },
-                plural(train_samples, "picture"),
+                plural(samples, "picture"),
                 plural(steps, "step"),
                 steps * epochs
             ),

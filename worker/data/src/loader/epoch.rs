@@ -49,8 +49,8 @@ impl DataSource {
         self.prepare(part, transform, count, plan.threads, move |builder, number| {
             let step = plan.first_step + (number / plan.accumulate) as u64;
             let micro = number % plan.accumulate;
-            let positions = shard::positions_of_rank(samples, &plan, step, micro);
-            let step_positions = shard::positions_of_step(samples, &plan, step);
+            let positions = shard::rank_positions(samples, &plan, step, micro);
+            let step_positions = shard::step_positions(samples, &plan, step);
             let Transform { side, channels, .. } = *builder.transform;
             let mix = mixing.draw(seed, plan.epoch, step_positions.start, side);
             // The picture with which the first picture is mixed comes last, and `Mix::apply` removes it from the batch.
@@ -67,7 +67,7 @@ impl DataSource {
             if let Some(mix) = mix {
                 batch = mix.apply(batch, side, channels);
             }
-            let global_positions = shard::positions_of_all_ranks(samples, &plan, step, micro);
+            let global_positions = shard::global_positions(samples, &plan, step, micro);
             let global_samples = global_positions.len();
             let weight = |position: usize| {
                 let label = part.labels[part.chosen[order[position % samples] as usize] as usize];

@@ -205,7 +205,7 @@ pub struct SlotWait {
     pub detail: Option<Text>,
 }
 
-/// The slots of an agent whose device is the device that a job needs.
+/// The slots of an agent, counted only for the device that a job needs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AgentSlots {
     /// The agent's name.

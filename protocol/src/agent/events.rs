@@ -116,8 +116,8 @@ pub struct RankReport {
     pub axis_ms: Option<AxisTimes>,
 }
 
-/// A time for each axis of the mesh of ranks, in the unit of the field that has it. A sum over several axes counts for the first axis
-/// of data, height and model that has several ranks.
+/// A time for each axis of the mesh of ranks, in the unit that a field of this type names (`axis_ms`, `axis_secs`). A sum over several
+/// axes counts for the first axis of data, height and model that has several ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AxisTimes {
     /// Between stages: activations and their gradients.

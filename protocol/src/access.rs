@@ -105,8 +105,8 @@ mod tests {
         assert_eq!(allowed(Submit), [Read, Submit]);
         assert_eq!(allowed(Admin), [Read, Submit, Admin]);
         assert_eq!(allowed(Agent), [Agent]);
-        for (mine, other, both) in [(Admin, Read, Read), (Read, Admin, Read), (Submit, Submit, Submit)] {
-            assert_eq!(mine.at_most(other), both);
+        for (scope, limit, expected) in [(Admin, Read, Read), (Read, Admin, Read), (Submit, Submit, Submit)] {
+            assert_eq!(scope.at_most(limit), expected);
         }
     }
 }

@@ -56,7 +56,7 @@ pub struct AttemptRef {
 
 impl AttemptRef {
     /// The name of the attempt's folder: its number and 32 random bits of its fencing token, or only the number if no server started it. A
-    /// restored database assigns numbers again, and records of the earlier attempt must not be mistaken for the new one's.
+    /// restored database assigns numbers again, and records of the earlier attempt must not be mistaken for the new attempt's.
     pub fn folder_name(&self) -> String {
         match self.fencing_token.secret >> 96 {
             0 => self.attempt.to_string(),

@@ -16,7 +16,7 @@ pub struct AllowedFolders {
 
 impl AllowedFolders {
     /// Whether a path without links is allowed. `real` returns a folder's path without links, if it exists.
-    pub fn have(&self, path: &Path, real: impl Fn(&Path) -> Option<PathBuf>) -> bool {
+    pub fn contain(&self, path: &Path, real: impl Fn(&Path) -> Option<PathBuf>) -> bool {
         let is_in = |folder: &String| {
             let folder = Path::new(folder);
             path.starts_with(folder) || real(folder).is_some_and(|real| path.starts_with(real))

@@ -17,7 +17,7 @@ pub enum AttemptState {
     Lost,
     Cancelled,
     Paused,
-    /// The attempt's agent was stopped in order; the job waits for another attempt.
+    /// The attempt's agent was shut down, not killed; the job waits for another attempt.
     Stopped,
     /// A state that another version wrote and this version does not know.
     #[serde(other)]
@@ -47,7 +47,7 @@ pub struct Attempt {
     pub reason: Option<Reason>,
     /// Id of the checkpoint from which the attempt began; absent if it began from the start.
     pub checkpoint: Option<String>,
-    /// Number of optimizer steps that the job had done when the attempt ended, counted from the start of its training;
+    /// Number of optimizer steps that the job had done when the attempt ended, counted from the start of the job's training;
     /// absent if the attempt ended before training.
     pub step: Option<u64>,
     /// Names of the agents that had the attempt's ranks, in rank order, without repetition.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Each pause is twice as long as the pause before, up to the longest. A copy of the initial value starts with the first pause.
+/// Each pause is twice as long as the pause before, up to the longest. To begin again with the first pause, copy the initial value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backoff {
     pub first: Duration,

@@ -10,10 +10,10 @@ fn starts_word(all: &[char], index: usize) -> bool {
     (SEPARATORS.contains(&first) && !SEPARATORS.contains(&before)) || (before == ' ' && first != ' ')
 }
 
-/// The index in `range` at which a word begins and that is nearest to `wanted`; `wanted` if no word begins in `range`.
-fn nearest_start(all: &[char], wanted: usize, range: std::ops::RangeInclusive<usize>) -> usize {
+/// The start of a word in `range` that is nearest to `target`; `target` if no word begins in `range`.
+fn nearest_start(all: &[char], target: usize, range: std::ops::RangeInclusive<usize>) -> usize {
     let starts = range.filter(|index| *index < all.len() && starts_word(all, *index));
-    starts.min_by_key(|index| index.abs_diff(wanted)).unwrap_or(wanted)
+    starts.min_by_key(|index| index.abs_diff(target)).unwrap_or(target)
 }
 
 /// Shortens `text` to at most `max` characters: the beginning, `…` and the end, both cut between two words if possible.
@@ -24,13 +24,14 @@ pub fn middle(text: &str, max: usize) -> String {
     if all.len() <= max {
         return text.to_owned();
     }
-    // The kept end gets about half of the space, and begins with a word if possible.
-    let wanted = all.len() - max / 2;
-    let tail_start = nearest_start(&all, wanted, all.len() - max * 7 / 10..=all.len() - (max / 4).max(1));
-    let room = max - 1 - (all.len() - tail_start);
-    let head_end = nearest_start(&all, room, (room * 2 / 3).max(1)..=room);
-    let part = |part: &[char]| part.iter().collect::<String>();
-    format!("{}…{}", part(&all[..head_end]), part(&all[tail_start..]))
+    // The end gets half of the space, or 25 to 70 % if it then begins with a word. The beginning gets the rest, or at least two thirds
+    // of the rest if it then ends with a word.
+    let middle = all.len() - max / 2;
+    let tail_start = nearest_start(&all, middle, all.len() - max * 7 / 10..=all.len() - (max / 4).max(1));
+    let head_max = max - 1 - (all.len() - tail_start);
+    let head_end = nearest_start(&all, head_max, (head_max * 2 / 3).max(1)..=head_max);
+    let text_of = |chars: &[char]| chars.iter().collect::<String>();
+    format!("{}…{}", text_of(&all[..head_end]), text_of(&all[tail_start..]))
 }
 
 /// Maximum length of a path or name in a sentence on a page, in characters.

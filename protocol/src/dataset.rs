@@ -56,12 +56,12 @@ impl DatasetInfo {
         if self.broken.iter().any(long) {
             return Some(format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"));
         }
-        let has_long_hash = self.fingerprint.as_ref().is_some_and(|of| of.sha256.len() > HASH_BYTES);
+        let has_long_hash = self.fingerprint.as_ref().is_some_and(|hash| hash.sha256.len() > HASH_BYTES);
         has_long_hash.then(|| format!("has a fingerprint of more than {HASH_BYTES} bytes"))
     }
 
-    /// A sentence about splits that are left out because they have no labels, and the alternative for measuring jobs; `None` without such
-    /// splits.
+    /// A sentence about splits that are left out because they have no labels, and the pictures that can validate jobs instead; `None`
+    /// without such splits.
     pub fn unlabelled_note(&self) -> Option<String> {
         let (first, rest) = self.unlabelled.split_first()?;
         let names = rest.iter().fold(first.clone(), |all, name| format!("{all} and {name}"));
@@ -76,7 +76,8 @@ impl DatasetInfo {
 
     /// A warning about classes that have training pictures and none in `split`, which validates the network; `None` without such classes.
     pub fn unvalidated_classes(&self, split: &str) -> Option<String> {
-        let counts = |name: &str| self.splits.iter().find(|of| of.name == name).map(|of| &*of.per_class);
+        let counts =
+            |name: &str| self.splits.iter().find(|info| info.name == name).map(|info| &*info.per_class);
         unvalidated_classes(&self.classes, counts("train")?, counts(split)?, split)
     }
 }
@@ -354,7 +355,8 @@ mod tests {
 
     #[test]
     fn the_usual_split_is_preferred_for_validation() {
-        let of = |usual: &str, splits: &str| default_validation(usual, splits.split(' ')).map(str::to_owned);
+        let chosen =
+            |usual: &str, splits: &str| default_validation(usual, splits.split(' ')).map(str::to_owned);
         for (usual, splits, found) in [
             ("test", "train test val", Some("test")),
             ("val", "train test val", Some("val")),
@@ -363,7 +365,7 @@ mod tests {
             ("test", "train holdout", None),
             ("holdout", "train holdout val", Some("holdout")),
         ] {
-            assert_eq!(of(usual, splits).as_deref(), found, "{usual} of {splits}");
+            assert_eq!(chosen(usual, splits).as_deref(), found, "{usual} of {splits}");
         }
     }
 

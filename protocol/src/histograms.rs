@@ -98,37 +98,42 @@ mod tests {
         LayerHistogram { name: name.into(), kind: HistogramKind::Weight, min: -1.0, max: 1.0, counts }
     }
 
-    fn of(layers: Vec<LayerHistogram>) -> LayerHistograms {
+    fn with_layers(layers: Vec<LayerHistogram>) -> LayerHistograms {
         LayerHistograms { step: 1, layers }
     }
 
     #[test]
     fn histograms_have_a_maximum_of_layers_bins_and_bytes() {
-        let many = |count: usize| of((0..count).map(|n| layer(&format!("layer{n}"))).collect());
+        let many = |count: usize| with_layers((0..count).map(|n| layer(&format!("layer{n}"))).collect());
         assert_eq!(many(HISTOGRAM_LAYERS).check(), Ok(()));
         assert!(many(HISTOGRAM_LAYERS + 1).check().is_err());
         for bins in [0, HISTOGRAM_BINS - 1, HISTOGRAM_BINS + 1] {
             let wrong = LayerHistogram { counts: vec![1; bins], ..layer("a") };
-            assert!(of(vec![wrong]).check().is_err(), "{bins}");
+            assert!(with_layers(vec![wrong]).check().is_err(), "{bins}");
         }
-        assert_eq!(of(vec![layer(&"n".repeat(LAYER_NAME_BYTES))]).check(), Ok(()));
-        assert!(of(vec![layer(&"n".repeat(LAYER_NAME_BYTES + 1))]).check().is_err());
-        assert!(of(vec![layer("")]).check().is_err() && of(vec![layer("a\0")]).check().is_err());
+        assert_eq!(with_layers(vec![layer(&"n".repeat(LAYER_NAME_BYTES))]).check(), Ok(()));
+        assert!(with_layers(vec![layer(&"n".repeat(LAYER_NAME_BYTES + 1))]).check().is_err());
+        assert!(
+            with_layers(vec![layer("")]).check().is_err() && with_layers(vec![layer("a\0")]).check().is_err()
+        );
     }
 
     #[test]
     fn a_layer_has_one_histogram_of_each_kind() {
         let gradient = LayerHistogram { kind: HistogramKind::Gradient, ..layer("a") };
-        assert_eq!(of(vec![layer("a"), gradient, layer("b")]).check(), Ok(()));
-        assert!(of(vec![layer("a"), layer("b"), layer("a")]).check().is_err());
+        assert_eq!(with_layers(vec![layer("a"), gradient, layer("b")]).check(), Ok(()));
+        assert!(with_layers(vec![layer("a"), layer("b"), layer("a")]).check().is_err());
     }
 
     #[test]
     fn bounds_are_finite_and_ascend_and_steps_start_at_1() {
         for (min, max) in [(f32::NAN, 1.0), (0.0, f32::INFINITY), (1.0, 0.0)] {
-            assert!(of(vec![LayerHistogram { min, max, ..layer("a") }]).check().is_err(), "{min} {max}");
+            assert!(
+                with_layers(vec![LayerHistogram { min, max, ..layer("a") }]).check().is_err(),
+                "{min} {max}"
+            );
         }
-        assert_eq!(of(vec![LayerHistogram { min: 2.0, max: 2.0, ..layer("a") }]).check(), Ok(()));
+        assert_eq!(with_layers(vec![LayerHistogram { min: 2.0, max: 2.0, ..layer("a") }]).check(), Ok(()));
         for (step, good) in [(0, false), (1, true), (i64::MAX as u64, true), (1 << 63, false)] {
             assert_eq!(LayerHistograms { step, layers: Vec::new() }.check().is_ok(), good, "{step}");
         }

@@ -20,7 +20,7 @@ pub struct History {
     pub queue: Option<Waiting>,
     /// Entries in order of time, the oldest first.
     pub entries: Vec<Entry>,
-    /// Pass it as `cursor` for the following entries; null with the last entries.
+    /// Pass it as `cursor` for the following entries; null after the last entry.
     pub next_cursor: Option<String>,
     /// With `count=true`: the number of all entries.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -86,7 +86,7 @@ pub enum What {
         reason: Option<Reason>,
         /// The rank that failed first, if one rank's end was the cause.
         rank: Option<u32>,
-        /// Number of optimizer steps that the job had done when the attempt ended, counted from the start of its training;
+        /// Number of optimizer steps that the job had done when the attempt ended, counted from the start of the job's training;
         /// absent if the attempt ended before training.
         step: Option<u64>,
         /// Id of the checkpoint from which the next attempt continued; absent if it began from the start, or if there is no next attempt.

@@ -78,7 +78,7 @@ mod tests {
             assert_eq!(escape_invisible(text), written);
         }
         assert_eq!(first_invisible("ümläut 猫"), None);
-        assert_eq!(first_invisible("a\tb\u{200b}"), Some('\t'), "no name has one");
+        assert_eq!(first_invisible("a\tb\u{200b}"), Some('\t'), "a name may not have a tab");
         assert_eq!(first_invisible("a\u{200b}"), Some('\u{200b}'));
     }
 }

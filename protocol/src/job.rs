@@ -22,7 +22,7 @@ impl JobId {
         Self::of_bits(uuid::Uuid::now_v7().as_u128())
     }
 
-    /// The id of these bits: in base 32, most significant first.
+    /// The id with these bits: 26 digits of base 32 in Crockford's alphabet, the most significant first.
     pub fn of_bits(bits: u128) -> Self {
         const DIGITS: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
         let digit = |i: u32| DIGITS[(bits >> (125 - 5 * i) & 31) as usize] as char;
@@ -159,8 +159,8 @@ pub struct Job {
     /// shown, and the job is not started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
-    /// Fields of a run from elsewhere (`POST /runs`), which is a job that another program trains. Its `spec` has
-    /// only defaults.
+    /// Fields of a run from elsewhere (`POST /runs`), which is a job that another program trains. The job's
+    /// `spec` has only defaults.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub external: Option<External>,
     pub spec: JobSpec,
@@ -301,8 +301,8 @@ impl Job {
         self.state == JobState::Cancelled && self.cause.as_ref().is_some_and(is_end_by_sweep)
     }
 
-    /// The job's state for a person: `ended early` for such a trial, otherwise the state's name. The same as `stateWords` in
-    /// `static/job/states.js`.
+    /// The job's state for a person: `ended early` for a trial that its sweep has ended, otherwise the state's name. The same as
+    /// `stateWords` in `static/job/states.js`.
     pub fn state_in_words(&self) -> &'static str {
         if self.ended_early() { ENDED_EARLY } else { self.state.as_str() }
     }
@@ -410,7 +410,7 @@ pub struct LastValues {
     pub lr: Option<f64>,
     pub val_loss: Option<f64>,
     pub val_accuracy: Option<f64>,
-    /// Number of pictures behind `val_accuracy` and `val_loss`.
+    /// Number of pictures on which `val_accuracy` and `val_loss` were measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_pictures: Option<u64>,
     /// Other metrics, by name.

@@ -31,7 +31,8 @@ pub fn project_mistake(name: &str) -> Option<String> {
     plain_name_mistake(name, PROJECT_CHARS)
 }
 
-/// Why a text is not a plain name: at most `max` characters, none of which has a special meaning in URLs and paths. `None` if it is one.
+/// Why a text is not a plain name: at most `max` characters, none of which has a special meaning in URLs and paths. `None` if the text is
+/// a plain name.
 pub(crate) fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
     let fits = (1..=max).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
     (!fits).then(|| {

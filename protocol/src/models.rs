@@ -73,11 +73,12 @@ pub struct Model {
 }
 
 impl Model {
-    /// The model of these versions, which it sorts by number. `None` without versions.
+    /// The model with these versions, in ascending order of their numbers. `None` without versions.
     pub fn of(mut versions: Vec<ModelVersion>) -> Option<Self> {
         let version_count = versions.len() as u64;
-        let aliases_of =
-            |row: &ModelVersion| row.aliases.iter().map(|a| (a.clone(), row.version)).collect::<Vec<_>>();
+        let aliases_of = |version: &ModelVersion| {
+            version.aliases.iter().map(|alias| (alias.clone(), version.version)).collect::<Vec<_>>()
+        };
         let aliases = versions.iter().flat_map(aliases_of).collect();
         let newest = versions.pop()?;
         Some(Self { name: newest.model.clone(), aliases, version_count, newest })

@@ -142,7 +142,7 @@ impl NetworkDescription {
 impl PlanDescription {
     fn check(&self) -> Result<(), String> {
         let predicted = self.predicted.as_ref();
-        let texts = predicted.into_iter().flat_map(|of| [&of.limited_by, &of.why]).chain([&self.words]);
+        let texts = predicted.into_iter().flat_map(|plan| [&plan.limited_by, &plan.why]).chain([&self.words]);
         if texts.into_iter().any(|text| text.len() > PLAN_TEXT_BYTES || text.chars().any(char::is_control)) {
             return Err(format!("a text of the plan is not a line of at most {PLAN_TEXT_BYTES} bytes"));
         }
@@ -153,7 +153,7 @@ impl PlanDescription {
         if self.shard.len() > MAX_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
             return Err(format!("the plan has more than {MAX_SHARDS} strategies, or an invalid pattern"));
         }
-        let times = predicted.into_iter().flat_map(|of| [of.step_ms, of.images_per_second]);
+        let times = predicted.into_iter().flat_map(|plan| [plan.step_ms, plan.images_per_second]);
         if !times.chain(self.measured_step_ms).all(is_time) {
             return Err("a time or the rate of the plan is negative or not finite".into());
         }
@@ -211,7 +211,7 @@ mod tests {
         }
     }
 
-    fn of(layer: LayerDescription) -> NetworkDescription {
+    fn network(layer: LayerDescription) -> NetworkDescription {
         NetworkDescription { layers: vec![layer], plan: Some(plan()) }
     }
 
@@ -221,22 +221,27 @@ mod tests {
         assert_eq!(many(NETWORK_LAYERS).check(), Ok(()));
         assert!(many(NETWORK_LAYERS + 1).check().is_err());
         let (most, more) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
-        assert_eq!(of(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
-        assert!(of(LayerDescription { name: more.clone(), ..layer() }).check().is_err());
-        assert!(of(LayerDescription { kind: more, ..layer() }).check().is_err());
+        assert_eq!(network(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
+        assert!(network(LayerDescription { name: more.clone(), ..layer() }).check().is_err());
+        assert!(network(LayerDescription { kind: more, ..layer() }).check().is_err());
         for text in ["a\0b", "a\n", "\u{1b}[31m"] {
-            assert!(of(LayerDescription { name: text.into(), ..layer() }).check().is_err(), "{text:?}");
-            assert!(of(LayerDescription { kind: text.into(), ..layer() }).check().is_err(), "{text:?}");
+            assert!(network(LayerDescription { name: text.into(), ..layer() }).check().is_err(), "{text:?}");
+            assert!(network(LayerDescription { kind: text.into(), ..layer() }).check().is_err(), "{text:?}");
         }
-        assert_eq!(of(LayerDescription { output_shape: vec![1; DIMENSIONS], ..layer() }).check(), Ok(()));
-        assert!(of(LayerDescription { output_shape: vec![1; DIMENSIONS + 1], ..layer() }).check().is_err());
+        assert_eq!(
+            network(LayerDescription { output_shape: vec![1; DIMENSIONS], ..layer() }).check(),
+            Ok(())
+        );
+        assert!(
+            network(LayerDescription { output_shape: vec![1; DIMENSIONS + 1], ..layer() }).check().is_err()
+        );
     }
 
     #[test]
     fn times_are_finite_and_not_negative() {
-        assert_eq!(of(LayerDescription { time_us: None, ..layer() }).check(), Ok(()));
+        assert_eq!(network(LayerDescription { time_us: None, ..layer() }).check(), Ok(()));
         for time in [f32::NAN, f32::INFINITY, -1.0] {
-            assert!(of(LayerDescription { time_us: Some(time), ..layer() }).check().is_err(), "{time}");
+            assert!(network(LayerDescription { time_us: Some(time), ..layer() }).check().is_err(), "{time}");
         }
     }
 
@@ -245,7 +250,7 @@ mod tests {
         let of_plan = |plan| NetworkDescription { layers: Vec::new(), plan: Some(plan) }.check();
         assert_eq!(of_plan(plan()), Ok(()));
         let why = |bytes| PlanPrediction { why: "w".repeat(bytes), ..prediction() };
-        let predicted = |of| PlanDescription { predicted: Some(of), ..plan() };
+        let predicted = |prediction| PlanDescription { predicted: Some(prediction), ..plan() };
         assert_eq!(of_plan(predicted(why(PLAN_TEXT_BYTES))), Ok(()));
         assert_eq!(of_plan(PlanDescription { predicted: None, ..plan() }), Ok(()));
         for wrong in [
@@ -260,6 +265,6 @@ mod tests {
         }
         let placement = |placement: String| LayerPlan { placement, ..layer().plan.expect("one") };
         let long = placement("p".repeat(LAYER_NAME_BYTES + 1));
-        assert!(of(LayerDescription { plan: Some(long), ..layer() }).check().is_err());
+        assert!(network(LayerDescription { plan: Some(long), ..layer() }).check().is_err());
     }
 }

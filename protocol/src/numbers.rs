@@ -7,12 +7,12 @@ pub fn percent(share: f64) -> String {
 
 /// Formats a loss or a learning rate with four decimals; a small value with three digits and a power of ten.
 pub fn value(v: f64) -> String {
-    let size = v.abs();
+    let magnitude = v.abs();
     if !v.is_finite() {
         "not finite".into()
-    } else if size >= 1e5 || (size > 0.0 && size < 1e-3) {
+    } else if magnitude >= 1e5 || (magnitude > 0.0 && magnitude < 1e-3) {
         format!("{v:.2e}")
-    } else if size >= 100.0 {
+    } else if magnitude >= 100.0 {
         format!("{v:.1}")
     } else {
         format!("{v:.4}")
@@ -75,8 +75,8 @@ pub fn plural(n: u64, noun: &str) -> String {
 
 /// Only the noun: `rank`, `ranks`. The same as `nouns` in `static/numbers.js`.
 pub fn nouns(n: u64, noun: &str) -> String {
-    let hisses = ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end));
-    match (n, hisses) {
+    let needs_es = ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end));
+    match (n, needs_es) {
         (1, _) => noun.to_owned(),
         (_, true) => format!("{noun}es"),
         (_, false) => format!("{noun}s"),

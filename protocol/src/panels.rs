@@ -68,55 +68,55 @@ fn one() -> u8 {
     1
 }
 
-/// Mistakes in panels, each with a pointer to it; empty without mistakes. `allows_any_metric`: for runs from elsewhere,
+/// The mistakes in `panels`, each with a JSON pointer to its key. `allows_any_metric`: for runs from elsewhere,
 /// which choose the names of their metrics.
 pub fn mistakes(panels: &[Panel], allows_any_metric: bool) -> Vec<SpecError> {
-    let mut all = Vec::new();
+    let mut errors = Vec::new();
     if panels.len() > PANELS {
         let detail = format!("has {} panels; at most {PANELS} are allowed", panels.len());
-        all.push(SpecError { pointer: "/panels".into(), detail });
-        return all;
+        errors.push(SpecError { pointer: "/panels".into(), detail });
+        return errors;
     }
     for (index, panel) in panels.iter().enumerate() {
         for (key, detail) in panel.mistakes(allows_any_metric) {
-            all.push(SpecError { pointer: format!("/panels/{index}/{key}"), detail });
+            errors.push(SpecError { pointer: format!("/panels/{index}/{key}"), detail });
         }
     }
-    all
+    errors
 }
 
 impl Panel {
     fn mistakes(&self, allows_any_metric: bool) -> Vec<(&'static str, String)> {
-        let mut all = Vec::new();
+        let mut errors = Vec::new();
         let chars = self.title.chars().count();
         if self.title.trim().is_empty() || chars > PANEL_TITLE_CHARS {
-            all.push((
+            errors.push((
                 "title",
                 format!("has {chars} characters; 1 to {PANEL_TITLE_CHARS} visible characters are allowed"),
             ));
         } else if self.title.chars().any(char::is_control) {
-            all.push(("title", "has characters that cannot be shown, such as a line break".into()));
+            errors.push(("title", "has characters that cannot be shown, such as a line break".into()));
         }
-        all.extend(self.metrics_mistake(allows_any_metric).map(|detail| ("metrics", detail)));
+        errors.extend(self.metrics_mistake(allows_any_metric).map(|detail| ("metrics", detail)));
         for (key, span) in [("columns", self.columns), ("rows", self.rows)] {
             if !(1..=MAX_SPAN).contains(&span) {
-                all.push((key, format!("must be 1 to {MAX_SPAN}, is {span}")));
+                errors.push((key, format!("must be 1 to {MAX_SPAN}, is {span}")));
             }
         }
         if !(0.0..=MAX_SMOOTHING).contains(&self.smoothing) {
-            all.push(("smoothing", format!("must be 0 to {MAX_SMOOTHING}, is {}", self.smoothing)));
+            errors.push(("smoothing", format!("must be 0 to {MAX_SMOOTHING}, is {}", self.smoothing)));
         }
         if let (Some(low), Some(high)) = (self.y_min, self.y_max)
             && low >= high
         {
-            all.push(("y_max", format!("must be above y_min, which is {low}")));
+            errors.push(("y_max", format!("must be above y_min, which is {low}")));
         }
         for (key, end) in [("y_min", self.y_min), ("y_max", self.y_max)] {
             if self.log && end.is_some_and(|end| end <= 0.0) {
-                all.push((key, "must be above 0 on a logarithmic axis".into()));
+                errors.push((key, "must be above 0 on a logarithmic axis".into()));
             }
         }
-        all
+        errors
     }
 
     fn metrics_mistake(&self, allows_any_metric: bool) -> Option<String> {
@@ -161,8 +161,8 @@ mod tests {
         serde_json::from_str(r#"{"title": "t", "metrics": ["loss"]}"#).unwrap()
     }
 
-    /// Keys of the panel's mistakes.
-    fn wrong(panel: Panel) -> Vec<String> {
+    /// The keys in which the panel has mistakes.
+    fn bad_keys(panel: Panel) -> Vec<String> {
         mistakes(&[panel], true)
             .into_iter()
             .map(|mistake| mistake.pointer.replace("/panels/0/", ""))
@@ -173,38 +173,40 @@ mod tests {
     fn panels_metrics_and_titles_have_limits() {
         assert_eq!(mistakes(&vec![panel(); PANELS], false), []);
         assert_eq!(mistakes(&vec![panel(); PANELS + 1], false)[0].pointer, "/panels");
-        let of = |quantities: [&str; 2]| {
+        let with_quantities = |quantities: [&str; 2]| {
             let names = metric::NAMES.into_iter().filter(|name| quantities.contains(&metric::quantity(name)));
             Panel { metrics: names.map(str::to_owned).collect(), ..panel() }
         };
-        let (most, more) = (of(["time", "bytes"]), of(["time", "bytes/s"]));
+        let (most, more) = (with_quantities(["time", "bytes"]), with_quantities(["time", "bytes/s"]));
         assert_eq!((most.metrics.len(), more.metrics.len()), (PANEL_METRICS, PANEL_METRICS + 1));
-        assert!(wrong(most).is_empty());
+        assert!(bad_keys(most).is_empty());
         assert_eq!(more.metrics_mistake(false).unwrap(), "has 7 metrics; 1 to 6 are allowed");
-        assert_eq!(wrong(Panel { metrics: Vec::new(), ..panel() }), ["metrics"]);
+        assert_eq!(bad_keys(Panel { metrics: Vec::new(), ..panel() }), ["metrics"]);
         for (chars, good) in
             [(0, false), (1, true), (PANEL_TITLE_CHARS, true), (PANEL_TITLE_CHARS + 1, false)]
         {
-            assert_eq!(wrong(Panel { title: "ä".repeat(chars), ..panel() }).is_empty(), good, "{chars}");
+            assert_eq!(bad_keys(Panel { title: "ä".repeat(chars), ..panel() }).is_empty(), good, "{chars}");
         }
     }
 
     #[test]
     fn a_panel_has_at_most_two_quantities_and_no_metric_twice() {
-        let with_metrics =
-            |names: &[&str]| Panel { metrics: names.iter().map(|n| (*n).to_owned()).collect(), ..panel() };
-        assert!(wrong(with_metrics(&["loss", "val_loss", "lr"])).is_empty());
+        let with_metrics = |names: &[&str]| Panel {
+            metrics: names.iter().map(|name| (*name).to_owned()).collect(),
+            ..panel()
+        };
+        assert!(bad_keys(with_metrics(&["loss", "val_loss", "lr"])).is_empty());
         let three = with_metrics(&["loss", "lr", "step_ms"]).metrics_mistake(false).unwrap();
         assert!(three.contains("3 quantities (loss, learning rate, time)"), "{three}");
         assert_eq!(with_metrics(&["loss", "loss"]).metrics_mistake(false).unwrap(), "has loss twice");
         assert!(
-            wrong(with_metrics(&["train/loss", "val loss", "loss", "lr"])).contains(&"metrics".to_owned())
+            bad_keys(with_metrics(&["train/loss", "val loss", "loss", "lr"])).contains(&"metrics".to_owned())
         );
         assert!(
-            wrong(with_metrics(&["train/loss", "Überlebensrate, %", "loss"])).is_empty(),
+            bad_keys(with_metrics(&["train/loss", "Überlebensrate, %", "loss"])).is_empty(),
             "names of runs from elsewhere"
         );
-        assert_eq!(wrong(with_metrics(&["a\nb"])), ["metrics"]);
+        assert_eq!(bad_keys(with_metrics(&["a\nb"])), ["metrics"]);
         let unknown = with_metrics(&["los"]).metrics_mistake(false).unwrap();
         assert!(unknown.contains("did you mean \"loss\"?"), "{unknown}");
     }
@@ -212,17 +214,17 @@ mod tests {
     #[test]
     fn numbers_of_a_panel_have_limits() {
         for (columns, good) in [(0, false), (1, true), (3, true), (4, false)] {
-            assert_eq!(wrong(Panel { columns, ..panel() }).is_empty(), good, "{columns}");
-            assert_eq!(wrong(Panel { rows: columns, ..panel() }).is_empty(), good, "{columns}");
+            assert_eq!(bad_keys(Panel { columns, ..panel() }).is_empty(), good, "{columns}");
+            assert_eq!(bad_keys(Panel { rows: columns, ..panel() }).is_empty(), good, "{columns}");
         }
         for (smoothing, good) in [(-0.1, false), (0.0, true), (0.99, true), (0.995, false), (f32::NAN, false)]
         {
-            assert_eq!(wrong(Panel { smoothing, ..panel() }).is_empty(), good, "{smoothing}");
+            assert_eq!(bad_keys(Panel { smoothing, ..panel() }).is_empty(), good, "{smoothing}");
         }
         let ends = |low, high, log| Panel { y_min: Some(low), y_max: Some(high), log, ..panel() };
-        assert!(wrong(ends(-1.0, 1.0, false)).is_empty());
-        assert_eq!(wrong(ends(1.0, 1.0, false)), ["y_max"]);
-        assert_eq!(wrong(ends(0.0, 1.0, true)), ["y_min"]);
-        assert_eq!(wrong(Panel { title: "a\nb".into(), ..panel() }), ["title"]);
+        assert!(bad_keys(ends(-1.0, 1.0, false)).is_empty());
+        assert_eq!(bad_keys(ends(1.0, 1.0, false)), ["y_max"]);
+        assert_eq!(bad_keys(ends(0.0, 1.0, true)), ["y_min"]);
+        assert_eq!(bad_keys(Panel { title: "a\nb".into(), ..panel() }), ["title"]);
     }
 }

@@ -5,7 +5,8 @@ use std::collections::HashSet;
 /// All names of a pattern, in order, without duplicates.
 ///
 /// # Errors
-/// The mistake, in words that follow the pattern in a sentence, such as "has a { without its }". More than `max_names` names are also an error.
+/// The mistake, as words that follow the pattern in a sentence, such as "has a { without its }". More than
+/// `max_names` names are a mistake.
 pub fn expand(pattern: &str, max_names: usize) -> Result<Vec<String>, String> {
     let mut names = vec![String::new()];
     let mut rest = pattern;
@@ -30,8 +31,8 @@ pub fn expand(pattern: &str, max_names: usize) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
-/// Whether a pattern has this name, without expanding the pattern. A malformed pattern has no names. A pattern with
-/// too many names for [`expand`] still has them.
+/// Whether a pattern has this name, without expanding the pattern. A malformed pattern has no names. Unlike for
+/// [`expand`], a pattern may have any number of names.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let Some(open) = pattern.find('{') else { return pattern == name };
     let Some(close) = pattern[open..].find('}').map(|close| open + close) else { return false };

@@ -1,16 +1,16 @@
 //! Files of `torch.save`: pickles, which can run code and are never read. This module recognises their names and
 //! explains how to convert them to safetensors.
 
-/// Usual endings of such files.
+/// Usual endings of the names of pickles.
 const ENDINGS: [&str; 6] = [".pt", ".pth", ".pth.tar", ".ckpt", ".pkl", ".pickle"];
 
-/// Whether a file's name has such an ending.
+/// Whether a file's name has one of the usual endings of pickles.
 pub fn has_pickle_extension(path: &str) -> bool {
     let path = path.to_ascii_lowercase();
     ENDINGS.iter().any(|ending| path.ends_with(ending))
 }
 
-/// Advice about such a file, to be appended to its name. If a shell would change the name, the command has the
+/// Advice about a pickle, to be appended to the file's name. If a shell would change the name, the command has the
 /// placeholder `FILE.pth`.
 pub fn conversion_advice(path: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "/._-+=@:,".contains(c);

@@ -83,7 +83,7 @@ pub enum ReasonKind {
     PrecisionTooNarrow { rank: u32, step: u64, detail: Text },
     /// The metric of `[stop]` has not improved for a while: the job has succeeded before its last step.
     StoppedEarly { step: u64, detail: Text },
-    /// A machine or a GPU had no memory left; `signal` if a rank was killed for that.
+    /// A machine or a GPU had no memory left; with `signal` if the system therefore killed a rank.
     OutOfMemory { rank: Option<u32>, step: Option<u64>, signal: Option<i32>, detail: Text },
     /// The dataset's files cannot be read, or have changed since the job began; without `rank`, no rank was started.
     DatasetUnusable { rank: Option<u32>, step: Option<u64>, detail: Text },
@@ -136,7 +136,7 @@ pub enum ReasonKind {
     AgentWithoutRanks { agent: Text, attempt: u32, step: u64 },
     /// An agent is online, but the order to start the attempt's ranks never reached it.
     StartLost { agent: Text, attempt: u32, step: u64 },
-    /// An agent was stopped in order.
+    /// An agent was shut down, not killed.
     AgentStopped { agent: Option<Text>, detail: Option<Text> },
     /// An agent went offline between the claim of its slots and the start.
     AgentLeft { agent: Text },
@@ -180,7 +180,7 @@ pub struct UnknownCode {
     pub code: Text,
 }
 
-/// The slots that a waiting job needs, and the slots that there are.
+/// The slots that a waiting job needs, and the slots of the online machines.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SlotWait {
     /// Device of the slots: `cpu` or `cuda`.
@@ -205,7 +205,7 @@ pub struct SlotWait {
     pub detail: Option<Text>,
 }
 
-/// Slots of an agent of the kind that a job needs.
+/// The slots of an agent, counted only for the device that a job needs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AgentSlots {
     /// The agent's name.
@@ -369,7 +369,7 @@ impl fmt::Display for ReasonKind {
             NoAgentOnline => f.write_str("no agent is online; start one with `lockstep agent --server URL`"),
             NoAgentAccepts { detail } => {
                 let drained =
-                    detail.as_deref().map_or(String::new(), |names| format!("; {}", undrain(names)));
+                    detail.as_deref().map_or(String::new(), |names| format!("; {}", undrain_advice(names)));
                 write!(f, "no online agent takes this job{drained}")
             }
             TooFewSlots(wait) => wait.too_few(f),
@@ -428,8 +428,8 @@ fn other_job(job: &Option<Text>, priority: i32) -> String {
     }
 }
 
-/// Advice for drained machines.
-pub fn undrain(names: &str) -> String {
+/// Advice for drained machines with these names.
+fn undrain_advice(names: &str) -> String {
     format!("drained: {names} (`lockstep machine undrain` or the page Machines gives them work again)")
 }
 
@@ -568,7 +568,7 @@ fn known_facts<S: Serializer>(kind: &ReasonKind, to: S) -> Result<S::Ok, S::Erro
 }
 
 impl Reason {
-    /// The reason with what follows from it.
+    /// Adds a consequence to the reason and to its words.
     #[must_use]
     pub fn then(mut self, next: Next) -> Self {
         self.words = format!("{}; {next}", self.words).into();
@@ -635,21 +635,21 @@ impl<'a> Deserialize<'a> for Reason {
         struct Complete {
             #[serde(flatten)]
             kind: ReasonKind,
-            next: Option<Known>,
+            next: Option<NextOrUnknown>,
             #[serde(default)]
             words: Text,
         }
-        /// `None` for a value that this version does not know.
+        /// A consequence, or a value that this version does not know.
         #[derive(Deserialize)]
         #[serde(untagged)]
-        enum Known {
+        enum NextOrUnknown {
             Next(Next),
             Unknown(IgnoredAny),
         }
         let Complete { kind, next, words } = Complete::deserialize(from)?;
         let next = match next {
-            Some(Known::Next(next)) => Some(next),
-            Some(Known::Unknown(_)) | None => None,
+            Some(NextOrUnknown::Next(next)) => Some(next),
+            Some(NextOrUnknown::Unknown(_)) | None => None,
         };
         let words = if words.is_empty() { kind.to_string().into() } else { words };
         Ok(Reason { kind: Box::new(kind), next, words })
@@ -694,9 +694,9 @@ mod tests {
 
     #[test]
     fn texts_have_a_limit() {
-        let of = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
-        assert_eq!(of(TEXT_BYTES).words().len(), TEXT_BYTES);
-        assert_eq!(of(TEXT_BYTES + 2).words().len(), TEXT_BYTES);
+        let reason = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
+        assert_eq!(reason(TEXT_BYTES).words().len(), TEXT_BYTES);
+        assert_eq!(reason(TEXT_BYTES + 2).words().len(), TEXT_BYTES);
         let long = json!({"code": "agent_left", "words": "w".repeat(3000), "agent": "a".repeat(3000)});
         let read: Reason = from_value(long).unwrap();
         let ReasonKind::AgentLeft { agent } = read.kind() else { panic!("{read:?}") };

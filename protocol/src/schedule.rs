@@ -47,9 +47,11 @@ impl Schedule {
             return (highest * (step + 1) as f64 / self.warmup as f64) as f32;
         }
         let steps = self.total - self.warmup;
-        let at = step - self.warmup;
+        let index = step - self.warmup;
         // 0 at the first step, 1 at the last.
-        let progress = |at: u64, of: u64| if of > 1 { (at as f64 / (of - 1) as f64).min(1.0) } else { 0.0 };
+        let progress = |index: u64, count: u64| {
+            if count > 1 { (index as f64 / (count - 1) as f64).min(1.0) } else { 0.0 }
+        };
         let lr = match spec.schedule {
             ScheduleKind::Constant => highest,
             ScheduleKind::Step => {
@@ -58,16 +60,16 @@ impl Schedule {
                 highest * f64::from(spec.gamma).powi(begun as i32)
             }
             ScheduleKind::Cosine => {
-                let angle = std::f64::consts::PI * progress(at, steps);
+                let angle = std::f64::consts::PI * progress(index, steps);
                 end + (highest - end) * (1.0 + libm::cos(angle)) / 2.0
             }
             ScheduleKind::OneCycle => {
                 let rise = ((f64::from(spec.pct_start) * steps as f64).round() as u64).clamp(1, steps.max(1));
-                if at < rise {
-                    highest * (at + 1) as f64 / rise as f64
+                if index < rise {
+                    highest * (index + 1) as f64 / rise as f64
                 } else {
-                    // The step before already had `lr`.
-                    highest + (end - highest) * progress(at - rise + 1, steps - rise + 1)
+                    // The last step of the rise already had `lr`.
+                    highest + (end - highest) * progress(index - rise + 1, steps - rise + 1)
                 }
             }
         };
@@ -82,7 +84,8 @@ pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64)
         return None;
     }
     let (old_lr, new_lr) = (old.lr(step - 1), new.lr(new_step - 1));
-    // If an epoch has a step more or less than expected, the positions in the two schedules differ a little.
+    // If an epoch has a step more or less than expected, the positions in the two schedules differ a little. So changes of up to 5 %
+    // of `lr` are not reported.
     if f64::from((new_lr - old_lr).abs()) <= f64::from(old.spec.lr.max(new.spec.lr)) / 20.0 {
         return None;
     }
@@ -179,8 +182,8 @@ mod tests {
     #[test]
     fn a_changed_learning_rate_of_a_continued_run_is_described() {
         let one_cycle = TrainSpec { lr: 0.1, schedule: ScheduleKind::OneCycle, ..TrainSpec::default() };
-        let of = |total: u64| Schedule::new(&one_cycle, 10, total);
-        let words = describe_change(&of(100), 100, &of(200), 100).unwrap();
+        let schedule = |total: u64| Schedule::new(&one_cycle, 10, total);
+        let words = describe_change(&schedule(100), 100, &schedule(200), 100).unwrap();
         for part in [
             "from 0 at step 100 of the earlier run to 0.0",
             "at step 101",
@@ -189,9 +192,9 @@ mod tests {
             assert!(words.contains(part), "{part:?} in {words}");
         }
         // Retried, at its end, or before its first step.
-        assert_eq!(describe_change(&of(100), 50, &of(100), 50), None);
-        assert_eq!(describe_change(&of(100), 100, &of(100), 100), None);
-        assert_eq!(describe_change(&of(100), 0, &of(200), 0), None);
+        assert_eq!(describe_change(&schedule(100), 50, &schedule(100), 50), None);
+        assert_eq!(describe_change(&schedule(100), 100, &schedule(100), 100), None);
+        assert_eq!(describe_change(&schedule(100), 0, &schedule(200), 0), None);
         let constant = Schedule::new(&TrainSpec { lr: 0.1, ..TrainSpec::default() }, 10, 200);
         assert_eq!(describe_change(&constant, 100, &constant, 120), None);
     }

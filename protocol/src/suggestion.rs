@@ -15,7 +15,7 @@ pub struct CommentedKeys {
     pub toml: String,
 }
 
-/// Keys of three tables of a job file, and the amount of work of the job.
+/// Keys of the tables `data`, `model` and `train` of a job file, and the amount of work of the job.
 #[derive(Debug)]
 pub struct Suggestion {
     pub data: Vec<CommentedKeys>,
@@ -26,9 +26,9 @@ pub struct Suggestion {
     /// Number of pictures in a step.
     pub batch: u64,
     /// Number of pictures in training, over all epochs.
-    pub trained: u64,
+    pub training_pictures: u64,
     /// Number of pictures in validation, over all epochs.
-    pub validated: u64,
+    pub validation_pictures: u64,
 }
 
 /// Pictures with a shorter side than this, in pixels, are small, such as CIFAR's and MNIST's.
@@ -43,13 +43,14 @@ struct Effort {
     /// The input size for photographs.
     side: u32,
     /// Number of pictures in training, over all epochs, unless `min_epochs` or `max_epochs` limits the epochs.
-    trained: u64,
+    training_pictures: u64,
     min_epochs: u64,
     max_epochs: u64,
 }
 
-const FULL_RUN: Effort = Effort { side: USUAL_SIDE, trained: 1_000_000, min_epochs: 10, max_epochs: 60 };
-const QUICK_RUN: Effort = Effort { side: 128, trained: 200_000, min_epochs: 5, max_epochs: 20 };
+const FULL_RUN: Effort =
+    Effort { side: USUAL_SIDE, training_pictures: 1_000_000, min_epochs: 10, max_epochs: 60 };
+const QUICK_RUN: Effort = Effort { side: 128, training_pictures: 200_000, min_epochs: 5, max_epochs: 20 };
 
 impl Suggestion {
     /// The suggestion for a dataset.
@@ -83,19 +84,19 @@ impl Suggestion {
         let own_side = (info.height == info.width && info.height > 0).then_some(info.height);
         let side = own_side.filter(|side| *side < effort.side);
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
-        let (validation, held_out, validated) = validation(info);
-        let train_on = samples - held_out;
-        let batch = batch(train_on, is_small);
-        let epochs = (effort.trained / train_on).clamp(effort.min_epochs, effort.max_epochs);
+        let (validation, held_out, validation_samples) = validation(info);
+        let train_samples = samples - held_out;
+        let batch = batch(train_samples, is_small);
+        let epochs = (effort.training_pictures / train_samples).clamp(effort.min_epochs, effort.max_epochs);
         let prefers_large_network = samples >= MANY_PICTURES && effort.side == USUAL_SIDE;
         Ok(Self {
             data: data(info, side, effort.side, validation),
             model: vec![network(prefers_large_network, side, is_small)],
-            train: train(train_on, held_out > 0, batch, epochs, is_small),
+            train: train(train_samples, held_out > 0, batch, epochs, is_small),
             side: side.unwrap_or(effort.side),
             batch,
-            trained: train_on * epochs,
-            validated: validated * epochs,
+            training_pictures: train_samples * epochs,
+            validation_pictures: validation_samples * epochs,
         })
     }
 
@@ -160,7 +161,7 @@ fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: Commented
 fn validation(info: &DatasetInfo) -> (CommentedKeys, u64, u64) {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
     if let Some(split) = default_validation("test", others.map(|split| split.name.as_str())) {
-        let samples = info.splits.iter().find(|of| of.name == split).map_or(0, |of| of.samples);
+        let samples = info.splits.iter().find(|info| info.name == split).map_or(0, |info| info.samples);
         let keys = CommentedKeys {
             comment: format!("The pictures of {split} validate the network."),
             toml: format!("validation = {}", serde_json::Value::from(split)),
@@ -209,16 +210,16 @@ const MIN_BATCH: u64 = 16;
 
 /// Number of pictures in a step: a power of two, about a twentieth of the training pictures, from [`MIN_BATCH`] to 256 (128 for
 /// photographs), but never more than the training pictures.
-fn batch(train_on: u64, is_small: bool) -> u64 {
-    let most = if is_small { 256 } else { 128 };
-    let wanted = (train_on / 20).clamp(MIN_BATCH, most).min(train_on);
-    1 << wanted.ilog2()
+fn batch(samples: u64, is_small: bool) -> u64 {
+    let max_batch = if is_small { 256 } else { 128 };
+    let upper_bound = (samples / 20).clamp(MIN_BATCH, max_batch).min(samples);
+    1 << upper_bound.ilog2()
 }
 
-/// `is_expected`: the job holds out each picture independently, so `train_on` is the expected number of training pictures.
-fn train(train_on: u64, is_expected: bool, batch: u64, epochs: u64, is_small: bool) -> Vec<CommentedKeys> {
+/// `is_expected`: the job holds out each picture independently, so `samples` is the expected number of training pictures.
+fn train(samples: u64, is_expected: bool, batch: u64, epochs: u64, is_small: bool) -> Vec<CommentedKeys> {
     let about = if is_expected { "about " } else { "" };
-    let steps = (train_on / batch).max(1);
+    let steps = (samples / batch).max(1);
     // 0.2 for 256 pictures is usual for ResNets on CIFAR with this schedule; photographs need half of it.
     let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
     vec![
@@ -226,7 +227,7 @@ fn train(train_on: u64, is_expected: bool, batch: u64, epochs: u64, is_small: bo
             comment: format!(
                 "{}{}: {about}{} an epoch, {about}{} in all.",
                 if is_expected { "About " } else { "" },
-                plural(train_on, "picture"),
+                plural(samples, "picture"),
                 plural(steps, "step"),
                 steps * epochs
             ),
@@ -288,9 +289,13 @@ mod tests {
                     assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
                     let input = spec.data.image_size.as_ref().map(crate::spec::ImageSize::last);
                     assert_eq!(input, Some(suggestion.side), "{side} {samples}: {text}");
-                    let quick = Suggestion::quick(&info).expect("as the other");
+                    let quick = Suggestion::quick(&info).expect("the full run has a suggestion");
                     assert!(quick.spec("x").is_some(), "{quick:?}");
-                    assert!(quick.trained < suggestion.trained && quick.side <= suggestion.side, "{quick:?}");
+                    assert!(
+                        quick.training_pictures < suggestion.training_pictures
+                            && quick.side <= suggestion.side,
+                        "{quick:?}"
+                    );
                     let has_two_ranks = spec.global_batch_size().is_multiple_of(16);
                     assert!(has_two_ranks || samples - held_out < 16, "{side} {samples}: {text}");
                 }

@@ -109,15 +109,15 @@ pub struct Trial {
     pub deleted: bool,
     /// The job's state.
     pub state: Option<JobState>,
-    /// Whether the sweep has ended the trial, because other trials are better at a rung. Its job is then cancelled.
+    /// Whether the sweep has ended the trial, because other trials are better at a rung. The trial's job is then cancelled.
     #[serde(default)]
     pub ended_early: bool,
     /// Number of rungs that the trial has reached.
     pub rung: u32,
-    /// The best value of the metric among all validations until the newest rung; absent before the first rung, and if the newest
-    /// validation there was not finite.
+    /// The best value of the metric among all validations up to the newest rung; absent before the first rung, and if the
+    /// validation at the newest rung was not finite.
     pub metric: Option<f64>,
-    /// Number of pictures behind the metric, if known.
+    /// Number of validation pictures on which the metric was measured, if known.
     #[serde(default)]
     pub val_pictures: Option<u64>,
     /// The epoch after which the trial was compared last: the newest rung, or the trial's last epoch if the trial has

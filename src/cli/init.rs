@@ -104,7 +104,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn format_estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
     let run_secs = |run: &Suggestion| {
         let pixels_ratio = f64::from(run.side).powi(2) / f64::from(choice.side).powi(2);
-        secs * pixels_ratio * (run.trained as f64 + run.validated as f64 / VALIDATION_SPEED)
+        secs * pixels_ratio
+            * (run.training_pictures as f64 + run.validation_pictures as f64 / VALIDATION_SPEED)
     };
     let format = |secs: f64| match secs {
         ..100.0 => format!("{secs:.0} s"),

@@ -46,12 +46,13 @@ pub enum DatasetEntry {
 pub struct DatasetPart {
     /// The file's path, from the list.
     pub path: String,
-    /// Size of the whole file.
+    /// Size of the whole file, in bytes.
     pub size_bytes: u64,
     /// The file's modification time, from the list.
     pub changed_ns: i64,
+    /// Offset of the part in the file, in bytes.
     pub offset: u64,
-    /// At most 4 MiB.
+    /// Length of the part, in bytes: at most 4 MiB.
     pub length: u64,
 }
 

@@ -16,7 +16,7 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AttemptEvent {
-    /// All ranks have met and read the dataset; the first step is next.
+    /// All ranks are connected and have read the dataset; the first step is next.
     Running {
         total_steps: u64,
         steps_per_epoch: u64,
@@ -116,8 +116,8 @@ pub struct RankReport {
     pub axis_ms: Option<AxisTimes>,
 }
 
-/// A time for each axis of the mesh of ranks. A sum over several axes counts for the first axis of data, height and model that has several
-/// ranks.
+/// A time for each axis of the mesh of ranks, in the unit that a field of this type names (`axis_ms`, `axis_secs`). A sum over several
+/// axes counts for the first axis of data, height and model that has several ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AxisTimes {
     /// Between stages: activations and their gradients.

@@ -24,7 +24,7 @@ pub struct Machine {
     /// Speed of this interface in Mbit/s; absent if the system does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface_mbits: Option<u32>,
-    /// The machine's boot and network namespace: agents with equal values reach each other at loopback.
+    /// Identifies the machine's boot and its network namespace: agents with equal values reach each other at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_id: Option<String>,
     /// Groups of slots whose GPUs are all connected to each other by NVLink. Empty without such GPUs, or if NVML does not report links.

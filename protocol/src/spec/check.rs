@@ -87,7 +87,7 @@ pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
     }
 }
 
-/// Mistakes in the keys and values of a document, without combinations. Keys of the document may still get other values.
+/// Mistakes in the keys and values of a document. Combinations are not checked, because a sweep may still set other values.
 pub fn key_mistakes(document: &Value) -> Vec<SpecError> {
     let mut errors = Vec::new();
     check_shape(&mut document.clone(), &mut errors);
@@ -159,8 +159,8 @@ pub(super) fn check_section(
     names: &[&str],
     errors: &mut Vec<SpecError>,
 ) {
-    let own_pointer = if section.name.is_empty() { String::new() } else { format!("/{}", section.name) };
-    let pointer = |key: &str| format!("{own_pointer}/{}", escaped(key));
+    let section_pointer = if section.name.is_empty() { String::new() } else { format!("/{}", section.name) };
+    let pointer = |key: &str| format!("{section_pointer}/{}", escaped(key));
     for (key, kind) in section.keys {
         // JSON's null is an absent key.
         if table.get(*key).is_some_and(Value::is_null) {
@@ -178,7 +178,7 @@ pub(super) fn check_section(
         let known = names.contains(&key.as_str());
         if !known && errors.len() < MISTAKES {
             // A pointer is as long as its key, so a very long key gets the section's pointer and is shortened in the detail.
-            let pointer = if key.len() > KEY_BYTES { own_pointer.clone() } else { pointer(key) };
+            let pointer = if key.len() > KEY_BYTES { section_pointer.clone() } else { pointer(key) };
             errors.push(SpecError { pointer, detail: unknown_key(key, section.name, names) });
         } else if !known {
             unlisted += 1;
@@ -186,7 +186,10 @@ pub(super) fn check_section(
         known
     });
     if unlisted > 0 {
-        errors.push(SpecError { pointer: own_pointer, detail: format!("and {unlisted} more unknown keys") });
+        errors.push(SpecError {
+            pointer: section_pointer,
+            detail: format!("and {unlisted} more unknown keys"),
+        });
     }
 }
 

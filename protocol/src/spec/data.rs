@@ -11,8 +11,8 @@ pub struct DataSpec {
     /// A registered dataset's name, or (from the command line) a path.
     pub dataset: String,
     /// Source of the validation pictures. When absent: the split `test` (with some recipes: `val`), if the dataset has it; otherwise
-    /// the first that it has of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`. If the dataset has only training
-    /// pictures, a tenth of them is held out, or three tenths if they are fewer than 50.
+    /// the first of these splits that the dataset has: `val`, `validation`, `valid`, `dev`, `test`, `eval`, `evaluation`. If the
+    /// dataset has only training pictures, a tenth of them is held out, or three tenths if they are fewer than 50.
     pub validation: Validation,
     /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, whether a
     /// picture is held out depends only on this seed and on the picture: its class and file name in a folder of pictures, its content in

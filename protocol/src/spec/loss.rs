@@ -69,8 +69,8 @@ impl ClassWeights {
                         shortened(name)
                     ));
                 }
-                let all: u64 = counts.iter().sum();
-                let weight = |count: &u64| (all as f64 / (classes.len() as f64 * *count as f64)) as f32;
+                let total: u64 = counts.iter().sum();
+                let weight = |count: &u64| (total as f64 / (classes.len() as f64 * *count as f64)) as f32;
                 Ok(counts.iter().map(weight).collect())
             }
             Self::InOrder(weights) if weights.len() == classes.len() => Ok(weights.clone()),
@@ -132,7 +132,7 @@ impl LossSpec {
     }
 }
 
-/// Combinations with `[loss]` that cannot work.
+/// Reports combinations of `[loss]` with other keys that cannot work.
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let kind = spec.loss.kind;
     if spec.loss.class_weights.is_some() {

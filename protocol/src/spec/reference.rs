@@ -270,27 +270,30 @@ mod tests {
     fn limits_in_the_reference_are_enforced() {
         for section in KEYS {
             for (key, kind) in section.keys {
-                let taken = |value: Value| kind.check(&value).is_ok();
+                let is_accepted = |value: Value| kind.check(&value).is_ok();
                 match *kind {
                     Kind::Whole { min, max } => {
                         assert_eq!(
                             kind.in_words(),
                             format!("whole number, {} to {}", grouped(min), grouped(max))
                         );
-                        assert!(taken(min.into()) && taken(max.into()), "{key}");
-                        assert!(!taken((min - 1).into()) && !taken((max + 1).into()), "{key}");
+                        assert!(is_accepted(min.into()) && is_accepted(max.into()), "{key}");
+                        assert!(!is_accepted((min - 1).into()) && !is_accepted((max + 1).into()), "{key}");
                     }
                     Kind::Number { min, max, excludes_min, excludes_max } => {
                         assert_eq!(
-                            (taken(min.into()), taken(max.into())),
+                            (is_accepted(min.into()), is_accepted(max.into())),
                             (!excludes_min, !excludes_max),
                             "{key}"
                         );
-                        assert!(!taken((min - 1.0).into()) && !taken((max + 1.0).into()), "{key}");
+                        assert!(
+                            !is_accepted((min - 1.0).into()) && !is_accepted((max + 1.0).into()),
+                            "{key}"
+                        );
                     }
                     Kind::LossScale => {
                         assert!(
-                            taken(MAX_LOSS_SCALE.into()) && !taken((MAX_LOSS_SCALE * 1.1).into()),
+                            is_accepted(MAX_LOSS_SCALE.into()) && !is_accepted((MAX_LOSS_SCALE * 1.1).into()),
                             "{key}"
                         );
                     }

@@ -69,19 +69,19 @@ fn is_pattern(text: &str) -> bool {
 impl ParallelSpec {
     /// Whether the ranks search for the best plan when they start.
     pub fn is_auto(&self) -> bool {
-        self.mode == MODES[2]
+        self.mode == "auto"
     }
 
     /// The same settings with the mesh and the strategies of a plan.
     #[must_use]
     pub fn with_mesh(&self, [pipeline, height, model]: [u32; 3], shard: Vec<ShardSpec>) -> Self {
-        let mode = MODES[usize::from(pipeline * height * model > 1)].into();
-        Self { mode, pipeline, height, model, shard, ..self.clone() }
+        let mode = if pipeline * height * model > 1 { "hybrid" } else { "data" };
+        Self { mode: mode.into(), pipeline, height, model, shard, ..self.clone() }
     }
 
     /// Whether the mode is `hybrid`: several ranks may share one copy of the network.
     pub fn is_hybrid(&self) -> bool {
-        self.mode == MODES[1]
+        self.mode == "hybrid"
     }
 
     /// The units that have their own pictures in a step, as text: `4 ranks`, `2 sets of 2 ranks that share rows` or `2 sets of 2 ranks with
@@ -128,7 +128,7 @@ impl ParallelSpec {
         })
     }
 
-    /// How `model` splits the last layer: without strategies over its classes.
+    /// The split of the last layer over the ranks of `model`: without strategies by class; `None` if no strategy matches the layer.
     fn last_layer_split(&self) -> Option<Split> {
         match self.shard.is_empty() {
             true => Some(Split::Out),
@@ -197,7 +197,7 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("; ")) }
 }
 
-/// Combinations of `[parallel]` that cannot work.
+/// Reports combinations of `[parallel]` with other keys that cannot work.
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let parallel = &spec.parallel;
     let ParallelSpec { ranks, model, height, pipeline, .. } = *parallel;
@@ -209,16 +209,13 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             ("shard", !parallel.shard.is_empty()),
         ] {
             if is_set {
-                let detail = format!(
-                    "needs parallel.mode = {:?} or {:?}: with {:?} every rank has the whole network",
-                    MODES[1], MODES[2], MODES[0]
-                );
-                mistake(&format!("/parallel/{key}"), detail);
+                let detail = "needs parallel.mode = \"hybrid\" or \"auto\": with \"data\" every rank has the whole network";
+                mistake(&format!("/parallel/{key}"), detail.into());
             }
         }
         return;
     }
-    let all = plural(ranks.into(), "rank");
+    let all_ranks = plural(ranks.into(), "rank");
     // The largest divisor of `count` that is at most `given`.
     let divisor =
         |count: u32, given: u32| (1..=count.min(given)).rev().find(|n| count.is_multiple_of(*n)).unwrap_or(1);
@@ -227,7 +224,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake(
             "/parallel/model",
             format!(
-                "{all} cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}"
+                "{all_ranks} cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}"
             ),
         );
     } else if !(ranks / model).is_multiple_of(height) {
@@ -235,7 +232,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake(
             "/parallel/height",
             format!(
-                "{all} cannot be divided into groups of model x height = {model} x {height}: give a height such as {near}"
+                "{all_ranks} cannot be divided into groups of model x height = {model} x {height}: give a height such as {near}"
             ),
         );
     } else if !(ranks / model / height).is_multiple_of(pipeline) {
@@ -243,7 +240,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake(
             "/parallel/pipeline",
             format!(
-                "{all} cannot be divided into groups of model x height x pipeline = {model} x {height} x {pipeline}: give a pipeline \
+                "{all_ranks} cannot be divided into groups of model x height x pipeline = {model} x {height} x {pipeline}: give a pipeline \
                  such as {near}"
             ),
         );
@@ -297,7 +294,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     if spec.recovery.min_ranks.is_some() {
         mistake(
             "/recovery/min_ranks",
-            format!("a job of mode {:?} waits for all its ranks: leave min_ranks out", MODES[1]),
+            "a job of mode \"hybrid\" waits for all its ranks: leave min_ranks out".into(),
         );
     }
 }

@@ -54,7 +54,7 @@ impl StopSpec {
     }
 }
 
-/// Combinations with `[stop]` that cannot work.
+/// Reports combinations of `[stop]` with other keys that cannot work.
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let stop = &spec.stop;
     if stop.is_off() {

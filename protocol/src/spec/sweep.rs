@@ -79,8 +79,8 @@ pub struct SweepSpec {
     #[schema(value_type = Object)]
     pub metric: SweepMetric,
     /// A table for each key of the job file that differs between trials. The table has `values`, a list, or `min` and `max`. If `min` and
-    /// `max` are whole numbers, so are the values. With `distribution = "log"`, the logarithms of the values are spread evenly; when
-    /// absent, the values are.
+    /// `max` are whole numbers, the values are whole numbers. The values are spread evenly; with `distribution = "log"`,
+    /// their logarithms are spread evenly.
     #[schema(value_type = Object)]
     parameters: BTreeMap<String, Parameter>,
     /// Seed of the settings that `random` and `asha` draw. The same section always gives the same settings.
@@ -177,20 +177,20 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
 }
 
 fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeMap<String, Parameter> {
-    let mut found = BTreeMap::new();
+    let mut parameters = BTreeMap::new();
     match given {
-        Some(Value::Object(table)) => flatten(table, "", &mut found, errors),
+        Some(Value::Object(table)) => flatten(table, "", &mut parameters, errors),
         Some(other) => errors.push(mistake("/parameters", format!("must be a table, is {}", type_of(other)))),
         None => {}
     }
-    if errors.is_empty() && !(1..=MAX_PARAMETERS).contains(&found.len()) {
+    if errors.is_empty() && !(1..=MAX_PARAMETERS).contains(&parameters.len()) {
         let detail = format!(
             "must name 1 to {MAX_PARAMETERS} keys, such as train.lr = {{ values = [0.1, 0.05] }}, names {}",
-            found.len()
+            parameters.len()
         );
         errors.push(mistake("/parameters", detail));
     }
-    found
+    parameters
 }
 
 /// Collects the parameters of a table. TOML reads the quoted `"train.lr"` as one key, and the unquoted `train.lr` as a
@@ -198,7 +198,7 @@ fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeM
 fn flatten(
     table: &Map<String, Value>,
     above: &str,
-    found: &mut BTreeMap<String, Parameter>,
+    parameters: &mut BTreeMap<String, Parameter>,
     errors: &mut Vec<SpecError>,
 ) {
     for (key, value) in table {
@@ -207,7 +207,7 @@ fn flatten(
             Value::Object(inner)
                 if !inner.is_empty() && !inner.keys().any(|key| PARAMETER_KEYS.contains(&&**key)) =>
             {
-                flatten(inner, &path, found, errors);
+                flatten(inner, &path, parameters, errors);
                 continue;
             }
             Value::Object(inner) => {
@@ -217,7 +217,7 @@ fn flatten(
         };
         match outcome {
             Ok(parameter) => {
-                found.insert(path, parameter);
+                parameters.insert(path, parameter);
             }
             Err(detail) => {
                 errors.push(mistake(&format!("/parameters/{}", escaped(&shortened(&path))), detail))
@@ -415,10 +415,10 @@ impl Parameter {
                     (true, false) => (min - 0.5, max + 0.5),
                     _ => (*min, *max),
                 };
-                let part = random.unit();
+                let fraction = random.unit();
                 let drawn = match is_log {
-                    true => libm::exp(libm::log(low) + part * (libm::log(high) - libm::log(low))),
-                    false => low + part * (high - low),
+                    true => libm::exp(libm::log(low) + fraction * (libm::log(high) - libm::log(low))),
+                    false => low + fraction * (high - low),
                 };
                 match is_whole {
                     true => json!(drawn.round().clamp(*min, *max) as i64),

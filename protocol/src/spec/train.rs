@@ -44,8 +44,8 @@ pub struct TrainSpec {
     /// `muon`: learning rate of linear layers (weights and biases), as a multiple of `lr`.
     pub head_lr: f32,
     /// Weight decay. It is added to the gradient as an L2 penalty, as in PyTorch's SGD; with `adamw` and `lamb` it is decoupled from the
-    /// gradient, as in PyTorch's `AdamW`. With `muon`, filters have no weight decay, and that of all other parameters is multiplied by
-    /// `lr`, not by the rates that `bias_lr` and `head_lr` give.
+    /// gradient, as in PyTorch's `AdamW`. With `muon`, filters have no weight decay, and the weight decay of all other parameters is
+    /// multiplied by `lr`, not by the rates that `bias_lr` and `head_lr` give.
     pub weight_decay: f32,
     /// False excludes all biases and the parameters of batch norms from weight decay, and with `lamb` also from layer-wise
     /// adaptation (`lars` always excludes them from both).

@@ -288,13 +288,15 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
         ),
         (
             "parallel",
-            "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nranks = 2\nsync_batch_norm = false\nshard = [{match = \"layer1.*\", split = \"out\"}]",
+            "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nranks = 2\nsync_batch_norm = false\n\
+             shard = [{match = \"layer1.*\", split = \"out\"}]",
             "sync_batch_norm",
             &["needs true"],
         ),
         (
             "loss",
-            "kind = \"arcface\"\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nranks = 2\nshard = [{match = \"fc\", split = \"in\"}]",
+            "kind = \"arcface\"\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nranks = 2\n\
+             shard = [{match = \"fc\", split = \"in\"}]",
             "kind",
             &["needs whole rows", "split = \"out\""],
         ),

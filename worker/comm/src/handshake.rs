@@ -48,16 +48,18 @@ impl HandshakeTerms<'_> {
     /// `PermissionDenied` if the listener has another secret or purpose.
     pub fn initiate(&self, stream: &mut TcpStream, rank: u32) -> io::Result<()> {
         set_options(stream)?;
-        let mine = nonce();
+        let own_nonce = nonce();
         let mut hello = Vec::from(MAGIC);
-        hello.extend_from_slice(&mine);
+        hello.extend_from_slice(&own_nonce);
         hello.extend_from_slice(&rank.to_le_bytes());
         stream.write_all(&hello)?;
         let mut answer = [0; NONCE_BYTES + PROOF_BYTES];
         stream.read_exact(&mut answer)?;
-        let (theirs, proof) = answer.split_at(NONCE_BYTES);
-        self.proof("listener", &mine, theirs, rank).verify_slice(proof).map_err(|_| wrong_secret())?;
-        let proof = self.proof("caller", &mine, theirs, rank).finalize().into_bytes();
+        let (their_nonce, proof) = answer.split_at(NONCE_BYTES);
+        self.proof("listener", &own_nonce, their_nonce, rank)
+            .verify_slice(proof)
+            .map_err(|_| wrong_secret())?;
+        let proof = self.proof("caller", &own_nonce, their_nonce, rank).finalize().into_bytes();
         stream.write_all(&proof)?;
         let mut accepted = [0];
         stream.read_exact(&mut accepted)?;
@@ -78,15 +80,19 @@ impl HandshakeTerms<'_> {
         if magic != MAGIC {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the caller is not a rank of Lockstep"));
         }
-        let (theirs, rank) = rest.split_at(NONCE_BYTES);
+        let (their_nonce, rank) = rest.split_at(NONCE_BYTES);
         let rank = rank.iter().rev().fold(0, |n, byte| n << 8 | u32::from(*byte));
-        let mine = nonce();
-        let mut answer = Vec::from(mine);
-        answer.extend_from_slice(&self.proof("listener", theirs, &mine, rank).finalize().into_bytes());
+        let own_nonce = nonce();
+        let mut answer = Vec::from(own_nonce);
+        answer.extend_from_slice(
+            &self.proof("listener", their_nonce, &own_nonce, rank).finalize().into_bytes(),
+        );
         stream.write_all(&answer)?;
         let mut proof = [0; PROOF_BYTES];
         stream.read_exact(&mut proof)?;
-        self.proof("caller", theirs, &mine, rank).verify_slice(&proof).map_err(|_| wrong_secret())?;
+        self.proof("caller", their_nonce, &own_nonce, rank)
+            .verify_slice(&proof)
+            .map_err(|_| wrong_secret())?;
         stream.write_all(&[1])?;
         stream.set_read_timeout(None)?;
         stream.set_write_timeout(None)?;

@@ -35,7 +35,8 @@ pub struct Peers {
     pub data: [u64; MAX_PEERS],
     /// By rank: the address at which this rank's GPU accesses that rank's flags (`flag_bytes` bytes).
     pub flags: [u64; MAX_PEERS],
-    own: CUdeviceptr,
+    /// This rank's buffer.
+    own_buffer: CUdeviceptr,
     /// The UUID of this rank's GPU.
     gpu: [u8; 16],
     /// The buffers of other ranks, opened in this process.
@@ -106,11 +107,11 @@ impl Peers {
         let context = CudaContext::new(device).map_err(text)?;
         let gpu = result::device::get_uuid(context.cu_device()).map_err(text)?.bytes.map(|b| b as u8);
         // SAFETY: the context is current on this thread.
-        let own = unsafe { result::malloc_sync(bytes) }.map_err(text)?;
+        let own_buffer = unsafe { result::malloc_sync(bytes) }.map_err(text)?;
         let (data, flags) = ([0; MAX_PEERS], [0; MAX_PEERS]);
-        let peers = Self { rank, world, data, flags, own, gpu, opened: Vec::new(), context };
+        let peers = Self { rank, world, data, flags, own_buffer, gpu, opened: Vec::new(), context };
         // SAFETY: the buffer was just allocated, and is zeroed before another process can open it.
-        unsafe { result::memset_d8_sync(own, 0, bytes) }.map_err(text)?;
+        unsafe { result::memset_d8_sync(own_buffer, 0, bytes) }.map_err(text)?;
         peers.context.synchronize().map_err(text)?;
         Ok(peers)
     }
@@ -118,7 +119,7 @@ impl Peers {
     fn handle(&self) -> Result<Vec<u8>, String> {
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the address is a plain allocation of this process.
-        unsafe { sys::cuIpcGetMemHandle(&mut handle, self.own) }
+        unsafe { sys::cuIpcGetMemHandle(&mut handle, self.own_buffer) }
             .result()
             .map_err(|e| format!("GPU memory cannot be shared: {e}"))?;
         Ok(handle.reserved.iter().map(|byte| *byte as u8).collect())
@@ -129,7 +130,7 @@ impl Peers {
         let here = &descriptors[self.rank as usize].host;
         for (other, descriptor) in (0..).zip(descriptors) {
             let bytes = descriptor.handle.as_ref().map_err(|reason| format!("rank {other}: {reason}"))?;
-            let mut address = self.own;
+            let mut address = self.own_buffer;
             if other != self.rank {
                 if descriptor.host != *here {
                     return Err(format!("rank {other} is on another machine"));
@@ -190,7 +191,7 @@ impl Drop for Peers {
             for address in &self.opened {
                 let _ = sys::cuIpcCloseMemHandle(*address);
             }
-            let _ = result::free_sync(self.own);
+            let _ = result::free_sync(self.own_buffer);
         }
     }
 }

@@ -27,7 +27,7 @@ pub(crate) use header::{Call, Operation};
 use lockstep_host::lock;
 use mesh::Mesh;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-pub(crate) use split::Part;
+pub(crate) use split::SplitGroup;
 use std::{
     net::{IpAddr, TcpStream},
     sync::{Arc, Mutex, OnceLock, atomic::AtomicU64},
@@ -81,7 +81,7 @@ struct RingSockets {
 }
 
 /// A call in progress.
-struct Wire<'a> {
+struct ActiveCall<'a> {
     ring: &'a Ring,
     sockets: &'a mut RingSockets,
     operation: &'static str,
@@ -93,23 +93,24 @@ impl Ring {
     /// Runs one call: the header first, then `body`. A failure ends the group.
     fn call<T>(
         &self,
-        what: Call,
-        body: impl FnOnce(&mut Wire<'_>) -> Result<T, CommError>,
+        call: Call,
+        body: impl FnOnce(&mut ActiveCall<'_>) -> Result<T, CommError>,
     ) -> Result<T, CommError> {
-        let operation = what.operation.name();
+        let operation = call.operation.name();
         self.check_not_ended(operation)?;
         let mut sockets = lock(&self.sockets);
         sockets.sequence += 1;
-        let mut wire = Wire { ring: self, sockets: &mut sockets, operation, pending_header: Some(what) };
-        let result = body(&mut wire).and_then(|done| wire.open().map(|()| done));
+        let mut active =
+            ActiveCall { ring: self, sockets: &mut sockets, operation, pending_header: Some(call) };
+        let result = body(&mut active).and_then(|done| active.exchange_headers().map(|()| done));
         result.map_err(|error| self.fail_with(error))
     }
 
     /// Collective: checks that all ranks make the same call, for calls that do not exchange their values over the
     /// ring.
-    pub(super) fn announce(&self, what: Call) -> Result<(), CommError> {
+    pub(super) fn announce(&self, call: Call) -> Result<(), CommError> {
         // An all-gather of one byte returns after every rank has checked the header.
-        self.call(what, |wire| wire.gather(&mut vec![0; wire.ring.size as usize]))
+        self.call(call, |active| active.gather(&mut vec![0; active.ring.size as usize]))
     }
 
     /// Records why the ranks do not share memory. [`ProcessGroup::shared_memory`] returns this reason.

@@ -50,7 +50,7 @@ impl SharedMemory {
         self.group.queue().notify_all();
     }
 
-    /// Waits until `ready` returns true. Meanwhile, `idle` does a piece of useful work and returns whether it found
+    /// Waits until `ready` returns true. Meanwhile, `idle` does a piece of useful work and returns whether there was
     /// any. Returns the time without work. `behind` returns the rank for which this rank waits.
     ///
     /// # Errors

@@ -277,7 +277,7 @@ mod tests {
             let joining: Vec<_> = (0..3).map(|rank| scope.spawn(move || store(rank))).collect();
             joining.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        let dogs: Vec<_> = stores
+        let watchdogs: Vec<_> = stores
             .iter()
             .map(|store| {
                 let (rank, sender) = (store.config().rank, sender.clone());
@@ -288,24 +288,24 @@ mod tests {
             })
             .collect();
         // Rank 1 never reaches step 813, and has no pending step.
-        for (rank, dog) in dogs.iter().enumerate() {
+        for (rank, watchdog) in watchdogs.iter().enumerate() {
             // Training continues from a checkpoint, and a process counts only its own steps.
-            dog.continues_from(800);
-            dog.submitted(12);
-            dog.done(12);
+            watchdog.continues_from(800);
+            watchdog.submitted(12);
+            watchdog.done(12);
             if rank != 1 {
-                dog.submitted(13);
-                dog.done(13);
-                dog.submitted(14);
+                watchdog.submitted(13);
+                watchdog.done(13);
+                watchdog.submitted(14);
             }
         }
         for _ in 0..2 {
             let (rank, text) = receiver.recv_timeout(PATIENCE).unwrap();
             assert_ne!(rank, 1);
             assert_eq!(text, "no step for 0 s: rank 1 is at step 812, the others at 813");
-            assert_eq!(dogs[rank as usize].stall_reason(), Some(text.as_str()));
+            assert_eq!(watchdogs[rank as usize].stall_reason(), Some(text.as_str()));
         }
-        assert_eq!(dogs[1].stall_reason(), None);
+        assert_eq!(watchdogs[1].stall_reason(), None);
     }
 
     #[test]
@@ -313,12 +313,12 @@ mod tests {
         let (sender, receiver) = mpsc::channel();
         let on_stall = move |text: &str| sender.send(text.to_owned()).unwrap();
         let limit = Duration::from_millis(100);
-        let dog = Watchdog::start_with_interval(None, limit, limit, on_stall).unwrap();
-        dog.submitted(1);
-        dog.done(1);
+        let watchdog = Watchdog::start_with_interval(None, limit, limit, on_stall).unwrap();
+        watchdog.submitted(1);
+        watchdog.done(1);
         // An evaluation or a checkpoint takes longer than the limit, but no step is pending.
         assert!(receiver.recv_timeout(Duration::from_millis(500)).is_err());
-        dog.submitted(2);
+        watchdog.submitted(2);
         let text = receiver.recv_timeout(PATIENCE).unwrap();
         assert!(text.contains("after step 1"), "{text}");
     }

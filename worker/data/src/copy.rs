@@ -16,7 +16,7 @@ pub(super) fn is_unfinished(dir: &Path) -> bool {
     dir.join(UNFINISHED).is_file()
 }
 
-/// The part of a record that is used here.
+/// The fields of a record that are needed to detect damage.
 #[derive(Deserialize)]
 struct Record {
     /// The shards by file name.

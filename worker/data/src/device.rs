@@ -39,8 +39,8 @@ pub trait DeviceDecoder: Send + Sync + fmt::Debug {
     /// The name for the log.
     fn name(&self) -> String;
 
-    /// The number of concurrent calls of [`DeviceDecoder::decode`] that make progress. Other calls wait.
-    fn at_a_time(&self) -> usize {
+    /// Maximum number of concurrent calls of [`DeviceDecoder::decode`] that make progress. Further calls wait.
+    fn concurrent_calls(&self) -> usize {
         1
     }
 

@@ -87,16 +87,16 @@ mod tests {
         type Write<'a> = &'a dyn Fn(&Path, u8, u8);
         let kinds: [(Write<'_>, u64); 2] = [(&idx, 2), (&cifar, 2 * 3072)];
         for (write, bytes) in kinds {
-            let print = |pixel: u8, label: u8| {
+            let fingerprint_of = |pixel: u8, label: u8| {
                 let dir = tempfile::tempdir().unwrap();
                 write(dir.path(), pixel, label);
                 fingerprint(dir.path(), ChangeDetection::Files).unwrap()
             };
-            let first = print(8, 1);
+            let first = fingerprint_of(8, 1);
             assert_eq!((first.pictures, first.picture_bytes), (2, bytes));
-            assert_eq!(print(8, 1), first, "a copy");
-            assert_ne!(print(9, 1), first, "another pixel");
-            assert_ne!(print(8, 0), first, "another class");
+            assert_eq!(fingerprint_of(8, 1), first, "a copy");
+            assert_ne!(fingerprint_of(9, 1), first, "another pixel");
+            assert_ne!(fingerprint_of(8, 0), first, "another class");
         }
     }
 }

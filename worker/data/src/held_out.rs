@@ -39,10 +39,10 @@ pub(crate) fn hold_out(division: &ValidationDivision, pictures: &[Identity], lab
         return pictures.iter().map(|picture| is_held_out(division, *picture)).collect();
     };
     // By class, and at random within a class.
-    let sort_key = |place: &usize| {
-        let picture = pictures[*place];
+    let sort_key = |position: &usize| {
+        let picture = pictures[*position];
         let random = Random::new(&[division.validation_seed, FOLD, picture.key]).next_u64();
-        (labels[*place], random, picture)
+        (labels[*position], random, picture)
     };
     let mut order: Vec<usize> = (0..pictures.len()).collect();
     order.sort_by_cached_key(sort_key);
@@ -50,9 +50,9 @@ pub(crate) fn hold_out(division: &ValidationDivision, pictures: &[Identity], lab
     // one.
     let mut held_out = vec![false; pictures.len()];
     let duplicates = order.chunk_by(|one, next| pictures[*one].key == pictures[*next].key);
-    for (number, places) in duplicates.enumerate() {
+    for (number, positions) in duplicates.enumerate() {
         let is_held_out = number % folds as usize + 1 == fold as usize;
-        places.iter().for_each(|place| held_out[*place] = is_held_out);
+        positions.iter().for_each(|position| held_out[*position] = is_held_out);
     }
     held_out
 }
@@ -75,7 +75,8 @@ pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> b
 pub fn foreign_divisions(divisions: &[ValidationDivision], spec: &DataSpec) -> Vec<ValidationDivision> {
     let own = ValidationDivision::of(spec);
     let holds_out = own.holds_out();
-    let is_foreign = |of: &&ValidationDivision| holds_out && of.dataset == own.dataset && **of != own;
+    let is_foreign =
+        |other: &&ValidationDivision| holds_out && other.dataset == own.dataset && **other != own;
     divisions.iter().filter(is_foreign).cloned().collect()
 }
 
@@ -245,8 +246,8 @@ mod tests {
             let batch = source.validation(0, 1, 64, 1).next().unwrap().unwrap();
             let count = |class| batch.labels.iter().filter(|label| **label == class).count();
             assert!((8..=9).contains(&count(0)) && (2..=3).contains(&count(1)), "{:?}", batch.labels);
-            let trained: BTreeSet<u64> = (0..33).map(|number| source.training_place(number)).collect();
-            assert!(trained.len() == 33 && batch.indices.iter().all(|place| !trained.contains(place)));
+            let trained: BTreeSet<u64> = (0..33).map(|number| source.training_position(number)).collect();
+            assert!(trained.len() == 33 && batch.indices.iter().all(|position| !trained.contains(position)));
             seen.extend(batch.indices);
             // Another fold has trained on all of these pictures.
             let other =
@@ -265,7 +266,7 @@ mod tests {
     fn equal_pictures_are_in_the_same_fold() {
         // Each of 20 pictures of one pixel occurs twice.
         let pixels: Vec<u8> = (0..20).chain(0..20).collect();
-        let labels: Vec<u32> = (0..40).map(|place| place % 2).collect();
+        let labels: Vec<u32> = (0..40).map(|position| position % 2).collect();
         let identities = identities_of_packed(&pixels, 1);
         for fold in 1..=4 {
             let spec = DataSpec { folds: Some(4), fold: Some(fold), ..spec(0.1, 0) };

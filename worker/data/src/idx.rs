@@ -73,8 +73,8 @@ fn read(
             && (*height, *width) != size
         {
             return Err(DataError::Invalid(format!(
-                "{} has pictures of {} x {}, but those of the training split are {width} x {height}: they do not belong \
-                 together",
+                "{} has pictures of {} x {}, but the training split has pictures of {width} x {height}: they do \
+                 not belong together",
                 pictures.path.display(),
                 size.1,
                 size.0
@@ -179,7 +179,7 @@ impl IdxFile {
         )))
     }
 
-    /// The pictures of a file of pictures.
+    /// Reads or measures all pictures.
     fn read_samples(mut self, reading: Reading) -> Result<Samples, DataError> {
         let [count, height, width] = self.shape[..] else {
             return Err(self.broken("has no pictures".into()));

@@ -202,10 +202,10 @@ fn examine(
 ) -> Result<Vec<Split>, DataError> {
     let (mut labels, mut folders, mut counts) = (Vec::new(), Vec::new(), Vec::new());
     let mut named_splits = Vec::new();
-    for Listed { name, folders: own, broken } in splits {
-        counts.push(own.len());
+    for Listed { name, folders: split_folders, broken } in splits {
+        counts.push(split_folders.len());
         named_splits.push((name, broken));
-        for (label, folder) in own {
+        for (label, folder) in split_folders {
             labels.push(label);
             folders.push(folder);
         }

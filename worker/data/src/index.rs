@@ -105,7 +105,7 @@ pub(super) fn describe_files(
     if store.keeps(files, usize::MAX) {
         let examined = folders.iter().zip(&entries);
         let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
-        store.folder_cache(root).note(examined, store.min_age, began);
+        store.folder_cache(root).store(examined, store.min_age, began);
     }
     entries
 }

@@ -3,9 +3,9 @@
 use unicode_normalization::UnicodeNormalization;
 
 /// Maximum number of classes if labels are numbers. Larger labels are refused.
-pub(super) const CLASSES: u32 = 100_000;
-/// Maximum length of a class's number or name.
-pub(super) const LABEL_BYTES: u64 = 4096;
+pub(super) const MAX_CLASSES: u32 = 100_000;
+/// Maximum length of a class's number or name, in bytes.
+pub(super) const MAX_LABEL_BYTES: u64 = 4096;
 
 /// The number of times that each class occurs in `labels`.
 pub(super) fn class_counts(classes: usize, labels: impl Iterator<Item = u32>) -> Vec<u64> {

@@ -39,7 +39,7 @@ pub use stored::{StoredPicture, StoredPictures, read_stored};
 use index::IndexStore;
 use inspect::Statistics;
 use listing::Listing;
-use lockstep_host::files::{self, allowed::have};
+use lockstep_host::files::{self, allowed::is_allowed};
 use lockstep_protocol::{
     agent::AllowedFolders,
     dataset::{BrokenFile, class_names_mistake, too_few_classes},
@@ -148,7 +148,7 @@ pub(crate) enum Samples {
     /// Uncompressed pictures in memory, one after another, as height, width, channels.
     Memory {
         pixels: Vec<u8>,
-        /// What an inspection has instead of `pixels`.
+        /// The measurements of the pictures. An inspection has these instead of `pixels`.
         measured: Option<Measured>,
         height: u32,
         width: u32,
@@ -158,7 +158,7 @@ pub(crate) enum Samples {
     Listed(Listing),
 }
 
-/// What [`Reading::Measure`] computes from pictures that it does not keep.
+/// The results of [`Reading::Measure`], which keeps no pictures.
 #[derive(Debug)]
 pub(crate) struct Measured {
     statistics: Statistics,
@@ -256,12 +256,12 @@ impl Catalog {
         } else {
             image_folder::validation_only_advice(path).unwrap_or_else(|| hint.to_owned())
         };
-        let it_has =
+        let contents =
             if entries.is_empty() { String::new() } else { format!("; it has {}", list_names(&entries)) };
         Err(DataError::Invalid(format!(
             "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
              train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ or two and more <class>/ (pictures), *.tar (WebDataset) and \
-             *.parquet{it_has}{hint}",
+             *.parquet{contents}{hint}",
             path.display()
         )))
     }
@@ -324,7 +324,7 @@ pub fn canonical(path: &Path) -> io::Result<PathBuf> {
 pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
     let Some(allowed) = allowed else { return Ok(path.to_owned()) };
     match canonical(path) {
-        Ok(real) if real == path || have(allowed, &real) => Ok(real),
+        Ok(real) if real == path || is_allowed(allowed, &real) => Ok(real),
         Ok(_) => Err(allowed.refusal(&path.display().to_string())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(path.to_owned()),
         Err(error) => Err(format!("{} cannot be read: {error}", path.display())),

@@ -27,7 +27,7 @@ pub(crate) struct Listing {
     folder_cache: FolderCacheFile,
 }
 
-/// A folder or a shard.
+/// A folder or a shard, which contains pictures.
 #[derive(Debug, Clone)]
 struct Container {
     /// The path relative to the root.
@@ -123,7 +123,7 @@ impl Listing {
     /// A picture's name (as in [`Listing::name`], but relative to the dataset), its size in bytes, and the hash of its content.
     pub(super) fn identity(&self, index: usize) -> (PathBuf, u64, u64) {
         let row = &self.rows[index];
-        (self.containers[row.container as usize].path.join(self.own_name(index)), row.size, row.hash)
+        (self.containers[row.container as usize].path.join(self.name_in_container(index)), row.size, row.hash)
     }
 
     /// The hash of the picture's bytes.
@@ -134,7 +134,7 @@ impl Listing {
     /// The name of the picture's file. `None` if the picture is part of a shard.
     pub(super) fn file_name(&self, index: usize) -> Option<&OsStr> {
         let container = &self.containers[self.rows[index].container as usize];
-        matches!(container.kind, ContainerKind::Folder).then(|| self.own_name(index))
+        matches!(container.kind, ContainerKind::Folder).then(|| self.name_in_container(index))
     }
 
     /// The picture's bytes, still encoded.
@@ -171,13 +171,13 @@ impl Listing {
             if first_row.container != last_row.container || length > 2 * count as u64 {
                 return None;
             }
-            let (file, found) = open(&self.root.join(&container.path)).ok()?;
-            let read = known.read_run(file, found.size, first_row.offset, length).ok()?;
+            let (file, current) = open(&self.root.join(&container.path)).ok()?;
+            let read = known.read_run(file, current.size, first_row.offset, length).ok()?;
             let unchanged_bytes = |row: &Row| {
                 let bytes = read.get((row.offset - first_row.offset) as usize)?.clone()?;
                 (bytes.len() as u64 == row.size && content_hash(&bytes) == row.hash).then_some(bytes)
             };
-            (found == *stamp).then(|| rows.iter().map(unchanged_bytes).collect())?
+            (current == *stamp).then(|| rows.iter().map(unchanged_bytes).collect())?
         };
         match run() {
             Some(read) => read.into_iter().map(Ok).collect(),
@@ -201,7 +201,7 @@ impl Listing {
         }
         let (mut names, mut rows) = (Vec::new(), Vec::new());
         for index in (0..self.len()).filter(|index| keep.get(*index) == Some(&true)) {
-            names.extend_from_slice(self.own_name(index).as_bytes());
+            names.extend_from_slice(self.name_in_container(index).as_bytes());
             rows.push(Row { name_end: names.len() as u64, ..self.rows[index] });
         }
         (self.names, self.rows) = (names, rows);
@@ -212,39 +212,39 @@ impl Listing {
         DataError::File { path: self.name(index), detail }
     }
 
-    fn own_name(&self, index: usize) -> &OsStr {
+    fn name_in_container(&self, index: usize) -> &OsStr {
         let begin = index.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
         OsStr::from_bytes(&self.names[begin as usize..self.rows[index].name_end as usize])
     }
 
     fn path(&self, index: usize) -> PathBuf {
         let container = &self.containers[self.rows[index].container as usize];
-        self.root.join(&container.path).join(self.own_name(index))
+        self.root.join(&container.path).join(self.name_in_container(index))
     }
 }
 
 fn read_member(row: &Row, shard: &Path, stamp: Stamp) -> Result<Vec<u8>, String> {
-    let (file, found) = open(shard)?;
-    if row.offset.saturating_add(row.size) > found.size {
-        return Err(format!("no longer exists: its shard now has {} bytes", found.size));
+    let (file, current) = open(shard)?;
+    if row.offset.saturating_add(row.size) > current.size {
+        return Err(format!("no longer exists: its shard now has {} bytes", current.size));
     }
     let mut bytes = vec![0; row.size as usize];
     file.read_exact_at(&mut bytes, row.offset).map_err(files::cannot_be_read)?;
-    if found != stamp && content_hash(&bytes) != row.hash {
+    if current != stamp && content_hash(&bytes) != row.hash {
         return Err("has changed since it was first inspected: its shard was written again".into());
     }
     Ok(bytes)
 }
 
 fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result<Vec<u8>, String> {
-    let (file, found) = open(path)?;
-    let bytes = if found == stamp {
-        known.read(file, found.size, row.offset)?
+    let (file, current) = open(path)?;
+    let bytes = if current == stamp {
+        known.read(file, current.size, row.offset)?
     } else {
         // The file has changed, so its pages may be at other offsets.
-        let reopened = known.reopen(path, found);
+        let reopened = known.reopen(path, current);
         let reopened = reopened.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
-        reopened.read(file, found.size, row.offset)?
+        reopened.read(file, current.size, row.offset)?
     };
     // Always checked: with a wrong offset index in the file, another row's picture would get this row's class.
     if bytes.len() as u64 != row.size || content_hash(&bytes) != row.hash {

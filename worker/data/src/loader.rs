@@ -70,7 +70,7 @@ pub struct Resident {
     pub height: usize,
     /// Width of a picture in pixels.
     pub width: usize,
-    /// Width of the border added to a picture before a crop of the original size is taken.
+    /// Width in pixels of the border added to a picture before a crop of the original size is taken.
     pub crop_padding: usize,
     /// Whether the border mirrors the picture; else it is black.
     pub reflects: bool,
@@ -123,12 +123,12 @@ impl DataSource {
 
     /// The number of training pictures of each class.
     pub fn class_counts(&self) -> Vec<u64> {
-        let labels = self.train.chosen.iter().map(|place| self.train.labels[*place as usize]);
+        let labels = self.train.chosen.iter().map(|position| self.train.labels[*position as usize]);
         class_counts(self.shape.classes.len(), labels)
     }
 
     /// The position in the split of the training picture with this index. The index must be below [`Shape::train_samples`].
-    pub fn training_place(&self, index: u64) -> u64 {
+    pub fn training_position(&self, index: u64) -> u64 {
         self.train.chosen[index as usize].into()
     }
 
@@ -151,11 +151,11 @@ impl DataSource {
     /// Sets a decoder for the JPEG files that it supports; CPU cores decode the others. Batches already in
     /// preparation keep their decoder.
     pub fn set_decoder(&mut self, decoder: Arc<dyn DeviceDecoder>) {
-        self.set_decoder_with_room(decoder, MAX_HELD_BYTES);
+        self.set_decoder_with_limit(decoder, MAX_HELD_BYTES);
     }
 
     /// As [`DataSource::set_decoder`], with a limit in bytes for the files of a batch held in memory.
-    pub fn set_decoder_with_room(&mut self, decoder: Arc<dyn DeviceDecoder>, max_held_bytes: usize) {
+    pub fn set_decoder_with_limit(&mut self, decoder: Arc<dyn DeviceDecoder>, max_held_bytes: usize) {
         self.device = Some(Arc::new(OnDevice::new(decoder, max_held_bytes)));
     }
 
@@ -175,7 +175,8 @@ impl DataSource {
     /// Whether JPEG files are decoded in each step.
     pub fn decodes_jpeg(&self) -> bool {
         [&self.train, &self.validation].into_iter().any(|part| {
-            part.files().is_some_and(|files| part.chosen.iter().any(|place| files.is_jpeg(*place as usize)))
+            part.files()
+                .is_some_and(|files| part.chosen.iter().any(|position| files.is_jpeg(*position as usize)))
         })
     }
 
@@ -207,21 +208,22 @@ impl DataSource {
     }
 
     /// One picture as the network sees it, at the network's input size: augmented as in `epoch` (from 0), or with
-    /// `None` as in evaluation. The picture is prepared as for a batch, and the normalisation is then undone.
+    /// `None` as in evaluation. `position` is in the training split or, with `validation`, in the validation split. The
+    /// picture is prepared as for a batch, and the normalisation is then undone.
     ///
     /// # Errors
-    /// The split has no picture `place`, or the file cannot be read.
+    /// The split has no picture at `position`, or the file cannot be read.
     pub fn picture(
         &self,
         validation: bool,
-        place: u64,
+        position: u64,
         epoch: Option<u32>,
     ) -> Result<(u32, Picture), DataError> {
         let part = if validation { &self.validation } else { &self.train };
-        let chosen = u32::try_from(place).ok().filter(|p| (*p as usize) < part.labels.len());
+        let chosen = u32::try_from(position).ok().filter(|p| (*p as usize) < part.labels.len());
         let Some(chosen) = chosen else {
             return Err(DataError::Invalid(format!(
-                "there is no picture {place}: the split has {}",
+                "there is no picture {position}: the split has {}",
                 part.labels.len()
             )));
         };
@@ -241,9 +243,9 @@ impl DataSource {
 
     /// Log lines for pictures found to be unreadable since the last call, and the number of all unreadable pictures.
     pub fn newly_broken(&self) -> (Vec<String>, usize) {
-        let (mut news, training) = self.train.broken.news();
-        let (more, validation) = self.validation.broken.news();
-        news.extend(more);
-        (news, training + validation)
+        let (mut lines, training) = self.train.broken.take_unlogged();
+        let (more, validation) = self.validation.broken.take_unlogged();
+        lines.extend(more);
+        (lines, training + validation)
     }
 }

@@ -19,12 +19,12 @@ pub(super) fn check_fits(bytes: u64) -> Result<(), String> {
     fits(bytes, memory_available())
 }
 
-/// If the system does not report the available memory, everything fits.
+/// Fails if `bytes` are more than the `free` memory. Everything fits if the system does not report the free memory.
 fn fits(bytes: u64, free: Option<u64>) -> Result<(), String> {
     match free.filter(|free| bytes > *free) {
         Some(free) => Err(format!(
-            "would take {:.1} GB of memory, and {:.1} GB are free on this machine: use a machine with more memory, or store the pictures as \
-             files, which are not all kept in memory",
+            "would take {:.1} GB of memory, and {:.1} GB are free on this machine: use a machine with more memory, or store the pictures \
+             as files, which are not all kept in memory",
             bytes as f64 / 1e9,
             free as f64 / 1e9
         )),
@@ -42,6 +42,6 @@ mod tests {
         assert_eq!(fits(u64::MAX, None), Ok(()));
         let why = fits(3_000_000_001, Some(3_000_000_000)).unwrap_err();
         assert!(why.starts_with("would take 3.0 GB of memory, and 3.0 GB are free"), "{why}");
-        assert!(check_fits(1).is_ok() && check_fits(u64::MAX).is_err(), "this machine says what it has");
+        assert!(check_fits(1).is_ok() && check_fits(u64::MAX).is_err(), "the system reports free memory");
     }
 }

@@ -39,7 +39,7 @@ use std::{
 
 /// The bytes at the beginning and end of a file.
 const MAGIC: &[u8; 4] = b"PAR1";
-/// The length of the footer, and the magic bytes after it.
+/// Size of the end of a file: the length of the footer, and the magic bytes.
 const TAIL_BYTES: u64 = 8;
 /// Minimum size of a row with a picture and a class.
 const MIN_ROW_BYTES: u64 = 8;
@@ -150,14 +150,14 @@ impl ParquetFile {
         Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
     }
 
-    /// The footer of the file at `path`, whose stamp is now `found`. The footer is read once for each stamp.
-    pub(super) fn reopen(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
+    /// The footer of the file at `path`, which has the stamp `stamp`. The footer is read once for each stamp.
+    pub(super) fn reopen(&self, path: &Path, stamp: Stamp) -> Result<Arc<Self>, UnusableFile> {
         let mut newer = lock(&self.newer);
-        if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
+        if let Some((_, file)) = newer.as_ref().filter(|(cached, _)| *cached == stamp) {
             return Ok(Arc::clone(file));
         }
         let file = Arc::new(Self::open(path)?);
-        *newer = Some((found, Arc::clone(&file)));
+        *newer = Some((stamp, Arc::clone(&file)));
         Ok(file)
     }
 

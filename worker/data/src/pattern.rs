@@ -8,8 +8,8 @@ pub(super) const MAX_SHARDS: usize = 100_000;
 /// Maximum number of files of a pattern whose existence is checked.
 const MAX_CHECKED: usize = 64;
 
-/// The folder before the first brace, and the pattern after it. `None` if `path` has no braces, or is the name of an
-/// existing file.
+/// Splits the path of a pattern before its first component with a brace. `None` if `path` has no braces, or is the name
+/// of an existing file.
 pub(super) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
     let is_pattern = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
     if !path.iter().any(is_pattern) || path.exists() {

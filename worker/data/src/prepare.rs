@@ -17,7 +17,7 @@ use super::{
     listing::Listing,
     pattern, shards,
 };
-use lockstep_host::{files, write_whole};
+use lockstep_host::{files, write_atomically};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use picture::Encoder;
 use rayon::prelude::*;
@@ -33,7 +33,7 @@ pub const SHORT_SIDES: RangeInclusive<u32> = 16..=4096;
 pub const QUALITIES: RangeInclusive<u8> = 1..=100;
 /// Approximate size of a shard: large enough that there are few files, each of which is read sequentially.
 const SHARD_BYTES: u64 = 256 << 20;
-/// Seed of the order of pictures, equal in every copy.
+/// Seed of the order of pictures ("shuffled" in ASCII), equal in every copy.
 const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
 /// Maximum number of pictures that are converted in advance to estimate the mean size.
 const MAX_MEASURED: usize = 256;
@@ -46,7 +46,7 @@ pub struct PrepareSettings {
     pub quality: u8,
     /// Whether a picture that cannot be decoded ends the copy or is left out.
     pub broken_files: BrokenFiles,
-    /// The approximate size of a shard.
+    /// The approximate size of a shard in bytes.
     pub shard_bytes: u64,
 }
 
@@ -110,7 +110,7 @@ fn prepare_with(
             }
         )));
     }
-    // A file that cannot be read now may be readable later, and a copy without it would lack it permanently.
+    // A file that cannot be read now may be readable later, and a copy without the file would lack the picture permanently.
     if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
         return Err(DataError::File { path: file.clone(), detail: unread_detail(detail) });
     }
@@ -125,7 +125,7 @@ fn prepare_with(
         destination.begin(plan(sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect()))?;
     }
     let classes = to.join("classes.txt");
-    write_whole(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
+    write_atomically(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
     let total: u64 = sources.iter().map(|(_, listing)| listing.len() as u64).sum();
     let mut prepared =
         Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };

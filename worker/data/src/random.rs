@@ -7,6 +7,7 @@ pub struct Random(u64);
 impl Random {
     /// A separate stream for each list of `keys`, such as (seed, epoch, picture).
     pub fn new(keys: &[u64]) -> Self {
+        // "lockstep" in ASCII.
         let mut state = Self(0x6c6f_636b_7374_6570);
         for key in keys {
             state.0 ^= *key;

@@ -59,24 +59,24 @@ pub(super) fn steps_per_epoch(samples: usize, plan: &EpochPlan) -> u64 {
 
 /// The positions, in the epoch's order, of micro-batch `micro` of step `step` on the plan's rank. Positions past the
 /// end denote the epoch's first pictures: they fill up a last step that is too small to give every rank a picture.
-pub(super) fn places(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
+pub(super) fn rank_positions(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
     let part = micro * plan.world_size as usize + plan.rank as usize;
-    positions(samples, plan, step, part..part + 1)
+    positions_of_parts(samples, plan, step, part..part + 1)
 }
 
 /// The positions of micro-batch `micro` of step `step` on all ranks.
-pub(super) fn of_all_ranks(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
+pub(super) fn global_positions(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
     let ranks = plan.world_size as usize;
-    positions(samples, plan, step, micro * ranks..(micro + 1) * ranks)
+    positions_of_parts(samples, plan, step, micro * ranks..(micro + 1) * ranks)
 }
 
 /// The positions of step `step` on all ranks.
-pub(super) fn of_step(samples: usize, plan: &EpochPlan, step: u64) -> Range<usize> {
-    positions(samples, plan, step, 0..plan.world_size as usize * plan.accumulate)
+pub(super) fn step_positions(samples: usize, plan: &EpochPlan, step: u64) -> Range<usize> {
+    positions_of_parts(samples, plan, step, 0..plan.world_size as usize * plan.accumulate)
 }
 
 /// The positions of consecutive parts of a step. A step has a part for each micro-batch of each rank.
-fn positions(samples: usize, plan: &EpochPlan, step: u64, parts: Range<usize>) -> Range<usize> {
+fn positions_of_parts(samples: usize, plan: &EpochPlan, step: u64, parts: Range<usize>) -> Range<usize> {
     let all_parts = plan.world_size as usize * plan.accumulate;
     let first = step as usize * global_batch(plan);
     let count = samples.saturating_sub(first).min(global_batch(plan)).max(all_parts);

@@ -134,9 +134,9 @@ fn read(
         Some(Err(error)) => error.clone().into(),
     };
     let members = index::describe_shards(dataset, &stamped, store, read_shard);
-    let mut splits: BTreeMap<&str, Found> = BTreeMap::new();
+    let mut splits: BTreeMap<&str, SplitContents> = BTreeMap::new();
     for ((split, shard, stamp), members) in found_shards.iter().zip(members) {
-        let found = splits.entry(*split).or_insert_with(|| Found::new(root));
+        let found = splits.entry(*split).or_insert_with(|| SplitContents::new(root));
         match opened.get(shard.as_path()) {
             None => found.add(root, shard, ContainerKind::Tar(*stamp), members),
             Some(Ok(file)) => {
@@ -187,7 +187,7 @@ fn read(
 }
 
 /// The content of a split's shards.
-struct Found {
+struct SplitContents {
     listing: Listing,
     /// The labels as in the shards: numbers or names.
     labels: Vec<String>,
@@ -196,7 +196,7 @@ struct Found {
     without_label: usize,
 }
 
-impl Found {
+impl SplitContents {
     fn new(root: &Path) -> Self {
         Self { listing: Listing::new(root), labels: Vec::new(), broken: Vec::new(), without_label: 0 }
     }

@@ -17,7 +17,7 @@ pub struct StoredPictures {
 #[derive(Debug)]
 pub struct StoredPicture {
     /// The position in the split.
-    pub place: u64,
+    pub position: u64,
     pub label: u32,
     /// `None` for a picture in a packed file.
     pub file: Option<String>,
@@ -58,7 +58,7 @@ pub fn read_stored(
         (0..found.labels.len()).filter(|i| label.is_none_or(|l| found.labels[*i] == l)).collect();
     if let Some(seed) = shuffle {
         let order = Random::new(&[seed]).permutation(matching.len());
-        matching = order.into_iter().map(|place| matching[place as usize]).collect();
+        matching = order.into_iter().map(|position| matching[position as usize]).collect();
     }
     let offset = usize::try_from(offset).unwrap_or(usize::MAX);
     let pictures = matching
@@ -74,7 +74,7 @@ pub fn read_stored(
                 }
                 Samples::Listed(listing) => (Some(listing.name(i)), listing.picture(i).ok()?),
             };
-            Some(StoredPicture { place: i as u64, label: found.labels[i], file, picture })
+            Some(StoredPicture { position: i as u64, label: found.labels[i], file, picture })
         })
         .collect();
     Ok(StoredPictures { total: matching.len() as u64, classes: catalog.classes, pictures })

@@ -40,7 +40,7 @@ impl<'a> Prologue<'a> {
         // At the end of an epoch a rank may have no pictures, but still takes part in collectives.
         let counts: Vec<usize> = batches
             .iter()
-            .map(|batch| batch.of_all_ranks(ranks))
+            .map(|batch| batch.samples_of_all_ranks(ranks))
             .collect::<Result<_, _>>()
             .map_err(EngineError::Parameters)?;
         let divisor = |(batch, count): (&Batch, &usize)| batch.global_weight.unwrap_or(*count as f64);

@@ -4,7 +4,7 @@
 //! A file consists of the SHA-256 of the content, and the content. The driver crashes on truncated or damaged machine code, so only
 //! verified content is used. Because of the checksum, files need not be synced. Other modules have files of their own in [`dir`].
 
-use crate::{lock_within, open_lock, write_whole};
+use crate::{lock_within, open_lock, write_atomically};
 use sha2::{Digest, Sha256};
 use std::{
     fmt::Display,
@@ -59,8 +59,8 @@ pub fn remove(name: &str, why: impl Display) {
     }
 }
 
-/// What `find` finds, or else what `create` creates and stores as `name` in `dir`. One process at a time creates it: the others wait, for
-/// at most `within`, and then find it.
+/// Returns the result of `find`, or else of `create`, which also stores the result as `name` in `dir`. One process at a time calls
+/// `create`: the others wait, for at most `within`, and then call `find`.
 ///
 /// # Errors
 /// The error of `create`.
@@ -116,7 +116,7 @@ fn content(mut file: Vec<u8>) -> Option<Vec<u8>> {
 /// The folder or the file cannot be written.
 pub fn write_file(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
     fs::create_dir_all(dir)?;
-    write_whole(&dir.join(name), &[Sha256::digest(content).as_slice(), content].concat())
+    write_atomically(&dir.join(name), &[Sha256::digest(content).as_slice(), content].concat())
 }
 
 fn remove_file(path: &Path, why: impl Display) {

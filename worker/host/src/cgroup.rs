@@ -32,7 +32,9 @@ struct MemoryLimit {
     bytes: u64,
     /// The limit of swap. Version 1 does not limit swap separately from memory.
     swap_bytes: Option<u64>,
+    /// The file with the number of bytes in use.
     used: PathBuf,
+    /// The file with statistics of the memory.
     stat: PathBuf,
     /// The key of `stat` that counts the memory the kernel reclaims first.
     inactive: &'static str,
@@ -130,10 +132,10 @@ impl ControlGroups {
 
     /// The limit of memory and swap in bytes, on a machine with `swap_bytes` of swap.
     pub(crate) fn memory_and_swap(&self, swap_bytes: u64) -> Option<u64> {
-        let of = |limit: &MemoryLimit| {
+        let with_swap = |limit: &MemoryLimit| {
             limit.bytes.saturating_add(limit.swap_bytes.unwrap_or(swap_bytes).min(swap_bytes))
         };
-        self.memory.iter().map(of).min()
+        self.memory.iter().map(with_swap).min()
     }
 
     /// The limit of CPU time, in CPUs.
@@ -151,7 +153,7 @@ impl ControlGroups {
         }
     }
 
-    /// The limit of memory, and the memory in use without files that the kernel reclaims first. Without a limit,
+    /// The limit of memory, and the memory in use without files that the kernel reclaims first, in bytes. Without a limit,
     /// version 1 reports a number above the memory of any machine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         let limit = self.tightest_memory()?;

@@ -198,11 +198,11 @@ fn cannot_follow(path: &Path, error: &io::Error) -> String {
 /// Whether `path` is a link to a folder that contains the link.
 fn is_link_to_ancestor(path: &Path) -> bool {
     let is_link = fs::symlink_metadata(path).is_ok_and(|m| m.is_symlink());
-    let home = path.parent().filter(|home| !home.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     is_link
-        && home
+        && parent
             .canonicalize()
-            .is_ok_and(|home| path.canonicalize().is_ok_and(|target| home.starts_with(target)))
+            .is_ok_and(|parent| path.canonicalize().is_ok_and(|target| parent.starts_with(target)))
 }
 
 /// The last `max_bytes` bytes of a file of any length. The output of a process, for example, has no limit. Empty if the

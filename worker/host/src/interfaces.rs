@@ -68,7 +68,7 @@ pub fn speed_mbits(interface: &str) -> Option<u32> {
 }
 
 fn speed_below(folder: &Path, interface: &str) -> Option<u32> {
-    // The kernel does not allow these in a name.
+    // The kernel does not allow such names.
     if interface.is_empty() || interface == ".." || interface.contains('/') {
         return None;
     }

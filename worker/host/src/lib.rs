@@ -111,7 +111,7 @@ pub fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
 ///
 /// # Errors
 /// The error names the file.
-pub fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
+pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     write_with(path, content, 0o644)
 }
 

@@ -52,7 +52,7 @@ pub struct Rates {
 #[derive(Debug, Clone, Copy)]
 struct Counters {
     at: Instant,
-    /// Busy and total time of the CPUs that this process may use, in the kernel's unit.
+    /// Busy and total time of the CPUs that this process may use, in clock ticks.
     cpu: Option<(u64, u64)>,
     group_cpu_secs: Option<f64>,
     /// Bytes read and written.
@@ -207,7 +207,7 @@ pub fn memory_free() -> (u64, u64) {
 }
 
 /// The largest size of this process's memory so far, in bytes. `None` if the system does not report it.
-pub fn largest_memory() -> Option<u64> {
+pub fn peak_memory_bytes() -> Option<u64> {
     meminfo(&read("/proc/self/status"), "VmHWM:")
 }
 
@@ -358,7 +358,8 @@ mod tests {
 
     #[test]
     fn partitions_and_bridges_are_not_counted() {
-        let stats = "   7  0 loop0 1 2 3 4 5 6 7 8 9 0 0\n 259 0 nvme0n1 9 9 10 9 9 9 20 9 0 0 0\n 259 1 nvme0n1p1 9 9 10 9 9 9 20 9 0 0 0\n";
+        let stats = "   7  0 loop0 1 2 3 4 5 6 7 8 9 0 0\n 259 0 nvme0n1 9 9 10 9 9 9 20 9 0 0 0\n\
+            259 1 nvme0n1p1 9 9 10 9 9 9 20 9 0 0 0\n";
         assert_eq!(disks(stats, &["nvme0n1".into(), "sda".into()]), Some((10 * 512, 20 * 512)));
         assert_eq!(disks(stats, &[]), None);
         for (name, expected) in
@@ -366,7 +367,8 @@ mod tests {
         {
             assert_eq!(is_disk(name), expected, "{name}");
         }
-        let dev = "Inter-| Receive | Transmit\n face |bytes\n lo: 5 0 0 0 0 0 0 0 5 0\n eth0: 100 1 0 0 0 0 0 0 40 1\ndocker0:90 0 0 0 0 0 0 0 30 0\n";
+        let dev = "Inter-| Receive | Transmit\n face |bytes\n lo: 5 0 0 0 0 0 0 0 5 0\n\
+            eth0: 100 1 0 0 0 0 0 0 40 1\ndocker0:90 0 0 0 0 0 0 0 30 0\n";
         assert_eq!(network(dev, |name| name == "eth0"), Some((100, 40)));
         assert_eq!(network(dev, |_| false), Some((190, 70)));
         assert_eq!(network("", |_| false), None);

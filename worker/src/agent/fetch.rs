@@ -66,7 +66,8 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
         let json = serde_json::to_vec(note).map_err(|e| Refusal::NotStarted(e.to_string()))?;
-        lockstep_host::write_whole(&path, &json).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
+        lockstep_host::write_atomically(&path, &json)
+            .map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
     }
     // Rank 0 reads checkpoints, and sends their contents to the other ranks.
     if !start.ranks.iter().any(|(rank, _)| *rank == 0) {

@@ -8,7 +8,7 @@
 //! <dir>/jobs/<job>/                    job folders, if the server's disk is not shared (place.rs)
 //! ```
 
-use lockstep_host::{write_private, write_whole};
+use lockstep_host::{write_atomically, write_private};
 use lockstep_protocol::agent::{AttemptRef, StartAttempt};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -167,7 +167,7 @@ impl StateDir {
             Some(lock) if fs::read(&note).is_ok_and(|old| old == lock.as_os_str().as_encoded_bytes()) => {
                 Ok(())
             }
-            Some(lock) => write_whole(&note, lock.as_os_str().as_encoded_bytes()),
+            Some(lock) => write_atomically(&note, lock.as_os_str().as_encoded_bytes()),
             None => fs::remove_file(&note).or_else(|e| match e.kind() {
                 io::ErrorKind::NotFound => Ok(()),
                 _ => Err(e),
@@ -229,7 +229,7 @@ pub fn agent_id(dir: &Path) -> io::Result<String> {
         Err(e) => return Err(e),
     }
     let id = uuid::Uuid::new_v4().simple().to_string();
-    write_whole(&path, id.as_bytes())?;
+    write_atomically(&path, id.as_bytes())?;
     Ok(id)
 }
 

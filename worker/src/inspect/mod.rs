@@ -12,7 +12,7 @@ mod samples;
 pub use model::to_onnx;
 pub use predict::{embed, predict, write_embeddings};
 
-use lockstep_host::{SECRETS, files::allowed::have};
+use lockstep_host::{SECRETS, files::allowed::is_allowed};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, RequestQueue},
     inspect::{CONCURRENT_REQUESTS, PROCESS_ENDED},
@@ -188,7 +188,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
         }
         AgentRequest::InspectDataset { path, allowed } => {
             let resolved = lockstep_data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
-            if let Some(allowed) = allowed.filter(|allowed| !have(allowed, &resolved)) {
+            if let Some(allowed) = allowed.filter(|allowed| !is_allowed(allowed, &resolved)) {
                 return Err(allowed.refusal(&path));
             }
             let info = lockstep_data::inspect(&resolved).map_err(|e| e.to_string())?;

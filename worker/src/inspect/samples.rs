@@ -16,9 +16,10 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
         Pick::Stored { split, class, shuffle, offset, limit } => {
             let limit = (limit as usize).min(MAX_PICTURES);
             let found = read_stored(path, &split, class.as_deref(), shuffle, offset, limit)?;
-            let samples = found.pictures.into_iter().map(|StoredPicture { place, label, file, picture }| {
-                Ok(Sample { index: place, label, epoch: None, file, png: png(picture)? })
-            });
+            let samples =
+                found.pictures.into_iter().map(|StoredPicture { position, label, file, picture }| {
+                    Ok(Sample { index: position, label, epoch: None, file, png: png(picture)? })
+                });
             let samples = samples.collect::<Result<_, DataError>>()?;
             Ok(Samples { total: found.total, classes: found.classes, samples })
         }

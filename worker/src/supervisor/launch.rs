@@ -9,7 +9,7 @@ use super::{
 };
 use crate::rank::{RankConfig, stop_within_secs};
 use lockstep_host::{
-    NCCL_INTERFACE, boot_id, cores, gpu::RankGpu, nccl_variable, write_private, write_whole,
+    NCCL_INTERFACE, boot_id, cores, gpu::RankGpu, nccl_variable, write_atomically, write_private,
 };
 use lockstep_protocol::agent::StartAttempt;
 use std::{
@@ -137,7 +137,7 @@ impl RankProcess {
     /// Writes the file by which a later agent finds the process. Kills the process if the file cannot be written.
     fn record(&mut self, attempt_dir: &Path) -> io::Result<()> {
         let path = rank_file(attempt_dir, self.rank, "pid");
-        let written = write_whole(&path, &serde_json::to_vec(&self.identity)?);
+        let written = write_atomically(&path, &serde_json::to_vec(&self.identity)?);
         if written.is_err() {
             self.kill_and_wait();
         }

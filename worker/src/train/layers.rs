@@ -10,7 +10,7 @@ use lockstep_engine::{
     net::{Network, TensorId},
     plan::Plan,
 };
-use lockstep_host::usage::largest_memory;
+use lockstep_host::usage::peak_memory_bytes;
 use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 
 /// The step of an attempt (from 1) whose layers are timed. The first steps load kernels and allocate memory.
@@ -133,7 +133,7 @@ impl Run<'_> {
         let Some(measured) = self.layers.compare(step, secs) else { return };
         let on_device = Some(self.engine.memory_bytes()).filter(|bytes| *bytes > 0);
         if let Some(plan) = &mut self.layers.description.plan {
-            plan.measured_memory_bytes = on_device.or_else(largest_memory);
+            plan.measured_memory_bytes = on_device.or_else(peak_memory_bytes);
             let predicted = plan.predicted.as_ref().map(|predicted| {
                 let step_ms = predicted.step_ms;
                 let advice = if (measured - step_ms).abs() > step_ms / 2.0 { OUTDATED_FIGURES } else { "" };

@@ -154,7 +154,7 @@ fn whitening_filters(data: &DataSource, skips: bool) -> Result<HostTensor, Train
     let count = (*train_samples).min(MAX_WHITENING_PICTURES);
     let mut patches = None;
     for index in 0..count {
-        let position = data.training_place(index * train_samples / count);
+        let position = data.training_position(index * train_samples / count);
         let picture = match data.picture(false, position, None) {
             Err(DataError::File { .. }) if skips => continue,
             read => read?.1,

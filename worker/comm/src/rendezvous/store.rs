@@ -115,23 +115,23 @@ impl Store {
         self.get(keys, Duration::ZERO)
     }
 
-    /// Collective: returns the values of all ranks, in rank order. `what` names the exchange and must be unique
-    /// within an attempt.
+    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within
+    /// an attempt.
     ///
     /// # Errors
     /// [`RendezvousError::Missing`] names the ranks that did not arrive in time.
-    pub fn exchange(&self, what: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
-        self.exchange_within(what, value, self.config.timeout)
+    pub fn exchange(&self, name: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
+        self.exchange_within(name, value, self.config.timeout)
     }
 
     /// As [`Store::exchange`], with another time-out.
     pub(crate) fn exchange_within(
         &self,
-        what: &str,
+        name: &str,
         value: &[u8],
         timeout: Duration,
     ) -> Result<Vec<Vec<u8>>, RendezvousError> {
-        let key = |rank: u32| format!("{what}/{rank}");
+        let key = |rank: u32| format!("{name}/{rank}");
         self.set(&key(self.config.rank), value)?;
         let keys: Vec<String> = (0..self.config.world_size).map(key).collect();
         let began = Instant::now();
@@ -150,15 +150,15 @@ impl Store {
         if missing.is_empty() {
             return Ok(values.into_iter().flatten().collect());
         }
-        Err(RendezvousError::Missing { ranks: missing, secs: timeout.as_secs_f64(), what: what.into() })
+        Err(RendezvousError::Missing { ranks: missing, secs: timeout.as_secs_f64(), what: name.into() })
     }
 
-    /// Collective: returns when every rank has called it. `what` must be unique within an attempt.
+    /// Collective: returns when every rank has called it. `name` must be unique within an attempt.
     ///
     /// # Errors
     /// As [`Store::exchange`].
-    pub fn barrier(&self, what: &str) -> Result<(), RendezvousError> {
-        self.exchange(&format!("barrier/{what}"), &[]).map(drop)
+    pub fn barrier(&self, name: &str) -> Result<(), RendezvousError> {
+        self.exchange(&format!("barrier/{name}"), &[]).map(drop)
     }
 
     /// Returns the values when all of them are set, or after `wait`.

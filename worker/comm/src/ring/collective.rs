@@ -1,7 +1,7 @@
 //! The collectives, hop by hop.
 
 use super::{
-    BLOCK_BYTES, MAX_GATHERED_BYTES, Ring, Wire,
+    ActiveCall, BLOCK_BYTES, MAX_GATHERED_BYTES, Ring,
     header::{self, HEADER_BYTES},
     link::Link,
     sink::{self, Fill, HeaderSink, Sink},
@@ -9,9 +9,9 @@ use super::{
 use crate::CommError;
 use std::ops::{Add, Range};
 
-impl Wire<'_> {
-    /// Sends this rank's header and checks the previous rank's header, unless the call's first exchange has done so.
-    pub(super) fn open(&mut self) -> Result<(), CommError> {
+impl ActiveCall<'_> {
+    /// Sends this rank's header and checks the previous rank's header. Does nothing if the call's first exchange has done so.
+    pub(super) fn exchange_headers(&mut self) -> Result<(), CommError> {
         match self.pending_header {
             Some(_) => self.exchange(&[], &mut Fill::new(&mut [])),
             None => Ok(()),
@@ -141,7 +141,8 @@ impl Wire<'_> {
         target: &mut [T],
     ) -> Result<(), CommError> {
         let mut block = std::mem::take(&mut self.sockets.block);
-        let mut sink = sink::Add { target, done: 0, block: bytemuck::cast_slice_mut(&mut block), held: 0 };
+        let mut sink =
+            sink::Add { target, done: 0, block: bytemuck::cast_slice_mut(&mut block), incomplete_bytes: 0 };
         let done = self.exchange(bytemuck::cast_slice(out), &mut sink);
         self.sockets.block = block;
         done

@@ -57,7 +57,7 @@ pub(super) struct PendingRing<'a> {
     /// The addresses by rank.
     pub(super) addresses: Vec<Addresses>,
     /// Time limit for other ranks to connect.
-    pub(super) patience: Duration,
+    pub(super) connect_timeout: Duration,
     /// The time-out of the group's calls.
     pub(super) timeout: Duration,
     /// Whether this rank should stop connecting.
@@ -89,7 +89,7 @@ impl Ring {
             },
             rank: rendezvous.rank,
             addresses,
-            patience: rendezvous.timeout,
+            connect_timeout: rendezvous.timeout,
             timeout,
             gives_up: &|| store.gives_up(),
         };
@@ -193,7 +193,7 @@ impl PendingRing<'_> {
         // Calls and accepts concurrently: otherwise every rank would wait for the next rank's response.
         let (called, accepted) = std::thread::scope(|scope| {
             let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
-            let called = TcpStream::connect_timeout(&next, self.patience)
+            let called = TcpStream::connect_timeout(&next, self.connect_timeout)
                 .and_then(|mut stream| terms.initiate(&mut stream, rank).map(|()| stream))
                 .map_err(|e| RendezvousError::Protocol(format!("rank {next_rank} at {next}: {e}")));
             (called, accepting.join())
@@ -234,8 +234,8 @@ impl PendingRing<'_> {
             if (self.gives_up)() {
                 return Err(RendezvousError::Stopped);
             }
-            if began.elapsed() > self.patience {
-                let secs = self.patience.as_secs_f64();
+            if began.elapsed() > self.connect_timeout {
+                let secs = self.connect_timeout.as_secs_f64();
                 let what = terms.purpose.into();
                 return Err(RendezvousError::Missing { ranks: vec![expected], secs, what });
             }

@@ -7,6 +7,7 @@ use crate::{
 
 /// The bytes `lock` as a number. A machine with the other byte order reads another number.
 const MAGIC: u32 = 0x6c6f_636b;
+/// Four bytes each: magic, operation, unused, data type. Eight bytes each: number of the call, length.
 pub(super) const HEADER_BYTES: usize = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,8 +101,8 @@ pub(super) fn compare(
     theirs: &[u8; HEADER_BYTES],
     (call, sequence): (Call, u64),
 ) -> Result<(), CommError> {
-    let mine = encode(call, sequence);
-    if mine == *theirs {
+    let expected = encode(call, sequence);
+    if expected == *theirs {
         return Ok(());
     }
     let word = |at: usize| u32::from_ne_bytes(std::array::from_fn(|i| theirs[at + i]));

@@ -25,7 +25,7 @@ impl Link<'_> {
         let (mut next, mut previous, operation) = (self.next, self.previous, self.operation);
         let lost = |peer, detail: String| CommError::Disconnected { operation, peer, detail };
         let (mut sent, length) = (0, header.len() + out.len());
-        while sent < length || sink.wanted() > 0 {
+        while sent < length || sink.remaining() > 0 {
             let mut moved = false;
             if sent < length {
                 let start = sent.saturating_sub(header.len());
@@ -44,7 +44,7 @@ impl Link<'_> {
                     Err(e) => return Err(lost(self.next_rank, e.to_string())),
                 }
             }
-            if sink.wanted() > 0 {
+            if sink.remaining() > 0 {
                 match sink.receive(&mut previous) {
                     Ok(0) => return Err(lost(self.previous_rank, "it closed the connection".into())),
                     Ok(_) => moved = true,
@@ -57,12 +57,12 @@ impl Link<'_> {
             }
             let mut ready = [
                 PollFd::new(next, if sent < length { PollFlags::OUT } else { PollFlags::empty() }),
-                PollFd::new(previous, if sink.wanted() > 0 { PollFlags::IN } else { PollFlags::empty() }),
+                PollFd::new(previous, if sink.remaining() > 0 { PollFlags::IN } else { PollFlags::empty() }),
             ];
             let timeout = Timespec::try_from(self.timeout).ok();
             match poll(&mut ready, timeout.as_ref()) {
                 Ok(0) => {
-                    let peer = if sink.wanted() > 0 { self.previous_rank } else { self.next_rank };
+                    let peer = if sink.remaining() > 0 { self.previous_rank } else { self.next_rank };
                     return Err(CommError::TimedOut { operation, peer, secs: self.timeout.as_secs_f64() });
                 }
                 Ok(_) => {

@@ -80,7 +80,7 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
 }
 
 impl Neighbour {
-    /// Sends a byte, and discards what has arrived.
+    /// Sends a byte, and discards the received bytes.
     fn beat(&mut self) -> io::Result<()> {
         let mut stream = &self.stream;
         if let Err(error) = stream.write_all(&[0])

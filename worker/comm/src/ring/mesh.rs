@@ -39,7 +39,7 @@ pub(super) struct Mesh {
     /// By rank: the address at which the rank listens.
     addresses: Vec<SocketAddr>,
     /// By rank: the connection over which this rank sends messages to that rank.
-    outgoing: Vec<Mutex<Option<Path>>>,
+    outgoing: Vec<Mutex<Option<Connection>>>,
     incoming: Arc<Incoming>,
     end: Arc<End>,
 }
@@ -51,14 +51,14 @@ struct OwnedHandshakeTerms {
 }
 
 impl OwnedHandshakeTerms {
-    fn terms(&self) -> HandshakeTerms<'_> {
+    fn borrowed(&self) -> HandshakeTerms<'_> {
         HandshakeTerms { secret: &self.secret, purpose: &self.purpose }
     }
 }
 
 /// A connection for messages in one direction.
 #[derive(Debug)]
-struct Path {
+struct Connection {
     stream: TcpStream,
     /// The number of messages so far.
     messages: u64,
@@ -67,7 +67,7 @@ struct Path {
 /// The connections that other ranks have made, by rank.
 #[derive(Debug, Default)]
 struct Incoming {
-    paths: Mutex<BTreeMap<u32, Arc<Mutex<Path>>>>,
+    connections: Mutex<BTreeMap<u32, Arc<Mutex<Connection>>>>,
     changed: Condvar,
 }
 
@@ -105,19 +105,19 @@ impl Mesh {
         const OPERATION: &str = "send";
         self.end.check_not_ended(OPERATION)?;
         let mut slot = lock(&self.outgoing[to as usize]);
-        let path = match slot.take() {
-            Some(path) => Ok(path),
+        let connection = match slot.take() {
+            Some(connection) => Ok(connection),
             None => self.connect(to).map_err(|error| {
                 let detail = error.to_string();
                 CommError::Disconnected { operation: OPERATION, peer: to, detail }
             }),
         };
-        let sent = path.and_then(|mut path| {
-            path.messages += 1;
-            let header = header::encode(Call::of(Operation::Message, &values), path.messages);
-            let link = self.link(&path.stream, to, OPERATION);
+        let sent = connection.and_then(|mut connection| {
+            connection.messages += 1;
+            let header = header::encode(Call::of(Operation::Message, &values), connection.messages);
+            let link = self.link(&connection.stream, to, OPERATION);
             link.exchange(&header, values.bytes(), &mut Fill::new(&mut []))?;
-            Ok(path)
+            Ok(connection)
         });
         *slot = Some(sent.map_err(|error| self.end.fail_with(error))?);
         Ok(())
@@ -132,14 +132,14 @@ impl Mesh {
     ) -> Result<(), CommError> {
         const OPERATION: &str = "recv";
         self.end.check_not_ended(OPERATION)?;
-        let received = self.path_from(from, OPERATION, check).and_then(|path| {
-            let mut path = lock(&path);
-            path.messages += 1;
+        let received = self.connection_from(from, OPERATION, check).and_then(|connection| {
+            let mut connection = lock(&connection);
+            connection.messages += 1;
             let call = Call::of(Operation::Message, &values.as_values());
-            let link = self.link(&path.stream, from, OPERATION);
+            let link = self.link(&connection.stream, from, OPERATION);
             let mut theirs = [0; HEADER_BYTES];
             link.exchange(&[], &[], &mut Fill::new(&mut theirs))?;
-            header::compare(OPERATION, from, &theirs, (call, path.messages))?;
+            header::compare(OPERATION, from, &theirs, (call, connection.messages))?;
             link.exchange(&[], &[], &mut Fill::new(values.bytes_mut()))
         });
         received.map_err(|error| self.end.fail_with(error))
@@ -150,41 +150,41 @@ impl Mesh {
         Link { next: stream, next_rank: peer, previous: stream, previous_rank: peer, timeout, operation }
     }
 
-    fn connect(&self, to: u32) -> io::Result<Path> {
+    fn connect(&self, to: u32) -> io::Result<Connection> {
         let timeout = self.timeout.min(CONNECT_TIMEOUT);
         let mut stream = TcpStream::connect_timeout(&self.addresses[to as usize], timeout)?;
         self.end.add(&stream)?;
-        self.terms.terms().initiate(&mut stream, self.rank)?;
+        self.terms.borrowed().initiate(&mut stream, self.rank)?;
         stream.set_nonblocking(true)?;
-        Ok(Path { stream, messages: 0 })
+        Ok(Connection { stream, messages: 0 })
     }
 
     /// The connection from rank `from`. Waits until that rank has connected.
-    fn path_from(
+    fn connection_from(
         &self,
         from: u32,
         operation: &'static str,
         check: impl Fn() -> Result<(), CommError>,
-    ) -> Result<Arc<Mutex<Path>>, CommError> {
+    ) -> Result<Arc<Mutex<Connection>>, CommError> {
         let began = Instant::now();
-        let mut paths = lock(&self.incoming.paths);
+        let mut connections = lock(&self.incoming.connections);
         loop {
-            if let Some(path) = paths.get(&from) {
-                return Ok(path.clone());
+            if let Some(connection) = connections.get(&from) {
+                return Ok(connection.clone());
             }
             if began.elapsed() >= self.timeout {
                 let secs = self.timeout.as_secs_f64();
                 return Err(CommError::TimedOut { operation, peer: from, secs });
             }
             let remaining = self.timeout.saturating_sub(began.elapsed());
-            paths = self
+            connections = self
                 .incoming
                 .changed
-                .wait_timeout(paths, remaining.min(CHECK_EVERY))
+                .wait_timeout(connections, remaining.min(CHECK_EVERY))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
             // If the rank connected, sent its message and then exited, the message can still be read.
-            if !paths.contains_key(&from) {
+            if !connections.contains_key(&from) {
                 check()?;
             }
         }
@@ -219,16 +219,16 @@ impl Acceptor {
 
     /// Registers a connection whose peer belongs to the group.
     fn admit(&self, mut stream: TcpStream) -> io::Result<()> {
-        let rank = self.terms.terms().answer(&mut stream)?;
+        let rank = self.terms.borrowed().answer(&mut stream)?;
         if rank >= self.size {
             return Ok(());
         }
         stream.set_nonblocking(true)?;
         self.end.add(&stream)?;
-        let mut paths = lock(&self.incoming.paths);
+        let mut connections = lock(&self.incoming.connections);
         // A rank connects only once.
-        paths.entry(rank).or_insert_with(|| Arc::new(Mutex::new(Path { stream, messages: 0 })));
-        drop(paths);
+        connections.entry(rank).or_insert_with(|| Arc::new(Mutex::new(Connection { stream, messages: 0 })));
+        drop(connections);
         self.incoming.changed.notify_all();
         Ok(())
     }

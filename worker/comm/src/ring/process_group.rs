@@ -1,6 +1,6 @@
 //! The ring as a [`ProcessGroup`].
 
-use super::{Call, Operation, Part, Ring};
+use super::{Call, Operation, Ring, SplitGroup};
 use crate::{CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check};
 use std::{sync::Arc, time::Duration};
 
@@ -16,9 +16,9 @@ impl ProcessGroup for Ring {
     fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("all_reduce", values.data_type())?;
         let call = Call::of(Operation::AllReduce, &values.as_values());
-        self.call(call, |wire| match values {
-            ValuesMut::F32(values) => wire.all_reduce(values),
-            ValuesMut::F64(values) => wire.all_reduce(values),
+        self.call(call, |active| match values {
+            ValuesMut::F32(values) => active.all_reduce(values),
+            ValuesMut::F64(values) => active.all_reduce(values),
             // Rejected by `check::reducible`.
             ValuesMut::U8(_) => Ok(()),
         })
@@ -27,9 +27,9 @@ impl ProcessGroup for Ring {
     fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("reduce_scatter", input.data_type())?;
         check::parts("reduce_scatter", (&input, self.size), (&output, 1))?;
-        self.call(Call::of(Operation::ReduceScatter, &input), |wire| match (input, output) {
-            (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter(from, to),
-            (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter(from, to),
+        self.call(Call::of(Operation::ReduceScatter, &input), |active| match (input, output) {
+            (Values::F32(from), ValuesMut::F32(to)) => active.reduce_scatter(from, to),
+            (Values::F64(from), ValuesMut::F64(to)) => active.reduce_scatter(from, to),
             // Rejected by the checks above.
             _ => Ok(()),
         })
@@ -37,23 +37,23 @@ impl ProcessGroup for Ring {
 
     fn all_gather(&self, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
         check::parts("all_gather", (&input, 1), (&output, self.size))?;
-        self.call(Call::of(Operation::AllGather, &input), |wire| {
+        self.call(Call::of(Operation::AllGather, &input), |active| {
             let (own, slots) = (input.bytes(), output.bytes_mut());
-            let at = wire.ring.rank as usize * own.len();
+            let at = active.ring.rank as usize * own.len();
             slots[at..at + own.len()].copy_from_slice(own);
-            wire.gather(slots)
+            active.gather(slots)
         })
     }
 
     fn all_to_all(&self, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
         check::parts("all_to_all", (&input, self.size), (&output, self.size))?;
         let call = Call::of(Operation::AllToAll, &input);
-        self.call(call, |wire| wire.all_to_all(input.bytes(), output.bytes_mut()))
+        self.call(call, |active| active.all_to_all(input.bytes(), output.bytes_mut()))
     }
 
     fn broadcast(&self, mut values: ValuesMut<'_>) -> Result<(), CommError> {
         let call = Call::of(Operation::Broadcast, &values.as_values());
-        self.call(call, |wire| wire.broadcast(values.bytes_mut()))
+        self.call(call, |active| active.broadcast(values.bytes_mut()))
     }
 
     fn barrier(&self) -> Result<(), CommError> {
@@ -71,10 +71,10 @@ impl ProcessGroup for Ring {
     }
 
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
-        self.split_with(color, |part| {
-            Ok(match part {
-                Part::Single => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
-                Part::Ring(ring) => ring,
+        self.split_with(color, |group| {
+            Ok(match group {
+                SplitGroup::Single => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
+                SplitGroup::Ring(ring) => ring,
             })
         })
     }

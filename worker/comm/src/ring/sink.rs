@@ -16,8 +16,8 @@ const LAST_HEADER_WAIT_NS: i64 = 200_000_000;
 /// Receives bytes from a connection.
 pub(super) trait Sink {
     /// The number of bytes still expected.
-    fn wanted(&self) -> usize;
-    /// Reads the bytes that are available, up to [`Sink::wanted`], and returns their number.
+    fn remaining(&self) -> usize;
+    /// Reads the bytes that are available, up to [`Sink::remaining`], and returns their number.
     fn receive(&mut self, from: &mut &TcpStream) -> io::Result<usize>;
 }
 
@@ -34,7 +34,7 @@ impl<'a> Fill<'a> {
 }
 
 impl Sink for Fill<'_> {
-    fn wanted(&self) -> usize {
+    fn remaining(&self) -> usize {
         self.buffer.len() - self.filled
     }
 
@@ -55,26 +55,26 @@ pub(super) struct Add<'a, T> {
     /// Scratch memory for one read: received values before they are added.
     pub(super) block: &'a mut [T],
     /// The number of bytes at the block's start that belong to an incomplete value.
-    pub(super) held: usize,
+    pub(super) incomplete_bytes: usize,
 }
 
 impl<T: bytemuck::Pod + ops::Add<Output = T>> Sink for Add<'_, T> {
-    fn wanted(&self) -> usize {
-        size_of_val(&self.target[self.done..]) - self.held
+    fn remaining(&self) -> usize {
+        size_of_val(&self.target[self.done..]) - self.incomplete_bytes
     }
 
     fn receive(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
-        let wanted = self.wanted();
+        let remaining = self.remaining();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
-        let room = (bytes.len() - self.held).min(wanted);
-        let received = from.read(&mut bytes[self.held..self.held + room])?;
-        let total = self.held + received;
+        let limit = (bytes.len() - self.incomplete_bytes).min(remaining);
+        let received = from.read(&mut bytes[self.incomplete_bytes..self.incomplete_bytes + limit])?;
+        let total = self.incomplete_bytes + received;
         let complete = total / size_of::<T>();
         for (target, value) in self.target[self.done..].iter_mut().zip(&self.block[..complete]) {
             *target = *target + *value;
         }
         self.done += complete;
-        self.held = total % size_of::<T>();
+        self.incomplete_bytes = total % size_of::<T>();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
         bytes.copy_within(complete * size_of::<T>()..total, 0);
         Ok(received)
@@ -114,8 +114,8 @@ impl<'a, C: Fn(&[u8; HEADER_BYTES]) -> Result<(), CommError>> HeaderSink<'a, C> 
 }
 
 impl<C: Fn(&[u8; HEADER_BYTES]) -> Result<(), CommError>> Sink for HeaderSink<'_, C> {
-    fn wanted(&self) -> usize {
-        HEADER_BYTES - self.filled + self.inner.wanted()
+    fn remaining(&self) -> usize {
+        HEADER_BYTES - self.filled + self.inner.remaining()
     }
 
     fn receive(&mut self, from: &mut &TcpStream) -> io::Result<usize> {

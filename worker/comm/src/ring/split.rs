@@ -24,8 +24,8 @@ struct SplitRequest {
     addresses: Result<Addresses, String>,
 }
 
-/// The group that a rank is in after a split.
-pub(crate) enum Part {
+/// The new group of a rank after a split.
+pub(crate) enum SplitGroup {
     /// This rank is the only one of its color.
     Single,
     Ring(Arc<Ring>),
@@ -37,7 +37,7 @@ impl Ring {
     pub(crate) fn split_with<T>(
         &self,
         color: u32,
-        build: impl FnOnce(Part) -> Result<T, CommError>,
+        build: impl FnOnce(SplitGroup) -> Result<T, CommError>,
     ) -> Result<T, CommError> {
         self.announce(Call::empty(Operation::Split))?;
         let split_index = self.splits.fetch_add(1, Ordering::Relaxed);
@@ -85,7 +85,7 @@ impl Ring {
         color: u32,
         split_index: u64,
         listeners: Listeners,
-    ) -> Result<Part, CommError> {
+    ) -> Result<SplitGroup, CommError> {
         let members: Vec<(u32, Addresses)> = (0..)
             .zip(requests)
             .filter(|(_, request)| request.color == color)
@@ -93,7 +93,7 @@ impl Ring {
             .collect();
         let rank = members.iter().position(|(rank, _)| *rank == self.rank).unwrap_or(0) as u32;
         if members.len() == 1 {
-            return Ok(Part::Single);
+            return Ok(SplitGroup::Single);
         }
         let end = self.end.clone();
         let pending = PendingRing {
@@ -103,13 +103,13 @@ impl Ring {
             },
             rank,
             addresses: members.into_iter().map(|(_, addresses)| addresses).collect(),
-            patience: self.timeout.min(CONNECT_TIMEOUT),
+            connect_timeout: self.timeout.min(CONNECT_TIMEOUT),
             timeout: self.timeout,
             gives_up: &|| end.has_ended(),
         };
         let ring = pending.connect(listeners).map_err(|error| failed(error.to_string()))?;
         self.end.propagate_abort_to(&ring.end);
-        Ok(Part::Ring(ring))
+        Ok(SplitGroup::Ring(ring))
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 /// Maximum length of a vector summed in shared memory: sums and sums of squares for 4096 channels.
 pub(super) const SLOT_VALUES: usize = 8192;
 
-/// The beginning of the memory. One [`Line`] per rank follows, then two slots of [`SLOT_VALUES`] numbers per rank.
+/// The beginning of the memory. One [`Announcements`] per rank follows, then two slots of [`SLOT_VALUES`] numbers per rank.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(super) struct Head {
@@ -18,16 +18,16 @@ pub(super) struct Head {
 /// another.
 #[repr(C, align(128))]
 #[derive(Debug)]
-pub(super) struct Line {
+pub(super) struct Announcements {
     /// The number of calls so far.
     pub(super) calls: AtomicU64,
     /// The two numbers of [`Call::packed`](crate::ring::Call::packed).
-    pub(super) what: [[AtomicU64; 2]; 2],
+    pub(super) packed_calls: [[AtomicU64; 2]; 2],
 }
 
 /// The offset of the slots, in bytes.
 pub(super) fn slots_at(world: usize) -> usize {
-    size_of::<Head>() + world * size_of::<Line>()
+    size_of::<Head>() + world * size_of::<Announcements>()
 }
 
 /// The number of bytes that the group itself uses.

@@ -2,14 +2,14 @@
 
 use super::{
     SharedMemory, descriptor,
-    layout::{Head, Line, SLOT_VALUES, group_bytes, slots_at},
+    layout::{Announcements, Head, SLOT_VALUES, group_bytes, slots_at},
     mapping::{Mapping, MemFile, SharedSlice, whole_pages},
     wait_queue::WaitQueue,
 };
 use crate::{
     CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
     rendezvous::{RendezvousError, Store},
-    ring::{Call, Operation, Part, Ring},
+    ring::{Call, Operation, Ring, SplitGroup},
     values::check,
 };
 use lockstep_host::lock;
@@ -26,27 +26,29 @@ pub struct ShmProcessGroup {
     spins: bool,
     file: MemFile,
     head: SharedSlice<Head>,
-    lines: SharedSlice<Line>,
+    announcements: SharedSlice<Announcements>,
+    /// Two slots of each rank, used alternately.
     slots: [SharedSlice<f64>; 2],
-    own: Mutex<FilePosition>,
+    state: Mutex<GroupState>,
 }
 
-/// The number of calls and the used length of the file. Between calls, both are equal on all ranks.
+/// A rank's state of the group. Between calls, the states of all ranks are equal.
 #[derive(Debug)]
-struct FilePosition {
+struct GroupState {
+    /// The number of calls so far.
     calls: u64,
-    /// The number of bytes in use.
+    /// The number of bytes of the file in use.
     used: usize,
 }
 
 impl ShmProcessGroup {
-    /// Collective: returns a group of the ranks of `ring`, which met at `store`, that share memory. If any of the
-    /// ranks cannot share memory, it returns the ring itself.
+    /// Collective: makes the ranks of `ring` share memory, and returns their group. If one of the ranks cannot share
+    /// memory, returns the ring itself. `store` and `ring` have the same ranks.
     ///
     /// # Errors
     /// A rank does not respond within the store's time-out.
     pub fn meet(store: &Store, ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, RendezvousError> {
-        Self::share_or_use_ring(&ring, |what, value| store.exchange(what, value))
+        Self::share_or_use_ring(&ring, |name, value| store.exchange(name, value))
     }
 
     /// As [`Self::meet`], with `exchange` as the all-gather of bytes.
@@ -106,13 +108,21 @@ impl ShmProcessGroup {
         let slots = |half| slots_at(world) + half * world * SLOT_VALUES * size_of::<f64>();
         // SAFETY: any bits are valid numbers, and `round` decides which rank uses which slot when.
         #[allow(unsafe_code)]
-        let (lines, slots) = unsafe {
+        let (announcements, slots) = unsafe {
             let slots = [0, 1].map(|half| memory.view(slots(half), world * SLOT_VALUES));
             (memory.view(size_of::<Head>(), world), slots)
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let own = Mutex::new(FilePosition { calls: 0, used: group_bytes(world) });
-        Self { ring, spins: world <= cores, file, head: descriptor::head(memory), lines, slots, own }
+        let state = Mutex::new(GroupState { calls: 0, used: group_bytes(world) });
+        Self {
+            ring,
+            spins: world <= cores,
+            file,
+            head: descriptor::head(memory),
+            announcements,
+            slots,
+            state,
+        }
     }
 
     #[cfg(test)]
@@ -149,39 +159,45 @@ impl ShmProcessGroup {
         }
     }
 
-    /// One call: publishes `mine`, and passes to `read` the slots of all ranks, in rank order, and the time without work.
+    /// Makes a call: publishes `own_values`, waits for all ranks, and passes to `read` the slots of all ranks, in rank order, and the
+    /// time without work.
     /// A rank writes its slot and then increments its counter. The other ranks read the slot before their own next
     /// call. The rank reuses the slot two calls later, when all other ranks have made the call in between.
     fn round<R>(
         &self,
-        what: Call,
-        mine: &[f64],
+        call: Call,
+        own_values: &[f64],
         idle: &mut dyn FnMut() -> bool,
         read: impl FnOnce(&[f64], Duration) -> R,
     ) -> Result<R, CommError> {
-        let name = what.operation.name();
+        let name = call.operation.name();
         self.ring.check_not_ended(name)?;
-        let mut own = lock(&self.own);
-        own.calls += 1;
-        let (call, half) = (own.calls, (own.calls % 2) as usize);
+        let mut state = lock(&self.state);
+        state.calls += 1;
+        let (number, half) = (state.calls, (state.calls % 2) as usize);
         let rank = self.ring.rank() as usize;
         // SAFETY: no rank reads this slot before this rank's counter is incremented.
         #[allow(unsafe_code)]
-        unsafe { self.slots[half].part(rank * SLOT_VALUES..rank * SLOT_VALUES + mine.len()) }
-            .copy_from_slice(mine);
-        let packed = what.packed();
-        let line = &self.lines[rank];
-        line.what[half].iter().zip(packed).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
-        line.calls.store(call, Ordering::Release);
+        unsafe { self.slots[half].part(rank * SLOT_VALUES..rank * SLOT_VALUES + own_values.len()) }
+            .copy_from_slice(own_values);
+        let packed = call.packed();
+        let announced = &self.announcements[rank];
+        announced.packed_calls[half]
+            .iter()
+            .zip(packed)
+            .for_each(|(entry, word)| entry.store(word, Ordering::Relaxed));
+        announced.calls.store(number, Ordering::Release);
         self.queue().notify_all();
 
-        let late = || self.lines.iter().position(|line| line.calls.load(Ordering::Acquire) < call);
+        let late = || {
+            self.announcements.iter().position(|announced| announced.calls.load(Ordering::Acquire) < number)
+        };
         let waited = self.wait(name, idle, &|| late().is_none(), &|| late().unwrap_or(rank))?;
-        for (peer, line) in (0..).zip(self.lines.iter()) {
-            let theirs = line.what[half].each_ref().map(|word| word.load(Ordering::Relaxed));
+        for (peer, announced) in (0..).zip(self.announcements.iter()) {
+            let theirs = announced.packed_calls[half].each_ref().map(|word| word.load(Ordering::Relaxed));
             if theirs != packed {
                 let detail = format!(
-                    "is at call {call}: {}; this rank: {}",
+                    "is at call {number}: {}; this rank: {}",
                     Call::describe(theirs),
                     Call::describe(packed)
                 );
@@ -193,8 +209,8 @@ impl ShmProcessGroup {
 
     /// Announces a call that uses the ring. Ranks that make different calls then notice the difference, even if only some
     /// of these calls use the ring.
-    fn announce(&self, what: Call) -> Result<(), CommError> {
-        self.round(what, &[], &mut || false, |_, _| ())
+    fn announce(&self, call: Call) -> Result<(), CommError> {
+        self.round(call, &[], &mut || false, |_, _| ())
     }
 
     /// See [`SharedMemory::all_reduce_f64`].
@@ -203,13 +219,13 @@ impl ShmProcessGroup {
         values: &mut [f64],
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<Duration, CommError> {
-        let what = Call::of(Operation::AllReduce, &(&*values).into());
+        let call = Call::of(Operation::AllReduce, &(&*values).into());
         if values.len() > SLOT_VALUES {
-            self.announce(what)?;
+            self.announce(call)?;
             return self.ring.all_reduce(values.into()).map(|()| Duration::ZERO);
         }
-        let mine = values.to_vec();
-        self.round(what, &mine, idle, |slots, waited| {
+        let own_values = values.to_vec();
+        self.round(call, &own_values, idle, |slots, waited| {
             values.fill(-0.0);
             for slot in slots.chunks_exact(SLOT_VALUES) {
                 values.iter_mut().zip(slot).for_each(|(sum, value)| *sum += value);
@@ -221,15 +237,15 @@ impl ShmProcessGroup {
     /// See [`ProcessGroup::shared_memory`].
     fn share(self: &Arc<Self>, bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
         let bytes = whole_pages(bytes.max(1));
-        let offset = lock(&self.own).used;
-        let what = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
-        self.announce(what)?;
+        let offset = lock(&self.state).used;
+        let call = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
+        self.announce(call)?;
         let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
-        self.announce(what)?;
+        self.announce(call)?;
         let mapped = grown.and_then(|()| self.file.map(offset, bytes));
         let mut failures = [f64::from(u8::from(mapped.is_err()))];
         self.sum(&mut failures, &mut || false)?;
-        lock(&self.own).used = offset + bytes;
+        lock(&self.state).used = offset + bytes;
         let mib = bytes >> 20;
         Ok(match mapped {
             Ok(mapping) if failures[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),
@@ -298,9 +314,9 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     /// The ranks of each new group share separate memory, if they can.
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        self.ring.split_with(color, |part| match part {
-            Part::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
-            Part::Ring(ring) => {
+        self.ring.split_with(color, |group| match group {
+            SplitGroup::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
+            SplitGroup::Ring(ring) => {
                 ShmProcessGroup::share_or_use_ring(&ring, |_, value| ring.all_gather_bytes(value))
             }
         })

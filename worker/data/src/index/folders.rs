@@ -153,7 +153,7 @@ impl FolderCacheFile {
 
     /// Stores the examined folders: their stamps from before they were listed, and all their entries. Folders that
     /// could not be read or have changed recently are left out. `began` is the time when the first stamp was taken.
-    pub(super) fn note<'a>(
+    pub(super) fn store<'a>(
         &self,
         examined: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
         min_age: Option<Duration>,
@@ -175,7 +175,7 @@ impl FolderCacheFile {
             return;
         }
         // The cache only saves time.
-        if let Err(error) = lockstep_host::write_whole(path, &bytes) {
+        if let Err(error) = lockstep_host::write_atomically(path, &bytes) {
             tracing::warn!("{error}; the dataset's files will be examined again at the next start");
         }
     }

@@ -85,7 +85,7 @@ impl IndexStore {
     }
 
     pub(super) fn file(&self, dataset: &Path, extension: &str) -> Option<PathBuf> {
-        let folder = folder_of(dataset).map(|folder| format!("-{folder}")).unwrap_or_default();
+        let folder = folder_key(dataset).map(|folder| format!("-{folder}")).unwrap_or_default();
         Some(self.dir.as_ref()?.join(format!("{}{folder}.{extension}", path_key(dataset))))
     }
 
@@ -164,7 +164,7 @@ fn path_key(dataset: &Path) -> String {
 
 /// Distinguishes the dataset's folder from another machine's folder at the same path. `None` if the file system
 /// reports no birth time. Such file systems are mostly network file systems, which all machines share.
-fn folder_of(dataset: &Path) -> Option<String> {
+fn folder_key(dataset: &Path) -> Option<String> {
     let fixed = crate::pattern::fixed_part(dataset).map(|(folder, _)| folder);
     let mut found = fs::metadata(fixed.as_deref().unwrap_or(dataset)).ok()?;
     if found.is_file() {
@@ -244,7 +244,7 @@ impl IndexBuilder {
             self.published = Some(Instant::now());
             // The progress is only informative, so errors are ignored.
             let bytes = serde_json::to_vec(&progress).unwrap_or_default();
-            let _ = lockstep_host::write_whole(&self.progress_path, &bytes);
+            let _ = lockstep_host::write_atomically(&self.progress_path, &bytes);
         }
     }
 
@@ -267,7 +267,7 @@ impl IndexBuilder {
 impl Drop for IndexBuilder {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.progress_path);
-        // Remove the part file if it contains only a head and no results.
+        // Remove the part file if it contains only a head and no results. The head has four numbers of 4 bytes after MAGIC, and the path.
         let head = MAGIC.len() + 16 + self.dataset.as_os_str().len();
         if self.part.metadata().is_ok_and(|found| found.len() <= head as u64) {
             let _ = fs::remove_file(&self.part_path);

@@ -17,12 +17,12 @@ pub(super) fn prepare_ahead(
 ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
     let threads = threads.clamp(1, count.max(1));
     let make = Arc::new(make);
-    let lanes: Vec<_> = (0..threads)
-        .map(|lane| {
+    let receivers: Vec<_> = (0..threads)
+        .map(|index| {
             let (sender, receiver) = mpsc::sync_channel(ahead);
             let make = make.clone();
             let work = move || {
-                for number in (lane..count).step_by(threads) {
+                for number in (index..count).step_by(threads) {
                     let batch = make(number);
                     let has_failed = batch.is_err();
                     if sender.send(batch).is_err() || has_failed {
@@ -30,7 +30,7 @@ pub(super) fn prepare_ahead(
                     }
                 }
             };
-            let started = thread::Builder::new().name(format!("data {lane}")).spawn(work);
+            let started = thread::Builder::new().name(format!("data {index}")).spawn(work);
             (receiver, started.err())
         })
         .collect();
@@ -39,7 +39,7 @@ pub(super) fn prepare_ahead(
         if number == count {
             return None;
         }
-        let (receiver, spawn_error) = &lanes[number % threads];
+        let (receiver, spawn_error) = &receivers[number % threads];
         number += 1;
         Some(receiver.recv().unwrap_or_else(|_| {
             let why = spawn_error

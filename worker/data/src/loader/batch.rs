@@ -88,7 +88,7 @@ impl Batch {
     ///
     /// # Errors
     /// The batch states fewer pictures than this rank has.
-    pub fn of_all_ranks(&self, world_size: u32) -> Result<usize, String> {
+    pub fn samples_of_all_ranks(&self, world_size: u32) -> Result<usize, String> {
         let (own, all) = (self.labels.len(), self.global_samples);
         match world_size {
             1 => Ok(own),
@@ -111,14 +111,14 @@ pub(super) struct BatchBuilder<'a> {
 }
 
 impl BatchBuilder<'_> {
-    /// Makes a batch of the pictures at the places `chosen` of the split. `epoch` is `None` for evaluation.
+    /// Makes a batch of the pictures at the positions `chosen` of the split. `epoch` is `None` for evaluation.
     pub(super) fn make(&self, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
         let Self { part, transform, format, workers, .. } = *self;
         let size = transform.side * transform.side * transform.channels;
-        let room = |wanted: BatchFormat| if format == wanted { chosen.len() * size } else { 0 };
+        let length = |wanted: BatchFormat| if format == wanted { chosen.len() * size } else { 0 };
         let mut batch = Batch {
-            images: vec![0.0; room(BatchFormat::Normalised)],
-            bytes: vec![0; room(BatchFormat::Bytes)],
+            images: vec![0.0; length(BatchFormat::Normalised)],
+            bytes: vec![0; length(BatchFormat::Bytes)],
             augment_params: Vec::new(),
             labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
             indices: chosen.iter().map(|c| u64::from(*c)).collect(),
@@ -126,8 +126,9 @@ impl BatchBuilder<'_> {
             ..Batch::default()
         };
         if format == BatchFormat::AugmentParams {
-            let packed =
-                |place: &u32| epoch.map_or(0, |e| AugmentParams::new(transform, e, (*place).into()).packed());
+            let packed = |position: &u32| {
+                epoch.map_or(0, |e| AugmentParams::new(transform, e, (*position).into()).packed())
+            };
             batch.augment_params = chosen.iter().map(packed).collect();
             return Ok(batch);
         }
@@ -202,15 +203,15 @@ impl Pictures<'_> {
         then: &mut dyn FnMut(&[u8], Option<Region>),
     ) -> Result<(), DataError> {
         let BatchBuilder { part, transform, .. } = *self.builder;
-        let place = self.chosen[number] as usize;
+        let position = self.chosen[number] as usize;
         let Scratch { opener, pipeline } = scratch;
-        let params = self.epoch.map(|epoch| AugmentParams::new(transform, epoch, place as u64));
+        let params = self.epoch.map(|epoch| AugmentParams::new(transform, epoch, position as u64));
         let erased = params.as_ref().and_then(|params| params.erased);
         let [height, width, _] = part.size.map(|length| length as u32);
         let channels = transform.channels as u32;
         let picture = match begun {
-            PartialPicture::Nothing => part.picture(place, opener)?,
-            PartialPicture::Read(bytes) => part.decode(place, bytes, opener)?,
+            PartialPicture::Nothing => part.picture(position, opener)?,
+            PartialPicture::Read(bytes) => part.decode(position, bytes, opener)?,
             PartialPicture::Picture(pixels) => PictureRef { width, height, channels, pixels },
             PartialPicture::Cropped(pixels) => {
                 let made = match &params {

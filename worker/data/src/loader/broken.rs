@@ -18,11 +18,11 @@ pub(super) struct Broken {
 #[derive(Debug, Default)]
 pub(super) struct BrokenCounts {
     /// Number of pictures requested so far, at most the number of the part's pictures.
-    pub(super) asked: usize,
+    pub(super) requested: usize,
     /// Positions of broken pictures in the split.
     pub(super) broken: BTreeSet<u32>,
-    /// Lines that have not been reported yet.
-    pub(super) news: Vec<String>,
+    /// Log lines that have not been returned yet.
+    pub(super) unlogged: Vec<String>,
 }
 
 impl Broken {
@@ -31,9 +31,9 @@ impl Broken {
     }
 
     /// Log lines for the pictures found since the last call, and the number of all broken pictures.
-    pub(super) fn news(&self) -> (Vec<String>, usize) {
+    pub(super) fn take_unlogged(&self) -> (Vec<String>, usize) {
         let mut counts = self.counts();
-        (std::mem::take(&mut counts.news), counts.broken.len())
+        (std::mem::take(&mut counts.unlogged), counts.broken.len())
     }
 
     pub(super) fn counts(&self) -> MutexGuard<'_, BrokenCounts> {

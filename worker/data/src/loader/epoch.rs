@@ -22,8 +22,8 @@ pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
 /// The threads that prepare batches, and how far ahead they work.
 struct Preparation {
     /// Number of threads that put batches together.
-    lanes: usize,
-    /// Number of finished batches that may wait for each of these threads.
+    batch_threads: usize,
+    /// Number of finished batches of each such thread that may wait for the training step.
     ahead: usize,
     /// The threads that make the pictures.
     workers: Arc<Workers>,
@@ -35,7 +35,7 @@ impl DataSource {
     /// The epoch is a seeded permutation of the split. Optimizer step `s` uses the pictures `[s * global, (s + 1) *
     /// global)` of the permutation. Micro-batch `a` of rank `r` is a contiguous range of these pictures, in the order
     /// (a, r), so the union over ranks is the same for any number of ranks. Augmentation is seeded by (seed, epoch,
-    /// place of the picture in its split), and mixing by (seed, epoch, step).
+    /// position of the picture in its split), and mixing by (seed, epoch, step).
     ///
     /// Every rank knows the labels of all ranks, so ranks need not exchange the sum of their class weights. A picture that is
     /// replaced because it cannot be read counts in this sum with its own class.
@@ -49,27 +49,31 @@ impl DataSource {
         self.prepare(part, transform, count, plan.threads, move |builder, number| {
             let step = plan.first_step + (number / plan.accumulate) as u64;
             let micro = number % plan.accumulate;
-            let places = shard::places(samples, &plan, step, micro);
-            let all = shard::of_step(samples, &plan, step);
+            let positions = shard::rank_positions(samples, &plan, step, micro);
+            let step_positions = shard::step_positions(samples, &plan, step);
             let Transform { side, channels, .. } = *builder.transform;
-            let mix = mixing.draw(seed, plan.epoch, all.start, side);
+            let mix = mixing.draw(seed, plan.epoch, step_positions.start, side);
             // The picture with which the first picture is mixed comes last, and `Mix::apply` removes it from the batch.
-            let before = if places.start > all.start { places.start - 1 } else { all.end - 1 };
-            let places = places.chain(mix.as_ref().map(|_| before));
+            let before = if positions.start > step_positions.start {
+                positions.start - 1
+            } else {
+                step_positions.end - 1
+            };
+            let positions = positions.chain(mix.as_ref().map(|_| before));
             let part = builder.part;
-            let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
+            let chosen = positions.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
             let make = |chosen: &[u32]| builder.make(chosen, Some(plan.epoch));
             let mut batch = part.with_replacements(&chosen, make)?;
             if let Some(mix) = mix {
                 batch = mix.apply(batch, side, channels);
             }
-            let of_all = shard::of_all_ranks(samples, &plan, step, micro);
-            let global_samples = of_all.len();
-            let weight = |place: usize| {
-                let label = part.labels[part.chosen[order[place % samples] as usize] as usize];
+            let global_positions = shard::global_positions(samples, &plan, step, micro);
+            let global_samples = global_positions.len();
+            let weight = |position: usize| {
+                let label = part.labels[part.chosen[order[position % samples] as usize] as usize];
                 weights.as_ref().map(|weights| f64::from(weights[label as usize]))
             };
-            let global_weight = of_all.map(weight).sum();
+            let global_weight = global_positions.map(weight).sum();
             Ok(Batch { global_samples, global_weight, ..batch })
         })
     }
@@ -96,7 +100,7 @@ impl DataSource {
         self.prepare_unaugmented(Arc::new(part), all, batch_size, threads)
     }
 
-    /// The pictures of `part` at the places `share`, in batches, prepared as for validation.
+    /// The pictures of `part` at the positions `share`, in batches, prepared as for validation.
     fn prepare_unaugmented(
         &self,
         part: Arc<Part>,
@@ -127,11 +131,11 @@ impl DataSource {
         make: impl Fn(&BatchBuilder<'_>, usize) -> Result<Batch, DataError> + Send + Sync + 'static,
     ) -> Batches {
         let (format, device) = (self.format, self.device.clone());
-        let Preparation { lanes, ahead, workers } = match self.preparation(threads) {
+        let Preparation { batch_threads, ahead, workers } = match self.preparation(threads) {
             Ok(preparation) => preparation,
             Err(error) => return Box::new(std::iter::once(Err(error))),
         };
-        prepare_ahead(count, lanes, ahead, move |number| {
+        prepare_ahead(count, batch_threads, ahead, move |number| {
             let (part, transform, workers) = (part.as_ref(), transform.as_ref(), workers.as_ref());
             make(&BatchBuilder { part, transform, format, workers, device: device.as_deref() }, number)
         })
@@ -147,16 +151,16 @@ impl DataSource {
         const AHEAD: usize = 2;
         if threads <= 1 || !self.is_prepared_each_step() {
             let workers = Arc::new(Workers::without_threads(threads));
-            return Ok(Preparation { lanes: threads, ahead: AHEAD, workers });
+            return Ok(Preparation { batch_threads: threads, ahead: AHEAD, workers });
         }
-        let mut kept = lock(&self.workers);
+        let mut cached = lock(&self.workers);
         let has_device = self.device.is_some();
-        let wanted = (threads, has_device);
-        let workers = match kept.as_ref().filter(|(key, _)| *key == wanted) {
+        let key = (threads, has_device);
+        let workers = match cached.as_ref().filter(|(cached_key, _)| *cached_key == key) {
             Some((_, workers)) => workers.clone(),
             None => Arc::new(Workers::pool(threads, has_device)?),
         };
-        *kept = Some((wanted, workers.clone()));
-        Ok(Preparation { lanes: if has_device { 3 } else { 2 }, ahead: 1, workers })
+        *cached = Some((key, workers.clone()));
+        Ok(Preparation { batch_threads: if has_device { 3 } else { 2 }, ahead: 1, workers })
     }
 }

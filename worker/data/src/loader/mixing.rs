@@ -5,7 +5,7 @@
 //! torchvision's `batch.roll(1, 0)`, where the batch consists of the pictures of all ranks and micro-batches in the
 //! step. The pictures of a rank's micro-batch are consecutive in this batch, so a rank opens one more picture for each
 //! micro-batch: the picture before its first picture. The parameters are drawn once per step, from (seed, epoch, the
-//! step's first place in the order of the epoch).
+//! step's first position in the order of the epoch).
 
 use super::{Batch, Mix, MixParams};
 use crate::random::Random;
@@ -35,7 +35,7 @@ impl Mixing {
         self.mixup > 0.0 || self.cutmix > 0.0
     }
 
-    /// Draws the parameters for the step of `epoch` (from 0) that begins at place `first` of its order. `None` if
+    /// Draws the parameters for the step of `epoch` (from 0) that begins at position `first` of its order. `None` if
     /// both are disabled.
     pub(super) fn draw(self, seed: u64, epoch: u32, first: usize, side: usize) -> Option<Mix> {
         if !self.is_on() {

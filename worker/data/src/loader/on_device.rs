@@ -74,17 +74,17 @@ pub(super) fn make(
     let numbers = 0..chosen.len();
     let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers.collect::<Vec<_>>(), &[]) };
     let output = OutputSpec::new(part, transform, epoch.is_some());
-    let params = |place: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, place.into()));
+    let params = |position: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, position.into()));
     let bytes_read = AtomicUsize::new(0);
     let files = workers.map(chosen.len(), |number| {
-        let place = chosen[number];
-        let bytes = listing.read(place as usize)?;
+        let position = chosen[number];
+        let bytes = listing.read(position as usize)?;
         if bytes_read.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.max_held_bytes {
             device.count_for_cores(CpuDecodeReason::LongBatch, 1);
             return Ok(File::Released);
         }
         let crop = for_hardware(&bytes)
-            .and_then(|stored| output.crop_params(stored, transform, params(place).as_ref()));
+            .and_then(|stored| output.crop_params(stored, transform, params(position).as_ref()));
         Ok(match crop {
             Ok(crop) => File::OnDevice(bytes, crop),
             Err(why) => {
@@ -109,7 +109,7 @@ pub(super) fn make(
     let queue = Queue::new(of_device);
     let work = DeviceWork { device, output: &output, files: &files, read: &read, queue, has_failed, fill };
     thread::scope(|scope| {
-        let feeders: Vec<_> = (0..device.decoder.at_a_time())
+        let feeders: Vec<_> = (0..device.decoder.concurrent_calls())
             .map_while(|_| {
                 let feed = || work.feed();
                 thread::Builder::new().name("pictures on the GPU".into()).spawn_scoped(scope, feed).ok()
@@ -167,7 +167,7 @@ impl DeviceWork<'_> {
             }
             let on_cores = || (self.fill)(Work::Decoding, self.queue.numbers(claimed.get()), self.read);
             let result = filled.unwrap_or_else(on_cores);
-            self.queue.note(claimed.get().0, result);
+            self.queue.record(claimed.get().0, result);
         }
     }
 

@@ -49,15 +49,15 @@ impl DataSource {
         Self::of_catalog(Catalog::open_with(path, &changes.store())?, path, spec, seed, splits::CACHE_BYTES)
     }
 
-    /// As [`DataSource::open`], with another limit for decoded pictures in memory, in bytes per split.
+    /// As [`DataSource::open`], with another limit for decoded pictures in memory: `max_cached_bytes` per split.
     #[cfg(test)]
-    pub(super) fn open_with_room(
+    pub(super) fn open_with_cache(
         path: &Path,
         spec: &DataSpec,
         seed: u64,
-        room: usize,
+        max_cached_bytes: usize,
     ) -> Result<Self, DataError> {
-        Self::of_catalog(Catalog::open(path)?, path, spec, seed, room)
+        Self::of_catalog(Catalog::open(path)?, path, spec, seed, max_cached_bytes)
     }
 
     fn of_catalog(
@@ -65,7 +65,7 @@ impl DataSource {
         path: &Path,
         spec: &DataSpec,
         seed: u64,
-        room: usize,
+        max_cached_bytes: usize,
     ) -> Result<Self, DataError> {
         let validation_split = match &spec.validation {
             Validation::Split(name) if name != "none" && !ValidationDivision::of(spec).holds_out() => {
@@ -91,7 +91,8 @@ impl DataSource {
         let mut skipped: Vec<String> = broken.map(|b| format!("{} {}", b.file, b.detail)).collect();
         let common_size = common_size(&catalog, &skipped)?;
         let needs_whole = spec.random_resized_crop || spec.resize_size.is_some();
-        let opened = open_splits(&mut catalog, common_size, spec, needs_whole, room, &mut skipped)?;
+        let opened =
+            open_splits(&mut catalog, common_size, spec, needs_whole, max_cached_bytes, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             let folder = format!("{}/", path.display());
             let within_folder = |file: &String| file.strip_prefix(&folder).unwrap_or(file).to_owned();
@@ -120,14 +121,15 @@ impl DataSource {
         };
         let (height, width, channels) = (train.height, train.width, train.channels);
         let (training_sizes, side) = network_sizes(spec, height, width)?;
-        let all_places = |count: usize| (0..count as u32).collect::<Vec<_>>();
+        let all_positions = |count: usize| (0..count as u32).collect::<Vec<_>>();
         let division = ValidationDivision::of(spec);
         let is_held_out = match division.holds_out() {
             true => held_out::hold_out(&division, &train.identities, &train.labels),
             false => vec![false; train.labels.len()],
         };
-        let (held_out, train_chosen): (Vec<u32>, Vec<u32>) =
-            all_places(train.labels.len()).into_iter().partition(|place| is_held_out[*place as usize]);
+        let (held_out, train_chosen): (Vec<u32>, Vec<u32>) = all_positions(train.labels.len())
+            .into_iter()
+            .partition(|position| is_held_out[*position as usize]);
         let notes = match (&division.fold, &spec.validation) {
             (Some((_, folds)), _) => check_folds(&catalog.classes, &train.labels, &held_out, *folds)?,
             (None, Validation::Fraction(fraction)) => {
@@ -136,7 +138,7 @@ impl DataSource {
             (None, Validation::Split(name)) => match opened.as_slice().first() {
                 Some(split) if has_validation_split => {
                     let [training, validation] = [&train, split]
-                        .map(|of| class_counts(catalog.classes.len(), of.labels.iter().copied()));
+                        .map(|split| class_counts(catalog.classes.len(), split.labels.iter().copied()));
                     unvalidated_classes(&catalog.classes, &training, &validation, name).into_iter().collect()
                 }
                 _ => Vec::new(),
@@ -152,7 +154,7 @@ impl DataSource {
         let (pixels, labels) = (train.pixels.clone(), train.labels.clone());
         let (identities, validation) = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
-                let chosen = all_places(split.labels.len());
+                let chosen = all_positions(split.labels.len());
                 let validation =
                     part(split.pixels, split.labels, split.files_digest, chosen, resize.is_some());
                 (split.identities, validation)
@@ -162,9 +164,11 @@ impl DataSource {
         let train =
             part(train.pixels, train.labels, train.files_digest, train_chosen, spec.random_resized_crop);
         let validation_identities: Vec<Identity> =
-            validation.chosen.iter().map(|place| identities[*place as usize]).collect();
-        let of_chosen = validation.chosen.iter().map(|place| validation.labels[*place as usize]);
-        let validation_set = held_out::fingerprint(validation_identities.iter().copied().zip(of_chosen));
+            validation.chosen.iter().map(|position| identities[*position as usize]).collect();
+        let validation_labels =
+            validation.chosen.iter().map(|position| validation.labels[*position as usize]);
+        let validation_set =
+            held_out::fingerprint(validation_identities.iter().copied().zip(validation_labels));
         let transform = |side: usize| Arc::new(Transform::new(spec, size, side, seed, (&mean, &std)));
         let training = training_sizes.iter().map(|(_, side)| transform(*side)).collect();
         let evaluation = transform(side);
@@ -266,23 +270,23 @@ fn check_held_out(
     trained_on: &[u32],
     fraction: f64,
 ) -> Result<Vec<String>, DataError> {
-    let all = labels.len() as u64;
+    let total = labels.len() as u64;
     if held_out.is_empty() {
         return Err(DataError::Invalid(format!(
             "data.validation = {fraction} holds out none of {}: give a larger fraction, another data.validation_seed, or \"none\"",
-            plural(all, "training picture")
+            plural(total, "training picture")
         )));
     }
     if trained_on.is_empty() {
         return Err(DataError::Invalid(format!(
             "data.validation = {fraction} holds out all of {}, and none is left to train on: give a smaller fraction, or another \
              data.validation_seed",
-            plural(all, "training picture")
+            plural(total, "training picture")
         )));
     }
-    let lacking = |places: &[u32], kind: &str| -> Option<String> {
+    let lacking = |positions: &[u32], kind: &str| -> Option<String> {
         let mut has = vec![false; classes.len()];
-        places.iter().for_each(|place| has[labels[*place as usize] as usize] = true);
+        positions.iter().for_each(|position| has[labels[*position as usize] as usize] = true);
         let without: Vec<_> = classes.iter().zip(has).filter(|(_, has)| !has).map(|(name, _)| name).collect();
         let words = lacking_classes(&without, kind)?;
         Some(format!(

@@ -53,10 +53,10 @@ impl Part {
             (Pixels::Memory(bytes), None) => hash.update(bytes),
             (Pixels::Files { .. }, None) => {}
         }
-        for place in &self.chosen {
-            hash.update(&self.labels[*place as usize].to_le_bytes());
+        for position in &self.chosen {
+            hash.update(&self.labels[*position as usize].to_le_bytes());
             if let Pixels::Files { files, .. } = &self.pixels {
-                files.add_to(hash, *place as usize);
+                files.add_to(hash, *position as usize);
             }
         }
     }
@@ -65,10 +65,10 @@ impl Part {
         self.files().is_some()
     }
 
-    /// The picture at `place` of the split, before the transform.
+    /// The picture at `position` of the split, before the transform.
     pub(super) fn picture<'a>(
         &'a self,
-        place: usize,
+        position: usize,
         opener: &'a mut Opener,
     ) -> Result<PictureRef<'a>, DataError> {
         let [height, width, channels] = self.size;
@@ -80,20 +80,20 @@ impl Part {
             pixels,
         };
         match &self.pixels {
-            Pixels::Memory(bytes) => Ok(in_memory(&bytes[place * size..][..size])),
-            Pixels::Files { files, .. } => self.decode(place, &files.read(place)?, opener),
+            Pixels::Memory(bytes) => Ok(in_memory(&bytes[position * size..][..size])),
+            Pixels::Files { files, .. } => self.decode(position, &files.read(position)?, opener),
         }
     }
 
     /// As [`Part::picture`], from the `bytes` of its file or shard member.
     pub(super) fn decode<'a>(
         &self,
-        place: usize,
+        position: usize,
         bytes: &[u8],
         opener: &'a mut Opener,
     ) -> Result<PictureRef<'a>, DataError> {
         let broken = |detail: String| match self.files() {
-            Some(files) => files.broken(place, detail),
+            Some(files) => files.broken(position, detail),
             None => DataError::Invalid(detail),
         };
         let decoded = opener.decoder.decode(bytes).map_err(broken)?;

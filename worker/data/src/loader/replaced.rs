@@ -22,10 +22,10 @@ const ALLOWED_ONE_IN: usize = 10;
 /// Maximum number of draws for one replacement. With at most a tenth of the pictures broken, a few suffice.
 const MAX_DRAWS: usize = 1000;
 
-/// Whether more pictures are broken than allowed, in training or in preparing a copy. `seen` pictures of a split of
-/// `all` have been read.
-pub fn too_many(broken: usize, seen: usize, all: usize) -> bool {
-    broken > MIN_ALLOWED.max(seen / ALLOWED_ONE_IN) || (broken > 0 && broken >= all)
+/// Whether more pictures are broken than allowed, in training or in preparing a copy. `seen` of a split's `total`
+/// pictures have been read.
+pub fn too_many(broken: usize, seen: usize, total: usize) -> bool {
+    broken > MIN_ALLOWED.max(seen / ALLOWED_ONE_IN) || (broken > 0 && broken >= total)
 }
 
 impl Part {
@@ -33,22 +33,22 @@ impl Part {
     /// picture of the part.
     ///
     /// # Errors
-    /// Too many of the pictures that this rank has read are broken. They come in random order, so they are
-    /// representative.
+    /// Too many of the pictures that this rank has read are broken. A rank reads pictures in random order, so these
+    /// pictures are representative.
     pub(super) fn with_replacements(
         &self,
         chosen: &[u32],
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
     ) -> Result<Batch, DataError> {
-        let asked = {
+        let requested = {
             let mut counts = self.broken.counts();
-            counts.asked = (counts.asked + chosen.len()).min(self.chosen.len());
-            counts.asked
+            counts.requested = (counts.requested + chosen.len()).min(self.chosen.len());
+            counts.requested
         };
         let replaced = |broken: &BTreeSet<u32>| -> Vec<u32> {
-            chosen.iter().map(|place| replacement(self, *place, broken)).collect()
+            chosen.iter().map(|position| replacement(self, *position, broken)).collect()
         };
-        self.retry(replaced, make, Some(asked))
+        self.retry(replaced, make, Some(requested))
     }
 
     /// Makes a batch of the pictures at the positions `chosen`, without the broken pictures. Too many broken pictures
@@ -60,59 +60,59 @@ impl Part {
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
     ) -> Result<Batch, DataError> {
         let readable = |broken: &BTreeSet<u32>| -> Vec<u32> {
-            chosen.iter().copied().filter(|place| !broken.contains(place)).collect()
+            chosen.iter().copied().filter(|position| !broken.contains(position)).collect()
         };
         self.retry(readable, make, None)
     }
 
-    /// Makes a batch of the pictures at `places`, which depend on the broken pictures, until no further picture is found
-    /// to be broken. Fails if too many of `asked` pictures are broken.
+    /// Makes a batch of the pictures at `positions`, which depend on the broken pictures, until no further picture is found
+    /// to be broken. Fails if too many of `requested` pictures are broken.
     fn retry(
         &self,
-        places: impl Fn(&BTreeSet<u32>) -> Vec<u32>,
+        positions: impl Fn(&BTreeSet<u32>) -> Vec<u32>,
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
-        asked: Option<usize>,
+        requested: Option<usize>,
     ) -> Result<Batch, DataError> {
         loop {
-            let places = places(&self.broken.counts().broken);
-            match make(&places) {
-                Err(error) if self.broken.allowed => self.record_broken(&places, error)?,
+            let positions = positions(&self.broken.counts().broken);
+            match make(&positions) {
+                Err(error) if self.broken.allowed => self.record_broken(&positions, error)?,
                 made => return made,
             }
             let counts = self.broken.counts();
-            if let Some(asked) = asked
-                && too_many(counts.broken.len(), asked, self.chosen.len())
+            if let Some(requested) = requested
+                && too_many(counts.broken.len(), requested, self.chosen.len())
             {
-                let text = too_many_text(counts.broken.len(), asked, counts.news.last());
+                let text = too_many_text(counts.broken.len(), requested, counts.unlogged.last());
                 return Err(DataError::Invalid(text));
             }
         }
     }
 
-    /// Records which of `places` are broken. All of them are examined, because broken pictures often come in runs (a
+    /// Records which of `positions` are broken. All of them are examined, because broken pictures often come in runs (a
     /// lost shard), and after each discovery the batch is made again.
-    fn record_broken(&self, places: &[u32], error: DataError) -> Result<(), DataError> {
+    fn record_broken(&self, positions: &[u32], error: DataError) -> Result<(), DataError> {
         let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &self.pixels) else {
             return Err(error);
         };
-        let examine = |opener: &mut Opener, place: &u32| match self.picture(*place as usize, opener) {
-            Err(DataError::File { path, detail }) => Some((*place, format!("{path} {detail}"))),
+        let examine = |opener: &mut Opener, position: &u32| match self.picture(*position as usize, opener) {
+            Err(DataError::File { path, detail }) => Some((*position, format!("{path} {detail}"))),
             _ => None,
         };
         let mut found: Vec<_> =
-            places.par_iter().map_init(Opener::default, examine).filter_map(|found| found).collect();
+            positions.par_iter().map_init(Opener::default, examine).filter_map(|found| found).collect();
         if found.is_empty() {
             // The picture could be read this time. It still counts as broken, because every epoch reads it.
-            let named = places.iter().find(|place| files.name(**place as usize) == *path);
-            found.extend(named.map(|place| (*place, format!("{path} {detail}"))));
+            let named = positions.iter().find(|position| files.name(**position as usize) == *path);
+            found.extend(named.map(|position| (*position, format!("{path} {detail}"))));
         }
         if found.is_empty() {
             return Err(error);
         }
         let mut counts = self.broken.counts();
-        for (place, words) in found {
-            if counts.broken.insert(place) {
-                counts.news.push(words);
+        for (position, words) in found {
+            if counts.broken.insert(position) {
+                counts.unlogged.push(words);
             }
         }
         Ok(())
@@ -120,24 +120,24 @@ impl Part {
 }
 
 /// The error text for too many broken pictures.
-pub fn too_many_text(broken: usize, all: usize, last: Option<&String>) -> String {
+pub fn too_many_text(broken: usize, total: usize, last: Option<&String>) -> String {
     let last = last.map(|words| format!(", the last one {words}")).unwrap_or_default();
     format!(
-        "{broken} of {all} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
+        "{broken} of {total} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
          the job"
     )
 }
 
-/// The picture used for position `place`: its own picture or, if this is broken, the first readable picture of several
+/// The picture used for `position`: the picture at this position or, if it is broken, the first readable picture of several
 /// random draws. Using the neighbour instead would give pictures of the same class, and one picture for a whole run of
 /// broken pictures.
-fn replacement(part: &Part, place: u32, broken: &BTreeSet<u32>) -> u32 {
-    if !broken.contains(&place) {
-        return place;
+fn replacement(part: &Part, position: u32, broken: &BTreeSet<u32>) -> u32 {
+    if !broken.contains(&position) {
+        return position;
     }
-    let mut random = Random::new(&[REPLACEMENT, place.into()]);
+    let mut random = Random::new(&[REPLACEMENT, position.into()]);
     let mut drawn = (0..MAX_DRAWS).map(|_| part.chosen[random.below(part.chosen.len() as u64) as usize]);
-    drawn.find(|replacement| !broken.contains(replacement)).unwrap_or(place)
+    drawn.find(|replacement| !broken.contains(replacement)).unwrap_or(position)
 }
 
 #[cfg(test)]
@@ -179,7 +179,7 @@ mod tests {
             std,
             ..DataSpec::default()
         };
-        DataSource::open_with_room(dir, &spec, 3, 0).unwrap()
+        DataSource::open_with_cache(dir, &spec, 3, 0).unwrap()
     }
 
     fn no_validation() -> Validation {

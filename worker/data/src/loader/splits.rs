@@ -42,7 +42,7 @@ pub(super) fn normalisation(
         match &train.pixels {
             Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels).mean_std(),
             Pixels::Files { files, square } => {
-                // Few pictures give three digits. Decoding more would delay the first step.
+                // 500 pictures give three digits. Decoding more would delay the first step.
                 let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
                 let moments_of = |i: usize| {
                     let picture = files.picture(i).ok()?;
@@ -55,12 +55,12 @@ pub(super) fn normalisation(
                 let counted: Vec<_> =
                     (0..files.len()).into_par_iter().step_by(every).filter_map(moments_of).collect();
                 let mut all = Moments::default();
-                counted.iter().for_each(|one| all.add(one));
+                counted.iter().for_each(|moments| all.add(moments));
                 all.mean_std()
             }
         }
     };
-    // The values of a recipe are for RGB. A grey picture uses their average.
+    // The values of a recipe are for RGB. Grey pictures use the average of the three values.
     let fit = |given: &Option<Vec<f32>>, found: Vec<f32>| match given {
         Some(values) if values.len() == channels => values.clone(),
         Some(values) => vec![values.iter().sum::<f32>() / values.len() as f32; channels],
@@ -117,13 +117,13 @@ fn remove_broken(
     labels.retain(|_| good.next().unwrap_or(false));
 }
 
-/// Opens the splits. Splits that fit in `room` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
+/// Opens the splits. Splits that fit in `max_cached_bytes` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
 pub(super) fn open_splits(
     catalog: &mut Catalog,
     common_size: Option<(u32, u32)>,
     spec: &DataSpec,
     needs_whole: bool,
-    room: usize,
+    max_cached_bytes: usize,
     skipped: &mut Vec<String>,
 ) -> Result<Vec<Opened>, DataError> {
     let mut opened = Vec::new();
@@ -157,7 +157,7 @@ pub(super) fn open_splits(
                     }
                 };
                 let size = width as usize * height as usize * 3;
-                let is_kept_decoded = !needs_whole && files.len().saturating_mul(size) <= room;
+                let is_kept_decoded = !needs_whole && files.len().saturating_mul(size) <= max_cached_bytes;
                 let decoded = is_kept_decoded.then(|| decode_all(&files, square));
                 if let Some(decoded) = &decoded {
                     remove_broken(&mut files, &mut labels, decoded, skipped);

@@ -1,6 +1,6 @@
 //! Chooses the columns with the pictures and their classes.
 
-use crate::{MAX_NAMES_BYTES, label::CLASSES};
+use crate::{MAX_NAMES_BYTES, label::MAX_CLASSES};
 use ::parquet::{
     basic::{ConvertedType, LogicalType, Type},
     file::metadata::FileMetaData,
@@ -28,11 +28,11 @@ pub(super) struct Columns {
 
 /// # Errors
 /// Why the file cannot be used, as a phrase to follow its name.
-pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
-    let all: Vec<&ColumnDescriptor> = about.schema_descr().columns().iter().map(AsRef::as_ref).collect();
-    let features = features(about)?;
+pub(super) fn choose(metadata: &FileMetaData) -> Result<Columns, String> {
+    let all: Vec<&ColumnDescriptor> = metadata.schema_descr().columns().iter().map(AsRef::as_ref).collect();
+    let features = features(metadata)?;
     let is_class = |column: &ColumnDescriptor| {
-        let feature = features.as_ref().and_then(|features| features.get(top(column)));
+        let feature = features.as_ref().and_then(|features| features.get(top_name(column)));
         feature.is_some_and(|feature| feature["_type"] == "ClassLabel")
     };
     let with_columns = |why: &str| format!("{why}: its columns are {}", describe_columns(&all));
@@ -49,7 +49,7 @@ pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
     let label = find_named(&all, &LABEL_NAMES, can_contain_labels)
         .or_else(|| find_only(&all, |column| can_contain_labels(column) && is_class(column)))
         .ok_or_else(|| with_columns("has no unambiguous column of classes (label: whole numbers or text)"))?;
-    let names = match features.as_ref().map(|features| &features[top(all[label])]["names"]) {
+    let names = match features.as_ref().map(|features| &features[top_name(all[label])]["names"]) {
         Some(Value::Array(names)) if is_class(all[label]) => Some(texts(names)?),
         _ => None,
     };
@@ -62,8 +62,9 @@ fn find_named(
     names: &[&str],
     fits: impl Fn(&ColumnDescriptor) -> bool,
 ) -> Option<usize> {
-    let position_of =
-        |name: &&str| all.iter().position(|column| top(column).eq_ignore_ascii_case(name) && fits(column));
+    let position_of = |name: &&str| {
+        all.iter().position(|column| top_name(column).eq_ignore_ascii_case(name) && fits(column))
+    };
     names.iter().find_map(position_of)
 }
 
@@ -74,7 +75,7 @@ fn find_only(all: &[&ColumnDescriptor], fits: impl Fn(&ColumnDescriptor) -> bool
 }
 
 /// The name of the top-level column of a leaf.
-fn top(column: &ColumnDescriptor) -> &str {
+fn top_name(column: &ColumnDescriptor) -> &str {
     column.path().parts().first().map_or("", String::as_str)
 }
 
@@ -120,8 +121,8 @@ fn describe_columns(all: &[&ColumnDescriptor]) -> String {
 }
 
 /// The description of the columns by `datasets`.
-fn features(about: &FileMetaData) -> Result<Option<Value>, String> {
-    let pairs = about.key_value_metadata().into_iter().flatten();
+fn features(metadata: &FileMetaData) -> Result<Option<Value>, String> {
+    let pairs = metadata.key_value_metadata().into_iter().flatten();
     let Some(text) = pairs.filter(|pair| pair.key == FEATURES_KEY).find_map(|pair| pair.value.as_ref())
     else {
         return Ok(None);
@@ -135,8 +136,8 @@ fn features(about: &FileMetaData) -> Result<Option<Value>, String> {
 }
 
 fn texts(names: &[Value]) -> Result<Vec<String>, String> {
-    if names.len() > CLASSES as usize {
-        return Err(format!("names {} classes; at most {CLASSES} are allowed", names.len()));
+    if names.len() > MAX_CLASSES as usize {
+        return Err(format!("names {} classes; at most {MAX_CLASSES} are allowed", names.len()));
     }
     let text = |name: &Value| name.as_str().map(str::to_owned);
     names.iter().map(text).collect::<Option<_>>().ok_or_else(|| "has a class whose name is not text".into())

@@ -20,7 +20,7 @@ pub(super) const MAX_PAGE_BYTES: u64 = 2 * crate::picture::MAX_BYTES;
 /// The first bytes of a gzip stream (RFC 1952).
 const GZIP_MAGIC: [u8; 3] = [0x1f, 0x8b, 8];
 /// Maximum number of occurrences of [`GZIP_MAGIC`] in a page at which decompression is tried.
-const BEGINS: usize = 16;
+const MAX_GZIP_STARTS: usize = 16;
 
 /// The error for a page that is too large.
 #[derive(Debug)]
@@ -61,7 +61,7 @@ impl Pages {
     /// version 2, the levels.
     fn check_gzip(&self, data: &[u8]) -> Result<(), TooLarge> {
         let begins = data.windows(GZIP_MAGIC.len()).enumerate().filter(|(_, bytes)| *bytes == GZIP_MAGIC);
-        for (begin, _) in begins.take(BEGINS) {
+        for (begin, _) in begins.take(MAX_GZIP_STARTS) {
             let mut decoder = MultiGzDecoder::new(&data[begin..]).take(self.max_bytes + 1);
             // Other errors are reported by the code that decompresses the page.
             let _ = io::copy(&mut decoder, &mut io::sink());
@@ -75,7 +75,7 @@ impl Pages {
 
 /// Checks the size in a page's header, if `head` is a header.
 fn check_header(head: &[u8], max_bytes: u64) -> Result<(), TooLarge> {
-    match uncompressed(head) {
+    match decompressed_bytes(head) {
         Some(bytes) if bytes > max_bytes => Err(TooLarge { bytes, max_bytes }),
         // Other errors are reported by the code that reads the page.
         _ => Ok(()),
@@ -123,7 +123,7 @@ impl Read for Header {
 
 /// The decompressed size of a page: the second field of a PageHeader (parquet.thrift) in Thrift's compact protocol.
 /// The first two fields are 32-bit integers. `None` if the bytes are something else.
-fn uncompressed(head: &[u8]) -> Option<u64> {
+fn decompressed_bytes(head: &[u8]) -> Option<u64> {
     let mut bytes = head.iter().copied();
     let mut read_number = || -> Option<i64> {
         let mut value = 0u64;
@@ -174,15 +174,15 @@ mod tests {
     #[test]
     fn page_sizes_are_parsed_and_other_bytes_are_not() {
         for size in [0, 1, 63, 64, 8192, i32::MAX as u32] {
-            assert_eq!(uncompressed(&header(size)), Some(size.into()));
+            assert_eq!(decompressed_bytes(&header(size)), Some(size.into()));
         }
         let whole = header(70_000);
         for cut in 0..whole.len() {
-            assert_eq!(uncompressed(&whole[..cut]), None, "{cut}");
+            assert_eq!(decompressed_bytes(&whole[..cut]), None, "{cut}");
         }
         // A negative size, and a field of another type.
-        assert_eq!(uncompressed(&[0x15, 4, 0x15, 1]), None);
-        assert_eq!(uncompressed(&[0x15, 4, 0x16, 2]), None);
+        assert_eq!(decompressed_bytes(&[0x15, 4, 0x15, 1]), None);
+        assert_eq!(decompressed_bytes(&[0x15, 4, 0x16, 2]), None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::{ParquetFile, Source, UnusableFile, guard};
 use crate::{
     index::{Entry, Members, describe},
-    label::{LABEL_BYTES, class_name},
+    label::{MAX_LABEL_BYTES, class_name},
     picture,
 };
 use ::parquet::{
@@ -93,6 +93,7 @@ pub(super) fn next<T: DataType>(
     let Some(highest) = levels.iter().max().copied().filter(|_| values.len() < count) else {
         return Ok(values.into_iter().map(Some).collect());
     };
+    // If all rows are null, the highest level is also the level of a null.
     let level_of_values = if values.is_empty() { i16::MAX } else { highest };
     let mut values = values.into_iter();
     Ok(levels.iter().map(|level| if *level == level_of_values { values.next() } else { None }).collect())
@@ -101,8 +102,10 @@ pub(super) fn next<T: DataType>(
 fn next_labels(column: &mut ColumnReader, count: usize) -> Result<Vec<Option<String>>, ParquetError> {
     let number = |value: i64| (value >= 0).then(|| value.to_string());
     let text = |value: ByteArray| {
-        let text =
-            std::str::from_utf8(value.data()).ok().filter(|text| text.len() as u64 <= LABEL_BYTES)?.trim();
+        let text = std::str::from_utf8(value.data())
+            .ok()
+            .filter(|text| text.len() as u64 <= MAX_LABEL_BYTES)?
+            .trim();
         (!text.is_empty()).then(|| class_name(text))
     };
     Ok(match column {

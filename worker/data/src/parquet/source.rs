@@ -38,13 +38,13 @@ impl Source {
 /// Reads a file sequentially from an offset.
 pub(super) struct Cursor {
     file: Arc<File>,
-    at: u64,
+    offset: u64,
 }
 
 impl Read for Cursor {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let read = self.file.read_at(buffer, self.at)?;
-        self.at += read as u64;
+        let read = self.file.read_at(buffer, self.offset)?;
+        self.offset += read as u64;
         Ok(read)
     }
 }
@@ -59,7 +59,7 @@ impl ChunkReader for Source {
     type T = BufReader<Cursor>;
 
     fn get_read(&self, start: u64) -> Result<Self::T, ParquetError> {
-        Ok(BufReader::with_capacity(HEADER_BYTES, Cursor { file: Arc::clone(&self.file), at: start }))
+        Ok(BufReader::with_capacity(HEADER_BYTES, Cursor { file: Arc::clone(&self.file), offset: start }))
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {

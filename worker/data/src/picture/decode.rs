@@ -60,7 +60,7 @@ impl<'a> Header<'a> {
         if !whole::is_whole(format, bytes) {
             return Err(format!("is cut off: a {format:?} picture without its end; get it again"));
         }
-        if format == ImageFormat::Jpeg { jpeg(bytes) } else { other(format, bytes) }
+        if format == ImageFormat::Jpeg { jpeg_header(bytes) } else { other_header(format, bytes) }
     }
 
     /// Width and height of the upright picture.
@@ -69,7 +69,7 @@ impl<'a> Header<'a> {
     }
 }
 
-fn jpeg(bytes: &[u8]) -> Result<Header<'_>, String> {
+fn jpeg_header(bytes: &[u8]) -> Result<Header<'_>, String> {
     let frame = Frame::read(bytes).map_err(|_| cannot_be_decoded("its header is damaged; get it again"))?;
     if let Some(words) = frame.refusal() {
         return Err(words);
@@ -119,7 +119,7 @@ pub fn for_hardware(bytes: &[u8]) -> Result<Stored, CpuDecodeReason> {
     Ok(stored)
 }
 
-fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
+fn other_header(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
     let mut limits = Limits::default();
     limits.max_alloc = Some(MAX_BYTES);
@@ -163,7 +163,7 @@ pub(crate) fn is_plain_jpeg(bytes: &[u8]) -> bool {
         }
         Body::RareJpeg(_) | Body::Other(_) => false,
     };
-    format_of(bytes) == Some(ImageFormat::Jpeg) && jpeg(bytes).is_ok_and(plain)
+    format_of(bytes) == Some(ImageFormat::Jpeg) && jpeg_header(bytes).is_ok_and(plain)
 }
 
 /// The orientation in an EXIF block. Some writers begin the block as in a JPEG file.

@@ -5,7 +5,7 @@ use crate::{
     copy::{MAX_BYTES, PREPARED, UNFINISHED},
     pattern,
 };
-use lockstep_host::{files, write_whole};
+use lockstep_host::{files, write_atomically};
 use lockstep_protocol::dataset::{BrokenFile, PicturesFingerprint};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -115,7 +115,7 @@ impl Destination {
         Ok(Self { dir, record, found, _lock: lock })
     }
 
-    /// Whether the folder has an incomplete copy that `plan` continues.
+    /// Whether the folder has a copy, complete or not, with the same settings and source as `plan`.
     ///
     /// # Errors
     /// The folder has other content; the error names the difference.
@@ -192,6 +192,6 @@ impl Destination {
     fn save(&self) -> Result<(), DataError> {
         let path = self.dir.join(UNFINISHED);
         let bytes = serde_json::to_vec(&self.record).unwrap_or_default();
-        write_whole(&path, &bytes).map_err(|error| super::cannot_be_written(&path, &error))
+        write_atomically(&path, &bytes).map_err(|error| super::cannot_be_written(&path, &error))
     }
 }

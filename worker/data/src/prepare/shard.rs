@@ -101,10 +101,10 @@ impl Task<'_> {
                 }
             }
             let broken = left_out + finished.broken.len();
-            let all = self.labels.len();
-            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, all, all)) {
+            let total = self.labels.len();
+            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, total, total)) {
                 return Err(DataError::Invalid(format!(
-                    "{broken} of {all} pictures are broken, the last one {}, which {}. Check the dataset's disk",
+                    "{broken} of {total} pictures are broken, the last one {}, which {}. Check the dataset's disk",
                     last.file, last.detail
                 )));
             }
@@ -122,28 +122,28 @@ impl Task<'_> {
         Ok(finished)
     }
 
-    /// Returns the samples in the order of `places`. The pictures are read in ascending order.
+    /// Returns the samples in the order of `positions`. The pictures are read in ascending order.
     fn make(
         &self,
-        places: &[u32],
+        positions: &[u32],
         first: usize,
         settings: &PrepareSettings,
     ) -> Vec<Result<Sample, DataError>> {
-        let mut by_place: Vec<(u32, usize)> = places.iter().copied().zip(first..).collect();
-        by_place.sort_unstable();
-        let ascending: Vec<u32> = by_place.iter().map(|(place, _)| *place).collect();
+        let mut by_position: Vec<(u32, usize)> = positions.iter().copied().zip(first..).collect();
+        by_position.sort_unstable();
+        let ascending: Vec<u32> = by_position.iter().map(|(position, _)| *position).collect();
         let runs: Vec<&[u32]> = runs(&ascending).collect();
         let run = |encoder: &mut Encoder, run: &&[u32]| -> Vec<Result<(u32, Vec<u8>), DataError>> {
             let read = self.listing.read_run(run[0] as usize, run.len());
-            let convert = |(place, bytes): (&u32, Result<Vec<u8>, DataError>)| {
+            let convert = |(position, bytes): (&u32, Result<Vec<u8>, DataError>)| {
                 let prepared = encoder.convert(bytes?);
-                let bytes = prepared.map_err(|detail| self.listing.broken(*place as usize, detail))?;
-                Ok((self.labels[*place as usize], bytes))
+                let bytes = prepared.map_err(|detail| self.listing.broken(*position as usize, detail))?;
+                Ok((self.labels[*position as usize], bytes))
             };
             run.iter().zip(read).map(convert).collect()
         };
         let made: Vec<Vec<_>> = runs.par_iter().map_init(|| Encoder::new(settings), run).collect();
-        let numbers = by_place.into_iter().map(|(_, number)| number);
+        let numbers = by_position.into_iter().map(|(_, number)| number);
         let mut made: Vec<_> = numbers.zip(made.into_iter().flatten()).collect();
         made.sort_unstable_by_key(|(number, _)| *number);
         made.into_iter().map(|(number, made)| made.map(|(label, bytes)| (number, label, bytes))).collect()

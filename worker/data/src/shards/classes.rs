@@ -1,7 +1,7 @@
 //! The classes of a dataset of shards. The labels of samples are numbers or names.
 
-use super::Found;
-use crate::{DataError, label::CLASSES, read_names};
+use super::SplitContents;
+use crate::{DataError, label::MAX_CLASSES, read_names};
 use std::{collections::BTreeMap, fs, path::Path};
 
 /// The names of the classes, and whether labels are numbers or names.
@@ -49,7 +49,7 @@ pub(super) fn is_negative(label: &str) -> bool {
 pub(super) fn classes(
     root: &Path,
     names: Option<Vec<String>>,
-    splits: &BTreeMap<&str, Found>,
+    splits: &BTreeMap<&str, SplitContents>,
 ) -> Result<Classes, DataError> {
     let path = root.join("classes.txt");
     let wrong = |detail: String| DataError::file(&path, detail);
@@ -75,12 +75,12 @@ pub(super) fn classes(
         return Ok(Classes { names: by_name.keys().cloned().collect(), by_name: Some(by_name) });
     }
     let count = numbers.into_iter().max().map_or(0, |max| max.saturating_add(1));
-    if count > CLASSES {
+    if count > MAX_CLASSES {
         return Err(DataError::Invalid(format!(
             "a label of {} is {}; classes are numbered from 0, up to {}",
             root.display(),
             count - 1,
-            CLASSES - 1
+            MAX_CLASSES - 1
         )));
     }
     if let Some(names) = names {
@@ -100,7 +100,7 @@ pub(super) fn classes(
     }
     let names = read_names(&path)?;
     // A few shards need not have samples of every class.
-    if names.len() < count as usize || names.len() > CLASSES as usize {
+    if names.len() < count as usize || names.len() > MAX_CLASSES as usize {
         return Err(wrong(format!("names {} classes, but the data has {count}", names.len())));
     }
     Ok(Classes { names, by_name: None })

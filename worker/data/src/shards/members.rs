@@ -2,7 +2,7 @@
 
 use crate::{
     index::{Entry, Members, describe},
-    label::{LABEL_BYTES, class_name},
+    label::{MAX_LABEL_BYTES, class_name},
     picture,
 };
 use lockstep_host::files;
@@ -115,14 +115,14 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         if offset.saturating_add(length) > size {
             // The sample of a truncated member is incomplete.
-            let key = parts(&name).map(|(key, ..)| key);
+            let key = split_name(&name).map(|(key, ..)| key);
             samples.pop_if(|sample| Some(&sample.key) == key.as_ref());
             let name = String::from_utf8_lossy(&name);
             return (samples, End::Damaged(format!("is cut off in the middle of {name}; get it again")));
         }
         end = (offset + length).next_multiple_of(BLOCK_BYTES);
         count += 1;
-        let Some((key, extension, is_plain)) = parts(&name) else { continue };
+        let Some((key, extension, is_plain)) = split_name(&name) else { continue };
         if kind.is_dir() {
             continue;
         }
@@ -208,7 +208,7 @@ fn has_data(file: &File, end: u64, size: u64) -> io::Result<bool> {
 /// The key and the last extension of a member's name, and whether nothing is between them. As in WebDataset, the
 /// key ends at the first dot of the file name. `None` for hidden files, files without extension, and webdataset's own
 /// metadata (`__name__`, and files in such a folder).
-fn parts(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
+fn split_name(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
     let file = name.iter().rposition(|b| *b == b'/').map_or(0, |slash| slash + 1);
     let dot = file + name[file..].iter().position(|b| *b == b'.')?;
     let last = name.iter().rposition(|b| *b == b'.')?;
@@ -248,7 +248,7 @@ impl Sample {
         let second = || format!("has a second class, in {file_name}, in its sample; keep one of them{rule}");
         match (extension, unusable) {
             ("cls", Some(unusable)) => broken(format!("has a class in {file_name}, which {unusable}")),
-            ("cls", None) => match read(LABEL_BYTES)?
+            ("cls", None) => match read(MAX_LABEL_BYTES)?
                 .filter(|text| text.trim().len() <= CLASS_NAME_BYTES)
                 .map(|text| class_name(text.trim()))
             {
@@ -264,13 +264,15 @@ impl Sample {
             ("json", None) => {
                 let parsed = read(MAX_JSON_BYTES)?.and_then(|text| serde_json::from_str(&text).ok());
                 match (parsed, &self.json_class) {
-                    (Some(serde_json::Value::Object(about)), first) => match (label(&about), first) {
-                        (Some(class), Some(first)) if class != *first => {
-                            self.json_error.get_or_insert_with(second);
+                    (Some(serde_json::Value::Object(description)), first) => {
+                        match (label(&description), first) {
+                            (Some(class), Some(first)) if class != *first => {
+                                self.json_error.get_or_insert_with(second);
+                            }
+                            (Some(class), _) => self.json_class = Some(class),
+                            (None, _) => {}
                         }
-                        (Some(class), _) => self.json_class = Some(class),
-                        (None, _) => {}
-                    },
+                    }
                     _ => {
                         self.json_error.get_or_insert_with(|| {
                             format!("has a description {file_name} that is not a JSON object, or too long")
@@ -332,10 +334,10 @@ impl Sample {
 }
 
 /// The class in a description.
-fn label(about: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
-    match about.get("label")? {
+fn label(description: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
+    match description.get("label")? {
         serde_json::Value::Number(number) => Some(match number.as_f64() {
-            // Some writers store whole numbers as floating point.
+            // Some writers store whole numbers as floating point. Adding 0 turns -0 into 0.
             Some(value) if number.is_f64() && value.fract() == 0.0 && value.abs() < 1e9 => {
                 format!("{:.0}", value + 0.0)
             }

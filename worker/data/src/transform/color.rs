@@ -69,10 +69,10 @@ pub(super) fn hue(pixels: &mut [u8], channels: usize, turns: f64) {
         return;
     }
     // Pillow's hue is a byte, and additions wrap around.
-    let by = (turns * 255.0) as i32 as u8;
+    let shift = (turns * 255.0) as i32 as u8;
     for pixel in pixels.chunks_exact_mut(3) {
         let [h, s, v] = hsv([pixel[0], pixel[1], pixel[2]]);
-        pixel.copy_from_slice(&rgb([h.wrapping_add(by), s, v]));
+        pixel.copy_from_slice(&rgb([h.wrapping_add(shift), s, v]));
     }
 }
 
@@ -147,8 +147,8 @@ pub(super) fn autocontrast(pixels: &mut [u8], channels: usize) {
 pub(super) fn equalize(pixels: &mut [u8], channels: usize) {
     each_channel(pixels, channels, |counts| {
         let (_, highest) = occurring_range(counts);
-        let all: u64 = counts.iter().sum();
-        let step = (all - counts[highest]) / 255;
+        let total: u64 = counts.iter().sum();
+        let step = (total - counts[highest]) / 255;
         if step == 0 {
             return None;
         }

@@ -106,7 +106,7 @@ mod tests {
         assert!((0.44..0.51).contains(&areas[2000]), "the median is {}", areas[2000]);
         assert!((1850..2150).contains(&wide), "{wide} of 4000 are wider than high");
         let mean = lefts.iter().sum::<f64>() / 4000.0;
-        assert!((0.47..0.53).contains(&mean), "places are spread evenly: {mean}");
+        assert!((0.47..0.53).contains(&mean), "positions are spread evenly: {mean}");
     }
 
     #[test]

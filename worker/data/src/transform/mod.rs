@@ -30,7 +30,7 @@ pub(super) struct Transform {
     pub(super) channels: usize,
     /// The side of the network's input.
     pub(super) side: usize,
-    /// The crop with which training begins.
+    /// The first step of the training transform.
     pub(super) crop: Crop,
     /// In evaluation, the length of the short side before the centre crop. `None`: pictures are scaled as a whole.
     pub(super) resize: Option<u32>,
@@ -53,14 +53,15 @@ pub(super) struct Transform {
 /// The part of a picture that is used in training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Crop {
-    /// A crop of the picture's own size, from the picture with a border of this width; scaled afterwards.
+    /// A crop of the picture's own size, from the picture with a border of this width in pixels; scaled afterwards.
     Padded(usize),
-    /// torchvision's `RandomResizedCrop`: the smallest and the largest fraction of the picture's area, and width over height.
+    /// torchvision's `RandomResizedCrop`: limits of the crop's area (fraction of the picture's area) and of its width / height.
     RandomResized { scale: [f64; 2], ratio: [f64; 2] },
 }
 
 impl Transform {
-    /// A transform for pictures of `height` x `width` pixels, unless they are decoded in each step.
+    /// A transform to `side` x `side` pixels. Pictures have `height` x `width` pixels, or any size if they are decoded in each step.
+    /// `normalisation`: mean and standard deviation of each channel.
     pub(super) fn new(
         spec: &DataSpec,
         [height, width, channels]: [usize; 3],
@@ -140,7 +141,7 @@ impl Transform {
     }
 }
 
-/// The length to which evaluation resizes the short side before it crops `side` pixels: `data.resize_size`. With random
+/// The length in pixels to which evaluation resizes the short side before it crops `side` pixels: `data.resize_size`. With random
 /// resized crops, the default is ImageNet's proportion (256 to 224, rounded down).
 pub(super) fn evaluation_resize(spec: &DataSpec, side: usize) -> Option<u32> {
     spec.resize_size.or_else(|| spec.random_resized_crop.then_some((side * 256 / 224) as u32))

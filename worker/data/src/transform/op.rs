@@ -36,14 +36,14 @@ pub(super) enum Op {
 impl Op {
     /// Applies the operation to a square of `side` pixels with `channels` bytes each. `scratch` may have any content.
     pub(super) fn apply(self, pixels: &mut [u8], side: usize, channels: usize, scratch: &mut Vec<u8>) {
-        let mut moved = |matrix| geometry::affine(pixels, side, channels, matrix, scratch);
+        let mut affine = |matrix| geometry::affine(pixels, side, channels, matrix, scratch);
         match self {
             Op::Identity => {}
-            Op::ShearX(m) => moved([1.0, m, 0.0, 0.0, 1.0, 0.0]),
-            Op::ShearY(m) => moved([1.0, 0.0, 0.0, m, 1.0, 0.0]),
-            Op::TranslateX(by) => moved([1.0, 0.0, f64::from(-by), 0.0, 1.0, 0.0]),
-            Op::TranslateY(by) => moved([1.0, 0.0, 0.0, 0.0, 1.0, f64::from(-by)]),
-            Op::Rotate(degrees) => moved(geometry::rotation(degrees, side)),
+            Op::ShearX(m) => affine([1.0, m, 0.0, 0.0, 1.0, 0.0]),
+            Op::ShearY(m) => affine([1.0, 0.0, 0.0, m, 1.0, 0.0]),
+            Op::TranslateX(by) => affine([1.0, 0.0, f64::from(-by), 0.0, 1.0, 0.0]),
+            Op::TranslateY(by) => affine([1.0, 0.0, 0.0, 0.0, 1.0, f64::from(-by)]),
+            Op::Rotate(degrees) => affine(geometry::rotation(degrees, side)),
             Op::Brightness(factor) => color::brightness(pixels, factor),
             Op::Saturation(factor) => color::saturation(pixels, channels, factor),
             Op::Contrast(factor) => color::contrast(pixels, channels, factor),

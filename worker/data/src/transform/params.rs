@@ -1,4 +1,4 @@
-//! The random decisions about a picture. They depend only on (seed, epoch, place).
+//! The random decisions about a picture. They depend only on (seed, epoch, position).
 
 use super::{
     Crop, Transform,
@@ -40,9 +40,9 @@ pub(crate) struct AugmentParams {
 }
 
 impl AugmentParams {
-    /// `epoch` counts from 0, and `place` is the picture's place in its split.
-    pub(crate) fn new(transform: &Transform, epoch: u32, place: u64) -> Self {
-        let stream = |purpose: u64| Random::new(&[transform.seed, purpose, u64::from(epoch), place]);
+    /// `epoch` counts from 0, and `position` is the picture's position in its split.
+    pub(crate) fn new(transform: &Transform, epoch: u32, position: u64) -> Self {
+        let stream = |purpose: u64| Random::new(&[transform.seed, purpose, u64::from(epoch), position]);
         let mut random = stream(CROP_AND_FLIP);
         let padding = match transform.crop {
             Crop::Padded(padding) => padding as u64,
@@ -53,8 +53,8 @@ impl AugmentParams {
         let mut flip = random.below(2) == 1;
         if transform.alternating_flip {
             // Drawn once for all epochs.
-            let first = Random::new(&[transform.seed, ALTERNATING_FLIP, place]).below(2) == 1;
-            flip = first != (epoch % 2 == 1);
+            let flips_first_epoch = Random::new(&[transform.seed, ALTERNATING_FLIP, position]).below(2) == 1;
+            flip = flips_first_epoch != (epoch % 2 == 1);
         }
         flip &= transform.horizontal_flip;
         let vertical_flip = transform.vertical_flip && stream(VERTICAL_FLIP).below(2) == 1;

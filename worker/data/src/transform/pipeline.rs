@@ -8,7 +8,7 @@ use crate::picture::{Area, PictureRef, Resize};
 pub(crate) struct Pipeline {
     resize: Resize,
     cropped: Vec<u8>,
-    made: Vec<u8>,
+    output: Vec<u8>,
     scratch: Vec<u8>,
 }
 
@@ -33,25 +33,25 @@ impl Pipeline {
                 if !is_scaled && !transform.changes_after_crop() {
                     return cropped;
                 }
-                self.made.resize(side * side * channels, 0);
+                self.output.resize(side * side * channels, 0);
                 if is_scaled {
                     let cropped = PictureRef { pixels: cropped, ..picture };
-                    self.resize.run(cropped, Area::Whole, square, &mut self.made);
+                    self.resize.run(cropped, Area::Whole, square, &mut self.output);
                 } else {
-                    self.made.copy_from_slice(cropped);
+                    self.output.copy_from_slice(cropped);
                 }
             }
             Crop::RandomResized { scale, ratio } => {
                 let region = params.region((picture.width, picture.height), scale, ratio);
-                self.made.resize(side * side * channels, 0);
-                self.resize.run(picture, Area::Cut(region), square, &mut self.made);
+                self.output.resize(side * side * channels, 0);
+                self.resize.run(picture, Area::Cut(region), square, &mut self.output);
                 if params.flip {
-                    geometry::flip_horizontal(&mut self.made, side, channels);
+                    geometry::flip_horizontal(&mut self.output, side, channels);
                 }
             }
         }
-        after_crop(&mut self.made, transform, params, &mut self.scratch);
-        &self.made
+        after_crop(&mut self.output, transform, params, &mut self.scratch);
+        &self.output
     }
 
     /// The remaining steps of [`Pipeline::train`] after a random resized crop and its horizontal flip.
@@ -64,10 +64,10 @@ impl Pipeline {
         if !transform.changes_after_crop() {
             return cropped;
         }
-        self.made.clear();
-        self.made.extend_from_slice(cropped);
-        after_crop(&mut self.made, transform, params, &mut self.scratch);
-        &self.made
+        self.output.clear();
+        self.output.extend_from_slice(cropped);
+        after_crop(&mut self.output, transform, params, &mut self.scratch);
+        &self.output
     }
 
     /// Makes the network's input for evaluation: resized and cropped at the centre, or scaled.
@@ -78,9 +78,9 @@ impl Pipeline {
             None if (picture.width, picture.height) == (side, side) => return picture.pixels,
             None => Area::Whole,
         };
-        self.made.resize(transform.side * transform.side * transform.channels, 0);
-        self.resize.run(picture, area, (side, side), &mut self.made);
-        &self.made
+        self.output.resize(transform.side * transform.side * transform.channels, 0);
+        self.resize.run(picture, area, (side, side), &mut self.output);
+        &self.output
     }
 
     /// Copies the window of the padded picture that `params` determine to `cropped`, flipped if `params.flip`.
@@ -143,12 +143,12 @@ pub(crate) fn reflected_window<T: Copy>(
 }
 
 /// Applies the operations after the crop and its horizontal flip.
-fn after_crop(made: &mut [u8], transform: &Transform, params: &AugmentParams, scratch: &mut Vec<u8>) {
+fn after_crop(output: &mut [u8], transform: &Transform, params: &AugmentParams, scratch: &mut Vec<u8>) {
     let Transform { side, channels, .. } = *transform;
     if params.vertical_flip {
-        geometry::flip_vertical(made, side, channels);
+        geometry::flip_vertical(output, side, channels);
     }
     for op in &params.ops {
-        op.apply(made, side, channels, scratch);
+        op.apply(output, side, channels, scratch);
     }
 }

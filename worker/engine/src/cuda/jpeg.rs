@@ -145,7 +145,7 @@ impl DeviceDecoder for JpegDecoder {
         self.name.clone()
     }
 
-    fn at_a_time(&self) -> usize {
+    fn concurrent_calls(&self) -> usize {
         SESSIONS
     }
 

@@ -14,8 +14,8 @@ use std::{
 };
 
 /// Whether a path without links is in an allowed folder of this machine.
-pub fn have(allowed: &AllowedFolders, path: &Path) -> bool {
-    allowed.have(path, |folder| folder.canonicalize().ok())
+pub fn is_allowed(allowed: &AllowedFolders, path: &Path) -> bool {
+    allowed.contain(path, |folder| folder.canonicalize().ok())
 }
 
 /// The path with its links resolved, if it leads to an allowed folder. Without `allowed`, the path is returned
@@ -26,7 +26,7 @@ pub fn have(allowed: &AllowedFolders, path: &Path) -> bool {
 pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
     let Some(allowed) = allowed else { return Ok(path.to_owned()) };
     let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
-    if have(allowed, &real) { Ok(real) } else { Err(allowed.refusal(&path.display().to_string())) }
+    if is_allowed(allowed, &real) { Ok(real) } else { Err(allowed.refusal(&path.display().to_string())) }
 }
 
 /// Opens a regular file if its path leads to an allowed folder. Returns the path without links, the file and its
@@ -60,13 +60,13 @@ fn open_without_links(path: &Path) -> Result<(File, u64), String> {
     }
     // The folders on the way to the file need not be readable.
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let mut at = rustix::fs::open("/", flags, Mode::empty()).map_err(cannot_open)?;
+    let mut directory = rustix::fs::open("/", flags, Mode::empty()).map_err(cannot_open)?;
     for part in folder.iter().skip(1) {
-        at = rustix::fs::openat(&at, part, flags, Mode::empty()).map_err(cannot_open)?;
+        directory = rustix::fs::openat(&directory, part, flags, Mode::empty()).map_err(cannot_open)?;
     }
     // These flags prevent blocking at a pipe, and acquiring a controlling terminal.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let file = File::from(rustix::fs::openat(&at, name, flags, Mode::empty()).map_err(cannot_open)?);
+    let file = File::from(rustix::fs::openat(&directory, name, flags, Mode::empty()).map_err(cannot_open)?);
     if file.metadata().is_ok_and(|found| found.is_dir()) {
         return Err("is a folder, not a file".into());
     }

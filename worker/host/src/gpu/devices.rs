@@ -40,7 +40,7 @@ pub struct Gpu {
 pub struct Link {
     /// The indices of the two GPUs, as in `nvidia-smi`.
     pub between: (u32, u32),
-    /// For example, `NVLink`, `PCIe switch`, `PCIe host bridge` or `across CPUs`.
+    /// For example, `NVLink x18`, `one PCIe switch` or `PCIe across CPUs`.
     pub by: String,
     /// Whether each GPU can read and write the other's memory directly.
     pub peer_access: bool,
@@ -363,10 +363,10 @@ mod tests {
     #[ignore = "needs a GPU"]
     fn gpu_devices_have_cuda_s_numbers() {
         let libraries = Libraries::find();
-        let ours: Vec<_> = visible(&libraries).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
+        let listed: Vec<_> = visible(&libraries).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
         let cuda: Vec<_> = list_by_driver().unwrap().into_iter().map(|gpu| gpu.uuid).collect();
-        assert!(!ours.is_empty());
-        assert_eq!(ours, cuda);
+        assert!(!listed.is_empty());
+        assert_eq!(listed, cuda);
         for library in libraries.found.iter().filter(|library| library.which != Library::Nvml) {
             let version = library.version().unwrap();
             assert!(version.contains('.') && !version.starts_with("0."), "{library:?}: {version}");

@@ -115,6 +115,7 @@ impl Library {
     /// The libraries that a rank needs in a job with `ranks` ranks.
     pub fn needed(ranks: u32) -> &'static [Self] {
         const ALL: [Library; 4] = [Library::Nvrtc, Library::Driver, Library::Cudnn, Library::Nccl];
+        // With installed kernels NVRTC is not needed, and with one rank NCCL is not needed.
         let first = usize::from(cache::installed().is_some());
         &ALL[first..if ranks > 1 { 4 } else { 3 }]
     }
@@ -228,7 +229,8 @@ impl Libraries {
     }
 
     /// Links under the names that cudarc tries first, for libraries with other names. Without links, cudarc would load
-    /// the system's cuDNN instead of the chosen one. If NVRTC 12 was chosen and version 13 is also on the path, it would load version 13.
+    /// the system's cuDNN instead of the chosen one. If NVRTC 12 was chosen and version 13 is also on the path,
+    /// cudarc would load version 13.
     fn links(&self) -> Vec<(&'static str, &Path)> {
         let mut links = Vec::new();
         for (which, name) in [

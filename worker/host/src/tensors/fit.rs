@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub type Shapes = BTreeMap<String, Vec<usize>>;
 
 /// The weights of the first convolution, which every network has.
-const FIRST: &str = "conv1.weight";
+const FIRST_CONVOLUTION: &str = "conv1.weight";
 /// Another tensor that every network has. No other tensor's name ends with this name.
 const IN_FIRST_BLOCK: &str = "layer1.0.conv1.weight";
 /// Maximum number of tensors of a kind that a message names.
@@ -34,8 +34,8 @@ pub struct Mapping {
     pub sums_channels: bool,
 }
 
-/// Compares the tensors `given` with the tensors `wanted`. If `head`, the last layer, is named, they may differ in
-/// the ways of [`Mapping`].
+/// Compares the tensors `given` with the tensors `wanted`. If `head` names the last layer, they may differ in the ways
+/// that [`Mapping`] describes.
 ///
 /// # Errors
 /// The tensors do not fit. The text names some of the differences.
@@ -50,7 +50,9 @@ pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Ma
         match given.get(&name_in_file) {
             None => missing.push(name_in_file),
             Some(shape) if shape == *wanted_shape => {}
-            Some(shape) if head.is_some() && *name == FIRST && is_rgb_for_grey(shape, wanted_shape) => {
+            Some(shape)
+                if head.is_some() && *name == FIRST_CONVOLUTION && is_rgb_for_grey(shape, wanted_shape) =>
+            {
                 sums_channels = true;
             }
             Some(shape) => {
@@ -61,11 +63,12 @@ pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Ma
     }
     let layers: BTreeSet<_> = trunk.iter().map(|(name, _)| first_part(name)).collect();
     let is_of_trunk = |name: &str| layers.contains(first_part(name)) || name.starts_with("layer");
-    let own_name = |name: &String| name.strip_prefix(&prefix).map(str::to_owned);
-    let others = given.keys().filter(|name| own_name(name).is_none_or(|own| !wanted.contains_key(&own)));
+    let name_in_network = |name: &String| name.strip_prefix(&prefix).map(str::to_owned);
+    let others =
+        given.keys().filter(|name| name_in_network(name).is_none_or(|name| !wanted.contains_key(&name)));
     let (unknown, left_out): (Vec<String>, Vec<String>) = others
         .cloned()
-        .partition(|name| head.is_none() || own_name(name).is_some_and(|own| is_of_trunk(&own)));
+        .partition(|name| head.is_none() || name_in_network(name).is_some_and(|name| is_of_trunk(&name)));
     if missing.is_empty() && differing.is_empty() && unknown.is_empty() {
         let new_head = head.and_then(|head| head_mistake(given, wanted, &prefix, head));
         return Ok(Mapping { prefix, new_head, left_out, sums_channels });
@@ -94,7 +97,7 @@ impl Mapping {
         }
         if self.sums_channels {
             notes.push(format!(
-                "its {FIRST} takes RGB and the pictures are grey: the weights are summed over the input channels, which is \
+                "its {FIRST_CONVOLUTION} takes RGB and the pictures are grey: the weights are summed over the input channels, which is \
                  equivalent to repeating each picture three times"
             ));
         }
@@ -159,9 +162,9 @@ fn is_rgb_for_grey(given: &[usize], wanted: &[usize]) -> bool {
 /// The setting to change if the first convolution belongs to the other stem or to another number of channels.
 fn hint(name: &str, given: &[usize], wanted: &[usize]) -> String {
     match (name, given, wanted) {
-        (FIRST, [.., 7, 7], [.., 3, 3]) => " (set model.stem = \"imagenet\")".into(),
-        (FIRST, [.., 3, 3], [.., 7, 7]) => " (set model.stem = \"cifar\")".into(),
-        (FIRST, [_, theirs, ..], [_, own, ..]) if theirs != own => format!(
+        (FIRST_CONVOLUTION, [.., 7, 7], [.., 3, 3]) => " (set model.stem = \"imagenet\")".into(),
+        (FIRST_CONVOLUTION, [.., 3, 3], [.., 7, 7]) => " (set model.stem = \"cifar\")".into(),
+        (FIRST_CONVOLUTION, [_, theirs, ..], [_, own, ..]) if theirs != own => format!(
             " (these weights are for pictures of {}, and those of data.dataset have {own})",
             plural(*theirs as u64, "channel")
         ),

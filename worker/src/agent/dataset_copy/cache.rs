@@ -144,7 +144,7 @@ impl Entry {
     }
 
     fn note_used(&self) -> io::Result<()> {
-        lockstep_host::write_whole(
+        lockstep_host::write_atomically(
             &self.dir.join("used"),
             jiff::Timestamp::now().as_nanosecond().to_string().as_bytes(),
         )
@@ -305,7 +305,7 @@ impl Copies {
                 create_private_dir(&new)?;
                 fs::create_dir(new.join("uses"))?;
                 list.file.persist(new.join("list"))?;
-                lockstep_host::write_whole(&new.join("about.json"), &serde_json::to_vec(about)?)?;
+                lockstep_host::write_atomically(&new.join("about.json"), &serde_json::to_vec(about)?)?;
                 if entry.dir.exists() {
                     evicted.push(self.hide(&entry)?);
                 }

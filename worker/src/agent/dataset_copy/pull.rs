@@ -124,7 +124,7 @@ impl Synced {
 
     fn note(&self, entry: &Entry) -> Result<(), CopyError> {
         let json = serde_json::to_vec(self).unwrap_or_default();
-        lockstep_host::write_whole(&Self::path(entry), &json).map_err(on_disk(entry.dir()))
+        lockstep_host::write_atomically(&Self::path(entry), &json).map_err(on_disk(entry.dir()))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::StoredAttempt;
 use crate::inspect;
-use lockstep_host::write_whole;
+use lockstep_host::write_atomically;
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::{DATASET_NOTE, DatasetNote, PicturesFingerprint},
@@ -98,7 +98,7 @@ fn store_note(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
     let first_rank = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
     let temporary = stored.job_dir.join(format!("dataset.{first_rank}.json"));
     let json = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
-    write_whole(&temporary, &json).map_err(|e| format!("{}: {e}", temporary.display()))?;
+    write_atomically(&temporary, &json).map_err(|e| format!("{}: {e}", temporary.display()))?;
     let kept = match fs::hard_link(&temporary, &note) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match read_note(&note) {
             Some(first_note) if first_note.fingerprint != own.fingerprint => {

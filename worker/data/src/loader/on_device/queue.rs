@@ -39,7 +39,7 @@ impl Queue {
     }
 
     /// Records the outcome for the group that begins at index `start` of the queue.
-    pub(super) fn note(&self, start: usize, outcome: Result<(), DataError>) {
+    pub(super) fn record(&self, start: usize, outcome: Result<(), DataError>) {
         if let Err(error) = outcome {
             let mut first = lock(&self.first_error);
             if first.as_ref().is_none_or(|(other, _)| start < *other) {
@@ -75,10 +75,10 @@ mod tests {
     fn the_first_error_of_the_batch_is_reported() {
         let queue = Queue::new((0..9).collect());
         let wrong = |detail: &str| Err(DataError::Invalid(detail.into()));
-        queue.note(4, wrong("the fifth"));
-        queue.note(2, wrong("the third"));
-        queue.note(1, Ok(()));
-        queue.note(7, wrong("the eighth"));
+        queue.record(4, wrong("the fifth"));
+        queue.record(2, wrong("the third"));
+        queue.record(1, Ok(()));
+        queue.record(7, wrong("the eighth"));
         assert!(queue.into_outcome().unwrap_err().to_string().contains("the third"));
     }
 }

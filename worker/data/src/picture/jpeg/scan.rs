@@ -12,9 +12,9 @@ const END: u32 = 128;
 /// A Huffman code and the value that follows it.
 #[derive(Clone, Copy, Default)]
 struct Code {
-    /// The number of bits of both together.
+    /// Number of bits of the code and the value together.
     bits: u8,
-    /// The number of coefficients that both together describe.
+    /// Number of coefficients that the code and the value describe.
     step: u8,
 }
 
@@ -32,6 +32,7 @@ impl Table {
         let (counts, symbols) = spec.split_at_checked(16)?;
         let mut symbols = symbols.iter();
         let mut table = Self { short: vec![Code::default(); 1 << LOOKUP_BITS], long: Vec::new() };
+        // The next code, as the upper bits of 16 bits.
         let mut next = 0;
         for (length, count) in (1..).zip(counts) {
             for _ in 0..*count {
@@ -96,6 +97,7 @@ impl<'a> Bits<'a> {
         }
         if let Some(eight) = self.data.get(self.at..).and_then(<[u8]>::first_chunk) {
             let word = u64::from_be_bytes(*eight);
+            // Whether a byte is 0xff: the usual search for a zero byte in a word, here in the complement.
             let has_marker = (!word).wrapping_sub(0x0101_0101_0101_0101) & word & 0x8080_8080_8080_8080 != 0;
             if !has_marker {
                 let bytes = (64 - self.count) / 8;

@@ -9,17 +9,17 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     let prepared = run(from.path(), whole.path(), &small_shards()).unwrap();
     assert!(prepared.shards > 4, "{prepared:?}");
     // The disk is full while the third shard is written.
-    let third = to.path().join(".later");
+    let marker = to.path().join(".later");
     let full = |progress: Progress| {
-        if progress.done > 12 && !third.exists() {
-            fs::write(&third, "").unwrap();
+        if progress.done > 12 && !marker.exists() {
+            fs::write(&marker, "").unwrap();
             std::os::unix::fs::symlink("/dev/full", to.path().join("train-000002.tar.part")).unwrap();
         }
     };
     let error =
         prepare_with(from.path(), to.path(), &small_shards(), full, &no_index()).unwrap_err().to_string();
     assert!(error.contains("train-000002.tar.part cannot be written: No space left"), "{error}");
-    fs::remove_file(&third).unwrap();
+    fs::remove_file(&marker).unwrap();
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "train-000000.tar", "train-000001.tar", "unfinished.json"]);
     // An incomplete copy is not used for training by mistake.

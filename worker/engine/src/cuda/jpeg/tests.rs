@@ -83,7 +83,7 @@ impl DeviceDecoder for HostDecoder {
         "the host".into()
     }
 
-    fn at_a_time(&self) -> usize {
+    fn concurrent_calls(&self) -> usize {
         3
     }
 
@@ -328,13 +328,13 @@ fn bytes_of_files_held_for_a_device_are_limited() {
         fs::read_dir(dir.path().join("train/all")).unwrap().map(|e| e.unwrap().path()).collect();
     files.sort();
     let bytes: usize = chosen.iter().map(|i| fs::metadata(&files[*i as usize]).unwrap().len() as usize).sum();
-    for (room, left_to_cores) in [(bytes, None), (bytes - 1, Some(1))] {
-        data.set_decoder_with_room(Arc::new(HostDecoder::default()), room);
+    for (max_held_bytes, left_to_cores) in [(bytes, None), (bytes - 1, Some(1))] {
+        data.set_decoder_with_limit(Arc::new(HostDecoder::default()), max_held_bytes);
         assert_eq!(data.epoch(plan).count(), 1);
         let decoded = data.decoded().unwrap();
         assert_eq!(decoded.by_cores.get(&CpuDecodeReason::LongBatch).copied(), left_to_cores, "{decoded:?}");
     }
-    data.set_decoder_with_room(Arc::new(HostDecoder::default()), 1);
+    data.set_decoder_with_limit(Arc::new(HostDecoder::default()), 1);
     assert!(batches(&data) == wanted);
     assert_eq!(data.decoded().unwrap().by_device, 0);
 }

@@ -81,7 +81,8 @@ fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> 
         ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| variable(name)).map(PathBuf::from).collect();
     let path = variable("PATH").unwrap_or_default();
     let program = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|p| p.is_file());
-    // A link on the path may point into an environment, in which `python3` is a link to the system's Python.
+    // A link on the path may point into an environment, in which `python3` is a link to the system's Python. At most
+    // 8 links are followed.
     let mut next = program;
     for _ in 0..8 {
         let Some(program) = next else { break };

@@ -23,10 +23,10 @@ pub fn links_dir() -> io::Result<PathBuf> {
         .map(|dir| dir.join("lockstep").join("libraries"));
     let create_private = |dir: &Path| -> io::Result<()> {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-        let about = fs::symlink_metadata(dir)?;
+        let metadata = fs::symlink_metadata(dir)?;
         // Code is loaded from the folder, so no other user may write to it.
-        let is_own = about.is_dir() && about.uid() == rustix::process::getuid().as_raw();
-        if !is_own || about.mode() & 0o022 != 0 {
+        let is_own = metadata.is_dir() && metadata.uid() == rustix::process::getuid().as_raw();
+        if !is_own || metadata.mode() & 0o022 != 0 {
             let message = format!("{}: other users can write to this folder", dir.display());
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
         }
@@ -54,8 +54,8 @@ pub fn reexec_if_needed(needed: &[Library]) {
     if !libraries.missing(needed).is_empty() {
         return;
     }
-    let made = links_dir().and_then(|dir| libraries.environment(&dir));
-    let (Ok(variables), Ok(program)) = (made, crate::own_program()) else { return };
+    let variables = links_dir().and_then(|dir| libraries.environment(&dir));
+    let (Ok(variables), Ok(program)) = (variables, crate::own_program()) else { return };
     let mut arguments = std::env::args_os();
     let mut command = std::process::Command::new(program);
     if let Some(name) = arguments.next() {

@@ -374,8 +374,8 @@ impl CpuEngine {
     fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = &'a [Vec<f32>; 2]>) -> NamedTensors {
         let mut all = NamedTensors::new();
         self.executor.layout.export(None, weights, &mut all);
-        for (norm, of_norm) in self.executor.norms.iter().zip(running) {
-            for (suffix, values) in RUNNING.into_iter().zip(of_norm) {
+        for (norm, statistics) in self.executor.norms.iter().zip(running) {
+            for (suffix, values) in RUNNING.into_iter().zip(statistics) {
                 let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
                 all.insert(format!("{}.{suffix}", norm.name), tensor);
             }

@@ -52,9 +52,9 @@ impl Classes<'_> {
         self.sample.map_or(self.own.len(), |sample| sample.rows.len())
     }
 
-    /// The class of the logit at `place`.
-    fn class(&self, place: usize) -> usize {
-        self.own.start + self.sample.map_or(place, |sample| sample.rows[place] as usize)
+    /// The class of the logit at `position`.
+    fn class(&self, position: usize) -> usize {
+        self.own.start + self.sample.map_or(position, |sample| sample.rows[position] as usize)
     }
 
     /// The position of a class's logit, if this rank has it.
@@ -74,9 +74,9 @@ pub(super) fn largest_logits(
         .chunks_exact(classes.len())
         .flat_map(|row| {
             let mut best = 0;
-            for (place, logit) in row.iter().enumerate() {
+            for (position, logit) in row.iter().enumerate() {
                 if *logit > row[best] {
-                    best = place;
+                    best = position;
                 }
             }
             [f64::from(row[best]), classes.class(best) as f64]
@@ -110,7 +110,7 @@ pub(super) fn cross_entropy(
 ) -> Result<Loss, CommError> {
     let rows = || logits.chunks_exact(classes.len());
     let logit_of =
-        |row: &[f32], class: usize| classes.position(class).map_or(0.0, |place| f64::from(row[place]));
+        |row: &[f32], class: usize| classes.position(class).map_or(0.0, |position| f64::from(row[position]));
     let label = |picture: usize| labels.first[picture] as usize;
     let other = |picture: usize| labels.mixed.as_ref().map(|(others, _)| others[picture] as usize);
     let mut sums: Vec<f64> = rows()
@@ -132,27 +132,27 @@ pub(super) fn cross_entropy(
         let [largest, predicted] = best[picture];
         let [exponentials, sum_of_logits, label_logit, other_logit] = sums.as_chunks::<4>().0[picture];
         let log_sum = largest + exponentials.ln();
-        // The first label's part of the target.
+        // The weight of the first label in the target.
         let lambda = labels.mixed.as_ref().map_or(1.0, |(_, lambda)| f64::from(*lambda));
         let (label, other) = (label(picture), other(picture));
         if pictures.own_range().contains(&picture) {
-            let wanted_logit = lambda * label_logit + (1.0 - lambda) * other_logit;
-            loss.sum += (1.0 - smoothing) * (log_sum - wanted_logit)
+            let target_logit = lambda * label_logit + (1.0 - lambda) * other_logit;
+            loss.sum += (1.0 - smoothing) * (log_sum - target_logit)
                 + uniform * (all_classes as f64 * log_sum - sum_of_logits);
-            // The label with the larger part of the target.
-            let (wanted, logit) = match other {
+            // The label with the larger weight.
+            let (target, logit) = match other {
                 Some(other) if 1.0 - lambda > 0.5 => (other, other_logit),
                 _ => (label, label_logit),
             };
-            loss.correct += u64::from(predicted == wanted as f64 && !logit.is_nan());
+            loss.correct += u64::from(predicted == target as f64 && !logit.is_nan());
         }
         let (label, other) = (classes.position(label), other.and_then(|other| classes.position(other)));
-        for (place, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
+        for (position, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
             let mut target = uniform;
-            if label == Some(place) {
+            if label == Some(position) {
                 target += (1.0 - smoothing) * lambda;
             }
-            if other == Some(place) {
+            if other == Some(position) {
                 target += (1.0 - smoothing) * (1.0 - lambda);
             }
             *gradient = (scale * ((f64::from(*logit) - log_sum).exp() - target)) as f32;

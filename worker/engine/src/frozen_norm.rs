@@ -72,8 +72,8 @@ fn batch(network: &Network, seed: usize) -> Batch {
 
 /// The mean loss with running statistics.
 fn loss(engine: &mut dyn Engine, batch: &Batch) -> f64 {
-    let found = engine.eval_step(batch).unwrap();
-    found.loss_sum / found.samples as f64
+    let result = engine.eval_step(batch).unwrap();
+    result.loss_sum / result.samples as f64
 }
 
 /// The numerical derivative of the loss along each tensor's gradient equals the gradient's norm.
@@ -131,12 +131,12 @@ fn no_optimizer_changes_a_frozen_batch_norm() {
     for (kind, name) in OptimizerKind::ALL {
         let optimizer = Optimizer { kind, weight_decay: 0.1, ..plain_sgd() };
         let mut engine = engine(&network, optimizer);
-        let mut kept = engine.optimizer_state().unwrap();
-        for (name, tensor) in &mut kept.slots {
+        let mut earlier = engine.optimizer_state().unwrap();
+        for (name, tensor) in &mut earlier.slots {
             tensor.values = values(&format!("kept.{name}"), tensor.values.len());
             tensor.values.iter_mut().for_each(|v| *v = v.abs() + 0.1);
         }
-        engine.set_optimizer_state(&kept).unwrap();
+        engine.set_optimizer_state(&earlier).unwrap();
         let start = engine.parameters().unwrap();
         for seed in 0..3 {
             engine.train_step(&[batch(&network, seed)], 0.01).unwrap();
@@ -148,7 +148,7 @@ fn no_optimizer_changes_a_frozen_batch_norm() {
         }
         for (slot, values) in &state.slots {
             let (tensor, _) = slot.rsplit_once('.').unwrap();
-            assert_eq!(*values != kept.slots[slot], !is_of_norm(&network, tensor), "{name}: {slot}");
+            assert_eq!(*values != earlier.slots[slot], !is_of_norm(&network, tensor), "{name}: {slot}");
         }
     }
 }

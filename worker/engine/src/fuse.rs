@@ -14,6 +14,8 @@
 //! | block's end + 1x1 convolution 256 -> 64 + batch norm | `wgmma` | the convolution computes the block's end and takes statistics | as below |
 //! | block's end + 1x1 convolution to 64, 128 or 256 | `wgmma` | separate | batch norm's backward pass computes the dgrad |
 //!
+//! dgrad and wgrad are a convolution's gradients of its input and of its weights (cuDNN's terms).
+//!
 //! In a network with frozen batch norms, only patterns without statistics are fused ([`Capabilities::for_frozen_norm`]).
 
 mod across_convolutions;

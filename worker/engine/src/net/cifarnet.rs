@@ -91,7 +91,7 @@ pub(super) fn initial(parameter: &Parameter, key: u64) -> Option<Draw> {
         // As if the weights had a standard deviation of 1 and the logits were divided by the number of features.
         (Role::LinearWeight, &[_, inputs]) => Some(Draw::Uniform(key, 3f64.sqrt() / inputs as f64)),
         (Role::LinearBias, _) => Some(Draw::Constant(0.0)),
-        // PyTorch's default for a convolution's bias: the whitened channels are twice the values of a patch.
+        // PyTorch's default for a convolution's bias, 1 / sqrt(values of a patch). There are two biases for each value.
         (Role::Beta, _) if parameter.name == "whiten.bias" => {
             Some(Draw::Uniform(key, 1.0 / (len as f64 / 2.0).sqrt()))
         }

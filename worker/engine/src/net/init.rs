@@ -82,11 +82,11 @@ mod tests {
     fn values_have_the_published_distributions() {
         let all = initial_parameters(&network(), false, 7);
         let w = &all["layer3.1.conv1.weight"].values;
-        let n = w.len() as f64;
-        let mean = w.iter().map(|&v| f64::from(v)).sum::<f64>() / n;
-        let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / n).sqrt();
+        let count = w.len() as f64;
+        let mean = w.iter().map(|&v| f64::from(v)).sum::<f64>() / count;
+        let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / count).sqrt();
         let expected = (2.0 / (64.0 * 9.0f64)).sqrt();
-        assert!(mean.abs() < 4.0 * expected / n.sqrt(), "{mean}");
+        assert!(mean.abs() < 4.0 * expected / count.sqrt(), "{mean}");
         assert!((std / expected - 1.0).abs() < 0.02, "{std} instead of {expected}");
         let fc = &all["fc.weight"].values;
         assert!(fc.iter().all(|v| v.abs() <= 0.125) && fc.iter().any(|v| v.abs() > 0.12));

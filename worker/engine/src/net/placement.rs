@@ -69,11 +69,11 @@ impl Rows {
         Self { whole: self.whole, of_rank: output.of_rank.iter().map(reached).collect() }
     }
 
-    /// The rows of rank `from` that are among the `wanted` rows of rank `to`.
-    pub fn given(&self, from: usize, wanted: &Self, to: usize) -> Range<isize> {
-        let (has, wants) = (&self.of_rank[from], &wanted.of_rank[to]);
-        let start = has.start.max(wants.start);
-        start..has.end.min(wants.end).max(start)
+    /// The rows of rank `from` that are among the `reached` rows of rank `to`.
+    pub fn rows_to_send(&self, from: usize, reached: &Self, to: usize) -> Range<isize> {
+        let (own, needed) = (&self.of_rank[from], &reached.of_rank[to]);
+        let start = own.start.max(needed.start);
+        start..own.end.min(needed.end).max(start)
     }
 }
 
@@ -207,11 +207,12 @@ mod tests {
         {
             let rows = Rows::shared(whole, ranks);
             let output = Rows::shared((whole + 2 * padding - kernel) / stride + 1, ranks);
-            let wanted = rows.reached(&output, kernel, stride, padding);
+            let reached = rows.reached(&output, kernel, stride, padding);
             for to in 0..ranks {
-                let given: Vec<isize> = (0..ranks).flat_map(|from| rows.given(from, &wanted, to)).collect();
-                let inside = wanted.of_rank[to].clone().filter(|row| (0..whole as isize).contains(row));
-                assert_eq!(given, inside.collect::<Vec<_>>(), "{whole} rows, rank {to}");
+                let received: Vec<isize> =
+                    (0..ranks).flat_map(|from| rows.rows_to_send(from, &reached, to)).collect();
+                let inside = reached.of_rank[to].clone().filter(|row| (0..whole as isize).contains(row));
+                assert_eq!(received, inside.collect::<Vec<_>>(), "{whole} rows, rank {to}");
             }
         }
     }

@@ -82,6 +82,7 @@ fn eigen_decomposition(mut a: Vec<f64>, n: usize) -> (Vec<f64>, Vec<f64>) {
             (0..n * n).filter(|at| includes(at / n, at % n)).map(|at| a[at] * a[at]).sum()
         };
         let is_diagonal = |row: usize, column: usize| row == column;
+        // Smaller entries outside the diagonal do not change float32 filters.
         if squares_where(&|row, column| !is_diagonal(row, column)) <= 1e-24 * squares_where(&is_diagonal) {
             break;
         }
@@ -148,8 +149,8 @@ mod tests {
             for j in 0..12 {
                 let moment =
                     outputs.iter().map(|output| output[i] * output[j]).sum::<f64>() / outputs.len() as f64;
-                let wanted = if i == j { 1.0 } else { 0.0 };
-                assert!((moment - wanted).abs() < 0.02, "{i}, {j}: {moment}");
+                let expected = if i == j { 1.0 } else { 0.0 };
+                assert!((moment - expected).abs() < 0.02, "{i}, {j}: {moment}");
             }
             assert!(outputs.iter().all(|output| output[i] == -output[i + 12]));
         }

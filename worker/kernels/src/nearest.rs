@@ -81,8 +81,6 @@ mod tests {
         let mut nearest = Nearest::new([1.0, 0.0].repeat(2 * BLOCK + 1), 2, 1);
         nearest.add(&[0.0, 1.0, 1.0, 0.0], &[1, 2]);
         nearest.add(&[1.0, 0.0], &[3]);
-        assert!(
-            nearest.neighbours().iter().all(|found| *found == [Neighbour { similarity: 1.0, label: 2 }])
-        );
+        assert!(nearest.neighbours().iter().all(|found| *found == [Neighbour { similarity: 1.0, label: 2 }]));
     }
 }

@@ -151,22 +151,22 @@ impl<'a> Distribution<'a> {
             let mut parts = self.parts(self.ranks_of_copy(), &name, &shape);
             if parts.iter().all(|(_, part)| part.is_all()) {
                 // One rank with the tensor suffices. The writer is chosen if it has the tensor.
-                let at = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
-                parts = parts.into_iter().skip(at).take(1).collect();
+                let index = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
+                parts = parts.into_iter().skip(index).take(1).collect();
             }
             let sends = parts.iter().any(|(from, _)| *from == rank);
             match own_part {
                 Some(tensor) if rank == to && parts.len() == 1 && sends => drop(whole.insert(name, tensor)),
                 own_part if rank == to => {
                     let mut values = vec![0.0; shape.iter().product()];
-                    for_each_piece(&parts, |from, part, at, piece| {
+                    for_each_piece(&parts, |from, part, offset, piece| {
                         match &own_part {
                             Some(tensor) if from == rank => {
-                                piece.copy_from_slice(&tensor.values[at..at + piece.len()]);
+                                piece.copy_from_slice(&tensor.values[offset..offset + piece.len()]);
                             }
                             _ => self.comm.recv((&mut *piece).into(), from)?,
                         }
-                        part.write(at, piece, &mut values);
+                        part.write(offset, piece, &mut values);
                         Ok(())
                     })?;
                     whole.insert(name, HostTensor { shape, values });
@@ -278,11 +278,11 @@ mod tests {
             });
             let rows: usize = of_ranks.iter().flat_map(|(shape, _)| shape).map(|shape| shape[0]).sum();
             assert_eq!(rows, data * 101, "{plan}: each copy is there once");
-            let all: NamedTensors = of_ranks.into_iter().flat_map(|(_, whole)| whole).collect();
+            let gathered: NamedTensors = of_ranks.into_iter().flat_map(|(_, whole)| whole).collect();
             let bits = |tensors: &NamedTensors| -> Vec<u32> {
                 tensors.values().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect()
             };
-            assert!(all == initial && bits(&all) == bits(&initial), "{plan}");
+            assert!(gathered == initial && bits(&gathered) == bits(&initial), "{plan}");
         }
     }
 }

@@ -305,8 +305,8 @@ fn count_reads(network: &Network, tensor: TensorId) -> usize {
 
 /// Takes statistics right after each convolution that its batch norm does not directly follow.
 fn take_statistics_early(ops: &mut [FusedOp]) {
-    for at in 0..ops.len() {
-        let next_norm_input = ops.get(at + 1).and_then(|op| match op {
+    for index in 0..ops.len() {
+        let next_norm_input = ops.get(index + 1).and_then(|op| match op {
             FusedOp::Norm(norm) => Some(norm.input),
             _ => None,
         });
@@ -315,7 +315,7 @@ fn take_statistics_early(ops: &mut [FusedOp]) {
             norm_after: Some(after),
             forward: ConvForward::Plain { early_statistics },
             ..
-        }) = &mut ops[at]
+        }) = &mut ops[index]
         else {
             continue;
         };

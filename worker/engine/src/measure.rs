@@ -221,7 +221,7 @@ mod tests {
         };
         let began = Instant::now();
         let (device, rates) = measure(&sample, registry::device_of(None, Device::Cpu), 0).unwrap();
-        let all = began.elapsed().as_secs_f64();
+        let secs = began.elapsed().as_secs_f64();
         assert_eq!((device.as_str(), rates.value_bytes), ("CPU, 1 thread", 4));
         assert!(rates.flops_per_second.keys().eq(["conv1x1", "conv3x3", "linear"]), "{rates:?}");
         let machine = Machine { rates, ..machine(device) };
@@ -230,7 +230,7 @@ mod tests {
         let work = Workload { pictures: 8, accumulate: 1, state: 1, sync_batch_norm: true };
         let cost = cost(&network, &Plan::data(1), &machine, &work).unwrap();
         // Seven steps ran, none of them faster than the predicted one.
-        assert!(cost.step_ms > 0.0 && 7.0 * cost.step_ms / 1e3 < all, "{} ms of {all} s", cost.step_ms);
+        assert!(cost.step_ms > 0.0 && 7.0 * cost.step_ms / 1e3 < secs, "{} ms of {secs} s", cost.step_ms);
         assert_eq!(cost.operators.len(), network.ops.len());
     }
 }

@@ -463,9 +463,9 @@ impl Executor {
         if *placement == Placement::Batch {
             return Ok(logits.to_vec());
         }
-        let mut all = vec![0.0; own * self.network.classes];
-        self.redistribute(tensor, (placement, &Placement::Batch), logits, &mut all)?;
-        Ok(all)
+        let mut own_logits = vec![0.0; own * self.network.classes];
+        self.redistribute(tensor, (placement, &Placement::Batch), logits, &mut own_logits)?;
+        Ok(own_logits)
     }
 }
 

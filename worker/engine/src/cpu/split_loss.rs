@@ -82,10 +82,10 @@ pub(super) fn largest_logits(
             [f64::from(row[best]), classes.class(best) as f64]
         })
         .collect();
-    let mut all = vec![0.0; own.len() * group.size() as usize];
-    group.all_gather((&own).into(), (&mut all).into())?;
+    let mut gathered = vec![0.0; own.len() * group.size() as usize];
+    group.all_gather((&own).into(), (&mut gathered).into())?;
     let mut best: Vec<[f64; 2]> = own.as_chunks::<2>().0.to_vec();
-    for (rank, of_rank) in all.chunks_exact(own.len().max(1)).enumerate() {
+    for (rank, of_rank) in gathered.chunks_exact(own.len().max(1)).enumerate() {
         for (best, of_rank) in best.iter_mut().zip(of_rank.as_chunks::<2>().0) {
             if rank == 0 || of_rank[0] > best[0] {
                 *best = *of_rank;
@@ -173,39 +173,39 @@ mod tests {
         let logits: Vec<f32> = values("split_loss", 5 * classes).iter().map(|v| v * 8.0).collect();
         let (own, others) = (labels("split_loss.own", 5, 7), labels("split_loss.others", 5, 7));
         for (mixed, lambda) in [(false, 0.0), (true, 0.7), (true, 0.2)] {
-            let of = |from: usize, to: usize| Batch {
+            let batch_of = |from: usize, to: usize| Batch {
                 labels: own[from..to].to_vec(),
                 mixed_labels: if mixed { others[from..to].to_vec() } else { Vec::new() },
                 lambda,
                 ..Batch::default()
             };
-            let (all, mut wanted) = (of(0, 5), vec![0.0; 5 * classes]);
-            let into = Some((&mut wanted[..], 0.2));
-            let alone = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
+            let (all, mut expected) = (batch_of(0, 5), vec![0.0; 5 * classes]);
+            let into = Some((&mut expected[..], 0.2));
+            let whole = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
             let ranks = on_ranks(3, |ring| {
                 let group = Group::of_all_ranks(ring);
                 let rank = group.rank() as usize;
                 let first: usize = counts[..rank].iter().sum();
-                let batch = of(first, first + counts[rank]);
+                let batch = batch_of(first, first + counts[rank]);
                 let (pictures, labels) = gather_labels(&group, &batch).unwrap();
                 let range = bounds[rank]..bounds[rank + 1];
                 let part: Vec<f32> =
                     logits.chunks(classes).flat_map(|row| row[range.clone()].to_vec()).collect();
                 let mut gradient = vec![0.0; part.len()];
-                let (which, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
+                let (inputs, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
                 let own = Classes { own: range, sample: None };
                 let best = largest_logits(&group, &part, &own).unwrap();
-                let of = (&own, classes);
-                let loss = cross_entropy(&group, &part, which, of, &best, 0.1, into).unwrap();
+                let all_classes = (&own, classes);
+                let loss = cross_entropy(&group, &part, inputs, all_classes, &best, 0.1, into).unwrap();
                 (loss, gradient)
             });
             let sum: f64 = ranks.iter().map(|(loss, _)| loss.sum).sum();
-            assert!((sum - alone.sum).abs() < 1e-12 * alone.sum, "{sum} {}", alone.sum);
-            assert_eq!(ranks.iter().map(|(loss, _)| loss.correct).sum::<u64>(), alone.correct);
+            assert!((sum - whole.sum).abs() < 1e-12 * whole.sum, "{sum} {}", whole.sum);
+            assert_eq!(ranks.iter().map(|(loss, _)| loss.correct).sum::<u64>(), whole.correct);
             for (rank, (_, gradient)) in ranks.iter().enumerate() {
                 let width = bounds[rank + 1] - bounds[rank];
-                for (row, wanted) in gradient.chunks(width).zip(wanted.chunks(classes)) {
-                    assert!(row.iter().zip(&wanted[bounds[rank]..]).all(|(a, b)| (a - b).abs() < 1e-7));
+                for (row, expected) in gradient.chunks(width).zip(expected.chunks(classes)) {
+                    assert!(row.iter().zip(&expected[bounds[rank]..]).all(|(a, b)| (a - b).abs() < 1e-7));
                 }
             }
         }

@@ -127,8 +127,8 @@ mod tests {
 
     #[test]
     fn initial_convolutions_are_the_identity_and_logits_are_small() {
-        let all = initial_parameters(&network(32, 3).unwrap(), false, 3);
-        let filters = &all["group2.conv1.weight"].values;
+        let parameters = initial_parameters(&network(32, 3).unwrap(), false, 3);
+        let filters = &parameters["group2.conv1.weight"].values;
         for (output, filter) in filters.chunks_exact(64 * 9).enumerate() {
             let ones: Vec<usize> = (0..filter.len()).filter(|&at| filter[at] == 1.0).collect();
             if output < 64 {
@@ -137,9 +137,9 @@ mod tests {
                 assert!(ones.is_empty() && filter.iter().any(|v| *v != 0.0));
             }
         }
-        let head = &all["head.weight"].values;
+        let head = &parameters["head.weight"].values;
         let std = (head.iter().map(|v| v * v).sum::<f32>() / head.len() as f32).sqrt();
         assert!((std * 256.0 - 1.0).abs() < 0.05, "{std}");
-        assert!(all["head.bias"].values.iter().all(|v| *v == 0.0));
+        assert!(parameters["head.bias"].values.iter().all(|v| *v == 0.0));
     }
 }

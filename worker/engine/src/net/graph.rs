@@ -294,7 +294,7 @@ impl Network {
 
     /// Every parameter and running statistic, in the order of torchvision's `state_dict`.
     pub fn parameters(&self) -> Vec<Parameter> {
-        let mut all = Vec::new();
+        let mut parameters = Vec::new();
         for op in &self.ops {
             let output = op.output();
             // Split outputs shorten a weight's first dimension. Split inputs, which make the output a partial sum, shorten the second.
@@ -304,8 +304,8 @@ impl Network {
                 Placement::Batch | Placement::Whole => None,
             };
             let own_part = split.and_then(|(dimension, tensor)| {
-                let (range, all) = self.part.as_ref()?.channels(tensor)?;
-                Some((dimension, range, all))
+                let (range, whole_channels) = self.part.as_ref()?.channels(tensor)?;
+                Some((dimension, range, whole_channels))
             });
             let mut push = |suffix: &str, shape: Vec<usize>, role: Role| {
                 let name = match op {
@@ -317,13 +317,14 @@ impl Network {
                 };
                 if let Some(name) = name {
                     let own_part = own_part.clone().filter(|(dimension, ..)| *dimension < shape.len());
-                    let slice = own_part.map(|(dimension, range, all)| {
+                    let slice = own_part.map(|(dimension, range, whole_channels)| {
                         let mut whole = shape.clone();
-                        whole[dimension] = all;
+                        whole[dimension] = whole_channels;
                         Slice { dimension, range, whole }
                     });
                     let axes = self.axes(output);
-                    all.push(Parameter { name: format!("{name}.{suffix}"), shape, role, slice, axes });
+                    let name = format!("{name}.{suffix}");
+                    parameters.push(Parameter { name, shape, role, slice, axes });
                 }
             };
             match *op {
@@ -358,7 +359,7 @@ impl Network {
                 | Op::MeanOfRows { .. } => {}
             }
         }
-        all
+        parameters
     }
 
     /// Whether the optimizer changes `parameter` of this network.

@@ -132,12 +132,12 @@ impl Slice {
     fn runs(&self, own: Range<usize>, mut visit: impl FnMut(Range<usize>, usize)) {
         let inner: usize = self.whole[self.dimension + 1..].iter().product();
         let run_len = self.range.len() * inner;
-        let mut at = own.start;
-        while at < own.end {
-            let (block, within) = (at / run_len, at % run_len);
-            let end = own.end.min(at + run_len - within);
-            visit(at..end, (block * self.whole[self.dimension] + self.range.start) * inner + within);
-            at = end;
+        let mut index = own.start;
+        while index < own.end {
+            let (block, within) = (index / run_len, index % run_len);
+            let end = own.end.min(index + run_len - within);
+            visit(index..end, (block * self.whole[self.dimension] + self.range.start) * inner + within);
+            index = end;
         }
     }
 
@@ -151,8 +151,8 @@ impl Slice {
 
     /// Copies `values`, the part's values from index `from` on, to their places in the `whole` parameter.
     pub fn write(&self, from: usize, values: &[f32], whole: &mut [f32]) {
-        self.runs(from..from + values.len(), |own, at| {
-            whole[at..at + own.len()].copy_from_slice(&values[own.start - from..own.end - from]);
+        self.runs(from..from + values.len(), |own, start| {
+            whole[start..start + own.len()].copy_from_slice(&values[own.start - from..own.end - from]);
         });
     }
 

@@ -299,15 +299,15 @@ impl Rates {
     /// Reading its weights limits a slow linear layer: more pictures than measured take the same time, until the rate reaches that of the
     /// fastest kind of operation.
     fn flops_of(&self, kind: &str, operations: f64, pictures: f64) -> f64 {
-        let all = &self.flops_per_second;
+        let rates = &self.flops_per_second;
         if kind == "linear"
             && let Some(LinearRate { flops_per_second, pictures: measured, .. }) =
                 self.linear_of(operations / pictures)
         {
-            let fastest = all.values().copied().fold(flops_per_second, f64::max);
+            let fastest = rates.values().copied().fold(flops_per_second, f64::max);
             return (flops_per_second * (pictures / measured).max(1.0)).min(fastest);
         }
-        all.get(kind).copied().unwrap_or_else(|| all.values().sum::<f64>() / all.len().max(1) as f64)
+        rates.get(kind).copied().unwrap_or_else(|| rates.values().sum::<f64>() / rates.len().max(1) as f64)
     }
 }
 

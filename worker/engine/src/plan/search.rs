@@ -131,7 +131,7 @@ struct SplitChoice {
 /// The choices in forward order. Operators that differ only in the index of their block have one pattern, with `*` for the
 /// index.
 fn split_choices(network: &Network) -> Vec<SplitChoice> {
-    let mut all: Vec<SplitChoice> = Vec::new();
+    let mut choices: Vec<SplitChoice> = Vec::new();
     for op in &network.ops {
         let (name, splits) = match op {
             Op::Conv { name, groups: 2.., .. } => (name, GROUPED),
@@ -140,11 +140,11 @@ fn split_choices(network: &Network) -> Vec<SplitChoice> {
         };
         let part = |part: &str| if part.parse::<u32>().is_ok() { "*".to_owned() } else { part.to_owned() };
         let pattern = name.split('.').map(part).collect::<Vec<_>>().join(".");
-        if all.iter().all(|other| other.pattern != pattern) {
-            all.push(SplitChoice { pattern, splits });
+        if choices.iter().all(|other| other.pattern != pattern) {
+            choices.push(SplitChoice { pattern, splits });
         }
     }
-    all
+    choices
 }
 
 /// The best splits that the beam search finds.

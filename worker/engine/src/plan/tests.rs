@@ -41,8 +41,8 @@ fn work(pictures: u64) -> Workload {
 }
 
 fn best(network: &Network, ranks: usize, machine: &Machine, pictures: u64) -> Candidate {
-    let all = search(network, ranks, (machine, &work(pictures)), &ParallelSpec::default(), |_| true);
-    all.into_iter().next().unwrap()
+    let candidates = search(network, ranks, (machine, &work(pictures)), &ParallelSpec::default(), |_| true);
+    candidates.into_iter().next().unwrap()
 }
 
 fn mesh(data: usize, height: usize, model: usize) -> Mesh {
@@ -270,7 +270,7 @@ fn the_search_matches_an_exhaustive_search() {
     for case in 0..24 {
         let (network, mut machine) = random_case(&mut draw);
         let work = work(4 << draw(5));
-        let mut all = Vec::new();
+        let mut plans = Vec::new();
         for (height, model) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
             let mesh = mesh(4 / (height * model), height, model);
             let names = ["stem", "first", "second", "middle", "fc"];
@@ -284,14 +284,14 @@ fn the_search_matches_an_exhaustive_search() {
                 });
                 let plan = Plan::on(mesh, shards.collect());
                 if let Ok(cost) = cost(&network, &plan, &machine, &work) {
-                    all.push(Candidate { plan, cost });
+                    plans.push(Candidate { plan, cost });
                 }
             }
         }
-        let min_memory = all.iter().map(|candidate| candidate.cost.memory_bytes).fold(f64::MAX, f64::min);
+        let min_memory = plans.iter().map(|candidate| candidate.cost.memory_bytes).fold(f64::MAX, f64::min);
         for memory in [machine.memory_bytes, (1.3 * min_memory) as u64] {
             machine.memory_bytes = memory;
-            let fastest = all
+            let fastest = plans
                 .iter()
                 .filter(|candidate| candidate.fits(&machine))
                 .map(|candidate| candidate.cost.step_ms);

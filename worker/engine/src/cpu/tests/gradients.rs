@@ -53,11 +53,11 @@ fn each_layer_of_a_timed_step_has_a_time() {
     engine.time_layers();
     let began = std::time::Instant::now();
     engine.train_step(&step, 0.0).unwrap();
-    let all = began.elapsed().as_secs_f64() * 1e6;
+    let step_micros = began.elapsed().as_secs_f64() * 1e6;
     let times = engine.layer_times();
     assert!(times.iter().all(|time| time.micros > 0.0), "{times:?}");
     let sum: f64 = times.iter().map(|time| time.micros).sum();
-    assert!(sum <= all, "{sum} of {all}");
+    assert!(sum <= step_micros, "{sum} of {step_micros}");
     let named = |name: &str| times.iter().filter(|time| time.name.as_deref() == Some(name)).count();
     assert_eq!((named("conv1"), named("layer3.2.bn2"), named("fc")), (1, 1, 1));
     assert!(engine.layer_times().is_empty(), "times are returned once");

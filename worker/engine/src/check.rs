@@ -49,8 +49,8 @@ pub(super) fn check_shapes(
     Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
 }
 
-/// Checks that a batch fits the network. Engines use batches without further checks. `values` is the number of values of the batch's pictures,
-/// if the engine reads pictures.
+/// Checks that a batch fits the network. Engines use batches without further checks. `values` is the number of values of the
+/// batch's pictures, if the engine reads pictures.
 pub(super) fn check_batch(
     network: &Network,
     batch: &Batch,

@@ -6,7 +6,8 @@
 //! the backward pass completes them. Statistics of batch norms, for which a pass waits, use a second group of the same ranks
 //! ([`ProcessGroup::concurrent`]).
 //!
-//! Without a second group, everything is sent through the thread's one queue, which the engine fills in program order. Statistics that are queued behind a bucket would wait for it. A bucket is therefore queued right after the next statistics have
+//! Without a second group, everything is sent through the thread's one queue, which the engine fills in program order. Statistics
+//! that are queued behind a bucket would wait for the bucket. A bucket is therefore queued right after the next statistics have
 //! arrived, and then overlaps with the whole backward pass of the next convolution.
 //!
 //! Ranks that share a network have one group for each set of axes. The single queue keeps the calls of all groups in the same order on

@@ -31,10 +31,10 @@ pub trait Backend: Debug + Sync {
     /// # Errors
     /// `selection` names a device that does not exist. The error is a sentence.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String>;
-    /// Chooses the device on which a rank computes, from the GPU that the launcher assigned (`given`) and the device that the
-    /// job requests (`asked`). Returns the device's ordinal in the rank's process, or `None` if the rank does not compute on
+    /// Chooses the device on which a rank computes, from the GPU that the launcher assigned (`gpu`) and the device that the
+    /// job requests (`requested`). Returns the device's ordinal in the rank's process, or `None` if the rank does not compute on
     /// this backend. The first backend of the registry that returns a device is used.
-    fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32>;
+    fn device_of(&self, gpu: Option<&RankGpu>, requested: Device) -> Option<i32>;
     /// Name of the device until an engine reports its own: `CPU`, `GPU 1`.
     fn device_name(&self, ordinal: i32) -> String;
     /// What a rank must provide for the engine.
@@ -43,7 +43,7 @@ pub trait Backend: Debug + Sync {
     ///
     /// # Errors
     /// Files to which the variables refer cannot be prepared on this machine.
-    fn environment(&self, _given: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {
+    fn environment(&self, _gpu: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {
         Ok(Vec::new())
     }
     /// Checks, before the rendezvous, that this process can use the backend in a group of `world_size` ranks.
@@ -95,7 +95,7 @@ pub trait Backend: Debug + Sync {
     ///
     /// # Errors
     /// The device's metrics cannot be read. The error is a sentence. Training continues without device metrics.
-    fn device_metrics(&self, _given: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
+    fn device_metrics(&self, _gpu: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
         Ok(None)
     }
     /// Called, from any thread, before this process exits while its devices may wait for other ranks.

@@ -143,8 +143,8 @@ impl Division {
     }
 }
 
-/// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten. `precision` is that of the
-/// convolutions.
+/// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten. `precision` is the format of
+/// the convolutions.
 ///
 /// All ranks run in this process, connected like the ranks of a job on one machine.
 ///
@@ -311,6 +311,7 @@ pub fn run_on_device(
     let secs = clock.elapsed().as_secs_f64() / DEVICE_MEASURED as f64;
     // If a rank left now, ranks that still wait for their last step would consider it dead.
     comm.barrier().map_err(|e| e.to_string())?;
+    // The time of the first step may include the wait at the barrier.
     let steps = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
     let pictures = mesh.readers() * case.batch_size * accumulate;
     let measured = measurement(case, engine.as_ref(), (1, comm.size()), pictures, steps);
@@ -436,12 +437,12 @@ mod tests {
 
     #[test]
     fn two_ranks_over_loopback_are_measured() {
-        let data = Division::default();
-        let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data, Precision::Fp32).unwrap();
+        let data_parallel = Division::default();
+        let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data_parallel, Precision::Fp32).unwrap();
         assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");
-        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &data, Precision::Fp32).is_err());
+        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &data_parallel, Precision::Fp32).is_err());
         // Ranks that share rows have the same pictures.
-        let rows = Division { height: 2, accumulate: 2, ..data };
+        let rows = Division { height: 2, accumulate: 2, ..data_parallel };
         assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &rows, Precision::Fp32).unwrap().step_ms > 0.0);
     }
 }

@@ -11,26 +11,26 @@ use std::collections::{BTreeMap, BTreeSet};
 /// # Errors
 /// Tensors are missing, unknown or of another shape; the error names the first three.
 pub(super) fn check(network: &Network, tensors: &dyn TensorSource) -> Result<(), EngineError> {
-    let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape));
-    check_shapes(network, tensors, wanted)
+    let expected = network.parameters().into_iter().map(|p| (p.name, p.shape));
+    check_shapes(network, tensors, expected)
 }
 
-/// Checks that `tensors` have exactly the names and shapes of `wanted`.
+/// Checks that `tensors` have exactly the names and shapes of `expected`.
 pub(super) fn check_shapes(
     network: &Network,
     tensors: &dyn TensorSource,
-    wanted: impl IntoIterator<Item = (String, Vec<usize>)>,
+    expected: impl IntoIterator<Item = (String, Vec<usize>)>,
 ) -> Result<(), EngineError> {
     let given: BTreeMap<_, _> =
         tensors.list().into_iter().map(|(name, shape, len)| (name, (shape, len))).collect();
     let mut mistakes = Vec::new();
     let mut known = BTreeSet::new();
-    for (name, shape) in wanted {
+    for (name, shape) in expected {
         match given.get(name.as_str()) {
             None => mistakes.push(format!("{name} is missing")),
-            Some((found, len)) if *found != shape || *len != shape.iter().product::<usize>() => {
+            Some((given_shape, len)) if *given_shape != shape || *len != shape.iter().product::<usize>() => {
                 mistakes.push(format!(
-                    "{name} has shape {found:?} ({len} values) where {} needs {shape:?}",
+                    "{name} has shape {given_shape:?} ({len} values) where {} needs {shape:?}",
                     network.arch
                 ));
             }
@@ -49,8 +49,8 @@ pub(super) fn check_shapes(
     Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
 }
 
-/// Checks that a batch fits the network; engines rely on this. `values` is the number of values of the batch's pictures,
-/// if the engine reads pictures.
+/// Checks that a batch fits the network. Engines use batches without further checks. `values` is the number of values of the
+/// batch's pictures, if the engine reads pictures.
 pub(super) fn check_batch(
     network: &Network,
     batch: &Batch,
@@ -96,8 +96,8 @@ impl TensorSource for PartOf<'_> {
         let Some(slice) = self.parameters.get(name).and_then(|p| p.slice.as_ref()) else {
             return self.whole.read(name, from, to);
         };
-        let mut found = true;
-        slice.read(from, to, |at, to| found &= self.whole.read(name, at, to));
-        found
+        let mut exists = true;
+        slice.read(from, to, |index, to| exists &= self.whole.read(name, index, to));
+        exists
     }
 }

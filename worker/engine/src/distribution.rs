@@ -13,7 +13,7 @@ use lockstep_comm::{CommError, ProcessGroup};
 use lockstep_host::tensors::fit::Shapes;
 use std::collections::HashMap;
 
-/// Maximum number of values of a message. Tests send several for a tensor.
+/// Maximum number of values of a message. Tests have a small maximum, so that a tensor needs several messages.
 const PIECE: usize = if cfg!(test) { 1000 } else { 4 << 20 };
 
 /// The parts of a network that the ranks of `comm` have.
@@ -62,19 +62,19 @@ impl<'a> Distribution<'a> {
         mut whole: Option<NamedTensors>,
         shapes: Shapes,
     ) -> Result<NamedTensors, CommError> {
-        let own = self.comm.rank();
+        let own_rank = self.comm.rank();
         let mut tensors = NamedTensors::new();
         for (name, shape) in shapes {
-            let given = whole.as_mut().and_then(|whole| whole.remove(&name)).map(|tensor| tensor.values);
+            let source = whole.as_mut().and_then(|whole| whole.remove(&name)).map(|tensor| tensor.values);
             let parts = self.parts(0..self.comm.size(), &name, &shape);
-            let part = parts.iter().find(|(rank, _)| *rank == own).map(|(_, part)| part);
+            let part = parts.iter().find(|(rank, _)| *rank == own_rank).map(|(_, part)| part);
             let mut values;
             if parts.iter().all(|(_, part)| part.is_all()) {
-                values = given.unwrap_or_else(|| vec![0.0; shape.iter().product()]);
+                values = source.unwrap_or_else(|| vec![0.0; shape.iter().product()]);
                 self.comm.broadcast((&mut values).into())?;
-            } else if let (0, Some(given)) = (own, given) {
+            } else if let (0, Some(source)) = (own_rank, source) {
                 let read = |part: &Slice, from: usize, to: &mut [f32]| {
-                    part.read(from, to, |at, to| to.copy_from_slice(&given[at..at + to.len()]));
+                    part.read(from, to, |at, to| to.copy_from_slice(&source[at..at + to.len()]));
                 };
                 for_each_piece(&parts, |rank, part, from, piece| {
                     if rank == 0 {
@@ -109,16 +109,16 @@ impl<'a> Distribution<'a> {
         optimizer: &Optimizer,
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
     ) -> Result<Contribution, EngineError> {
-        let keeps = self.ranks_of_copy().any(|rank| writers.include(rank));
+        let copy_writes = self.ranks_of_copy().any(|rank| writers.include(rank));
         // Gathers one kind of tensors after another, so that few copies are in memory at a time.
         let mut state = StateDict::default();
-        if keeps {
+        if copy_writes {
             state.parameters =
                 self.gather(engine.parameters()?, self.parameters(), |name| writers.of(name))?;
         }
-        if let Some(mut kept) = slots(keeps)? {
-            kept.slots = self.gather(kept.slots, self.slots(optimizer), |name| writers.of(name))?;
-            state.optimizer = Some(kept);
+        if let Some(mut local) = slots(copy_writes)? {
+            local.slots = self.gather(local.slots, self.slots(optimizer), |name| writers.of(name))?;
+            state.optimizer = Some(local);
             if let Some(average) = engine.averaged()? {
                 let whole = self.gather(average, self.parameters(), |name| writers.of_average(name))?;
                 state.average = Some(whole);
@@ -144,29 +144,29 @@ impl<'a> Distribution<'a> {
         let rank = self.comm.rank();
         let mut whole = NamedTensors::new();
         for (name, shape) in shapes {
-            let (to, mine) = (writer(&name), own.remove(&name));
+            let (to, own_part) = (writer(&name), own.remove(&name));
             if self.ranks_of_copy().all(|of_copy| of_copy != to) {
                 continue;
             }
             let mut parts = self.parts(self.ranks_of_copy(), &name, &shape);
             if parts.iter().all(|(_, part)| part.is_all()) {
                 // One rank with the tensor suffices. The writer is chosen if it has the tensor.
-                let at = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
-                parts = parts.into_iter().skip(at).take(1).collect();
+                let index = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
+                parts = parts.into_iter().skip(index).take(1).collect();
             }
             let sends = parts.iter().any(|(from, _)| *from == rank);
-            match mine {
+            match own_part {
                 Some(tensor) if rank == to && parts.len() == 1 && sends => drop(whole.insert(name, tensor)),
-                mine if rank == to => {
+                own_part if rank == to => {
                     let mut values = vec![0.0; shape.iter().product()];
-                    for_each_piece(&parts, |from, part, at, piece| {
-                        match &mine {
+                    for_each_piece(&parts, |from, part, offset, piece| {
+                        match &own_part {
                             Some(tensor) if from == rank => {
-                                piece.copy_from_slice(&tensor.values[at..at + piece.len()]);
+                                piece.copy_from_slice(&tensor.values[offset..offset + piece.len()]);
                             }
                             _ => self.comm.recv((&mut *piece).into(), from)?,
                         }
-                        part.write(at, piece, &mut values);
+                        part.write(offset, piece, &mut values);
                         Ok(())
                     })?;
                     whole.insert(name, HostTensor { shape, values });
@@ -191,7 +191,7 @@ impl<'a> Distribution<'a> {
             .flat_map(move |stage| (0..model).map(move |rank| stage * of_stage + first + rank))
     }
 
-    /// The parts that `ranks` have of a tensor, a parameter or an optimizer slot. Ranks of other stages have none.
+    /// The parts that `ranks` have of a tensor (a parameter or an optimizer slot). Ranks of other stages have none.
     fn parts(&self, ranks: impl IntoIterator<Item = u32>, name: &str, shape: &[usize]) -> Vec<(u32, Slice)> {
         let of_rank = |rank: u32| {
             let (stage, model) = (self.mesh.stage_rank(rank as usize), self.mesh.model_rank(rank as usize));
@@ -278,11 +278,11 @@ mod tests {
             });
             let rows: usize = of_ranks.iter().flat_map(|(shape, _)| shape).map(|shape| shape[0]).sum();
             assert_eq!(rows, data * 101, "{plan}: each copy is there once");
-            let all: NamedTensors = of_ranks.into_iter().flat_map(|(_, whole)| whole).collect();
+            let gathered: NamedTensors = of_ranks.into_iter().flat_map(|(_, whole)| whole).collect();
             let bits = |tensors: &NamedTensors| -> Vec<u32> {
                 tensors.values().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect()
             };
-            assert!(all == initial && bits(&all) == bits(&initial), "{plan}");
+            assert!(gathered == initial && bits(&gathered) == bits(&initial), "{plan}");
         }
     }
 }

@@ -34,16 +34,16 @@ pub fn all_finite(values: &[f32]) -> bool {
     // A maximum over the integer exponents compiles to vector instructions.
     values
         .chunks(BLOCK)
-        .all(|block| block.iter().fold(0, |most, v| most.max(v.to_bits() & EXPONENT)) < EXPONENT)
+        .all(|block| block.iter().fold(0, |largest, v| largest.max(v.to_bits() & EXPONENT)) < EXPONENT)
 }
 
 /// [`first_not_finite`] for one tensor.
 fn describe_invalid(name: &str, values: &[f32]) -> Option<String> {
     if !all_finite(values) {
-        let (place, value) = values.iter().enumerate().find(|(_, v)| !v.is_finite())?;
+        let (index, value) = values.iter().enumerate().find(|(_, v)| !v.is_finite())?;
         let count = values.iter().filter(|v| !v.is_finite()).count();
         return Some(format!(
-            "{name} contains {value} at index {place} ({count} of its {} values are not finite)",
+            "{name} contains {value} at index {index} ({count} of its {} values are not finite)",
             values.len()
         ));
     }
@@ -52,8 +52,8 @@ fn describe_invalid(name: &str, values: &[f32]) -> Option<String> {
         // A loop without an early end compiles to vector instructions.
         && values.iter().fold(false, |any, v| any | (*v < 0.0))
     {
-        let (place, value) = values.iter().enumerate().find(|(_, v)| **v < 0.0)?;
-        return Some(format!("{name} contains {value} at index {place}: {what} is never below zero"));
+        let (index, value) = values.iter().enumerate().find(|(_, v)| **v < 0.0)?;
+        return Some(format!("{name} contains {value} at index {index}: {what} is never below zero"));
     }
     None
 }
@@ -75,13 +75,13 @@ mod tests {
     fn a_non_finite_value_is_found_at_any_index() {
         let length = BLOCK + 3;
         for (wrong, word) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
-            for place in [0, 1, BLOCK - 1, BLOCK, length - 1] {
+            for index in [0, 1, BLOCK - 1, BLOCK, length - 1] {
                 let mut values = vec![-1.5; length];
-                values[place] = wrong;
+                values[index] = wrong;
                 assert!(!all_finite(&values));
                 let found = first_not_finite(&tensors("conv1.weight", values)).unwrap();
                 let expected = format!(
-                    "conv1.weight contains {word} at index {place} (1 of its {length} values are not finite)"
+                    "conv1.weight contains {word} at index {index} (1 of its {length} values are not finite)"
                 );
                 assert_eq!(found, expected);
             }

@@ -17,10 +17,10 @@ pub(super) fn freeze_norms(network: &Network) -> Arc<Network> {
 
 /// Initial weights, with batch norms as they may be after training.
 pub(super) fn trained_parameters(network: &Network) -> NamedTensors {
-    let mut all = init::initial_parameters(network, false, 1);
+    let mut tensors = init::initial_parameters(network, false, 1);
     for parameter in network.parameters() {
         let drawn = values(&format!("frozen.{}", parameter.name), parameter.len());
-        let Some(tensor) = all.get_mut(&parameter.name) else { continue };
+        let Some(tensor) = tensors.get_mut(&parameter.name) else { continue };
         let scale: fn(f32) -> f32 = match parameter.role {
             Role::Gamma { .. } => |v| 1.0 + v / 4.0,
             Role::Beta | Role::RunningMean => |v| v / 4.0,
@@ -29,7 +29,7 @@ pub(super) fn trained_parameters(network: &Network) -> NamedTensors {
         };
         tensor.values = drawn.into_iter().map(scale).collect();
     }
-    all
+    tensors
 }
 
 /// Whether a tensor is a batch norm's weight, bias or running statistic.
@@ -41,13 +41,13 @@ pub(super) fn is_of_norm(network: &Network, name: &str) -> bool {
 
 fn networks() -> Vec<Arc<Network>> {
     let model = |arch, stem| ModelSpec { arch, stem, freeze_norm: true, ..ModelSpec::default() };
-    let mut all = vec![
+    let mut networks = vec![
         Arc::new(resnet::build(&model(Arch::ResNet20, Stem::Cifar), 8, 3, 10).unwrap()),
         Arc::new(resnet::build(&model(Arch::ResNet18, Stem::Imagenet), 32, 3, 10).unwrap()),
     ];
-    all.extend(unfused::networks().iter().map(|network| freeze_norms(network)));
-    assert!(all.iter().all(|network| network.frozen_norm));
-    all
+    networks.extend(unfused::networks().iter().map(|network| freeze_norms(network)));
+    assert!(networks.iter().all(|network| network.frozen_norm));
+    networks
 }
 
 /// An optimizer whose momentum after the first step is the gradient.
@@ -72,8 +72,8 @@ fn batch(network: &Network, seed: usize) -> Batch {
 
 /// The mean loss with running statistics.
 fn loss(engine: &mut dyn Engine, batch: &Batch) -> f64 {
-    let found = engine.eval_step(batch).unwrap();
-    found.loss_sum / found.samples as f64
+    let result = engine.eval_step(batch).unwrap();
+    result.loss_sum / result.samples as f64
 }
 
 /// The numerical derivative of the loss along each tensor's gradient equals the gradient's norm.
@@ -131,12 +131,12 @@ fn no_optimizer_changes_a_frozen_batch_norm() {
     for kind in OptimizerKind::ALL {
         let optimizer = Optimizer { kind, weight_decay: 0.1, ..plain_sgd() };
         let mut engine = engine(&network, optimizer);
-        let mut kept = engine.optimizer_state().unwrap();
-        for (name, tensor) in &mut kept.slots {
+        let mut earlier = engine.optimizer_state().unwrap();
+        for (name, tensor) in &mut earlier.slots {
             tensor.values = values(&format!("kept.{name}"), tensor.values.len());
             tensor.values.iter_mut().for_each(|v| *v = v.abs() + 0.1);
         }
-        engine.set_optimizer_state(&kept).unwrap();
+        engine.set_optimizer_state(&earlier).unwrap();
         let start = engine.parameters().unwrap();
         for seed in 0..3 {
             engine.train_step(&[batch(&network, seed)], 0.01).unwrap();
@@ -148,7 +148,7 @@ fn no_optimizer_changes_a_frozen_batch_norm() {
         }
         for (slot, values) in &state.slots {
             let (tensor, _) = slot.rsplit_once('.').unwrap();
-            assert_eq!(*values != kept.slots[slot], !is_of_norm(&network, tensor), "{kind}: {slot}");
+            assert_eq!(*values != earlier.slots[slot], !is_of_norm(&network, tensor), "{kind}: {slot}");
         }
     }
 }

@@ -14,6 +14,8 @@
 //! | block's end + 1x1 convolution 256 -> 64 + batch norm | `wgmma` | the convolution computes the block's end and takes statistics | as below |
 //! | block's end + 1x1 convolution to 64, 128 or 256 | `wgmma` | separate | batch norm's backward pass computes the dgrad |
 //!
+//! dgrad and wgrad are a convolution's gradients of its input and of its weights (cuDNN's terms).
+//!
 //! In a network with frozen batch norms, only patterns without statistics are fused ([`Capabilities::for_frozen_norm`]).
 
 mod across_convolutions;
@@ -303,8 +305,8 @@ fn count_reads(network: &Network, tensor: TensorId) -> usize {
 
 /// Takes statistics right after each convolution that its batch norm does not directly follow.
 fn take_statistics_early(ops: &mut [FusedOp]) {
-    for at in 0..ops.len() {
-        let next_norm_input = ops.get(at + 1).and_then(|op| match op {
+    for index in 0..ops.len() {
+        let next_norm_input = ops.get(index + 1).and_then(|op| match op {
             FusedOp::Norm(norm) => Some(norm.input),
             _ => None,
         });
@@ -313,7 +315,7 @@ fn take_statistics_early(ops: &mut [FusedOp]) {
             norm_after: Some(after),
             forward: ConvForward::Plain { early_statistics },
             ..
-        }) = &mut ops[at]
+        }) = &mut ops[index]
         else {
             continue;
         };

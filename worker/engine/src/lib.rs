@@ -322,7 +322,7 @@ pub trait Engine: Send {
     }
     /// Collective: continues from `state`, this rank's own state ([`Engine::own_state`], [`Distribution::scatter`]). Where ranks
     /// share memory, callers need a barrier before and after the call: no rank may use the old state after another rank has called
-    /// this, or the new state before all ranks have returned.
+    /// this method, or the new state before all ranks have returned.
     ///
     /// # Errors
     /// As for [`Engine::set_parameters`] and [`Engine::set_optimizer_state`]. Parts of the state may have been replaced.

@@ -29,6 +29,7 @@ pub struct LossConfig {
 pub struct Margin {
     pub(crate) kind: LossKind,
     pub(crate) scale: f32,
+    /// For ArcFace an angle in radians, for CosFace a difference of cosines.
     pub(crate) margin: f32,
 }
 
@@ -127,7 +128,7 @@ pub(crate) const ROUNDS: usize = 10;
 pub(crate) struct Order {
     classes: u32,
     /// Number of bits of each half of a permuted number.
-    half: u32,
+    half_bits: u32,
     keys: [u32; ROUNDS],
 }
 
@@ -139,9 +140,10 @@ impl Order {
         let key = mix(mix(mix(seed.wrapping_add(GOLDEN)) ^ updates).wrapping_add(GOLDEN) ^ first as u64);
         let of_round =
             |round: usize| (mix(key.wrapping_add(GOLDEN.wrapping_mul(round as u64 + 1))) >> 32) as u32;
-        Self { classes, half: bits.div_ceil(2), keys: std::array::from_fn(of_round) }
+        Self { classes, half_bits: bits.div_ceil(2), keys: std::array::from_fn(of_round) }
     }
 
+    /// The round function: the 32-bit hash `lowbias32` (Wellons 2018) of a half plus a round's key.
     fn scramble(&self, half: u32, key: u32) -> u32 {
         let mut h = half.wrapping_add(key);
         h = (h ^ (h >> 16)).wrapping_mul(0x7FEB_352D);
@@ -150,18 +152,18 @@ impl Order {
     }
 
     fn mask(&self) -> u32 {
-        (1 << self.half) - 1
+        (1 << self.half_bits) - 1
     }
 
-    /// The class at position `place`, relative to the rank's first class.
-    pub(crate) fn class(&self, place: u32) -> u32 {
-        let mut value = place;
+    /// The class at position `index`, relative to the rank's first class.
+    pub(crate) fn class(&self, index: u32) -> u32 {
+        let mut value = index;
         loop {
-            let (mut left, mut right) = (value >> self.half, value & self.mask());
+            let (mut left, mut right) = (value >> self.half_bits, value & self.mask());
             for key in self.keys {
                 (left, right) = (right, left ^ self.scramble(right, key));
             }
-            value = left << self.half | right;
+            value = left << self.half_bits | right;
             if value < self.classes {
                 return value;
             }
@@ -177,7 +179,7 @@ mod tests {
     fn an_order_is_a_permutation() {
         for classes in [1, 2, 3, 4, 5, 16, 17, 1000, 4097] {
             let order = Order::new(7, 3, 40, classes);
-            let mut all: Vec<u32> = (0..classes as u32).map(|place| order.class(place)).collect();
+            let mut all: Vec<u32> = (0..classes as u32).map(|index| order.class(index)).collect();
             all.sort_unstable();
             assert!(all.into_iter().eq(0..classes as u32), "{classes}");
         }
@@ -192,7 +194,7 @@ mod tests {
             let mut pairs = 0usize;
             for step in 0..STEPS {
                 let order = Order::new(1, step as u64, 0, classes);
-                let sample: Vec<u32> = (0..drawn as u32).map(|place| order.class(place)).collect();
+                let sample: Vec<u32> = (0..drawn as u32).map(|index| order.class(index)).collect();
                 sample.iter().for_each(|class| counts[*class as usize] += 1);
                 pairs += usize::from(sample.contains(&0) && sample.contains(&1));
             }
@@ -208,7 +210,7 @@ mod tests {
         }
         let sample = |seed, step, first| {
             let order = Order::new(seed, step, first, 1000);
-            (0..100).map(|place| order.class(place)).collect::<Vec<_>>()
+            (0..100).map(|index| order.class(index)).collect::<Vec<_>>()
         };
         let one = sample(1, 0, 0);
         assert!([sample(2, 0, 0), sample(1, 1, 0), sample(1, 0, 1000)].iter().all(|other| *other != one));
@@ -218,10 +220,10 @@ mod tests {
     fn at_least_one_class_is_drawn_and_at_most_all() {
         let drawn =
             |sample_share, classes| LossConfig { sample_share, ..LossConfig::default() }.drawn(classes);
-        for (share, classes, wanted) in
+        for (share, classes, expected) in
             [(0.1, 2_000_000, 200_000), (0.1, 10, 1), (0.001, 10, 1), (0.999, 10, 10), (1.0, 7, 7)]
         {
-            assert_eq!(drawn(share, classes), wanted, "{share} of {classes}");
+            assert_eq!(drawn(share, classes), expected, "{share} of {classes}");
         }
     }
 }

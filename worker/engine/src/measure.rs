@@ -37,7 +37,7 @@ pub struct Sample {
     pub heads: Vec<usize>,
 }
 
-/// The wide heads to measure for a network with so many classes.
+/// The wide heads to measure for a network with `classes` classes.
 pub fn heads(classes: usize) -> Vec<usize> {
     let narrower = [CLASSES].into_iter().chain(WIDE);
     WIDE.into_iter().zip(narrower).filter(|(_, narrower)| classes > *narrower).map(|(wide, _)| wide).collect()
@@ -56,26 +56,26 @@ pub fn measure(
     let pictures = sample.pictures as f64;
     let base = network(CLASSES).map_err(EngineError::Parameters)?;
     let initial = init::initial_parameters(&base, false, 0);
-    let found = time_steps(&base, &initial, sample, device)?;
+    let steps = time_steps(&base, &initial, sample, device)?;
     let mut rates =
-        Rates::fit(&base, pictures, &found.times, (found.step_secs, found.state), found.value_bytes)
+        Rates::fit(&base, pictures, &steps.times, (steps.step_secs, steps.slots), steps.value_bytes)
             .map_err(EngineError::Parameters)?;
     for width in &sample.heads {
         let wide = network(*width).map_err(EngineError::Parameters)?;
         let mut initial = initial.clone();
         let mut head_bytes = 0;
-        for of_head in wide.parameters().into_iter().filter(|p| p.name.starts_with(wide.head())) {
-            head_bytes += 3 * size_of::<f32>() * of_head.len();
+        for parameter in wide.parameters().into_iter().filter(|p| p.name.starts_with(wide.head())) {
+            head_bytes += 3 * size_of::<f32>() * parameter.len();
             // The time does not depend on values.
-            let values = vec![0.0; of_head.len()];
-            initial.insert(of_head.name, HostTensor { shape: of_head.shape, values });
+            let values = vec![0.0; parameter.len()];
+            initial.insert(parameter.name, HostTensor { shape: parameter.shape, values });
         }
         if HEAD_MEMORY * head_bytes <= memory_bytes as usize {
-            let found = time_steps(&wide, &initial, sample, device)?;
-            rates.add_head(&wide, pictures, &found.times, (found.step_secs, found.state));
+            let steps = time_steps(&wide, &initial, sample, device)?;
+            rates.add_head(&wide, pictures, &steps.times, (steps.step_secs, steps.slots));
         }
     }
-    Ok((found.device, rates))
+    Ok((steps.device, rates))
 }
 
 /// Measured steps of a network.
@@ -85,8 +85,8 @@ struct Steps {
     step_secs: f64,
     times: Vec<LayerTime>,
     value_bytes: u64,
-    /// Number of values per weight that the optimizer keeps.
-    state: f64,
+    /// Number of the optimizer's slots: values that it keeps for each weight.
+    slots: f64,
 }
 
 fn time_steps(
@@ -138,7 +138,7 @@ fn time_steps(
             true => 4,
             false => 2,
         },
-        state: optimizer.slots().len() as f64,
+        slots: optimizer.slots().len() as f64,
     })
 }
 
@@ -152,7 +152,7 @@ mod tests {
     use lockstep_host::gpu::RankGpu;
     use lockstep_protocol::spec::{Arch, Device};
 
-    /// ResNet-50 reaches about 10,000 images/s on an H200, and at least a third of this rate with a batch of 64.
+    /// ResNet-50 reaches about 10,000 images/s on an H200, and less with a batch of 64.
     #[test]
     #[ignore = "needs a GPU"]
     fn gpu_a_measured_network_has_a_plausible_time() {
@@ -221,7 +221,7 @@ mod tests {
         };
         let began = Instant::now();
         let (device, rates) = measure(&sample, registry::device_of(None, Device::Cpu), 0).unwrap();
-        let all = began.elapsed().as_secs_f64();
+        let secs = began.elapsed().as_secs_f64();
         assert_eq!((device.as_str(), rates.value_bytes), ("CPU, 1 thread", 4));
         assert!(rates.flops_per_second.keys().eq(["conv1x1", "conv3x3", "linear"]), "{rates:?}");
         let machine = Machine { rates, ..machine(device) };
@@ -229,8 +229,8 @@ mod tests {
         let network = net::build(&sample.model, 16, 3, CLASSES).unwrap();
         let work = Workload { pictures: 8, accumulate: 1, state: 1, sync_batch_norm: true };
         let cost = cost(&network, &Plan::data(1), &machine, &work).unwrap();
-        // More than seven steps ran, none of them faster than the predicted one.
-        assert!(cost.step_ms > 0.0 && 7.0 * cost.step_ms / 1e3 < all, "{} ms of {all} s", cost.step_ms);
+        // Seven steps ran, none of them faster than the predicted one.
+        assert!(cost.step_ms > 0.0 && 7.0 * cost.step_ms / 1e3 < secs, "{} ms of {secs} s", cost.step_ms);
         assert_eq!(cost.operators.len(), network.ops.len());
     }
 }

@@ -127,8 +127,8 @@ pub(crate) struct Plane {
     pub(crate) pitch: usize,
 }
 
-/// The hardware decoders of the GPU that was current on the opening thread. The same GPU must be current whenever this is used
-/// or dropped.
+/// The hardware decoders of the GPU that was current on the opening thread. The same GPU must be current whenever the value
+/// is used or dropped.
 #[derive(Debug)]
 pub(crate) struct Hardware {
     library: Arc<Nvjpeg>,
@@ -165,7 +165,7 @@ impl Hardware {
 
 impl Drop for Hardware {
     fn drop(&mut self) {
-        // SAFETY: created by `open`; all states, which hold a reference to this, have been dropped.
+        // SAFETY: created by `open`; all states, which hold a reference to `self`, have been dropped.
         let _ = unsafe { (self.library.destroy)(self.handle) };
     }
 }
@@ -204,7 +204,7 @@ impl State {
     }
 
     /// Whether the decoder supports this file.
-    pub(crate) fn takes(&mut self, bytes: &[u8]) -> bool {
+    pub(crate) fn supports(&mut self, bytes: &[u8]) -> bool {
         let Hardware { library, handle } = &*self.hardware;
         let Nvjpeg { parse_header, supported, .. } = **library;
         let mut unsupported = -1;

@@ -285,7 +285,7 @@ mod tests {
                 let can_fold = |ops: &&[Op]| matches!(ops, [Op::Conv { .. }, Op::BatchNorm { .. }]);
                 let folded = if fold { network.ops.windows(2).filter(can_fold).count() } else { 0 };
                 let gelus = network.ops.iter().filter(|op| matches!(op, Op::Gelu { .. })).count();
-                // Flatten, with a margin the normalisation, and five nodes for each GELU.
+                // In addition to a node for each operation: Flatten, with a margin the normalisation, and four more nodes for each GELU.
                 let added = 1 + usize::from(margin.is_some()) + 4 * gelus;
                 let expected = network.ops.len() + added - folded;
                 assert_eq!(graph.node.len(), expected, "{case}");

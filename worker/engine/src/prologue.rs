@@ -12,9 +12,10 @@ pub(super) struct StepPart<'a> {
     /// Whether this is the step's last part, which the update follows.
     pub(super) is_last: bool,
     /// Number of pictures in batch norm's statistics: on all ranks if statistics are synchronised.
-    pub(super) statistics_of: f64,
+    pub(super) stat_pictures: f64,
 }
 
+/// A prepared step.
 #[derive(Debug)]
 pub(super) struct Prologue<'a> {
     /// Empty if no rank has a picture.
@@ -51,7 +52,7 @@ impl<'a> Prologue<'a> {
             .filter(|(_, count)| **count > 0)
             .map(|(batch, &count)| {
                 let pictures = if config.sync_batch_norm { count } else { batch.labels.len() };
-                StepPart { batch, is_first: false, is_last: false, statistics_of: pictures as f64 }
+                StepPart { batch, is_first: false, is_last: false, stat_pictures: pictures as f64 }
             })
             .collect();
         if let Some(part) = parts.first_mut() {
@@ -83,7 +84,7 @@ mod tests {
         let step = [batch(0, 0), batch(8, 16), batch(0, 4), batch(0, 0)];
         let prepare = |config: &EngineConfig| {
             let Prologue { parts, gradient_scale } = Prologue::of(&step, config, 2).unwrap();
-            let parts: Vec<_> = parts.iter().map(|p| (p.is_first, p.is_last, p.statistics_of)).collect();
+            let parts: Vec<_> = parts.iter().map(|p| (p.is_first, p.is_last, p.stat_pictures)).collect();
             (parts, gradient_scale)
         };
         assert_eq!(prepare(&config(4)), (vec![(true, false, 16.0), (false, true, 4.0)], 1.0 / 20.0));

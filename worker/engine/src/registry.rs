@@ -28,10 +28,10 @@ pub fn named(name: &str) -> Option<&'static dyn Backend> {
     backends().find(|backend| backend.name() == name)
 }
 
-/// Chooses a rank's device from the GPU that the launcher assigned (`given`) and the device that the job requests (`asked`).
-pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
+/// Chooses a rank's device from the GPU that the launcher assigned (`gpu`) and the device that the job requests (`requested`).
+pub fn device_of(gpu: Option<&RankGpu>, requested: Device) -> DeviceChoice {
     let choice = |backend: &'static dyn Backend| {
-        backend.device_of(given, asked).map(|ordinal| DeviceChoice { backend, ordinal })
+        backend.device_of(gpu, requested).map(|ordinal| DeviceChoice { backend, ordinal })
     };
     backends().find_map(choice).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
 }
@@ -42,15 +42,15 @@ pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
 /// # Errors
 /// A selected device does not exist. The error is a sentence.
 pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
-    let mut why = None;
+    let mut first_hindrance = None;
     for backend in backends() {
         let Devices { slots, hindrance } = backend.devices(selection)?;
-        why = why.or(hindrance);
+        first_hindrance = first_hindrance.or(hindrance);
         if !slots.is_empty() {
-            return Ok(Devices { slots, hindrance: why });
+            return Ok(Devices { slots, hindrance: first_hindrance });
         }
     }
-    Ok(Devices { slots: Vec::new(), hindrance: why })
+    Ok(Devices { slots: Vec::new(), hindrance: first_hindrance })
 }
 
 /// Tells all backends that this process will exit, while its devices may still wait for other ranks. Callable from any thread.

@@ -31,10 +31,10 @@ impl Share {
     }
 }
 
-/// The memory that sharding saves a rank with `own` of `all` bytes of state, as text for the log.
-pub(crate) fn saving_in_words(own: usize, all: usize) -> String {
+/// The memory that sharding saves a rank that has `own_bytes` of the `all_bytes` of optimizer state, as text for the log.
+pub(crate) fn saving_in_words(own_bytes: usize, all_bytes: usize) -> String {
     let megabytes = |bytes: usize| bytes as f64 / 1e6;
-    format!("a rank keeps {:.2} of {:.2} MB of optimizer state", megabytes(own), megabytes(all))
+    format!("a rank keeps {:.2} of {:.2} MB of optimizer state", megabytes(own_bytes), megabytes(all_bytes))
 }
 
 #[cfg(test)]

@@ -77,13 +77,13 @@ impl Writers {
         let slot_offset = usize::from(average != AverageOn::FirstRank);
         let mut by_tensor = BTreeMap::new();
         for parameter in trained {
-            let Some(least) = (0..ranks.len()).min_by_key(|place| loads[*place]) else { break };
-            loads[least] += copies * parameter.len();
+            let Some(writer) = (0..ranks.len()).min_by_key(|writer| loads[*writer]) else { break };
+            loads[writer] += copies * parameter.len();
             for (index, slot) in slots.iter().enumerate() {
-                let place = (least + slot_offset * (index + 1)) % ranks.len();
-                by_tensor.insert(slot_name(&parameter.name, slot), ranks[place]);
+                let slot_writer = (writer + slot_offset * (index + 1)) % ranks.len();
+                by_tensor.insert(slot_name(&parameter.name, slot), ranks[slot_writer]);
             }
-            by_tensor.insert(parameter.name, ranks[least]);
+            by_tensor.insert(parameter.name, ranks[writer]);
         }
         // There may be more ranks than tensors.
         let ranks = BTreeSet::from_iter(by_tensor.values().copied().chain([0]));
@@ -108,7 +108,7 @@ impl Writers {
     /// The rank's part, counted from 1, and the number of parts. `None` if the rank writes nothing, or if the state is not divided
     /// into parts (`ranks` is empty).
     pub fn part_of(&self, rank: u32) -> Option<(usize, usize)> {
-        self.ranks.binary_search(&rank).ok().map(|place| (place + 1, self.ranks.len()))
+        self.ranks.binary_search(&rank).ok().map(|index| (index + 1, self.ranks.len()))
     }
 
     /// Whether several ranks write the average, too.
@@ -164,8 +164,8 @@ mod tests {
                 loss_scaling: None,
             };
             let (mut all, mut loads) = (StateDict::default(), Vec::new());
-            for (place, rank) in ranks.iter().enumerate() {
-                assert_eq!(writers.part_of(*rank), Some((place + 1, ranks.len())));
+            for (index, rank) in ranks.iter().enumerate() {
+                assert_eq!(writers.part_of(*rank), Some((index + 1, ranks.len())));
                 let mut own = state.clone();
                 writers.retain(&mut own, |writer| writer == *rank);
                 let OptimizerState { slots, updates } = own.optimizer.unwrap();

@@ -1,5 +1,5 @@
-//! Tests of networks with operations that cannot be fused, on the CPU engine: compared with PyTorch, and
-//! fused compared with unfused.
+//! Networks with operations that cannot be fused. The CPU engine's results are compared with PyTorch's. Tests of fusion use
+//! these networks, too.
 
 use super::{Engine, EngineConfig, LossConfig, Optimizer, build_cpu};
 use crate::net::{Network, Role};
@@ -62,8 +62,8 @@ pub(super) fn initial(network: &Network) -> NamedTensors {
     let parameters = network.parameters().into_iter();
     parameters
         .map(|p| {
-            let drawn = |one: f32| -> Vec<f32> {
-                values(&format!("unfused.{}", p.name), p.len()).into_iter().map(|v| v / 4.0 + one).collect()
+            let drawn = |mean: f32| -> Vec<f32> {
+                values(&format!("unfused.{}", p.name), p.len()).into_iter().map(|v| v / 4.0 + mean).collect()
             };
             let values = match p.role {
                 Role::RunningMean => vec![0.0; p.len()],
@@ -141,17 +141,17 @@ pub(super) fn check_against_pytorch(
     assert!(near(step.loss, fixture.loss, tolerance.loss * fixture.loss), "{} {}", step.loss, fixture.loss);
     let gradients = engine.optimizer_state().unwrap().slots;
     assert_eq!(gradients.len(), fixture.gradients.len());
-    for (name, wanted) in &fixture.gradients {
+    for (name, expected) in &fixture.gradients {
         let ours = &gradients[&format!("{name}.momentum")].values;
-        for (place, theirs) in wanted.values.iter().enumerate() {
-            let ours = ours[place * (ours.len() - 1) / 15];
-            let within = tolerance.gradient * wanted.norm;
+        for (index, theirs) in expected.values.iter().enumerate() {
+            let ours = ours[index * (ours.len() - 1) / 15];
+            let within = tolerance.gradient * expected.norm;
             assert!(near(ours, *theirs, within), "{name}: {ours} instead of {theirs}");
         }
     }
     let parameters = engine.parameters().unwrap();
-    for (name, wanted) in &fixture.running {
-        for (ours, theirs) in parameters[name].values.iter().zip(wanted) {
+    for (name, expected) in &fixture.running {
+        for (ours, theirs) in parameters[name].values.iter().zip(expected) {
             assert!(near(*ours, *theirs, tolerance.running), "{name}: {ours} instead of {theirs}");
         }
     }

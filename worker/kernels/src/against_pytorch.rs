@@ -336,15 +336,15 @@ fn steps_of_muon_match_pytorch() {
             Optimizer { kind: OptimizerKind::Muon, filter_momentum: momentum, ..Optimizer::default() };
         let policy = optimizer.policy_of(ParameterKind::Filters);
         let (mut w, mut v) = (drawn("w", 1.0), vec![0.0; shape.weight_len()]);
-        for (step, wanted) in weights.iter().enumerate() {
+        for (step, expected) in weights.iter().enumerate() {
             let mut g = drawn(&format!("g{step}"), [1.0, 1e-3, 10.0][step]);
             let update = Update::new(&optimizer, lr, step as u64 + 1);
             update.prepare(policy, &w, [&mut v, &mut []], &mut g);
             update.orthogonalise(&shape, &mut w, &g);
             let mut oihw = vec![0.0; w.len()];
             conv::weight_to_oihw(&shape, &w, &mut oihw);
-            let largest = wanted.iter().fold(0.0f32, |most, v| most.max(v.abs()));
-            for (ours, theirs) in oihw.iter().zip(wanted) {
+            let largest = expected.iter().fold(0.0f32, |largest, v| largest.max(v.abs()));
+            for (ours, theirs) in oihw.iter().zip(expected) {
                 // Small singular values grow by a factor of forty, and so do their rounding errors.
                 let difference = (ours - theirs).abs();
                 assert!(
@@ -382,7 +382,7 @@ fn steps_of_adamw_and_lamb_match_pytorch() {
         let mut w = values(&format!("{name}.w"), 16);
         let [mut m, mut v] = [(); 2].map(|()| vec![0.0; 16]);
         assert_eq!(run.weights.len(), 20);
-        for (step, wanted) in run.weights.iter().enumerate() {
+        for (step, expected) in run.weights.iter().enumerate() {
             let norm = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
             // The learning rate decreases; every third gradient is small, and every seventh is zero.
             let lr = run.lr * (1.0 - step as f32 / 40.0);
@@ -394,11 +394,11 @@ fn steps_of_adamw_and_lamb_match_pytorch() {
             }
             let (rate, decay) = update.rates(policy, || [norm(&g), norm(&w)]);
             update.apply(rate, decay, &mut w, [&mut m, &mut v], &g);
-            let largest = wanted.iter().fold(0.0f32, |most, v| most.max(v.abs()));
-            for (ours, theirs) in w.iter().zip(wanted) {
+            let largest = expected.iter().fold(0.0f32, |largest, v| largest.max(v.abs()));
+            for (ours, theirs) in w.iter().zip(expected) {
                 assert!(
                     (ours - theirs).abs() <= TOLERANCE * largest,
-                    "{name}, step {}: {w:?} instead of {wanted:?}",
+                    "{name}, step {}: {w:?} instead of {expected:?}",
                     step + 1
                 );
             }

@@ -192,7 +192,7 @@ impl Affine<'_> {
     }
 }
 
-/// `W` values of `from` from `at` on. `from` must be long enough.
+/// The `W` values of `from` that start at index `at`. `from` must be long enough.
 #[inline(always)]
 fn load<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
     const { assert!(W > 0) };
@@ -230,7 +230,7 @@ fn forward_chunk<const W: usize>(
 ) {
     let stride = tiling.stride;
     for ((x, s), y) in x.chunks(stride).zip(shortcut.chunks(stride)).zip(y.chunks_mut(stride)) {
-        // Whole strides first, then the remaining values lane by lane.
+        // Whole blocks first, then the remaining values one by one.
         let whole = x.len() / W * W;
         for block in (0..whole).step_by(W) {
             let (mean, scale) = (load::<W>(&lanes.mean, block), load::<W>(&lanes.scale, block));

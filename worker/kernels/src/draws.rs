@@ -75,7 +75,7 @@ fn in_chunks(values: &mut [f32], fill: impl Fn(usize, &mut [f32]) + Sync) {
 mod tests {
     use super::*;
 
-    /// On any number of threads, and from any index on.
+    /// Values depend neither on the number of threads nor on the first index of a part.
     #[test]
     fn a_part_of_a_stream_has_the_values_of_the_whole_stream() {
         type Draw = fn(u64, usize, &mut [f32], f64);

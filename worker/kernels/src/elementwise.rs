@@ -35,8 +35,8 @@ fn chunk_of(biases: usize) -> usize {
 /// The standard normal distribution function, and its density.
 fn normal_cdf_and_density(x: f32) -> (f32, f32) {
     const INVERSE_ROOT: f32 = 0.398_942_3; // 1 / sqrt(2 pi)
-    let below = 0.5 * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2));
-    (below, INVERSE_ROOT * libm::expf(-0.5 * x * x))
+    let cdf = 0.5 * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2));
+    (cdf, INVERSE_ROOT * libm::expf(-0.5 * x * x))
 }
 
 /// y = gelu(x + bias), where gelu(v) = v P(v) and P is the standard normal distribution function (PyTorch's `GELU()`). `bias` has a
@@ -57,8 +57,8 @@ pub fn gelu_backward(x: &[f32], bias: &[f32], dy: &mut [f32]) {
     dy.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).for_each(|(dy, x)| {
         for ((d, x), b) in dy.iter_mut().zip(x).zip(bias.iter().cycle()) {
             let v = x + b;
-            let (below, density) = normal_cdf_and_density(v);
-            *d *= below + v * density;
+            let (cdf, density) = normal_cdf_and_density(v);
+            *d *= cdf + v * density;
         }
     });
 }
@@ -79,14 +79,14 @@ mod tests {
     /// `torch.nn.functional.gelu` in float64, and the slope between neighbouring values.
     #[test]
     fn gelu_matches_pytorch_and_its_gradient_is_the_slope() {
-        let wanted = [
+        let cases = [
             (-3.0f32, -0.004_049_694f32),
             (-0.5, -0.154_268_77),
             (0.0, 0.0),
             (1.0, 0.841_344_7),
             (4.0, 3.999_873_3),
         ];
-        for (v, value) in wanted {
+        for (v, value) in cases {
             let (x, bias) = ([v - 0.25, v - 0.5], [0.25, 0.5]);
             let mut y = [0.0; 2];
             gelu(&x, &bias, &mut y);
@@ -94,8 +94,8 @@ mod tests {
             let (step, mut ends, mut slope) = (1e-2, [0.0; 2], [1.0, 2.0]);
             gelu(&[v - step, v + step], &[0.0], &mut ends);
             gelu_backward(&x, &bias, &mut slope);
-            let near = (ends[1] - ends[0]) / (2.0 * step);
-            assert!((slope[0] - near).abs() < 1e-4 && slope[1] == 2.0 * slope[0], "{v}: {slope:?}, {near}");
+            let chord = (ends[1] - ends[0]) / (2.0 * step);
+            assert!((slope[0] - chord).abs() < 1e-4 && slope[1] == 2.0 * slope[0], "{v}: {slope:?}, {chord}");
         }
     }
 }

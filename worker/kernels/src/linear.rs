@@ -46,16 +46,16 @@ pub(crate) fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
             out.as_mut_ptr(),
             1,
             b.columns as isize,
-            false,
+            false, // Does not read `out`.
             a.values.as_ptr(),
             a.column_step as isize,
             a.row_step as isize,
             b.values.as_ptr(),
             b.column_step as isize,
             b.row_step as isize,
-            0.0f32,
-            1.0f32,
-            false,
+            0.0f32, // The factor of the previous `out`.
+            1.0f32, // The factor of the product.
+            false,  // No conjugates, which only complex numbers have.
             false,
             false,
             gemm::Parallelism::None,

@@ -31,7 +31,7 @@ pub fn cross_entropy(
     let smoothing = f64::from(smoothing);
     let uniform = smoothing / classes as f64;
     let weight = |class: usize| weights.map_or(1.0, |weights| f64::from(weights[class]));
-    let all_weights = weights.map_or(classes as f64, |all| all.iter().map(|w| f64::from(*w)).sum());
+    let weight_sum = weights.map_or(classes as f64, |weights| weights.iter().map(|w| f64::from(*w)).sum());
     let (mut gradients, scale) = match gradient {
         Some((values, scale)) => (Some(values.chunks_exact_mut(classes)), scale),
         None => (None, 0.0),
@@ -39,16 +39,16 @@ pub fn cross_entropy(
     for (picture, (row, &label)) in logits.chunks_exact(classes).zip(labels).enumerate() {
         let mut label = label as usize;
         let mut best = 0;
-        for (c, v) in row.iter().enumerate() {
+        for (class, v) in row.iter().enumerate() {
             if *v > row[best] {
-                best = c;
+                best = class;
             }
         }
         let max = f64::from(row[best]);
         let total: f64 = row.iter().map(|&v| (f64::from(v) - max).exp()).sum();
         let log_sum = max + total.ln();
-        let sum_of_logits: f64 = row.iter().enumerate().map(|(c, &v)| weight(c) * f64::from(v)).sum();
-        let (mut wanted, mut wanted_logit) = (weight(label), weight(label) * f64::from(row[label]));
+        let sum_of_logits: f64 = row.iter().enumerate().map(|(class, &v)| weight(class) * f64::from(v)).sum();
+        let (mut label_weight, mut label_logit) = (weight(label), weight(label) * f64::from(row[label]));
         // The label with the smaller part of the target, and its part.
         let mut second = None;
         if let Some((labels, lambda)) = mixed {
@@ -58,25 +58,25 @@ pub fn cross_entropy(
                 share = f64::from(lambda);
             }
             let (own_part, other_part) = ((1.0 - share) * weight(label), share * weight(other));
-            wanted = own_part + other_part;
-            wanted_logit = own_part * f64::from(row[label]) + other_part * f64::from(row[other]);
+            label_weight = own_part + other_part;
+            label_logit = own_part * f64::from(row[label]) + other_part * f64::from(row[other]);
             second = Some((other, share));
         }
         let own_share = 1.0 - second.map_or(0.0, |(_, share)| share);
-        loss.sum += (1.0 - smoothing) * (wanted * log_sum - wanted_logit)
-            + uniform * (all_weights * log_sum - sum_of_logits);
+        loss.sum += (1.0 - smoothing) * (label_weight * log_sum - label_logit)
+            + uniform * (weight_sum * log_sum - sum_of_logits);
         loss.correct += u64::from(best == label && !row[label].is_nan());
         // The sum of the weighted target.
-        let target_sum = weights.map_or(1.0, |_| (1.0 - smoothing) * wanted + uniform * all_weights);
+        let target_sum = weights.map_or(1.0, |_| (1.0 - smoothing) * label_weight + uniform * weight_sum);
         if let Some(d) = gradients.as_mut().and_then(Iterator::next) {
-            for (c, (d, &v)) in d.iter_mut().zip(row).enumerate() {
-                let mut target = uniform + if c == label { (1.0 - smoothing) * own_share } else { 0.0 };
+            for (class, (d, &v)) in d.iter_mut().zip(row).enumerate() {
+                let mut target = uniform + if class == label { (1.0 - smoothing) * own_share } else { 0.0 };
                 if let Some((other, share)) = second
-                    && c == other
+                    && class == other
                 {
                     target += (1.0 - smoothing) * share;
                 }
-                *d = (scale * (target_sum * (f64::from(v) - log_sum).exp() - weight(c) * target)) as f32;
+                *d = (scale * (target_sum * (f64::from(v) - log_sum).exp() - weight(class) * target)) as f32;
             }
         }
     }

@@ -21,47 +21,47 @@ pub struct Nearest {
     queries: Vec<f32>,
     width: usize,
     k: usize,
-    found: Vec<Vec<Neighbour>>,
+    neighbours: Vec<Vec<Neighbour>>,
 }
 
 impl Nearest {
     /// Searches for the `k` (at least 1) nearest neighbours of each of `queries`, `[queries, width]`.
     #[must_use]
     pub fn new(queries: Vec<f32>, width: usize, k: usize) -> Self {
-        let found = vec![Vec::new(); queries.len() / width];
-        Self { queries, width, k, found }
+        let neighbours = vec![Vec::new(); queries.len() / width];
+        Self { queries, width, k, neighbours }
     }
 
     /// By query: at most `k` neighbours, the most similar first. Equally similar neighbours are in the order in which
     /// they were added.
     #[must_use]
-    pub fn found(&self) -> &[Vec<Neighbour>] {
-        &self.found
+    pub fn neighbours(&self) -> &[Vec<Neighbour>] {
+        &self.neighbours
     }
 
     /// Compares all queries with `vectors` `[labels, width]`.
     pub fn add(&mut self, vectors: &[f32], labels: &[u32]) {
         let k = self.k;
-        let blocks = self.queries.par_chunks(BLOCK * self.width).zip(self.found.par_chunks_mut(BLOCK));
-        blocks.for_each(|(queries, found)| {
-            let mut similarities = vec![0.0; labels.len() * found.len()];
-            linear::forward(vectors, queries, &vec![0.0; found.len()], &mut similarities);
-            for (row, label) in similarities.chunks_exact(found.len()).zip(labels) {
-                for (found, similarity) in found.iter_mut().zip(row) {
-                    insert(found, k, Neighbour { similarity: *similarity, label: *label });
+        let blocks = self.queries.par_chunks(BLOCK * self.width).zip(self.neighbours.par_chunks_mut(BLOCK));
+        blocks.for_each(|(queries, neighbours)| {
+            let mut similarities = vec![0.0; labels.len() * neighbours.len()];
+            linear::forward(vectors, queries, &vec![0.0; neighbours.len()], &mut similarities);
+            for (row, label) in similarities.chunks_exact(neighbours.len()).zip(labels) {
+                for (neighbours, similarity) in neighbours.iter_mut().zip(row) {
+                    insert(neighbours, k, Neighbour { similarity: *similarity, label: *label });
                 }
             }
         });
     }
 }
 
-fn insert(found: &mut Vec<Neighbour>, k: usize, new: Neighbour) {
-    if found.len() == k && found.last().is_none_or(|last| last.similarity >= new.similarity) {
+fn insert(neighbours: &mut Vec<Neighbour>, k: usize, new: Neighbour) {
+    if neighbours.len() == k && neighbours.last().is_none_or(|last| last.similarity >= new.similarity) {
         return;
     }
-    found.truncate(k - 1);
-    let place = found.partition_point(|found| found.similarity >= new.similarity);
-    found.insert(place, new);
+    neighbours.truncate(k - 1);
+    let index = neighbours.partition_point(|neighbour| neighbour.similarity >= new.similarity);
+    neighbours.insert(index, new);
 }
 
 #[cfg(test)]
@@ -73,16 +73,14 @@ mod tests {
         let mut nearest = Nearest::new(vec![1.0, 0.0, 0.0, 1.0], 2, 3);
         nearest.add(&[0.6, 0.8, 0.0, 1.0, 1.0, 0.0], &[3, 7, 7]);
         nearest.add(&[-1.0, 0.0, 0.8, 0.6], &[9, 3]);
-        for found in nearest.found() {
-            let found: Vec<_> = found.iter().map(|n| (n.similarity, n.label)).collect();
+        for neighbours in nearest.neighbours() {
+            let found: Vec<_> = neighbours.iter().map(|n| (n.similarity, n.label)).collect();
             assert_eq!(found, [(1.0, 7), (0.8, 3), (0.6, 3)]);
         }
         // Also across the blocks of a larger number of queries.
         let mut nearest = Nearest::new([1.0, 0.0].repeat(2 * BLOCK + 1), 2, 1);
         nearest.add(&[0.0, 1.0, 1.0, 0.0], &[1, 2]);
         nearest.add(&[1.0, 0.0], &[3]);
-        assert!(
-            nearest.found().iter().all(|neighbours| *neighbours == [Neighbour { similarity: 1.0, label: 2 }])
-        );
+        assert!(nearest.neighbours().iter().all(|found| *found == [Neighbour { similarity: 1.0, label: 2 }]));
     }
 }

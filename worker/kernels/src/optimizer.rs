@@ -246,7 +246,7 @@ impl Update {
     }
 
     /// Learning rate and weight decay of a parameter. `norms` returns the norms of the result of [`Update::prepare`] and of the
-    /// weights; it is called only for adapted parameters.
+    /// weights; it is called only for adapted parameters. `d` is the weight decay, `r` the result of [`Update::prepare`].
     ///
     /// - lars: the rate is `lr local` with `local = eta |w| / (|g| + d |w|)`
     /// - lamb: the rate is `lr |w| / |r|`
@@ -312,8 +312,8 @@ impl Update {
         }
     }
 
-    /// Updates weights `w` of one parameter, and its slots, from the gradient `g` (or the result of [`Update::prepare`]) and
-    /// the rates of [`Update::rates`].
+    /// Updates weights `w` of one parameter, and its slots, from the gradient `g` (or the result `r` of [`Update::prepare`])
+    /// and the rates of [`Update::rates`]. `d` is the weight decay, and `m` the momentum or, with AdamW, the first moment.
     ///
     /// - momentum: `v = m v + (g + d w)`, `w -= lr v`
     /// - nesterov, and muon except for filters: the same `v`, `w -= lr (g + d w + m v)`

@@ -8,7 +8,7 @@ pub const STEPS: usize = 3;
 /// Coefficients of the quintic `a x + b x^3 + c x^5` that is applied to each singular value. The slope at 0 is as large as possible;
 /// singular values end near 1 but do not converge to it.
 pub const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
-/// Added to the norm by which a matrix is divided first, so that singular values are at most 1.
+/// A matrix is first divided by its Frobenius norm plus this value, so that singular values are at most 1.
 pub const EPSILON: f64 = 1e-7;
 
 /// Replaces the row-major matrix `x` of `rows` rows by a matrix with the same singular vectors, whose singular values are near 1.
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
     use crate::synthetic::values;
 
-    /// The singular values of a matrix whose Gram matrix is a multiple of the identity follow from the quintic.
+    /// The iterations apply the quintic [`STEPS`] times to each singular value, divided by the norm.
     #[test]
     fn singular_values_follow_the_quintic_and_singular_vectors_are_unchanged() {
         let polynomial = |x: f64| {
@@ -56,13 +56,13 @@ mod tests {
             let mut x = vec![0.0; 6];
             (x[0], x[columns + 1]) = (3.0, -4.0);
             orthogonalise(rows, &mut x);
-            let wanted = [0.6, -0.8].map(|start| (0..STEPS).fold(start, |value, _| polynomial(value)));
-            for (at, value) in x.iter().enumerate() {
-                let wanted = [(0, wanted[0]), (columns + 1, wanted[1])]
+            let expected = [0.6, -0.8].map(|start| (0..STEPS).fold(start, |value, _| polynomial(value)));
+            for (index, value) in x.iter().enumerate() {
+                let expected = [(0, expected[0]), (columns + 1, expected[1])]
                     .iter()
-                    .find(|(i, _)| *i == at)
+                    .find(|(i, _)| *i == index)
                     .map_or(0.0, |(_, v)| *v);
-                assert!((f64::from(*value) - wanted).abs() < 1e-5, "{rows} x {columns}: {x:?}");
+                assert!((f64::from(*value) - expected).abs() < 1e-5, "{rows} x {columns}: {x:?}");
             }
         }
     }

@@ -48,11 +48,11 @@ pub fn widen(from: &[f32], to: &mut [f64]) {
 }
 
 /// `average = decay average + (1 - decay) values`, computed as in `torch.lerp`: the float32 values of `decay` and `1 - decay` do not sum to
-/// 1, which would be an error of the average's scale after many steps.
+/// 1, which would change the scale of the average over many steps.
 pub fn average(decay: f64, average: &mut [f32], values: &[f32]) {
-    let rest = (1.0 - decay) as f32;
+    let weight = (1.0 - decay) as f32;
     average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| {
-        average.iter_mut().zip(values).for_each(|(a, v)| *a = lerp(*a, *v, rest));
+        average.iter_mut().zip(values).for_each(|(a, v)| *a = lerp(*a, *v, weight));
     });
 }
 
@@ -69,12 +69,12 @@ mod tests {
     fn the_average_is_unbiased_for_any_decay() {
         for decay in [0.0, 0.5, 0.9, 0.999, 0.99998, 0.999999] {
             let (mut averages, values) = ([0.0, -3.7, 0.1], [1.0, -3.7, 0.1]);
-            let mut wanted = 0.0;
+            let mut exact = 0.0;
             for _ in 0..200_000 {
                 average(decay, &mut averages, &values);
-                wanted += (1.0 - decay) * (1.0 - wanted);
+                exact += (1.0 - decay) * (1.0 - exact);
             }
-            assert!((f64::from(averages[0]) - wanted).abs() < 1e-4, "{decay}: {} of {wanted}", averages[0]);
+            assert!((f64::from(averages[0]) - exact).abs() < 1e-4, "{decay}: {} of {exact}", averages[0]);
             assert_eq!(averages[1..], values[1..], "{decay}: a constant value is its own average");
         }
     }

@@ -141,7 +141,7 @@ fn check_all(shapes: &[ConvShape]) {
     }
 }
 
-/// For each instruction set that this machine supports.
+/// Scratch memory for each instruction set that this machine supports.
 fn every_scratch(format: Format) -> impl Iterator<Item = Scratch> {
     Instructions::ALL.into_iter().filter_map(move |set| Scratch::with_instructions(set, format))
 }

@@ -31,7 +31,7 @@ pub(super) fn evaluate(request: &EvaluateModel, k: u32) -> Result<NearestNeighbo
         gallery += labels.len() as u64;
     }
     let accuracy = |weight: fn(f32) -> f64| {
-        let voted = search.found().iter().map(|nearest| vote(nearest, weight));
+        let voted = search.neighbours().iter().map(|nearest| vote(nearest, weight));
         voted.zip(&classes).filter(|(voted, class)| *voted == Some(**class)).count() as f64
             / classes.len().max(1) as f64
     };

@@ -51,7 +51,7 @@ impl Backend for Cpu {
         Ok(Devices { slots: (0..count).map(slot).collect(), hindrance: None })
     }
 
-    fn device_of(&self, _given: Option<&RankGpu>, _asked: Device) -> Option<i32> {
+    fn device_of(&self, _gpu: Option<&RankGpu>, _requested: Device) -> Option<i32> {
         Some(0)
     }
 
@@ -107,7 +107,7 @@ mod tests {
     fn half_precision_is_bf16_on_processors_that_have_it() {
         assert_eq!(format_of(Precision::Auto, true), Ok(Format::Float32));
         assert_eq!(format_of(Precision::Bf16, true), Ok(Format::Bfloat16));
-        let refused = |precision, has| format_of(precision, has).unwrap_err();
+        let refused = |precision, has_bfloat16| format_of(precision, has_bfloat16).unwrap_err();
         assert!(refused(Precision::Bf16, false).contains("has no AVX512-BF16 instructions. Use fp32"));
         assert!(refused(Precision::Fp16, true).contains("use fp32, bf16 or auto"));
     }

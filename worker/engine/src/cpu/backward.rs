@@ -84,15 +84,15 @@ impl Executor {
             // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero.
             let mut sums = vec![0.0; 2 * gamma.len()];
             if !frozen || keep {
-                let found = batch_norm::backward_sums(x, affine, &mut dy, second.as_deref(), mask, keep);
-                sums = if frozen { sums } else { found };
+                let computed = batch_norm::backward_sums(x, affine, &mut dy, second.as_deref(), mask, keep);
+                sums = if frozen { sums } else { computed };
             }
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
             if self.config.sync_batch_norm && !frozen {
                 self.reducer.statistics(&mut sums, network.axes(*input), &mut || self.state.advance())?;
             }
             let values_per_channel =
-                if frozen { 1.0 } else { self.statistics_count(*input, micro_batch.statistics_of) };
+                if frozen { 1.0 } else { self.statistics_count(*input, micro_batch.stat_pictures) };
             if let Some(shortcut) = shortcut {
                 let mut dx = self.pool.alloc(len(*input));
                 batch_norm::backward_input(x, affine, &sums, values_per_channel, &dy, &mut dx);
@@ -112,7 +112,7 @@ impl Executor {
             if let Some(second) = second {
                 self.pool.free(second);
             }
-            // Sends buckets that were complete before: their reduction overlaps with the next convolution.
+            // Starts the reduction of buckets that earlier operations completed, which overlaps with the next convolution.
             self.reduce_complete_buckets();
             self.add_sums(parameters[0], micro_batch, &dgamma);
             self.add_sums(parameters[1], micro_batch, &dbeta);
@@ -194,7 +194,7 @@ impl Executor {
                     self.pool.free(dy);
                     return Ok(());
                 }
-                // This must follow the last use of the weights, which may change as soon as their gradient is complete.
+                // Follows the last use of the weights, because they may change as soon as their gradient is complete.
                 let x = std::mem::take(&mut self.activations[*input]);
                 let (from, to) = (shapes[*input].len(), shapes[*output].len());
                 self.add_gradient(parameter, micro_batch, pictures, |share, out, scratch| {

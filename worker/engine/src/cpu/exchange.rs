@@ -18,15 +18,15 @@ impl Region {
         self.pictures.len() * self.pixels.len() * self.channels.len()
     }
 
-    fn common(&self, other: &Self) -> Self {
-        let both = |a: &Range<usize>, b: &Range<usize>| {
+    fn intersection(&self, other: &Self) -> Self {
+        let intersect = |a: &Range<usize>, b: &Range<usize>| {
             let start = a.start.max(b.start);
             start..a.end.min(b.end).max(start)
         };
         Self {
-            pictures: both(&self.pictures, &other.pictures),
-            pixels: both(&self.pixels, &other.pixels),
-            channels: both(&self.channels, &other.channels),
+            pictures: intersect(&self.pictures, &other.pictures),
+            pixels: intersect(&self.pixels, &other.pixels),
+            channels: intersect(&self.channels, &other.channels),
         }
     }
 
@@ -36,15 +36,15 @@ impl Region {
             return;
         }
         let width = self.channels.len();
-        let first = inner.channels.start - self.channels.start;
+        let first_channel = inner.channels.start - self.channels.start;
         for picture in inner.pictures.clone() {
-            let row = (picture - self.pictures.start) * self.pixels.len();
-            let pixel = |pixel: usize| (row + pixel - self.pixels.start) * width + first;
+            let first_pixel = (picture - self.pictures.start) * self.pixels.len();
+            let index = |pixel: usize| (first_pixel + pixel - self.pixels.start) * width + first_channel;
             if inner.channels.len() == width {
-                visit(pixel(inner.pixels.start)..pixel(inner.pixels.end));
+                visit(index(inner.pixels.start)..index(inner.pixels.end));
                 continue;
             }
-            inner.pixels.clone().map(pixel).for_each(|at| visit(at..at + inner.channels.len()));
+            inner.pixels.clone().map(index).for_each(|start| visit(start..start + inner.channels.len()));
         }
     }
 }
@@ -64,10 +64,10 @@ pub(super) fn exchange(
     let mut buffer = Vec::new();
     for round in 0..size {
         let peer = (round + size - rank) % size;
-        let (outgoing, incoming) = (from[rank].common(&to[peer]), from[peer].common(&to[rank]));
+        let (outgoing, incoming) = (from[rank].intersection(&to[peer]), from[peer].intersection(&to[rank]));
         let send = |buffer: &mut Vec<f32>| {
             buffer.clear();
-            from[rank].runs(&outgoing, |at| buffer.extend_from_slice(&x[at]));
+            from[rank].runs(&outgoing, |range| buffer.extend_from_slice(&x[range]));
             if peer == rank { Ok(()) } else { group.send((&*buffer).into(), peer as u32) }
         };
         if rank <= peer {
@@ -79,9 +79,9 @@ pub(super) fn exchange(
             send(&mut buffer)?;
         }
         let mut values = if peer == rank { &buffer[..] } else { &received[..] };
-        to[rank].runs(&incoming, |at| {
-            let (run, rest) = values.split_at(at.len());
-            y[at].iter_mut().zip(run).for_each(|(y, v)| *y += v);
+        to[rank].runs(&incoming, |range| {
+            let (run, rest) = values.split_at(range.len());
+            y[range].iter_mut().zip(run).for_each(|(y, v)| *y += v);
             values = rest;
         });
     }
@@ -189,11 +189,11 @@ mod tests {
         let (uneven, other) = (split([0, 3, 5, 7]), split([0, 1, 2, 7]));
         let sources = [Placement::Batch, Placement::Partial, uneven.clone(), other.clone()];
         let targets = [Placement::Batch, Placement::Whole, uneven, other];
-        let found = on_ranks(|group| {
+        let products = on_ranks(|group| {
             let rank = group.rank() as usize;
             let pictures = Pictures::of_group([3, 0, 2], rank);
             let len = |placement: &Placement| pictures.regions(placement, pixels, channels)[rank].len();
-            let mut found = Vec::new();
+            let mut products = Vec::new();
             for from in &sources {
                 for to in &targets {
                     let x = values(&format!("redistribute.x.{rank}"), len(from));
@@ -206,14 +206,14 @@ mod tests {
                     let product = |a: &[f32], b: &[f32]| -> f64 {
                         a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
                     };
-                    found.push([product(&y, &gradient), product(&x, &dx)]);
+                    products.push([product(&y, &gradient), product(&x, &dx)]);
                 }
             }
-            found
+            products
         });
-        for case in 0..found[0].len() {
+        for case in 0..products[0].len() {
             let [forward, backward] =
-                [0, 1].map(|side| found.iter().map(|rank| rank[case][side]).sum::<f64>());
+                [0, 1].map(|side| products.iter().map(|rank| rank[case][side]).sum::<f64>());
             assert!(
                 (forward - backward).abs() < 1e-5 * forward.abs().max(1.0),
                 "{case}: {forward} {backward}"

@@ -153,14 +153,14 @@ impl Executor {
         let max_in_flight = (stages - stage).min(config.accumulate.max(1));
         let in_flight = (1..max_in_flight).map(|_| InFlight::new(tensors, norms.len())).collect();
         let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
-        let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
+        let memory_group: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
         let sharding = (plan.optimizer_sharding && comm.size() > 1).then(|| {
             let gradient_groups = groups.as_ref().map(|groups| groups.gradients.clone());
             Sharding::new(&layout, gradient_groups.unwrap_or_else(|| ByAxes::uniform(comm.clone())))
         });
         let (state, shm_unavailable_reason) =
-            State::new(&layout, f64_gradients, config.optimizer, sharing, model_group, sharding)?;
+            State::new(&layout, f64_gradients, config.optimizer, memory_group, model_group, sharding)?;
         let reducer = match &groups {
             None => Reducer::new(comm, state.memory.as_ref(), state.is_sharded()),
             Some(groups) => Reducer::over(groups, state.is_sharded()),
@@ -256,13 +256,13 @@ impl Executor {
         let (stage, stages) = self.network.stage();
         for pass in plan::schedule(stage, stages, parts.len()) {
             let (Pass::Forward(index) | Pass::Backward(index)) = pass;
-            let micro_batch @ StepPart { batch, statistics_of, .. } = parts[index];
+            let micro_batch @ StepPart { batch, stat_pictures, .. } = parts[index];
             self.swap_in_flight(index);
             if pass == Pass::Backward(index) {
                 self.backward(micro_batch)?;
             } else {
                 let labels = self.exchange_labels(batch)?;
-                self.forward(&batch.images, Some(statistics_of))?;
+                self.forward(&batch.images, Some(stat_pictures))?;
                 if self.network.is_last_stage() {
                     let part = self.loss_and_gradient(batch, &labels, gradient_scale)?;
                     measured.sum += part.sum;
@@ -312,14 +312,14 @@ impl Executor {
         }
         let labels = batches.iter().flat_map(|batch| batch.labels.iter().chain(&batch.mixed_labels));
         let labels: Vec<u8> = labels.flat_map(|label| label.to_le_bytes()).collect();
-        let all = self.all_ranks.all_gather_bytes(&labels)?;
+        let gathered = self.all_ranks.all_gather_bytes(&labels)?;
         if !self.network.is_last_stage() {
             return Ok(None);
         }
         let own = self.own_classes();
         let order = Order::new(loss.seed, self.state.updates, own.start, own.len());
-        let mut rows: Vec<u32> = (0..loss.drawn(own.len()) as u32).map(|place| order.class(place)).collect();
-        let labels = all.iter().flat_map(|labels| labels.as_chunks::<4>().0);
+        let mut rows: Vec<u32> = (0..loss.drawn(own.len()) as u32).map(|index| order.class(index)).collect();
+        let labels = gathered.iter().flat_map(|labels| labels.as_chunks::<4>().0);
         let labels = labels.map(|label| u32::from_le_bytes(*label) as usize);
         rows.extend(labels.filter(|label| own.contains(label)).map(|label| (label - own.start) as u32));
         rows.sort_unstable();
@@ -400,7 +400,7 @@ impl Executor {
                 (loss::Loss { correct: without_margin.unwrap_or(loss).correct, ..loss }, slopes)
             }
         };
-        margin_slopes.into_iter().for_each(|(at, slope)| gradient[at] *= slope as f32);
+        margin_slopes.into_iter().for_each(|(index, slope)| gradient[index] *= slope as f32);
         self.activations[tensor] = values;
         self.gradient_parts[tensor].push(gradient);
         Ok(loss)
@@ -463,9 +463,9 @@ impl Executor {
         if *placement == Placement::Batch {
             return Ok(logits.to_vec());
         }
-        let mut all = vec![0.0; own * self.network.classes];
-        self.redistribute(tensor, (placement, &Placement::Batch), logits, &mut all)?;
-        Ok(all)
+        let mut own_logits = vec![0.0; own * self.network.classes];
+        self.redistribute(tensor, (placement, &Placement::Batch), logits, &mut own_logits)?;
+        Ok(own_logits)
     }
 }
 

@@ -20,9 +20,9 @@ use std::{ops::Range, time::Instant};
 impl Executor {
     /// Runs the network, or this rank's stage, over the images (NHWC) of [`Executor::pictures`], and keeps all activations for backward.
     ///
-    /// `statistics_of`: in training, the number of pictures in batch norm's statistics. `None` normalises with the running
+    /// `stat_pictures`: in training, the number of pictures in batch norm's statistics. `None` normalises with the running
     /// statistics.
-    pub(super) fn forward(&mut self, images: &[f32], statistics_of: Option<f64>) -> Result<(), EngineError> {
+    pub(super) fn forward(&mut self, images: &[f32], stat_pictures: Option<f64>) -> Result<(), EngineError> {
         self.reserve();
         if !self.receive_input()? {
             self.copy_pictures(images);
@@ -31,7 +31,7 @@ impl Executor {
             let output = self.ops[index].output();
             let mut y = std::mem::take(&mut self.activations[output]);
             let began = Instant::now();
-            let result = self.op_forward(index, statistics_of, &mut y);
+            let result = self.op_forward(index, stat_pictures, &mut y);
             self.add_time(index, began);
             self.activations[output] = y;
             result?;
@@ -42,7 +42,7 @@ impl Executor {
     fn op_forward(
         &mut self,
         index: usize,
-        statistics_of: Option<f64>,
+        stat_pictures: Option<f64>,
         y: &mut [f32],
     ) -> Result<(), EngineError> {
         let shapes = &self.network.tensors;
@@ -58,7 +58,7 @@ impl Executor {
         };
         match op {
             // A rank without pictures still takes part in the reduction of statistics.
-            FusedOp::Norm(_) => return self.norm_forward(index, statistics_of, y),
+            FusedOp::Norm(_) => return self.norm_forward(index, stat_pictures, y),
             FusedOp::Redistribute { input, output } => {
                 let [from, to] = [*input, *output].map(|tensor| self.network.placement(tensor));
                 self.redistribute(*input, (from, to), x(*input), y)?;
@@ -70,7 +70,7 @@ impl Executor {
             FusedOp::Conv(Conv { name, shape, input, output, norm_after, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
                 let weight = weight(name, "weight")?;
-                if norm_after.is_some() && statistics_of.is_some() && !self.f64_gradients {
+                if norm_after.is_some() && stat_pictures.is_some() && !self.f64_gradients {
                     self.sums[*output] =
                         conv::forward_with_sums(&shape, x(*input), weight, y, &mut self.scratch);
                 } else {
@@ -112,7 +112,7 @@ impl Executor {
     fn norm_forward(
         &mut self,
         index: usize,
-        statistics_of: Option<f64>,
+        stat_pictures: Option<f64>,
         y: &mut [f32],
     ) -> Result<(), EngineError> {
         let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, .. }) = &self.ops[index] else {
@@ -122,12 +122,12 @@ impl Executor {
         let pictures = self.pictures.count(self.network.placement(*input));
         let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
         let channels = shapes[*input].channels;
-        let statistics = match statistics_of.filter(|_| !self.network.frozen_norm) {
+        let statistics = match stat_pictures.filter(|_| !self.network.frozen_norm) {
             None => {
                 let [mean, var] = &self.norms[*norm].running;
                 Statistics::from_running(mean, var)
             }
-            Some(statistics_pictures) => {
+            Some(stat_pictures) => {
                 let mut sums = std::mem::take(&mut self.sums[*input]);
                 if sums.is_empty() {
                     sums = batch_norm::sums(x(*input), channels);
@@ -135,7 +135,7 @@ impl Executor {
                 if self.config.sync_batch_norm {
                     self.reducer.statistics(&mut sums, self.network.axes(*input), &mut || false)?;
                 }
-                let count = self.statistics_count(*input, statistics_pictures);
+                let count = self.statistics_count(*input, stat_pictures);
                 if count == 0.0 {
                     return Ok(());
                 }
@@ -189,10 +189,10 @@ impl Executor {
         let Some((part, rows)) = network.part.as_ref().zip(network.rows(input)) else {
             return to[..images.len()].copy_from_slice(images);
         };
-        let row = network.tensors[input].width * network.tensors[input].channels;
+        let row_len = network.tensors[input].width * network.tensors[input].channels;
         let own = &rows.of_rank[part.height_rank];
-        let own = own.start as usize * row..own.end as usize * row;
-        for (to, from) in to.chunks_exact_mut(own.len()).zip(images.chunks_exact(rows.whole * row)) {
+        let own = own.start as usize * row_len..own.end as usize * row_len;
+        for (to, from) in to.chunks_exact_mut(own.len()).zip(images.chunks_exact(rows.whole * row_len)) {
             to.copy_from_slice(&from[own.clone()]);
         }
     }
@@ -228,9 +228,9 @@ impl Executor {
         exchange::exchange(&groups.height, (&regions[0], &regions[1]), x, y)?;
         let (shape, own) = (self.network.tensors[output], &rows.of_rank[part.height_rank]);
         if lowest && !shape.is_empty() {
-            let row = shape.width * shape.channels;
-            let above = (-own.start).max(0) as usize * row;
-            let below = (own.end - rows.whole as isize).max(0) as usize * row;
+            let row_len = shape.width * shape.channels;
+            let above = (-own.start).max(0) as usize * row_len;
+            let below = (own.end - rows.whole as isize).max(0) as usize * row_len;
             for picture in y.chunks_exact_mut(shape.len()) {
                 picture[..above].fill(f32::NEG_INFINITY);
                 picture[shape.len() - below..].fill(f32::NEG_INFINITY);

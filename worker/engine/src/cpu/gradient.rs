@@ -16,8 +16,8 @@ use lockstep_kernels::sums;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Pictures per share: few, so that most divisions of a batch are multiples of a share, but enough that adding the shares takes
-/// little time compared with computing them.
+/// Pictures per share: few, so that a rank's part of a batch is usually a multiple of a share, but enough that adding the shares
+/// takes little time compared with computing them.
 pub(super) const SHARE: usize = 8;
 
 /// Values per task when shares are added.

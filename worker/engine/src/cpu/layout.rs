@@ -41,25 +41,25 @@ pub(super) struct ParameterPlace {
 impl ParameterPlace {
     /// Converts values from the engine's order to torchvision's.
     fn export(&self, flat: &[f32]) -> HostTensor {
-        let ours = &flat[self.range.clone()];
-        let mut values = vec![0.0; ours.len()];
+        let stored = &flat[self.range.clone()];
+        let mut values = vec![0.0; stored.len()];
         match &self.conv {
-            Some(shape) => conv::weight_to_oihw(shape, ours, &mut values),
-            None => values.copy_from_slice(ours),
+            Some(shape) => conv::weight_to_oihw(shape, stored, &mut values),
+            None => values.copy_from_slice(stored),
         }
         HostTensor { shape: self.shape.clone(), values }
     }
 
     /// Fills the parameter's range from the tensor `name`, if there is one.
     fn import(&self, name: &str, tensors: &dyn TensorSource, flat: &mut [f32]) {
-        let ours = &mut flat[self.range.clone()];
+        let stored = &mut flat[self.range.clone()];
         let Some(shape) = &self.conv else {
-            tensors.read(name, 0, ours);
+            tensors.read(name, 0, stored);
             return;
         };
-        let mut values = vec![0.0; ours.len()];
+        let mut values = vec![0.0; stored.len()];
         if tensors.read(name, 0, &mut values) {
-            conv::weight_from_oihw(shape, &values, ours);
+            conv::weight_from_oihw(shape, &values, stored);
         }
     }
 }
@@ -113,11 +113,11 @@ impl Layout {
                 | FusedOp::MeanOfRows { .. } => continue,
             };
             // All parameters of a bucket are summed over the same group.
-            let of_op = network.axes(op.output());
-            if of_op != axes && !bucket.is_empty() {
+            let op_axes = network.axes(op.output());
+            if op_axes != axes && !bucket.is_empty() {
                 layout.close_bucket(&mut bucket, axes);
             }
-            axes = of_op;
+            axes = op_axes;
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let range = bucket.end..bucket.end + p.len();
                 layout.by_name.insert(p.name.clone(), layout.parameters.len());

@@ -71,10 +71,10 @@ impl Margin {
         labels: impl Iterator<Item = Option<usize>>,
     ) -> Vec<(usize, f64)> {
         let apply = |(picture, label): (usize, Option<usize>)| {
-            let at = picture * width + label?;
-            let (logit, slope) = self.label_logit(logits[at]);
-            logits[at] = logit;
-            Some((at, slope))
+            let index = picture * width + label?;
+            let (logit, slope) = self.label_logit(logits[index]);
+            logits[index] = logit;
+            Some((index, slope))
         };
         labels.enumerate().filter_map(apply).collect()
     }
@@ -109,12 +109,12 @@ mod tests {
         for angle in [0.01, 0.3, 1.0, 1.57, 2.0, 2.6, 2.7, 3.0] {
             let cos = f64::cos(angle);
             let (logit, slope) = arcface.label_logit((64.0 * cos) as f32);
-            let (wanted, by_angle) = match angle + 0.5 < PI {
+            let (target, expected_slope) = match angle + 0.5 < PI {
                 true => ((angle + 0.5).cos(), (angle + 0.5).sin() / angle.sin()),
                 false => (cos - 0.5 * 0.5f64.sin(), 1.0),
             };
-            assert!((f64::from(logit) - 64.0 * wanted).abs() < 1e-2, "{angle}: {logit} {}", 64.0 * wanted);
-            assert!((slope / by_angle - 1.0).abs() < 1e-2, "{angle}: {slope} {by_angle}");
+            assert!((f64::from(logit) - 64.0 * target).abs() < 1e-2, "{angle}: {logit} {}", 64.0 * target);
+            assert!((slope / expected_slope - 1.0).abs() < 1e-2, "{angle}: {slope} {expected_slope}");
             let (logit, slope) = cosface.label_logit((30.0 * cos) as f32);
             assert!((f64::from(logit) - 30.0 * (cos - 0.4)).abs() < 1e-5 && slope == 1.0, "{angle}: {logit}");
         }

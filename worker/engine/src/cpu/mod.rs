@@ -131,16 +131,16 @@ impl Engine for CpuEngine {
 
     fn gradients(&self) -> Result<NamedTensors, EngineError> {
         let Executor { layout, state, .. } = &self.executor;
-        let mut all = NamedTensors::new();
+        let mut tensors = NamedTensors::new();
         if let Some(reduced) = state.reduced_gradients() {
-            layout.export(None, reduced, &mut all);
+            layout.export(None, reduced, &mut tensors);
         }
         layout
             .parameters
             .iter()
             .filter(|parameter| parameter.is_frozen)
-            .for_each(|parameter| drop(all.remove(&parameter.name)));
-        Ok(all)
+            .for_each(|parameter| drop(tensors.remove(&parameter.name)));
+        Ok(tensors)
     }
 
     fn time_layers(&mut self) {
@@ -372,15 +372,15 @@ impl CpuEngine {
 
     /// Converts weights in the engine's order, and each batch norm's running mean and variance, to named tensors.
     fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = &'a [Vec<f32>; 2]>) -> NamedTensors {
-        let mut all = NamedTensors::new();
-        self.executor.layout.export(None, weights, &mut all);
-        for (norm, of_norm) in self.executor.norms.iter().zip(running) {
-            for (suffix, values) in RUNNING.into_iter().zip(of_norm) {
+        let mut tensors = NamedTensors::new();
+        self.executor.layout.export(None, weights, &mut tensors);
+        for (norm, statistics) in self.executor.norms.iter().zip(running) {
+            for (suffix, values) in RUNNING.into_iter().zip(statistics) {
                 let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
-                all.insert(format!("{}.{suffix}", norm.name), tensor);
+                tensors.insert(format!("{}.{suffix}", norm.name), tensor);
             }
         }
-        all
+        tensors
     }
 
     /// Whether this rank writes weights. Of ranks that share one copy of the weights, only rank 0 writes them.

@@ -47,18 +47,17 @@ pub(super) struct Task {
 /// rank has one empty piece, which holds the parameter's sums of squares.
 pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
     let (mut pieces, mut slots_len) = (Vec::new(), 0);
-    for (parameter, at) in layout.parameters.iter().enumerate() {
-        let bucket = &layout.buckets[at.bucket];
-        let own = shares[at.bucket].of(bucket.len());
-        let from = own.start.max(at.in_bucket.start).min(at.in_bucket.end);
-        let end = own.end.min(at.in_bucket.end).max(from);
-        let mut start = from;
+    for (parameter, place) in layout.parameters.iter().enumerate() {
+        let bucket = &layout.buckets[place.bucket];
+        let own = shares[place.bucket].of(bucket.len());
+        let mut start = own.start.max(place.in_bucket.start).min(place.in_bucket.end);
+        let end = own.end.min(place.in_bucket.end).max(start);
         loop {
             let in_bucket = start..end.min(start + PIECE);
             let range = bucket.start + in_bucket.start..bucket.start + in_bucket.end;
             let in_slots = slots_len..slots_len + in_bucket.len();
             (start, slots_len) = (in_bucket.end, in_slots.end);
-            pieces.push(Piece { parameter, bucket: at.bucket, range, in_bucket, in_slots });
+            pieces.push(Piece { parameter, bucket: place.bucket, range, in_bucket, in_slots });
             if start == end {
                 break;
             }

@@ -3,10 +3,11 @@
 //! state ([`crate::sharding`]), gradients are reduce-scattered: a rank gets only the sum of its own part of each bucket.
 //!
 //! Every rank must call the same collectives of a group in the same order. Gradient buckets use one group, in the order in which
-//! the backward pass completes them. Statistics of batch norms, for which a pass waits, use the concurrent group of that group.
+//! the backward pass completes them. Statistics of batch norms, for which a pass waits, use a second group of the same ranks
+//! ([`ProcessGroup::concurrent`]).
 //!
-//! A group without a concurrent group sends everything through the thread's one queue, which the engine fills in program order.
-//! Statistics that are queued behind a bucket would wait for it. A bucket is therefore queued right after the next statistics have
+//! Without a second group, everything is sent through the thread's one queue, which the engine fills in program order. Statistics
+//! that are queued behind a bucket would wait for the bucket. A bucket is therefore queued right after the next statistics have
 //! arrived, and then overlaps with the whole backward pass of the next convolution.
 //!
 //! Ranks that share a network have one group for each set of axes. The single queue keeps the calls of all groups in the same order on
@@ -48,7 +49,7 @@ enum Transport {
     SingleRank,
     /// Memory that all ranks map.
     Shared(SharedMemory),
-    /// A thread all-reduces buckets, and also statistics if there is no concurrent group.
+    /// A thread all-reduces buckets, and also statistics if there is no second group for them.
     Group { thread: Thread, gradients: ByAxes, statistics: Option<ByAxes> },
 }
 

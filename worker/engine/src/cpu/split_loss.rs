@@ -52,9 +52,9 @@ impl Classes<'_> {
         self.sample.map_or(self.own.len(), |sample| sample.rows.len())
     }
 
-    /// The class of the logit at `place`.
-    fn class(&self, place: usize) -> usize {
-        self.own.start + self.sample.map_or(place, |sample| sample.rows[place] as usize)
+    /// The class of the logit at `position`.
+    fn class(&self, position: usize) -> usize {
+        self.own.start + self.sample.map_or(position, |sample| sample.rows[position] as usize)
     }
 
     /// The position of a class's logit, if this rank has it.
@@ -74,18 +74,18 @@ pub(super) fn largest_logits(
         .chunks_exact(classes.len())
         .flat_map(|row| {
             let mut best = 0;
-            for (place, logit) in row.iter().enumerate() {
+            for (position, logit) in row.iter().enumerate() {
                 if *logit > row[best] {
-                    best = place;
+                    best = position;
                 }
             }
             [f64::from(row[best]), classes.class(best) as f64]
         })
         .collect();
-    let mut all = vec![0.0; own.len() * group.size() as usize];
-    group.all_gather((&own).into(), (&mut all).into())?;
+    let mut gathered = vec![0.0; own.len() * group.size() as usize];
+    group.all_gather((&own).into(), (&mut gathered).into())?;
     let mut best: Vec<[f64; 2]> = own.as_chunks::<2>().0.to_vec();
-    for (rank, of_rank) in all.chunks_exact(own.len().max(1)).enumerate() {
+    for (rank, of_rank) in gathered.chunks_exact(own.len().max(1)).enumerate() {
         for (best, of_rank) in best.iter_mut().zip(of_rank.as_chunks::<2>().0) {
             if rank == 0 || of_rank[0] > best[0] {
                 *best = *of_rank;
@@ -110,7 +110,7 @@ pub(super) fn cross_entropy(
 ) -> Result<Loss, CommError> {
     let rows = || logits.chunks_exact(classes.len());
     let logit_of =
-        |row: &[f32], class: usize| classes.position(class).map_or(0.0, |place| f64::from(row[place]));
+        |row: &[f32], class: usize| classes.position(class).map_or(0.0, |position| f64::from(row[position]));
     let label = |picture: usize| labels.first[picture] as usize;
     let other = |picture: usize| labels.mixed.as_ref().map(|(others, _)| others[picture] as usize);
     let mut sums: Vec<f64> = rows()
@@ -132,27 +132,27 @@ pub(super) fn cross_entropy(
         let [largest, predicted] = best[picture];
         let [exponentials, sum_of_logits, label_logit, other_logit] = sums.as_chunks::<4>().0[picture];
         let log_sum = largest + exponentials.ln();
-        // The first label's part of the target.
+        // The weight of the first label in the target.
         let lambda = labels.mixed.as_ref().map_or(1.0, |(_, lambda)| f64::from(*lambda));
         let (label, other) = (label(picture), other(picture));
         if pictures.own_range().contains(&picture) {
-            let wanted_logit = lambda * label_logit + (1.0 - lambda) * other_logit;
-            loss.sum += (1.0 - smoothing) * (log_sum - wanted_logit)
+            let target_logit = lambda * label_logit + (1.0 - lambda) * other_logit;
+            loss.sum += (1.0 - smoothing) * (log_sum - target_logit)
                 + uniform * (all_classes as f64 * log_sum - sum_of_logits);
-            // The label with the larger part of the target.
-            let (wanted, logit) = match other {
+            // The label with the larger weight.
+            let (target, logit) = match other {
                 Some(other) if 1.0 - lambda > 0.5 => (other, other_logit),
                 _ => (label, label_logit),
             };
-            loss.correct += u64::from(predicted == wanted as f64 && !logit.is_nan());
+            loss.correct += u64::from(predicted == target as f64 && !logit.is_nan());
         }
         let (label, other) = (classes.position(label), other.and_then(|other| classes.position(other)));
-        for (place, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
+        for (position, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
             let mut target = uniform;
-            if label == Some(place) {
+            if label == Some(position) {
                 target += (1.0 - smoothing) * lambda;
             }
-            if other == Some(place) {
+            if other == Some(position) {
                 target += (1.0 - smoothing) * (1.0 - lambda);
             }
             *gradient = (scale * ((f64::from(*logit) - log_sum).exp() - target)) as f32;
@@ -173,39 +173,39 @@ mod tests {
         let logits: Vec<f32> = values("split_loss", 5 * classes).iter().map(|v| v * 8.0).collect();
         let (own, others) = (labels("split_loss.own", 5, 7), labels("split_loss.others", 5, 7));
         for (mixed, lambda) in [(false, 0.0), (true, 0.7), (true, 0.2)] {
-            let of = |from: usize, to: usize| Batch {
+            let batch_of = |from: usize, to: usize| Batch {
                 labels: own[from..to].to_vec(),
                 mixed_labels: if mixed { others[from..to].to_vec() } else { Vec::new() },
                 lambda,
                 ..Batch::default()
             };
-            let (all, mut wanted) = (of(0, 5), vec![0.0; 5 * classes]);
-            let into = Some((&mut wanted[..], 0.2));
-            let alone = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
+            let (all, mut expected) = (batch_of(0, 5), vec![0.0; 5 * classes]);
+            let into = Some((&mut expected[..], 0.2));
+            let whole = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
             let ranks = on_ranks(3, |ring| {
                 let group = Group::of_all_ranks(ring);
                 let rank = group.rank() as usize;
                 let first: usize = counts[..rank].iter().sum();
-                let batch = of(first, first + counts[rank]);
+                let batch = batch_of(first, first + counts[rank]);
                 let (pictures, labels) = gather_labels(&group, &batch).unwrap();
                 let range = bounds[rank]..bounds[rank + 1];
                 let part: Vec<f32> =
                     logits.chunks(classes).flat_map(|row| row[range.clone()].to_vec()).collect();
                 let mut gradient = vec![0.0; part.len()];
-                let (which, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
+                let (inputs, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
                 let own = Classes { own: range, sample: None };
                 let best = largest_logits(&group, &part, &own).unwrap();
-                let of = (&own, classes);
-                let loss = cross_entropy(&group, &part, which, of, &best, 0.1, into).unwrap();
+                let all_classes = (&own, classes);
+                let loss = cross_entropy(&group, &part, inputs, all_classes, &best, 0.1, into).unwrap();
                 (loss, gradient)
             });
             let sum: f64 = ranks.iter().map(|(loss, _)| loss.sum).sum();
-            assert!((sum - alone.sum).abs() < 1e-12 * alone.sum, "{sum} {}", alone.sum);
-            assert_eq!(ranks.iter().map(|(loss, _)| loss.correct).sum::<u64>(), alone.correct);
+            assert!((sum - whole.sum).abs() < 1e-12 * whole.sum, "{sum} {}", whole.sum);
+            assert_eq!(ranks.iter().map(|(loss, _)| loss.correct).sum::<u64>(), whole.correct);
             for (rank, (_, gradient)) in ranks.iter().enumerate() {
                 let width = bounds[rank + 1] - bounds[rank];
-                for (row, wanted) in gradient.chunks(width).zip(wanted.chunks(classes)) {
-                    assert!(row.iter().zip(&wanted[bounds[rank]..]).all(|(a, b)| (a - b).abs() < 1e-7));
+                for (row, expected) in gradient.chunks(width).zip(expected.chunks(classes)) {
+                    assert!(row.iter().zip(&expected[bounds[rank]..]).all(|(a, b)| (a - b).abs() < 1e-7));
                 }
             }
         }

@@ -14,13 +14,13 @@ impl Executor {
     pub(super) fn swap_in_flight(&mut self, micro_batch: usize) {
         // Number 0 stands for the current buffers.
         let buffer = micro_batch % (self.in_flight.len() + 1);
-        let Some(kept) = buffer.checked_sub(1).and_then(|index| self.in_flight.get_mut(index)) else {
+        let Some(saved) = buffer.checked_sub(1).and_then(|index| self.in_flight.get_mut(index)) else {
             return;
         };
-        swap(&mut self.activations, &mut kept.activations);
-        swap(&mut self.argmax, &mut kept.argmax);
-        swap(&mut self.pictures, &mut kept.pictures);
-        for (norm, statistics) in self.norms.iter_mut().zip(&mut kept.statistics) {
+        swap(&mut self.activations, &mut saved.activations);
+        swap(&mut self.argmax, &mut saved.argmax);
+        swap(&mut self.pictures, &mut saved.pictures);
+        for (norm, statistics) in self.norms.iter_mut().zip(&mut saved.statistics) {
             swap(&mut norm.statistics, statistics);
         }
     }

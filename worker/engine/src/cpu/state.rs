@@ -183,7 +183,7 @@ impl State {
             *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
         }
         let buffers = match &memory {
-            // SAFETY: all bit patterns of numbers are valid; the module's order of steps prevents data races.
+            // SAFETY: all bit patterns of numbers are valid; the order in the module's documentation prevents data races.
             Some(memory) => unsafe {
                 let bucket = |(at, range): (&usize, &Range<usize>)| match f64_gradients {
                     true => Bucket::F64(memory.view(*at, range.len())),
@@ -290,8 +290,8 @@ impl State {
     /// # Errors
     /// Another rank is gone.
     pub(super) fn finish(&mut self) -> Result<(f64, Duration), CommError> {
-        let all = (self.steps + 1) * self.tasks.len() as u64;
-        let done = || self.counts[0].done.load(Ordering::Acquire) >= all;
+        let all_tasks = (self.steps + 1) * self.tasks.len() as u64;
+        let done = || self.counts[0].done.load(Ordering::Acquire) >= all_tasks;
         let waited = match &self.memory {
             Some(memory) => memory.wait("update", &mut || self.advance(), &done, &|| self.awaited_rank())?,
             None => {
@@ -395,12 +395,12 @@ impl State {
         let mut block = [0.0f32; BLOCK];
         for from in (0..weights.len()).step_by(BLOCK) {
             let to = weights.len().min(from + BLOCK);
-            let place = piece.in_bucket.start + from..piece.in_bucket.start + to;
+            let in_bucket = piece.in_bucket.start + from..piece.in_bucket.start + to;
             let gradient = &mut block[..to - from];
             if work == Work::Update {
-                read_part(&self.gradients[0][piece.bucket], place.clone(), gradient);
+                read_part(&self.gradients[0][piece.bucket], in_bucket.clone(), gradient);
             } else {
-                sum_over_ranks(&self.gradients, piece.bucket, place.clone(), gradient);
+                sum_over_ranks(&self.gradients, piece.bucket, in_bucket.clone(), gradient);
                 if !policy.frozen {
                     squares.add(gradient);
                 }
@@ -418,7 +418,7 @@ impl State {
                 self.update.prepare(policy, weights, slots, gradient);
                 prepared_squares.add(gradient);
                 // SAFETY: as above. The prepared gradient replaces rank 0's gradient.
-                unsafe { write_part(&self.gradients[0][piece.bucket], place, gradient) };
+                unsafe { write_part(&self.gradients[0][piece.bucket], in_bucket, gradient) };
             } else {
                 let mut update = |part: Range<usize>| {
                     let slots = slots.each_mut().map(|slot| slot.get_mut(part.clone()).unwrap_or_default());
@@ -434,8 +434,8 @@ impl State {
             }
         }
         if work != Work::Update {
-            for (kept, squares) in self.squares.iter().zip([squares, weight_squares, prepared_squares]) {
-                kept[index].store(squares.sum().to_bits(), Ordering::Relaxed);
+            for (sums, squares) in self.squares.iter().zip([squares, weight_squares, prepared_squares]) {
+                sums[index].store(squares.sum().to_bits(), Ordering::Relaxed);
             }
         }
     }
@@ -454,8 +454,8 @@ impl State {
         // SAFETY: the caller's promise.
         let weights = unsafe { self.weights.part(first.range.start..last.range.end) };
         let mut prepared = vec![0.0; weights.len()];
-        let place = first.in_bucket.start..last.in_bucket.end;
-        read_part(&self.gradients[0][first.bucket], place, &mut prepared);
+        let in_bucket = first.in_bucket.start..last.in_bucket.end;
+        read_part(&self.gradients[0][first.bucket], in_bucket, &mut prepared);
         self.update.orthogonalise(shape, weights, &prepared);
     }
 

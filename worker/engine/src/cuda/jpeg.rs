@@ -216,7 +216,8 @@ impl Session {
         pictures: &[Encoded<'_>],
         size: (u32, u32),
     ) -> Result<Vec<bool>, String> {
-        let supported: Vec<bool> = pictures.iter().map(|picture| self.state.takes(picture.bytes)).collect();
+        let supported: Vec<bool> =
+            pictures.iter().map(|picture| self.state.supports(picture.bytes)).collect();
         let outcome = self.decode_supported(decoder, pictures, &supported, size);
         if outcome.is_err() {
             // Work may still be under way, also on nvJPEG's streams, and callers free the files.

@@ -12,10 +12,10 @@ const SEEN_WITHIN: Duration = Duration::from_secs(1);
 impl CudaEngine {
     /// The phase and control block of a micro-batch.
     pub(super) fn micro_batch(&self, part: &StepPart<'_>, gradient_scale: f64, lr: f32) -> (Phase, Control) {
-        let StepPart { batch, is_first: first, is_last: last, statistics_of } = *part;
+        let StepPart { batch, is_first: first, is_last: last, stat_pictures } = *part;
         let control = Control {
             valid: batch.labels.len() as u32,
-            stat_pictures: statistics_of as f32,
+            stat_pictures: stat_pictures as f32,
             grad_scale: gradient_scale as f32,
             lr,
             mixed: batch.mixed().is_some().into(),

@@ -21,27 +21,27 @@ fn dgrad_fits(inputs: u32, outputs: u32) -> bool {
 }
 
 pub(super) fn fuse(network: &Network, ops: &mut [FusedOp]) {
-    for at in 0..ops.len() {
-        let FusedOp::Conv(conv) = &ops[at] else { continue };
+    for index in 0..ops.len() {
+        let FusedOp::Conv(conv) = &ops[index] else { continue };
         if !conv.is_pointwise() {
             continue;
         }
         match (conv.shape.in_c as u32, conv.shape.out_c as u32) {
-            (REDUCED, EXPANDED) => fuse_with_norms(network, ops, at),
+            (REDUCED, EXPANDED) => fuse_with_norms(network, ops, index),
             (inputs, outputs) => {
                 if (inputs, outputs) == (EXPANDED, REDUCED) {
-                    fuse_with_block_end(ops, at);
+                    fuse_with_block_end(ops, index);
                 }
                 if dgrad_fits(inputs, outputs) {
-                    fuse_dgrad_with_norm(network, ops, at);
+                    fuse_dgrad_with_norm(network, ops, index);
                 }
             }
         }
     }
 }
 
-fn conv_at(ops: &[FusedOp], at: usize) -> Option<&Conv> {
-    match &ops[at] {
+fn conv_at(ops: &[FusedOp], index: usize) -> Option<&Conv> {
+    match &ops[index] {
         FusedOp::Conv(conv) => Some(conv),
         _ => None,
     }
@@ -56,8 +56,8 @@ fn norm_of(ops: &[FusedOp], tensor: TensorId) -> Option<&Norm> {
 }
 
 /// Fuses a convolution 64 -> 256 with the batch norms on both sides.
-fn fuse_with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
-    let Some(&Conv { input, output, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
+fn fuse_with_norms(network: &Network, ops: &mut [FusedOp], index: usize) {
+    let Some(&Conv { input, output, norm_after: Some(after), .. }) = conv_at(ops, index) else { return };
     let Some(norm) = norm_mut(ops, after) else { return };
     // The kernel reads the gradient of the ReLU's input, which is kept only for a batch norm with a shortcut.
     if (norm.relu && norm.shortcut.is_none()) || count_reads(network, output) != 1 {
@@ -73,16 +73,16 @@ fn fuse_with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
     if let Some(norm) = norm_before.and_then(|before| norm_mut(ops, before)) {
         norm.forward = NormForward::InConv;
     }
-    if let FusedOp::Conv(conv) = &mut ops[at] {
+    if let FusedOp::Conv(conv) = &mut ops[index] {
         conv.forward = ConvForward::WithNorms { norm_before };
         conv.backward = ConvBackward::WithNorms { norm_before };
     }
 }
 
 /// Fuses a convolution 256 -> 64 with the end of the preceding block.
-fn fuse_with_block_end(ops: &mut [FusedOp], at: usize) {
-    let Some(&Conv { input, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
-    let Some(FusedOp::Norm(end)) = ops[..at].last_mut() else { return };
+fn fuse_with_block_end(ops: &mut [FusedOp], index: usize) {
+    let Some(&Conv { input, norm_after: Some(after), .. }) = conv_at(ops, index) else { return };
+    let Some(FusedOp::Norm(end)) = ops[..index].last_mut() else { return };
     if end.output != input || !end.relu || end.shortcut.is_none() {
         return;
     }
@@ -91,14 +91,14 @@ fn fuse_with_block_end(ops: &mut [FusedOp], at: usize) {
     if let Some(norm) = norm_mut(ops, after) {
         norm.statistics = StatisticsIn::Conv;
     }
-    if let FusedOp::Conv(conv) = &mut ops[at] {
+    if let FusedOp::Conv(conv) = &mut ops[index] {
         conv.forward = ConvForward::WithBlockEnd { block_end };
     }
 }
 
 /// Moves the dgrad of a block's first convolution into the batch norm at the end of the preceding block.
-fn fuse_dgrad_with_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
-    let Some(&Conv { input, .. }) = conv_at(ops, at) else { return };
+fn fuse_dgrad_with_norm(network: &Network, ops: &mut [FusedOp], index: usize) {
+    let Some(&Conv { input, .. }) = conv_at(ops, index) else { return };
     let block_end =
         norm_of(ops, input).is_some_and(|norm| norm.relu && !norm.pooled && norm.shortcut.is_some());
     // If two convolutions read the tensor, one of the two gradients would have to be stored.
@@ -109,7 +109,7 @@ fn fuse_dgrad_with_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
     if !block_end || pointwise != 1 || count_reads(network, input) > 2 {
         return;
     }
-    if let FusedOp::Conv(conv) = &mut ops[at] {
+    if let FusedOp::Conv(conv) = &mut ops[index] {
         conv.backward = ConvBackward::DgradInNorm;
     }
 }

@@ -77,7 +77,7 @@ impl Fusion<'_> {
             Op::Gelu { ref bias, input, output } => FusedOp::Gelu { bias: bias.clone(), input, output },
             Op::Add { branch, shortcut, output } => {
                 match self.waiting.iter().position(|norm| norm.output == branch) {
-                    Some(at) => return self.fuse_addition(at, shortcut, output),
+                    Some(index) => return self.fuse_addition(index, shortcut, output),
                     None => FusedOp::Add { branch, shortcut, output },
                 }
             }
@@ -142,8 +142,8 @@ impl Fusion<'_> {
     }
 
     /// Fuses a waiting batch norm with its addition.
-    fn fuse_addition(&mut self, at: usize, tensor: TensorId, output: TensorId) {
-        let norm = self.waiting.swap_remove(at);
+    fn fuse_addition(&mut self, index: usize, tensor: TensorId, output: TensorId) {
+        let norm = self.waiting.swap_remove(index);
         let deferred = if self.capabilities.shortcut_norm { self.defer(tensor) } else { None };
         self.push_fused_norm(Norm { shortcut: Some(Shortcut { tensor, deferred }), output, ..norm });
     }

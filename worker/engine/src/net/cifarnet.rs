@@ -91,7 +91,7 @@ pub(super) fn initial(parameter: &Parameter, key: u64) -> Option<Draw> {
         // As if the weights had a standard deviation of 1 and the logits were divided by the number of features.
         (Role::LinearWeight, &[_, inputs]) => Some(Draw::Uniform(key, 3f64.sqrt() / inputs as f64)),
         (Role::LinearBias, _) => Some(Draw::Constant(0.0)),
-        // PyTorch's default for a convolution's bias: the whitened channels are twice the values of a patch.
+        // PyTorch's default for a convolution's bias, 1 / sqrt(values of a patch). There are two biases for each value.
         (Role::Beta, _) if parameter.name == "whiten.bias" => {
             Some(Draw::Uniform(key, 1.0 / (len as f64 / 2.0).sqrt()))
         }
@@ -127,8 +127,8 @@ mod tests {
 
     #[test]
     fn initial_convolutions_are_the_identity_and_logits_are_small() {
-        let all = initial_parameters(&network(32, 3).unwrap(), false, 3);
-        let filters = &all["group2.conv1.weight"].values;
+        let parameters = initial_parameters(&network(32, 3).unwrap(), false, 3);
+        let filters = &parameters["group2.conv1.weight"].values;
         for (output, filter) in filters.chunks_exact(64 * 9).enumerate() {
             let ones: Vec<usize> = (0..filter.len()).filter(|&at| filter[at] == 1.0).collect();
             if output < 64 {
@@ -137,9 +137,9 @@ mod tests {
                 assert!(ones.is_empty() && filter.iter().any(|v| *v != 0.0));
             }
         }
-        let head = &all["head.weight"].values;
+        let head = &parameters["head.weight"].values;
         let std = (head.iter().map(|v| v * v).sum::<f32>() / head.len() as f32).sqrt();
         assert!((std * 256.0 - 1.0).abs() < 0.05, "{std}");
-        assert!(all["head.bias"].values.iter().all(|v| *v == 0.0));
+        assert!(parameters["head.bias"].values.iter().all(|v| *v == 0.0));
     }
 }

@@ -21,7 +21,7 @@ pub enum Op {
         padding: usize,
         groups: usize,
     },
-    /// Normalises each channel over batch, height and width (epsilon 1e-5, running momentum 0.1).
+    /// Normalises each channel over batch, height and width (epsilon 1e-5; running momentum 0.1, for `cifarnet` 0.4).
     /// Parameters `weight` and `bias`, statistics `running_mean` and `running_var`, all `[channels]`.
     BatchNorm { name: String, input: TensorId, output: TensorId },
     /// max(x, 0).
@@ -85,19 +85,19 @@ impl Op {
     pub fn on(&self, inputs: &[TensorId], output: TensorId) -> Self {
         let mut op = self.clone();
         match &mut op {
-            Op::Add { branch, shortcut, output: made } => {
-                (*branch, *shortcut, *made) = (inputs[0], inputs[1], output);
+            Op::Add { branch, shortcut, output: op_output } => {
+                (*branch, *shortcut, *op_output) = (inputs[0], inputs[1], output);
             }
-            Op::Conv { input, output: made, .. }
-            | Op::BatchNorm { input, output: made, .. }
-            | Op::Relu { input, output: made }
-            | Op::Gelu { input, output: made, .. }
-            | Op::MaxPool { input, output: made, .. }
-            | Op::GlobalAveragePool { input, output: made }
-            | Op::Linear { input, output: made, .. }
-            | Op::Redistribute { input, output: made }
-            | Op::Halo { input, output: made, .. }
-            | Op::MeanOfRows { input, output: made } => (*input, *made) = (inputs[0], output),
+            Op::Conv { input, output: op_output, .. }
+            | Op::BatchNorm { input, output: op_output, .. }
+            | Op::Relu { input, output: op_output }
+            | Op::Gelu { input, output: op_output, .. }
+            | Op::MaxPool { input, output: op_output, .. }
+            | Op::GlobalAveragePool { input, output: op_output }
+            | Op::Linear { input, output: op_output, .. }
+            | Op::Redistribute { input, output: op_output }
+            | Op::Halo { input, output: op_output, .. }
+            | Op::MeanOfRows { input, output: op_output } => (*input, *op_output) = (inputs[0], output),
         }
         op
     }
@@ -294,7 +294,7 @@ impl Network {
 
     /// Every parameter and running statistic, in the order of torchvision's `state_dict`.
     pub fn parameters(&self) -> Vec<Parameter> {
-        let mut all = Vec::new();
+        let mut parameters = Vec::new();
         for op in &self.ops {
             let output = op.output();
             // Split outputs shorten a weight's first dimension. Split inputs, which make the output a partial sum, shorten the second.
@@ -304,8 +304,8 @@ impl Network {
                 Placement::Batch | Placement::Whole => None,
             };
             let own_part = split.and_then(|(dimension, tensor)| {
-                let (range, all) = self.part.as_ref()?.channels(tensor)?;
-                Some((dimension, range, all))
+                let (range, whole_channels) = self.part.as_ref()?.channels(tensor)?;
+                Some((dimension, range, whole_channels))
             });
             let mut push = |suffix: &str, shape: Vec<usize>, role: Role| {
                 let name = match op {
@@ -317,19 +317,20 @@ impl Network {
                 };
                 if let Some(name) = name {
                     let own_part = own_part.clone().filter(|(dimension, ..)| *dimension < shape.len());
-                    let slice = own_part.map(|(dimension, range, all)| {
+                    let slice = own_part.map(|(dimension, range, whole_channels)| {
                         let mut whole = shape.clone();
-                        whole[dimension] = all;
+                        whole[dimension] = whole_channels;
                         Slice { dimension, range, whole }
                     });
                     let axes = self.axes(output);
-                    all.push(Parameter { name: format!("{name}.{suffix}"), shape, role, slice, axes });
+                    let name = format!("{name}.{suffix}");
+                    parameters.push(Parameter { name, shape, role, slice, axes });
                 }
             };
             match *op {
                 Op::Conv { input, output, kernel, groups, .. } => {
-                    let (from, to) = (self.tensors[input].channels / groups, self.tensors[output].channels);
-                    push("weight", vec![to, from, kernel, kernel], Role::ConvWeight);
+                    let [inputs, outputs] = [input, output].map(|tensor| self.tensors[tensor].channels);
+                    push("weight", vec![outputs, inputs / groups, kernel, kernel], Role::ConvWeight);
                 }
                 Op::BatchNorm { output, .. } => {
                     let channels = vec![self.tensors[output].channels];
@@ -341,9 +342,9 @@ impl Network {
                     push("running_var", channels, Role::RunningVar);
                 }
                 Op::Linear { input, output, .. } => {
-                    let (from, to) = (self.tensors[input].len(), self.tensors[output].len());
-                    push("weight", vec![to, from], Role::LinearWeight);
-                    push("bias", vec![to], Role::LinearBias);
+                    let (inputs, outputs) = (self.tensors[input].len(), self.tensors[output].len());
+                    push("weight", vec![outputs, inputs], Role::LinearWeight);
+                    push("bias", vec![outputs], Role::LinearBias);
                 }
                 Op::Gelu { bias: Some(_), output, .. } => {
                     push("bias", vec![self.tensors[output].channels], Role::Beta);
@@ -358,13 +359,13 @@ impl Network {
                 | Op::MeanOfRows { .. } => {}
             }
         }
-        all
+        parameters
     }
 
     /// Whether the optimizer changes `parameter` of this network.
     pub fn trains(&self, parameter: &Parameter) -> bool {
-        let of_norm = matches!(parameter.role, Role::Gamma { .. } | Role::Beta);
-        let is_fixed = self.frozen_norm && of_norm || self.fixed.contains(&parameter.name);
+        let is_of_norm = matches!(parameter.role, Role::Gamma { .. } | Role::Beta);
+        let is_fixed = self.frozen_norm && is_of_norm || self.fixed.contains(&parameter.name);
         parameter.role.is_trained() && !is_fixed
     }
 
@@ -423,7 +424,7 @@ impl Network {
         self.grouped_conv(name, input, channels, kernel, stride, 1)
     }
 
-    /// [`Network::conv`] in `groups`, which must divide the channels of input and output.
+    /// As [`Network::conv`], in `groups` groups of channels. `groups` must divide the channels of input and output.
     pub fn grouped_conv(
         &mut self,
         name: impl Into<String>,

@@ -80,26 +80,26 @@ mod tests {
 
     #[test]
     fn values_have_the_published_distributions() {
-        let all = initial_parameters(&network(), false, 7);
-        let w = &all["layer3.1.conv1.weight"].values;
-        let n = w.len() as f64;
-        let mean = w.iter().map(|&v| f64::from(v)).sum::<f64>() / n;
-        let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / n).sqrt();
+        let parameters = initial_parameters(&network(), false, 7);
+        let w = &parameters["layer3.1.conv1.weight"].values;
+        let count = w.len() as f64;
+        let mean = w.iter().map(|&v| f64::from(v)).sum::<f64>() / count;
+        let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / count).sqrt();
         let expected = (2.0 / (64.0 * 9.0f64)).sqrt();
-        assert!(mean.abs() < 4.0 * expected / n.sqrt(), "{mean}");
+        assert!(mean.abs() < 4.0 * expected / count.sqrt(), "{mean}");
         assert!((std / expected - 1.0).abs() < 0.02, "{std} instead of {expected}");
-        let fc = &all["fc.weight"].values;
+        let fc = &parameters["fc.weight"].values;
         assert!(fc.iter().all(|v| v.abs() <= 0.125) && fc.iter().any(|v| v.abs() > 0.12));
-        assert!(all["layer1.0.bn2.weight"].values.iter().all(|&v| v == 1.0));
+        assert!(parameters["layer1.0.bn2.weight"].values.iter().all(|&v| v == 1.0));
     }
 
     /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, for any number of groups.
     #[test]
     fn grouped_convolutions_are_initialised_as_in_torchvision() {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, ..ModelSpec::default() };
-        let all = initial_parameters(&resnet::build(&model, 32, 3, 10).unwrap(), true, 7);
+        let parameters = initial_parameters(&resnet::build(&model, 32, 3, 10).unwrap(), true, 7);
         for (name, outputs) in [("layer1.0.conv2.weight", 128), ("layer4.2.conv2.weight", 1024)] {
-            let w = &all[name].values;
+            let w = &parameters[name].values;
             let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / w.len() as f64).sqrt();
             let expected = (2.0 / f64::from(outputs * 9)).sqrt();
             assert!((std / expected - 1.0).abs() < 0.05, "{name}: {std} instead of {expected}");
@@ -111,10 +111,10 @@ mod tests {
         let bottlenecks =
             resnet::build(&ModelSpec { arch: Arch::ResNet50, ..ModelSpec::default() }, 32, 3, 10).unwrap();
         for (network, last, count) in [(network(), "bn2.weight", 9), (bottlenecks, "bn3.weight", 16)] {
-            let all = initial_parameters(&network, true, 7);
+            let parameters = initial_parameters(&network, true, 7);
             let is_zero =
                 |(name, tensor): &(&String, &HostTensor)| name.ends_with("weight") && tensor.values[0] == 0.0;
-            let zero: Vec<_> = all.iter().filter(is_zero).map(|(name, _)| name).collect();
+            let zero: Vec<_> = parameters.iter().filter(is_zero).map(|(name, _)| name).collect();
             assert!(zero.len() == count && zero.iter().all(|name| name.ends_with(last)), "{zero:?}");
         }
     }
@@ -122,9 +122,9 @@ mod tests {
     #[test]
     fn initial_values_never_change() {
         // Pinned: other values would change every training run.
-        let all = initial_parameters(&network(), false, 0);
-        let first: Vec<u32> = all["conv1.weight"].values[..3].iter().map(|v| v.to_bits()).collect();
+        let parameters = initial_parameters(&network(), false, 0);
+        let first: Vec<u32> = parameters["conv1.weight"].values[..3].iter().map(|v| v.to_bits()).collect();
         assert_eq!(first, [3_182_163_078, 1_034_881_237, 1_025_365_299]);
-        assert_ne!(all, initial_parameters(&network(), false, 1));
+        assert_ne!(parameters, initial_parameters(&network(), false, 1));
     }
 }

@@ -69,11 +69,11 @@ impl Rows {
         Self { whole: self.whole, of_rank: output.of_rank.iter().map(reached).collect() }
     }
 
-    /// The rows of rank `from` that are among the `wanted` rows of rank `to`.
-    pub fn given(&self, from: usize, wanted: &Self, to: usize) -> Range<isize> {
-        let (has, wants) = (&self.of_rank[from], &wanted.of_rank[to]);
-        let start = has.start.max(wants.start);
-        start..has.end.min(wants.end).max(start)
+    /// The rows of rank `from` that are among the `reached` rows of rank `to`.
+    pub fn rows_to_send(&self, from: usize, reached: &Self, to: usize) -> Range<isize> {
+        let (own, needed) = (&self.of_rank[from], &reached.of_rank[to]);
+        let start = own.start.max(needed.start);
+        start..own.end.min(needed.end).max(start)
     }
 }
 
@@ -132,12 +132,12 @@ impl Slice {
     fn runs(&self, own: Range<usize>, mut visit: impl FnMut(Range<usize>, usize)) {
         let inner: usize = self.whole[self.dimension + 1..].iter().product();
         let run_len = self.range.len() * inner;
-        let mut at = own.start;
-        while at < own.end {
-            let (block, within) = (at / run_len, at % run_len);
-            let end = own.end.min(at + run_len - within);
-            visit(at..end, (block * self.whole[self.dimension] + self.range.start) * inner + within);
-            at = end;
+        let mut index = own.start;
+        while index < own.end {
+            let (block, within) = (index / run_len, index % run_len);
+            let end = own.end.min(index + run_len - within);
+            visit(index..end, (block * self.whole[self.dimension] + self.range.start) * inner + within);
+            index = end;
         }
     }
 
@@ -151,8 +151,8 @@ impl Slice {
 
     /// Copies `values`, the part's values from index `from` on, to their places in the `whole` parameter.
     pub fn write(&self, from: usize, values: &[f32], whole: &mut [f32]) {
-        self.runs(from..from + values.len(), |own, at| {
-            whole[at..at + own.len()].copy_from_slice(&values[own.start - from..own.end - from]);
+        self.runs(from..from + values.len(), |own, start| {
+            whole[start..start + own.len()].copy_from_slice(&values[own.start - from..own.end - from]);
         });
     }
 
@@ -207,11 +207,12 @@ mod tests {
         {
             let rows = Rows::shared(whole, ranks);
             let output = Rows::shared((whole + 2 * padding - kernel) / stride + 1, ranks);
-            let wanted = rows.reached(&output, kernel, stride, padding);
+            let reached = rows.reached(&output, kernel, stride, padding);
             for to in 0..ranks {
-                let given: Vec<isize> = (0..ranks).flat_map(|from| rows.given(from, &wanted, to)).collect();
-                let inside = wanted.of_rank[to].clone().filter(|row| (0..whole as isize).contains(row));
-                assert_eq!(given, inside.collect::<Vec<_>>(), "{whole} rows, rank {to}");
+                let received: Vec<isize> =
+                    (0..ranks).flat_map(|from| rows.rows_to_send(from, &reached, to)).collect();
+                let inside = reached.of_rank[to].clone().filter(|row| (0..whole as isize).contains(row));
+                assert_eq!(received, inside.collect::<Vec<_>>(), "{whole} rows, rank {to}");
             }
         }
     }

@@ -41,8 +41,8 @@ impl Patches {
         let mut patch = vec![0.0f64; values];
         for top in 0..=side - KERNEL {
             for left in 0..=side - KERNEL {
-                for (at, value) in patch.iter_mut().enumerate() {
-                    let (channel, y, x) = (at / KERNEL / KERNEL, at / KERNEL % KERNEL, at % KERNEL);
+                for (i, value) in patch.iter_mut().enumerate() {
+                    let (channel, y, x) = (i / KERNEL / KERNEL, i / KERNEL % KERNEL, i % KERNEL);
                     *value = f64::from(picture[((top + y) * side + left + x) * channels + channel]);
                 }
                 for (row, v) in patch.iter().enumerate() {
@@ -62,10 +62,10 @@ impl Patches {
         let mean = |row: usize, column: usize| {
             self.moments[row.min(column) * values + row.max(column)] / self.count.max(1.0)
         };
-        let matrix = (0..values * values).map(|at| mean(at / values, at % values)).collect();
+        let matrix = (0..values * values).map(|i| mean(i / values, i % values)).collect();
         let (eigenvalues, vectors) = eigen_decomposition(matrix, values);
-        let scaled = (0..values * values).map(|at| {
-            let (vector, value) = (at / values, at % values);
+        let scaled = (0..values * values).map(|i| {
+            let (vector, value) = (i / values, i % values);
             vectors[value * values + vector] / (eigenvalues[vector].max(0.0) + EPSILON).sqrt()
         });
         let scaled: Vec<f32> = scaled.map(|v| v as f32).collect();
@@ -76,12 +76,13 @@ impl Patches {
 
 /// Eigenvalues of a symmetric matrix of `n` rows, and eigenvectors as columns, by Jacobi's rotations in cyclic order.
 fn eigen_decomposition(mut a: Vec<f64>, n: usize) -> (Vec<f64>, Vec<f64>) {
-    let mut vectors: Vec<f64> = (0..n * n).map(|at| if at / n == at % n { 1.0 } else { 0.0 }).collect();
+    let mut vectors: Vec<f64> = (0..n * n).map(|i| if i / n == i % n { 1.0 } else { 0.0 }).collect();
     for _ in 0..SWEEPS {
         let squares_where = |includes: &dyn Fn(usize, usize) -> bool| -> f64 {
-            (0..n * n).filter(|at| includes(at / n, at % n)).map(|at| a[at] * a[at]).sum()
+            (0..n * n).filter(|i| includes(i / n, i % n)).map(|i| a[i] * a[i]).sum()
         };
         let is_diagonal = |row: usize, column: usize| row == column;
+        // Smaller entries outside the diagonal do not change float32 filters.
         if squares_where(&|row, column| !is_diagonal(row, column)) <= 1e-24 * squares_where(&is_diagonal) {
             break;
         }
@@ -134,12 +135,12 @@ mod tests {
         // The second moments of the outputs of the first twelve filters. The other twelve filters are their negatives.
         let outputs: Vec<Vec<f64>> = pictures
             .iter()
-            .flat_map(|picture| (0..8 * 8).map(move |at| (picture, at / 8, at % 8)))
+            .flat_map(|picture| (0..8 * 8).map(move |i| (picture, i / 8, i % 8)))
             .map(|(picture, top, left)| {
                 let filter = |filter: &[f32]| -> f64 {
                     let value =
-                        |at: usize| picture[((top + at / 2 % 2) * side + left + at % 2) * channels + at / 4];
-                    filter.iter().enumerate().map(|(at, w)| f64::from(*w) * f64::from(value(at))).sum()
+                        |i: usize| picture[((top + i / 2 % 2) * side + left + i % 2) * channels + i / 4];
+                    filter.iter().enumerate().map(|(i, w)| f64::from(*w) * f64::from(value(i))).sum()
                 };
                 filters.values.chunks(12).map(filter).collect()
             })
@@ -148,8 +149,8 @@ mod tests {
             for j in 0..12 {
                 let moment =
                     outputs.iter().map(|output| output[i] * output[j]).sum::<f64>() / outputs.len() as f64;
-                let wanted = if i == j { 1.0 } else { 0.0 };
-                assert!((moment - wanted).abs() < 0.02, "{i}, {j}: {moment}");
+                let expected = if i == j { 1.0 } else { 0.0 };
+                assert!((moment - expected).abs() < 0.02, "{i}, {j}: {moment}");
             }
             assert!(outputs.iter().all(|output| output[i] == -output[i + 12]));
         }

@@ -1,7 +1,7 @@
 //! A cost model of plans: time and memory of each operation on one rank, from the figures of a [`Machine`]. It has few
 //! terms (ParaDL, arXiv 2104.09075). The time of an operation is that of its arithmetic or of its memory traffic,
 //! whichever is longer. An exchange has the latency of a tree and the bytes of a ring. Devices also lose time before and
-//! behind an exchange between kernels. Gradients are reduced concurrently with the backward pass of the layers before.
+//! after an exchange between kernels. Gradients are reduced concurrently with the backward pass of the layers before.
 //! Stages wait for the slowest stage. The model does not include the preparation of pictures, evaluation and checkpoints.
 
 use super::{Mesh, Plan, lower};
@@ -30,8 +30,8 @@ const BETWEEN_KERNELS_SECS: f64 = 18e-6;
 const REDUCTION_SLOWDOWN: f64 = 0.5;
 /// Messages of a send and its acknowledgement.
 const ACKNOWLEDGED: f64 = 2.0;
-/// The number of products of a device's 7x7 convolution of the pictures, which have four channels, if ranks share rows. Tensor cores
-/// multiply eight channels of 7x7 pixels. Otherwise pictures are folded, and the kernel has 4x4 pixels and 16 channels.
+/// Factor by which a device's 7x7 convolution of the pictures has more products if ranks share rows: tensor cores then multiply 7x7
+/// pixels of eight channels, of which pictures use four. Otherwise pictures are folded to 16 channels, and the kernel has 4x4 pixels.
 const UNFOLDED: f64 = (8.0 * 49.0) / (16.0 * 16.0);
 /// A pooling behind the exchange of rows is not fused with the batch norm before it, so the activation between them and its gradient
 /// are each written and read.
@@ -82,8 +82,9 @@ pub struct Rates {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearRate {
+    /// Number of pictures of the measured step.
     pub pictures: f64,
-    /// Number of floating-point operations in a step of these pictures.
+    /// Number of floating-point operations of the layer in this step.
     pub operations: f64,
     pub flops_per_second: f64,
     /// Memory bandwidth of the update of the weights. Passes over small activations are slower than this.
@@ -163,14 +164,14 @@ impl Rates {
         value_bytes: u64,
     ) -> Result<Self, String> {
         let find = |time: &LayerTime| {
-            let is_it = |op: &&Op| match (&time.name, op) {
+            let is_timed_op = |op: &&Op| match (&time.name, op) {
                 (Some(of), Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. }) => {
                     of == name
                 }
                 (None, op) => op.output() == time.output,
                 _ => false,
             };
-            network.ops.iter().find(is_it)
+            network.ops.iter().find(is_timed_op)
         };
         // (operations, seconds) by kind. An operation that is fused into a convolution has no separate time.
         let mut sums: BTreeMap<&str, [f64; 2]> = BTreeMap::new();
@@ -213,8 +214,8 @@ impl Rates {
     }
 
     /// Adds the rates of the head of `network`, which is wider than the head in [`Rates::fit`]. A step of `pictures`
-    /// pictures took `step_secs`. The time of the head is what remains after subtracting the predicted times of all other
-    /// operations; without the head's products, whose time is in `times`, the update of its weights remains.
+    /// pictures took `step_secs`. The time of the head is `step_secs` minus the predicted times of all other operations. It
+    /// consists of the head's products, whose time is in `times`, and of the update of the head's weights.
     pub fn add_head(
         &mut self,
         network: &Network,
@@ -236,7 +237,7 @@ impl Rates {
             }
         }
         // Nothing remains if the step was faster than predicted without the head. The step whose operations were timed may have
-        // been slower than `step_secs`, so some time is left for the update.
+        // been slower than `step_secs`, so a tenth of the head's time is left for the update.
         product_secs = f64::min(product_secs, 0.9 * head_secs);
         if product_secs > 0.0 {
             self.linear.push(LinearRate {
@@ -252,23 +253,23 @@ impl Rates {
     /// Seconds of an operation in a step of `pictures` pictures: of its arithmetic or its memory traffic, whichever is
     /// longer.
     fn secs(&self, network: &Network, op: &Op, pictures: f64) -> f64 {
-        let value = self.value_bytes as f64;
+        let value_bytes = self.value_bytes as f64;
         match kind(op) {
             Some(kind) => {
                 let operations = pictures * operations_of(network, op);
-                let passes = PRODUCTS * weights_of(network, op) * value / self.memory_bytes_per_second;
+                let passes = PRODUCTS * weights_of(network, op) * value_bytes / self.memory_bytes_per_second;
                 (operations / self.flops_of(kind, operations, pictures)).max(passes)
             }
-            None => pictures * passes_of(network, op) * value / self.memory_bytes_per_second,
+            None => pictures * passes_of(network, op) * value_bytes / self.memory_bytes_per_second,
         }
     }
 
-    /// The rates of a linear layer with so many operations per picture: interpolated linearly between two measured sizes, with
-    /// logarithms of rates and size.
+    /// The rates of a linear layer with `operations_per_picture`: interpolated linearly between two measured sizes, with logarithms
+    /// of rates and size.
     fn linear_of(&self, operations_per_picture: f64) -> Option<LinearRate> {
         let larger =
             self.linear.partition_point(|rate| rate.operations_per_picture() <= operations_per_picture);
-        let smaller = larger.checked_sub(1).map(|place| self.linear[place]);
+        let smaller = larger.checked_sub(1).map(|index| self.linear[index]);
         match (smaller, self.linear.get(larger)) {
             (Some(a), Some(b)) => {
                 let from = a.operations_per_picture();
@@ -295,25 +296,25 @@ impl Rates {
     }
 
     /// The rate of `operations` of a kind over `pictures` pictures. For a kind that was not measured, the mean of all measured rates.
-    /// Reading the weights limits the rate of a slow linear layer, so that more pictures than measured take as long, up to the rate of the
+    /// Reading its weights limits a slow linear layer: more pictures than measured take the same time, until the rate reaches that of the
     /// fastest kind of operation.
     fn flops_of(&self, kind: &str, operations: f64, pictures: f64) -> f64 {
-        let all = &self.flops_per_second;
+        let rates = &self.flops_per_second;
         if kind == "linear"
             && let Some(LinearRate { flops_per_second, pictures: measured, .. }) =
                 self.linear_of(operations / pictures)
         {
-            let fastest = all.values().copied().fold(flops_per_second, f64::max);
+            let fastest = rates.values().copied().fold(flops_per_second, f64::max);
             return (flops_per_second * (pictures / measured).max(1.0)).min(fastest);
         }
-        all.get(kind).copied().unwrap_or_else(|| all.values().sum::<f64>() / all.len().max(1) as f64)
+        rates.get(kind).copied().unwrap_or_else(|| rates.values().sum::<f64>() / rates.len().max(1) as f64)
     }
 }
 
 /// The work of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Workload {
-    /// Number of pictures of all ranks together.
+    /// Number of pictures of a step on all ranks together.
     pub pictures: u64,
     /// Number of micro-batches.
     pub accumulate: u64,
@@ -371,7 +372,7 @@ pub struct Cost {
 /// As for [`lower`](super::lower()), or the pictures cannot be divided over the ranks; a sentence.
 pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) -> Result<Cost, String> {
     let mesh = plan.mesh;
-    let Some(own) = work.pictures_of_rank(mesh) else {
+    let Some(own_pictures) = work.pictures_of_rank(mesh) else {
         return Err(format!(
             "the {} pictures of a step cannot be divided over {} ranks and {} micro-batches",
             work.pictures,
@@ -381,24 +382,24 @@ pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) 
     };
     let stage = |stage: usize| -> Result<Stage, String> {
         let local = lower(network, plan, stage * mesh.ranks_of_stage())?;
-        Ok(StageModel { local: &local, plan, machine, work, own: own as f64 }.cost(stage))
+        Ok(StageModel { local: &local, plan, machine, work, own_pictures: own_pictures as f64 }.cost(stage))
     };
     let stages = (0..mesh.stage).map(stage).collect::<Result<Vec<_>, _>>()?;
     let largest = |value: fn(&Stage) -> f64| stages.iter().map(value).fold(0.0, f64::max);
     let spent = |stage: &Stage| stage.spent.compute + stage.spent.exchange;
     let slowest = stages.iter().max_by(|a, b| spent(a).total_cmp(&spent(b))).map(|stage| stage.spent);
     let Spent { compute, exchange, .. } = slowest.unwrap_or_default();
-    let times = work.accumulate.max(1) as f64;
+    let micro_batches = work.accumulate.max(1) as f64;
     // In the bubble, a micro-batch passes through the other stages.
     let bubble = stages.iter().map(spent).sum::<f64>() - (compute + exchange);
     let (gradients, update) = (largest(|stage| stage.gradients), largest(|stage| stage.update));
-    let step = times * (compute + exchange) + bubble + gradients + update;
+    let step = micro_batches * (compute + exchange) + bubble + gradients + update;
     let memory_bytes = largest(|stage| stage.memory_bytes);
     Ok(Cost {
         operators: stages.into_iter().flat_map(|stage| stage.operators).collect(),
         step_ms: 1e3 * step,
-        compute_ms: 1e3 * times * compute,
-        exchange_ms: 1e3 * times * exchange,
+        compute_ms: 1e3 * micro_batches * compute,
+        exchange_ms: 1e3 * micro_batches * exchange,
         bubble_ms: 1e3 * bubble,
         gradients_ms: 1e3 * gradients,
         update_ms: 1e3 * update,
@@ -423,7 +424,7 @@ struct StageModel<'a> {
     machine: &'a Machine,
     work: &'a Workload,
     /// Number of a rank's own pictures in a micro-batch.
-    own: f64,
+    own_pictures: f64,
 }
 
 /// Seconds in which a rank computes and exchanges data, and bytes that it sends.
@@ -438,23 +439,23 @@ impl StageModel<'_> {
     /// The cost of stage number `number`.
     fn cost(&self, number: usize) -> Stage {
         let Self { local, machine, work, plan, .. } = self;
-        let value = machine.rates.value_bytes as f64;
-        let picture = self.own * local.tensors[local.input()].len() as f64 * value;
-        let (mut operators, mut all, mut largest) = (Vec::new(), Spent::default(), picture);
+        let (value_bytes, micro_batches) = (machine.rates.value_bytes as f64, work.accumulate.max(1) as f64);
+        let picture_bytes = self.own_pictures * local.tensors[local.input()].len() as f64 * value_bytes;
+        let (mut operators, mut total, mut largest) = (Vec::new(), Spent::default(), picture_bytes);
         // The exchange of the next operation's inputs, and the bytes that are kept of these inputs.
-        let (mut input_exchange, mut input_bytes) = (Spent::default(), picture);
+        let (mut input_exchange, mut input_bytes) = (Spent::default(), picture_bytes);
         let mut update_secs = 0.0;
         // By operation: seconds of its backward pass, and of the reduction of its gradient.
         let mut reductions: Vec<[f64; 2]> = Vec::new();
         // Number of micro-batches between their forward and their backward pass.
-        let in_flight = work.accumulate.max(1).min((plan.mesh.stage - number) as u64) as f64;
+        let in_flight = micro_batches.min((plan.mesh.stage - number) as f64);
         if number > 0 {
             // The gradient of the stage's input is sent to the preceding stage.
-            self.add_stage_transfer(self.values(local.input()) * value, &mut input_exchange);
+            self.add_stage_transfer(self.values(local.input()) * value_bytes, &mut input_exchange);
         }
         for op in &local.ops {
             let output = op.output();
-            let bytes = self.values(output) * value;
+            let bytes = self.values(output) * value_bytes;
             largest = f64::max(largest, bytes);
             if let Op::Redistribute { .. } | Op::Halo { .. } | Op::MeanOfRows { .. } = op {
                 self.add_exchange(op, &mut input_exchange);
@@ -470,19 +471,19 @@ impl StageModel<'_> {
                 // Sums of gradients over micro-batches are float32. They are written for each micro-batch, and read for each but the
                 // first one. On a device, another pass adds the gradient to the sum.
                 let later = work.accumulate.saturating_sub(1) as f64;
-                let gradient = if later > 0.0 { WEIGHT_BYTES } else { value };
+                let gradient_bytes = if later > 0.0 { WEIGHT_BYTES } else { value_bytes };
                 if later > 0.0 {
-                    let added = if machine.shared_memory { 0.0 } else { value + WEIGHT_BYTES };
-                    let passes = later * WEIGHT_BYTES / (later + 1.0) + added;
-                    spent.compute += weights * passes / machine.rates.memory_bytes_per_second;
+                    let added_bytes = if machine.shared_memory { 0.0 } else { value_bytes + WEIGHT_BYTES };
+                    let bytes_per_weight = later * WEIGHT_BYTES / (later + 1.0) + added_bytes;
+                    spent.compute += weights * bytes_per_weight / machine.rates.memory_bytes_per_second;
                 }
-                let (secs, sent_gradient) = self.gradient_reduction(output, weights * gradient);
+                let (secs, sent_gradient) = self.gradient_reduction(output, weights * gradient_bytes);
                 sent += sent_gradient;
                 // With divided state, gradients are reduce-scattered during the backward pass, and weights are gathered
                 // after the update.
                 if plan.optimizer_sharding && !self.shares_memory() {
                     reduction_secs = 0.5 * secs;
-                    update_secs += 0.5 * self.gradient_reduction(output, weights * value).0;
+                    update_secs += 0.5 * self.gradient_reduction(output, weights * value_bytes).0;
                 } else {
                     reduction_secs = secs;
                 }
@@ -500,54 +501,53 @@ impl StageModel<'_> {
             };
             let state = weights * work.state as f64 / self.state_parts(output);
             let gradients = if self.shares_memory() { weights / plan.mesh.ranks() as f64 } else { weights };
-            let half = if value < WEIGHT_BYTES { value } else { 0.0 };
-            memory = in_flight * memory + (weights + gradients + state) * WEIGHT_BYTES + weights * half;
-            let times = work.accumulate.max(1) as f64;
+            // Devices that compute in 16 bits also have a copy of the weights in 16 bits.
+            let copy_bytes = if value_bytes < WEIGHT_BYTES { value_bytes } else { 0.0 };
+            memory = in_flight * memory + (weights + gradients + state) * WEIGHT_BYTES + weights * copy_bytes;
             operators.push(OperatorCost {
                 placement: local.placement(output).clone(),
                 shares_rows: local.rows(output).is_some(),
                 memory_bytes: memory,
-                sent_bytes: sent + times * spent.sent,
-                ms: 1e3 * times * (spent.compute + spent.exchange),
+                sent_bytes: sent + micro_batches * spent.sent,
+                ms: 1e3 * micro_batches * (spent.compute + spent.exchange),
             });
-            all.compute += spent.compute;
-            all.exchange += spent.exchange;
+            total.compute += spent.compute;
+            total.exchange += spent.exchange;
         }
         if number + 1 == plan.mesh.stage {
             self.add_loss(&mut input_exchange);
         } else {
-            self.add_stage_transfer(self.values(local.logits()) * value, &mut input_exchange);
+            self.add_stage_transfer(self.values(local.logits()) * value_bytes, &mut input_exchange);
         }
-        all.exchange += input_exchange.exchange;
-        let times = work.accumulate.max(1) as f64;
+        total.exchange += input_exchange.exchange;
         if let Some(last) = operators.last_mut() {
-            last.ms += 1e3 * times * input_exchange.exchange;
-            last.sent_bytes += times * input_exchange.sent;
+            last.ms += 1e3 * micro_batches * input_exchange.exchange;
+            last.sent_bytes += micro_batches * input_exchange.sent;
         }
         let gradients = self.gradients_secs(&reductions);
         // In addition, one activation and its gradient are in memory at a time.
         let memory_bytes =
             operators.iter().map(|operator| operator.memory_bytes).sum::<f64>() + 2.0 * largest;
-        Stage { operators, spent: all, gradients, update: update_secs, memory_bytes }
+        Stage { operators, spent: total, gradients, update: update_secs, memory_bytes }
     }
 
     /// Seconds that the reduction of gradients adds to the last micro-batch. By operation, `reductions` has the seconds of its backward
     /// pass, and of the reduction of its gradient. The reduction begins when the gradient is complete and the preceding reduction has
     /// ended, or, on devices that sum gradients over micro-batches, after the backward pass.
     fn gradients_secs(&self, reductions: &[[f64; 2]]) -> f64 {
-        let [backward, all] = [0, 1].map(|part| reductions.iter().map(|secs| secs[part]).sum::<f64>());
+        let [backward, reduction] = [0, 1].map(|part| reductions.iter().map(|secs| secs[part]).sum::<f64>());
         if self.machine.shared_memory {
-            return f64::max(0.0, all - backward);
+            return f64::max(0.0, reduction - backward);
         }
         if self.work.accumulate > 1 || self.exchanges_between_kernels() {
-            return all;
+            return reduction;
         }
         // When the backward pass of an operation and the reduction of its gradient end.
         let (mut now, mut reduced, mut slowdown) = (0.0, 0.0, 0.0);
-        for &[own, reduction] in reductions.iter().rev() {
-            let concurrent = f64::min(own, f64::max(0.0, reduced - now) / (1.0 + REDUCTION_SLOWDOWN));
+        for &[backward, reduction] in reductions.iter().rev() {
+            let concurrent = f64::min(backward, f64::max(0.0, reduced - now) / (1.0 + REDUCTION_SLOWDOWN));
             slowdown += REDUCTION_SLOWDOWN * concurrent;
-            now += own + REDUCTION_SLOWDOWN * concurrent;
+            now += backward + REDUCTION_SLOWDOWN * concurrent;
             if reduction > 0.0 {
                 reduced = f64::max(reduced, now) + reduction;
             }
@@ -580,7 +580,7 @@ impl StageModel<'_> {
     /// Number of values of an activation on this rank.
     fn values(&self, tensor: TensorId) -> f64 {
         let of_group = *self.local.placement(tensor) != Placement::Batch;
-        let pictures = self.own * if of_group { self.plan.mesh.model as f64 } else { 1.0 };
+        let pictures = self.own_pictures * if of_group { self.plan.mesh.model as f64 } else { 1.0 };
         pictures * self.local.tensors[tensor].len() as f64
     }
 
@@ -597,9 +597,9 @@ impl StageModel<'_> {
             let group = self.pictures_group(self.local.axes(op.output()));
             // Two sums per channel, in the forward and in the backward pass.
             let bytes = 2.0 * channels * STATISTIC_BYTES;
-            let of_others = (group.ranks - 1) as f64 * bytes;
+            let sent_bytes = (group.ranks - 1) as f64 * bytes;
             (0..2).for_each(|_| match self.uses_peer_memory(group) {
-                true => self.add_transfer(group, 1.0, of_others, spent),
+                true => self.add_transfer(group, 1.0, sent_bytes, spent),
                 false => self.add_all_reduce(group, bytes, spent),
             });
         }
@@ -619,23 +619,24 @@ impl StageModel<'_> {
     /// Adds an exchange of activations in the forward pass, and of their gradients in the backward pass.
     fn add_exchange(&self, op: &Op, spent: &mut Spent) {
         let (input, output) = (op.inputs()[0], op.output());
-        let (value, mesh) = (self.machine.rates.value_bytes as f64, self.plan.mesh);
+        let (value_bytes, mesh) = (self.machine.rates.value_bytes as f64, self.plan.mesh);
         let share = 1.0 / mesh.model as f64;
         match op {
             Op::Redistribute { .. } => {
                 let (from, to) = (self.local.placement(input), self.local.placement(output));
                 // Number of values of all pictures of the group with all channels.
-                let whole = match (from, to) {
+                let all_values = match (from, to) {
                     (Placement::Partial, _) => self.values(input),
                     (_, Placement::Whole) => self.values(output),
                     _ => self.values(input) * mesh.model as f64,
                 };
-                let times = match (from, to) {
+                // An all-reduce sends all values twice, a reduce-scatter or all-gather once, an all-to-all only a rank's share.
+                let transfers = match (from, to) {
                     (Placement::Partial, Placement::Whole) => 2.0,
                     (Placement::Partial, _) | (_, Placement::Whole) => 1.0,
                     _ => share,
                 };
-                let sent = times * (1.0 - share) * whole * value;
+                let sent = transfers * (1.0 - share) * all_values * value_bytes;
                 let group = self.axes_group(MODEL);
                 (0..2).for_each(|_| self.add_between_kernels(group, group.tree_depth(), sent, spent));
             }
@@ -647,26 +648,26 @@ impl StageModel<'_> {
                 let has_messages =
                     ranks.any(|(own, reached)| reached.start < own.start || own.end < reached.end);
                 let (own, reached) = (&owns.of_rank[0], &reach.of_rank[0]);
-                let others = (reached.end - own.end).max(0) as f64;
-                let row = self.values(input) / (own.end - own.start).max(1) as f64;
+                let fetched_rows = (reached.end - own.end).max(0) as f64;
+                let row_len = self.values(input) / (own.end - own.start).max(1) as f64;
                 // The activation is copied, and in the backward pass its gradient. Pictures have no gradient.
                 let passes = if self.local.is_pictures(input) { 1 } else { 2 };
                 let mut copied = f64::from(passes) * (self.values(input) + self.values(output));
                 let mut messages = 1.0;
                 if !self.machine.shared_memory {
                     // The rows of each picture are a message of their own.
-                    messages = ACKNOWLEDGED * self.own;
+                    messages = ACKNOWLEDGED * self.own_pictures;
                     copied += if *lowest { UNFUSED_POOLING_PASSES * self.values(input) } else { 0.0 };
                 }
-                spent.compute += copied * value / self.machine.rates.memory_bytes_per_second;
+                spent.compute += copied * value_bytes / self.machine.rates.memory_bytes_per_second;
                 if has_messages {
-                    let (group, bytes) = (self.axes_group(HEIGHT), others * row * value);
+                    let (group, bytes) = (self.axes_group(HEIGHT), fetched_rows * row_len * value_bytes);
                     (0..passes).for_each(|_| self.add_between_kernels(group, messages, bytes, spent));
                 }
             }
             Op::MeanOfRows { .. } => {
                 let group = self.axes_group(HEIGHT);
-                self.add_all_reduce(group, self.values(output) * value, spent);
+                self.add_all_reduce(group, self.values(output) * value_bytes, spent);
             }
             _ => {}
         }
@@ -676,7 +677,7 @@ impl StageModel<'_> {
     fn add_loss(&self, spent: &mut Spent) {
         if let Placement::Channels(_) = self.local.placement(self.local.logits()) {
             let group = self.axes_group(MODEL);
-            let bytes = self.own * self.plan.mesh.model as f64 * STATISTIC_BYTES;
+            let bytes = self.own_pictures * self.plan.mesh.model as f64 * STATISTIC_BYTES;
             (0..3).for_each(|_| self.add_all_reduce(group, bytes, spent));
         }
     }
@@ -745,6 +746,7 @@ impl StageModel<'_> {
     }
 }
 
+/// Ranks that exchange values, and the connection between them.
 #[derive(Debug, Clone, Copy)]
 struct Group {
     ranks: usize,
@@ -802,7 +804,7 @@ fn operations_of(network: &Network, op: &Op) -> f64 {
 fn passes_of(network: &Network, op: &Op) -> f64 {
     let [from, to] = [op.inputs()[0], op.output()].map(|tensor| network.tensors[tensor].len() as f64);
     match op {
-        // Forward: statistics and output. Backward: two sums and the input's gradient.
+        // Forward: reads the input twice, writes the output. Backward: reads input and gradient twice, writes the input's gradient.
         Op::BatchNorm { .. } => 8.0 * to,
         Op::Add { .. } => 2.0 * to,
         Op::MaxPool { .. } | Op::GlobalAveragePool { .. } => 2.0 * (from + to),
@@ -810,7 +812,8 @@ fn passes_of(network: &Network, op: &Op) -> f64 {
     }
 }
 
-/// Bytes that the update of a weight reads and writes: its gradient, the weight, and its values in the optimizer.
+/// Bytes of the update of a weight: it reads the gradient, and reads and writes the weight and the weight's `state` values in the
+/// optimizer.
 fn update_bytes(state: f64) -> f64 {
     WEIGHT_BYTES * (1.0 + 2.0 * (1.0 + state))
 }

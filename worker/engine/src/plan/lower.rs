@@ -208,9 +208,9 @@ impl Lowering<'_> {
         let mut output = self.add_tensor(op.output(), placement.clone(), rows);
         let mut local = op.on(&inputs, output);
         if let Op::Conv { input, groups, .. } = &mut local {
-            let per_group = self.whole.tensors[op.inputs()[0]].channels / *groups;
+            let group_channels = self.whole.tensors[op.inputs()[0]].channels / *groups;
             if *groups > 1 {
-                *groups = self.local.tensors[*input].channels / per_group;
+                *groups = self.local.tensors[*input].channels / group_channels;
             }
         }
         self.local.ops.push(local);
@@ -254,22 +254,22 @@ impl Lowering<'_> {
     fn operator(&mut self, name: &str, groups: usize, op: &Op) -> (Vec<TensorId>, Placement) {
         let (model, input) = (self.plan.mesh.model, self.local_ids[op.inputs()[0]]);
         let [from, to] = [op.inputs()[0], op.output()].map(|tensor| self.whole.tensors[tensor].channels);
-        let (wanted, made) = match self.plan.split_of(self.whole, name) {
+        let (required, produced) = match self.plan.split_of(self.whole, name) {
             None => (Placement::Batch, Placement::Batch),
             Some(Split::Out) => (Placement::Whole, Placement::Channels(bounds(to, 1, model))),
             Some(Split::In) => {
-                let wanted = match &self.part.placements[input] {
+                let required = match &self.part.placements[input] {
                     split @ Placement::Channels(_) => split.clone(),
                     _ => Placement::Channels(bounds(from, 1, model)),
                 };
-                (wanted, Placement::Partial)
+                (required, Placement::Partial)
             }
             Some(Split::Groups) => {
                 let split = |channels: usize| Placement::Channels(bounds(channels, channels / groups, model));
                 (split(from), split(to))
             }
         };
-        (vec![self.redistribute(input, &wanted)], made)
+        (vec![self.redistribute(input, &required)], produced)
     }
 
     /// The activation in a placement that non-linear operations can read: a partial sum is reduced, to each rank's own pictures.

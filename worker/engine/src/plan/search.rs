@@ -64,9 +64,9 @@ pub fn search(
     pinned: &ParallelSpec,
     can_run: impl Fn(&Plan) -> bool,
 ) -> Vec<Candidate> {
-    let divisors = |number: usize| (1..=number).filter(move |n| number.is_multiple_of(*n));
+    let divisors = |number: usize| (1..=number).filter(move |divisor| number.is_multiple_of(*divisor));
     let is_allowed = |pin: u32, size: usize| pin <= 1 || pin as usize == size;
-    let mut found = Vec::new();
+    let mut candidates = Vec::new();
     let is_pinned = pinned.pipeline > 1 || pinned.model > 1;
     let runnable = |best: Candidate| {
         let best = with_divided_state(network, best, (machine, work), pinned, &can_run);
@@ -79,21 +79,21 @@ pub fn search(
                 if model == 1 {
                     let plain = pinned.shard.is_empty().then(|| Plan::on(mesh, Vec::new()));
                     let plain = plain.and_then(|plan| candidate(network, plan, machine, work));
-                    found.extend(plain.and_then(runnable));
+                    candidates.extend(plain.and_then(runnable));
                 } else if stage == 1 || is_pinned {
                     let best = best_splits(network, mesh, (machine, work), &pinned.shard);
                     // Some backends can run only the split without strategies.
                     let plain = || candidate(network, Plan::on(mesh, pinned.shard.clone()), machine, work);
-                    found.extend(best.and_then(runnable).or_else(|| plain().and_then(runnable)));
+                    candidates.extend(best.and_then(runnable).or_else(|| plain().and_then(runnable)));
                 }
             }
         }
     }
-    found.sort_by(|a, b| a.compare(b, machine));
-    found
+    candidates.sort_by(|a, b| a.compare(b, machine));
+    candidates
 }
 
-/// The same plan with divided optimizer state, if the job requests that, or if the plan does not fit in memory
+/// The same plan with divided optimizer state, if the job requests it, or if the plan does not fit in memory
 /// otherwise.
 fn with_divided_state(
     network: &Network,
@@ -131,7 +131,7 @@ struct SplitChoice {
 /// The choices in forward order. Operators that differ only in the index of their block have one pattern, with `*` for the
 /// index.
 fn split_choices(network: &Network) -> Vec<SplitChoice> {
-    let mut all: Vec<SplitChoice> = Vec::new();
+    let mut choices: Vec<SplitChoice> = Vec::new();
     for op in &network.ops {
         let (name, splits) = match op {
             Op::Conv { name, groups: 2.., .. } => (name, GROUPED),
@@ -140,11 +140,11 @@ fn split_choices(network: &Network) -> Vec<SplitChoice> {
         };
         let part = |part: &str| if part.parse::<u32>().is_ok() { "*".to_owned() } else { part.to_owned() };
         let pattern = name.split('.').map(part).collect::<Vec<_>>().join(".");
-        if all.iter().all(|other| other.pattern != pattern) {
-            all.push(SplitChoice { pattern, splits });
+        if choices.iter().all(|other| other.pattern != pattern) {
+            choices.push(SplitChoice { pattern, splits });
         }
     }
-    all
+    choices
 }
 
 /// The best splits that the beam search finds.
@@ -176,13 +176,13 @@ fn best_splits(
         .into_iter()
         .collect();
     let mut best = beam.first().map(|(candidate, _)| candidate.clone());
-    for (place, choice) in choices.iter().enumerate() {
+    for (index, choice) in choices.iter().enumerate() {
         let mut found = beam.clone();
         for (_, before) in &beam {
             for split in choice.splits {
                 let mut chosen = before.clone();
-                if chosen[place] != *split {
-                    chosen[place] = *split;
+                if chosen[index] != *split {
+                    chosen[index] = *split;
                     found.extend(evaluate(&chosen).map(|candidate| (candidate, chosen)));
                 }
             }
@@ -200,7 +200,7 @@ fn best_splits(
                 found.sort_by(|(a, _), (b, _)| a.weighted_ms().total_cmp(&b.weighted_ms()));
             }
             for split in choice.splits {
-                let first = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(BEAM_WIDTH);
+                let first = found.iter().filter(|(_, chosen)| chosen[index] == *split).take(BEAM_WIDTH);
                 let new: Vec<_> = first.filter(|plan| !beam.contains(plan)).cloned().collect();
                 beam.extend(new);
             }

@@ -41,8 +41,8 @@ fn work(pictures: u64) -> Workload {
 }
 
 fn best(network: &Network, ranks: usize, machine: &Machine, pictures: u64) -> Candidate {
-    let all = search(network, ranks, (machine, &work(pictures)), &ParallelSpec::default(), |_| true);
-    all.into_iter().next().unwrap()
+    let candidates = search(network, ranks, (machine, &work(pictures)), &ParallelSpec::default(), |_| true);
+    candidates.into_iter().next().unwrap()
 }
 
 fn mesh(data: usize, height: usize, model: usize) -> Mesh {
@@ -119,7 +119,7 @@ fn gpus_exchange_between_kernels_more_slowly_than_within_a_kernel() {
     let link = |latency_us| Some(Link { latency_us, bytes_per_second: 1e20 });
     let near = Machine { within: link(3.0), between: link(15.0), ..gpus() };
     let far = Machine { ranks: 1, ..near.clone() };
-    let (synced, apart) = (work(8), Workload { sync_batch_norm: false, ..work(8) });
+    let (synced, unsynced) = (work(8), Workload { sync_batch_norm: false, ..work(8) });
     let (data, split) = (Plan::data(2), Plan::on(mesh(1, 1, 2), vec![out("fc")]));
     let rows = Plan::on(mesh(1, 2, 1), Vec::new());
     // Two exchanges of each of 53 batch norms, five exchanges of the head, and 35 exchanges of the rows of 8 pictures.
@@ -127,9 +127,9 @@ fn gpus_exchange_between_kernels_more_slowly_than_within_a_kernel() {
     for (machine, plan, work, micros) in [
         (&near, &data, &synced, norms * 3.0),
         (&far, &data, &synced, norms * (18.0 + 2.0 * 15.0)),
-        (&near, &data, &apart, 0.0),
-        (&near, &split, &apart, 2.0 * (18.0 + 3.0) + 3.0 * (18.0 + 2.0 * 3.0)),
-        (&near, &rows, &apart, 35.0 * (18.0 + 2.0 * 8.0 * 3.0) + (18.0 + 2.0 * 3.0)),
+        (&near, &data, &unsynced, 0.0),
+        (&near, &split, &unsynced, 2.0 * (18.0 + 3.0) + 3.0 * (18.0 + 2.0 * 3.0)),
+        (&near, &rows, &unsynced, 35.0 * (18.0 + 2.0 * 8.0 * 3.0) + (18.0 + 2.0 * 3.0)),
     ] {
         let found = cost(&network, plan, machine, work).unwrap();
         assert!((1e3 * found.exchange_ms - micros).abs() < 1e-3, "{plan}: {} ms", found.exchange_ms);
@@ -257,10 +257,11 @@ fn random_case(draw: &mut impl FnMut(usize) -> usize) -> (Network, Machine) {
     (network, machine)
 }
 
-/// The search is never more than 5 % slower than the best of all plans, with memory for any plan and with less.
+/// The plan that the search finds is at most 5 % slower than the best of all plans, with memory for any plan and with less.
 #[test]
 fn the_search_matches_an_exhaustive_search() {
     let mut state = 1u64;
+    // Knuth's linear congruential generator (MMIX).
     let mut draw = |below: usize| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as usize % below
@@ -269,28 +270,28 @@ fn the_search_matches_an_exhaustive_search() {
     for case in 0..24 {
         let (network, mut machine) = random_case(&mut draw);
         let work = work(4 << draw(5));
-        let mut all = Vec::new();
+        let mut plans = Vec::new();
         for (height, model) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
             let mesh = mesh(4 / (height * model), height, model);
             let names = ["stem", "first", "second", "middle", "fc"];
             let count = if model == 1 { 1 } else { 3usize.pow(names.len() as u32) };
             for combination in 0..count {
-                let split = |place: usize| {
-                    [None, Some(Split::Out), Some(Split::In)][combination / 3usize.pow(place as u32) % 3]
+                let split = |index: usize| {
+                    [None, Some(Split::Out), Some(Split::In)][combination / 3usize.pow(index as u32) % 3]
                 };
-                let shards = names.iter().enumerate().filter_map(|(place, name)| {
-                    Some(ShardSpec { pattern: (*name).into(), split: split(place)? })
+                let shards = names.iter().enumerate().filter_map(|(index, name)| {
+                    Some(ShardSpec { pattern: (*name).into(), split: split(index)? })
                 });
                 let plan = Plan::on(mesh, shards.collect());
                 if let Ok(cost) = cost(&network, &plan, &machine, &work) {
-                    all.push(Candidate { plan, cost });
+                    plans.push(Candidate { plan, cost });
                 }
             }
         }
-        let min_memory = all.iter().map(|candidate| candidate.cost.memory_bytes).fold(f64::MAX, f64::min);
+        let min_memory = plans.iter().map(|candidate| candidate.cost.memory_bytes).fold(f64::MAX, f64::min);
         for memory in [machine.memory_bytes, (1.3 * min_memory) as u64] {
             machine.memory_bytes = memory;
-            let fastest = all
+            let fastest = plans
                 .iter()
                 .filter(|candidate| candidate.fits(&machine))
                 .map(|candidate| candidate.cost.step_ms);

@@ -37,9 +37,9 @@ pub fn backward_sums(
         .zip(partials.par_chunks_mut(2 * channels))
         .enumerate()
         .for_each(|(i, ((x, dy), out))| {
-            let at = i * chunk;
+            let start = i * chunk;
             if let Some(second) = second {
-                let second = &second[at..][..x.len()];
+                let second = &second[start..][..x.len()];
                 with_simd(
                     #[inline(always)]
                     || {
@@ -60,7 +60,7 @@ pub fn backward_sums(
                     tiled!(tiling, backward_sums_chunk(tiling, &lanes, x, dy, x, out, false, |n, _| n > 0.0))
                 }
                 Mask::Output(y) => {
-                    let y = &y[at..][..x.len()];
+                    let y = &y[start..][..x.len()];
                     tiled!(tiling, backward_sums_chunk(tiling, &lanes, x, dy, y, out, true, |_, y| y > 0.0));
                 }
             }

@@ -68,7 +68,7 @@ mod tests {
             (512, 512, 32, 32),
             (1024, 1024, 32, 32),
             (2048, 2048, 32, 32),
-            // Both sides must have whole blocks; 24 channels have them with two groups.
+            // Both sides must have whole blocks: groups of 24 channels have them if pairs of groups are merged.
             (64, 128, 4, 4),
             (64, 32, 4, 2),
             (96, 96, 4, 2),

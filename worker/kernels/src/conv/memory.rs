@@ -70,8 +70,8 @@ impl Default for Scratch {
 impl Scratch {
     /// Scratch memory for the fastest instructions of this machine.
     pub fn new(format: Format) -> Self {
-        let mut all = Instructions::ALL.into_iter();
-        let fastest = all.find_map(|instructions| Self::with_instructions(instructions, format));
+        let mut instruction_sets = Instructions::ALL.into_iter();
+        let fastest = instruction_sets.find_map(|instructions| Self::with_instructions(instructions, format));
         fastest.unwrap_or_else(|| unreachable!("every machine supports the plain instructions"))
     }
 

@@ -12,7 +12,7 @@ use super::{
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Maximum size, in units, of packed pictures that stay in the second-level cache together with the weights.
+/// Maximum size, in units of 32 bits, of packed pictures that stay in the second-level cache together with the weights.
 const PACKED: usize = 64 * 1024;
 /// Maximum size, in units, of a whole source for which tasks divide the weights instead of the pixels.
 const PACKED_WHOLE: usize = 160 * 1024;

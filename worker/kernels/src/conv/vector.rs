@@ -1,4 +1,4 @@
-//! Vectors of sixteen floats for several instruction sets, and the number formats of what they multiply.
+//! Vectors of sixteen floats for several instruction sets, and the number formats in which vectors are multiplied.
 
 /// Sixteen floats. The methods must be inlined into a function that enables the instructions they use.
 ///
@@ -73,6 +73,7 @@ impl<S: Vector> Arithmetic<S> for Float32 {
 pub(super) struct Bfloat16;
 
 impl Bfloat16 {
+    /// The upper 16 bits of `value`, rounded to nearest even. Bit 0x40 marks a quiet NaN.
     #[inline(always)]
     fn round(value: f32) -> u32 {
         let bits = value.to_bits();

@@ -1,7 +1,7 @@
 //! The gradient of the weights: for every kernel offset, the product of all input pixels with the output
 //! gradients at this offset.
 //!
-//! Pictures are packed so that adjacent pixels of a row, of a few pictures, are adjacent in memory. The sum
+//! Packed pictures have the adjacent pixels of a row, of a few pictures, next to each other in memory. The sum
 //! runs over pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for
 //! all kernel offsets.
 
@@ -16,7 +16,7 @@ use std::{ops::Range, sync::Arc};
 
 /// Number of units of pixels per piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. Larger pieces are slower.
 const PIXELS: usize = 256;
-/// Number of pictures per group if a picture is larger than a piece.
+/// Number of units of pictures per group if a picture is larger than a piece.
 const GROUP: usize = 4;
 /// Maximum number of weights for which tasks divide the pixels, with separate gradients in the second-level cache.
 const MAX_OWN_WEIGHTS: usize = 80 * 1024;
@@ -25,6 +25,8 @@ const MAX_OWN_WEIGHTS: usize = 80 * 1024;
 const PACKED: usize = 48 * 1024;
 /// Maximum number of separate gradients, which are added in order at the end.
 const SLOTS: usize = 16;
+/// Number of weights per task when the separate gradients are added.
+const SUM_CHUNK: usize = 4096;
 /// Approximate number of tasks that divide the weights.
 const WEIGHT_TASKS: usize = 16;
 
@@ -157,8 +159,8 @@ impl Plan<'_> {
         });
         let sums = &*sums;
         let len = dw.len();
-        dw.par_chunks_mut(4096).enumerate().for_each(|(piece, dw)| {
-            let start = piece * 4096;
+        dw.par_chunks_mut(SUM_CHUNK).enumerate().for_each(|(chunk, dw)| {
+            let start = chunk * SUM_CHUNK;
             dw.copy_from_slice(&sums[start..start + dw.len()]);
             for slot in 1..slots {
                 for (dw, sum) in dw.iter_mut().zip(&sums[slot * len + start..]) {
@@ -251,7 +253,7 @@ impl Plan<'_> {
             for (tap, runs) in piece.runs.iter().enumerate() {
                 let mut channel = 0;
                 while channel < in_channels {
-                    let (takes, tile) = self.tiles.outer(in_channels - channel, panel.len());
+                    let (tile_channels, tile) = self.tiles.outer(in_channels - channel, panel.len());
                     let first =
                         panel.start * LANES * taps * in_c + (tap * in_c + in_block * LANES + channel) * lanes;
                     let x = (x_block * src.len() + piece.src.start.saturating_sub(src.start)) * x_row;
@@ -267,11 +269,11 @@ impl Plan<'_> {
                             dw: dw.add(first),
                             dw_block: LANES * taps * in_c,
                             accumulate: add || index > 0,
-                            channels: takes.min(in_channels - channel),
+                            channels: tile_channels.min(in_channels - channel),
                             lanes,
                         });
                     }
-                    channel += takes;
+                    channel += tile_channels;
                 }
             }
         }

@@ -5,18 +5,18 @@ use crate::cpu::reduce::Bucket;
 use lockstep_kernels::sums;
 use std::ops::Range;
 
-/// Sums the values at `place` of bucket `bucket` over `gradients` (one element per rank), in rank order.
-pub(super) fn sum_over_ranks(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
+/// Sums the values at `range` of bucket `bucket` over `gradients` (one element per rank), in rank order.
+pub(super) fn sum_over_ranks(gradients: &[Vec<Bucket>], bucket: usize, range: Range<usize>, out: &mut [f32]) {
     let mut in_f64 = [0.0f64; BLOCK];
     let in_f64 = &mut in_f64[..out.len()];
     for (rank, buckets) in gradients.iter().enumerate() {
         match &buckets[bucket] {
-            Bucket::F32(values) if rank == 0 => out.copy_from_slice(&values[place.clone()]),
+            Bucket::F32(values) if rank == 0 => out.copy_from_slice(&values[range.clone()]),
             Bucket::F32(values) => {
-                sums::add(out, &values[place.clone()]);
+                sums::add(out, &values[range.clone()]);
             }
             Bucket::F64(values) => {
-                sums::add_f64(in_f64, &values[place.clone()]);
+                sums::add_f64(in_f64, &values[range.clone()]);
                 if rank + 1 == gradients.len() {
                     sums::round(in_f64, out);
                 }
@@ -26,10 +26,10 @@ pub(super) fn sum_over_ranks(gradients: &[Vec<Bucket>], bucket: usize, place: Ra
 }
 
 /// Copies a part of one bucket, converted to float32.
-pub(super) fn read_part(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
+pub(super) fn read_part(bucket: &Bucket, range: Range<usize>, out: &mut [f32]) {
     match bucket {
-        Bucket::F32(values) => out.copy_from_slice(&values[place]),
-        Bucket::F64(values) => sums::round(&values[place], out),
+        Bucket::F32(values) => out.copy_from_slice(&values[range]),
+        Bucket::F64(values) => sums::round(&values[range], out),
     }
 }
 
@@ -37,12 +37,12 @@ pub(super) fn read_part(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
 ///
 /// # Safety
 /// No other thread uses this part of the bucket during the call.
-pub(super) unsafe fn write_part(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
+pub(super) unsafe fn write_part(bucket: &Bucket, range: Range<usize>, sum: &[f32]) {
     // SAFETY: the caller's promise.
     unsafe {
         match bucket {
-            Bucket::F32(values) => values.part(place).copy_from_slice(sum),
-            Bucket::F64(values) => sums::widen(sum, values.part(place)),
+            Bucket::F32(values) => values.part(range).copy_from_slice(sum),
+            Bucket::F64(values) => sums::widen(sum, values.part(range)),
         }
     }
 }

@@ -34,7 +34,7 @@ impl Sharding {
         let mut parameters: Vec<(Axes, Vec<usize>)> = Vec::new();
         for (index, parameter) in layout.parameters.iter().enumerate() {
             let axes = layout.axes[parameter.bucket];
-            match parameters.iter_mut().find(|(group, _)| *group == axes) {
+            match parameters.iter_mut().find(|(group_axes, _)| *group_axes == axes) {
                 Some((_, parameters)) => parameters.push(index),
                 None => parameters.push((axes, vec![index])),
             }

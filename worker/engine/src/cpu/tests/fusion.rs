@@ -18,10 +18,10 @@ fn step(network: &Arc<Network>, capabilities: Capabilities) -> (f32, Vec<(String
     let (network, plan) = (network.clone(), Plan::data(1));
     let mut executor = Executor::new(network, &plan, unfused::config(8), &comm, capabilities).unwrap();
     executor.layout.import(None, &initial, &mut executor.state.weights);
-    let found = executor.train_step(&[batch], 0.1).unwrap();
+    let result = executor.train_step(&[batch], 0.1).unwrap();
     let mut momentum = lockstep_host::tensors::NamedTensors::new();
     executor.layout.export(Some("momentum"), &executor.state.optimizer_slots[0], &mut momentum);
-    (found.loss, momentum.into_iter().map(|(name, tensor)| (name, tensor.values)).collect())
+    (result.loss, momentum.into_iter().map(|(name, tensor)| (name, tensor.values)).collect())
 }
 
 #[test]
@@ -29,10 +29,10 @@ fn unfused_and_fused_graphs_have_the_same_gradients() {
     for network in unfused::networks().into_iter().chain([resnet20(12)]) {
         let (fused, plain) = (step(&network, CAPABILITIES), step(&network, Capabilities::default()));
         assert!((fused.0 - plain.0).abs() < 1e-5 * fused.0, "{}: {} {}", network.arch, fused.0, plain.0);
-        for ((name, ours), (_, theirs)) in fused.1.iter().zip(&plain.1) {
-            let norm = ours.iter().map(|v| v * v).sum::<f32>().sqrt();
-            let apart = ours.iter().zip(theirs).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
-            assert!(norm > 0.0 && apart < 1e-3 * norm, "{} {name}: {apart} of {norm}", network.arch);
+        for ((name, fused), (_, plain)) in fused.1.iter().zip(&plain.1) {
+            let norm = fused.iter().map(|v| v * v).sum::<f32>().sqrt();
+            let distance = fused.iter().zip(plain).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
+            assert!(norm > 0.0 && distance < 1e-3 * norm, "{} {name}: {distance} of {norm}", network.arch);
         }
     }
 }

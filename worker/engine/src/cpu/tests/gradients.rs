@@ -16,26 +16,26 @@ fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<Netwo
 
 #[test]
 fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
-    let mut wanted = None;
+    let mut first = None;
     for kind in OptimizerKind::ALL {
         for accumulate in [1, 2] {
             let (mut engine, network) = engine(kind, accumulate);
             assert!(engine.gradients().unwrap().is_empty(), "{kind}: not requested");
             engine.keep_gradients().unwrap();
             let batch = unfused::batch(&network, 8);
-            let found = engine.train_step(&vec![batch.clone(); accumulate], 0.01).unwrap();
+            let result = engine.train_step(&vec![batch.clone(); accumulate], 0.01).unwrap();
             let gradients = engine.gradients().unwrap();
             let square: f64 = gradients.values().flat_map(|t| &t.values).map(|v| f64::from(*v).powi(2)).sum();
-            assert!((square.sqrt() - f64::from(found.grad_norm)).abs() < 1e-5 * square.sqrt(), "{kind}");
+            assert!((square.sqrt() - f64::from(result.grad_norm)).abs() < 1e-5 * square.sqrt(), "{kind}");
             let trained = network.parameters().into_iter().filter(|p| p.role.is_trained());
             assert_eq!(gradients.len(), trained.count());
             // Twice the same pictures have the same mean gradient, up to the last bit of a sum.
-            let wanted = wanted.get_or_insert_with(|| gradients.clone());
+            let first = first.get_or_insert_with(|| gradients.clone());
             for (tensor, gradient) in &gradients {
-                let pairs = gradient.values.iter().zip(&wanted[tensor].values);
-                let apart = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                let pairs = gradient.values.iter().zip(&first[tensor].values);
+                let difference = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                 let size = gradient.values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-                assert!(apart <= 1e-5 * size, "{kind}, {accumulate}: {tensor} {apart} of {size}");
+                assert!(difference <= 1e-5 * size, "{kind}, {accumulate}: {tensor} {difference} of {size}");
             }
             // Later steps do not change the kept gradients.
             engine.train_step(&[batch], 0.01).unwrap();
@@ -49,16 +49,16 @@ fn each_layer_of_a_timed_step_has_a_time() {
     let (mut engine, network) = engine(OptimizerKind::Momentum, 1);
     let step = [unfused::batch(&network, 8)];
     engine.train_step(&step, 0.0).unwrap();
-    assert!(engine.layer_times().is_empty(), "nobody asked");
+    assert!(engine.layer_times().is_empty(), "not requested");
     engine.time_layers();
     let began = std::time::Instant::now();
     engine.train_step(&step, 0.0).unwrap();
-    let all = began.elapsed().as_secs_f64() * 1e6;
+    let step_micros = began.elapsed().as_secs_f64() * 1e6;
     let times = engine.layer_times();
     assert!(times.iter().all(|time| time.micros > 0.0), "{times:?}");
     let sum: f64 = times.iter().map(|time| time.micros).sum();
-    assert!(sum <= all, "{sum} of {all}");
+    assert!(sum <= step_micros, "{sum} of {step_micros}");
     let named = |name: &str| times.iter().filter(|time| time.name.as_deref() == Some(name)).count();
     assert_eq!((named("conv1"), named("layer3.2.bn2"), named("fc")), (1, 1, 1));
-    assert!(engine.layer_times().is_empty(), "it is reported once");
+    assert!(engine.layer_times().is_empty(), "times are returned once");
 }

@@ -69,7 +69,7 @@ fn uninterrupted(kind: OptimizerKind) -> Vec<Vec<StateDict>> {
     })
 }
 
-/// Each rank's state after the third step was interrupted at this moment, and whether the step was interrupted in time.
+/// Each rank's state after the third step was interrupted at moment `moment`, and whether the interruption was in time.
 fn interrupted(kind: OptimizerKind, moment: u32) -> Vec<(StateDict, bool)> {
     on_two_ranks(kind, |rank| {
         assert!(rank.step());
@@ -113,9 +113,9 @@ fn a_step_interrupted_by_a_lost_rank_leaves_the_state_before_or_after_the_step()
                 }
             }
         }
-        assert!(broken >= MOMENTS / 2, "{kind:?}: only {broken} were interrupted");
+        assert!(broken >= MOMENTS / 2, "{kind:?}: only {broken} steps of a rank were interrupted");
         // The next attempt: rank 0's state on every rank, except for the average.
-        let kept = kept.expect("one of rank 0");
+        let kept = kept.expect("rank 0 was interrupted");
         let ends = on_two_ranks(kind, |rank| {
             let average = kept.average.clone().filter(|_| rank.number == 0);
             rank.engine.load_state_dict(&StateDict { average, ..kept.clone() }).unwrap();

@@ -1,5 +1,5 @@
-//! The loops of the tiles, generic over vector types and number formats. Everything is inlined into functions that enable the
-//! instructions of the vector type.
+//! The loops of the tiles, generic over the vector type `S` and the arithmetic `A` of the number format. Everything is inlined into
+//! functions that enable the instructions of the vector type.
 
 use super::{Arithmetic, Outer, Pack, Product, Rows, Vector};
 
@@ -27,6 +27,7 @@ unsafe fn step<S: Vector, A: Arithmetic<S>, const P: usize, const V: usize, cons
     }
 }
 
+/// Computes `P` pictures and `V` blocks of output channels. `PART`: the only block is not full.
 #[inline(always)]
 pub(super) unsafe fn product<
     S: Vector,
@@ -79,9 +80,9 @@ pub(super) unsafe fn product<
                 }
                 let pivot = S::load(to);
                 for sum in &sum {
-                    let off = sum[v].sub(pivot);
-                    total = total.add(off);
-                    squares = off.mul_add(off, squares);
+                    let difference = sum[v].sub(pivot);
+                    total = total.add(difference);
+                    squares = difference.mul_add(difference, squares);
                 }
                 total.store(to.add(16));
                 squares.store(to.add(32));
@@ -100,6 +101,7 @@ pub(super) unsafe fn product<
     }
 }
 
+/// Computes `I` input channels and `V` blocks of output channels.
 #[inline(always)]
 pub(super) unsafe fn outer<S: Vector, A: Arithmetic<S>, const I: usize, const V: usize>(t: &Outer<'_>) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.

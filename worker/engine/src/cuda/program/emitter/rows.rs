@@ -16,7 +16,7 @@ struct Halo<'a> {
 impl Halo<'_> {
     /// For each other rank: the rows that it receives from this rank, and the rows that this rank receives from it.
     fn peers(&self) -> impl Iterator<Item = (u32, [Range<isize>; 2])> {
-        let given = |from: usize, to: usize| self.own.given(from, self.reached, to);
+        let given = |from: usize, to: usize| self.own.rows_to_send(from, self.reached, to);
         let with_peer = move |peer: usize| (peer as u32, [given(self.rank, peer), given(peer, self.rank)]);
         (0..self.own.of_rank.len()).filter(|peer| *peer != self.rank).map(with_peer)
     }

@@ -70,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(256)
 #if DTYPE == 2
 // The same for weights in two planes (`PlanarWeights` in optimizer.cu).
 extern "C" __global__ void __launch_bounds__(256)
-    adamw_planes(T* rests, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
+    adamw_planes(T* differences, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
                  float first_decay, float second_decay) {
     pdl_wait();
-    adamw_of(PlanarWeights{rests, nearest}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control, scaler,
+    adamw_of(PlanarWeights{differences, nearest}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control, scaler,
              first_decay, second_decay);
 }
 #endif

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, cons
 }
 
 // The cumulative distribution function of the standard normal distribution.
-__device__ __forceinline__ float normal_below(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
+__device__ __forceinline__ float normal_cdf(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
 
 // y = gelu(x) = x P(x), where P is the standard normal distribution function.
 extern "C" __global__ void __launch_bounds__(256) gelu_forward(const T* x, T* y, u64 length) {
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256) gelu_forward(const T* x, T* y,
         float v[8];
         unpack(load(x, i), v);
 #pragma unroll
-        for (int k = 0; k < 8; k++) v[k] *= normal_below(v[k]);
+        for (int k = 0; k < 8; k++) v[k] *= normal_cdf(v[k]);
         store(y, i, pack(v));
     }
 }
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(256) gelu_backward(const T* x, cons
         unpack(load(x, i), v);
         unpack(load(dy, i), g);
 #pragma unroll
-        for (int k = 0; k < 8; k++) g[k] *= normal_below(v[k]) + v[k] * 0.3989423f * expf(-0.5f * v[k] * v[k]);
+        for (int k = 0; k < 8; k++) g[k] *= normal_cdf(v[k]) + v[k] * 0.3989423f * expf(-0.5f * v[k] * v[k]);
         store(dx, i, pack(g));
     }
 }

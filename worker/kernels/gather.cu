@@ -58,7 +58,7 @@ struct CropWindow {
 };
 
 // Output index of pixel (y, x) of picture `n`, in pixels of `padded` channels.
-__device__ __forceinline__ u64 place_of(u32 n, u32 y, u32 x, u32 side, u32 folded) {
+__device__ __forceinline__ u64 output_pixel(u32 n, u32 y, u32 x, u32 side, u32 folded) {
     if (!folded) return ((u64)n * side + y) * side + x;
     u32 all = side / 2 + 3;
     return (((u64)n * all + y / 2 + 2) * all + x / 2 + 2) * 4 + y % 2 * 2 + x % 2;
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256)
     __syncthreads();
     bool real = !control || n < control->valid;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
-        u64 at = place_of(n, i / side, i % side, side, folded);
+        u64 at = output_pixel(n, i / side, i % side, side, folded);
         if (!real) {
             put_zeros(to, at, padded);
             continue;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
     if (control && n >= control->valid) {
         for (u32 i = first * side + t; i < end * side; i += threads)
-            put_zeros(to, place_of(n, i / side, i % side, side, folded), padded);
+            put_zeros(to, output_pixel(n, i / side, i % side, side, folded), padded);
         return;
     }
     load_table(table, channels, table_smem);
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(256)
             if (count > 1) add_weighted(row[1], w1, sum);
             if (count > 2) add_weighted(row[2], w2, sum);
             for (int k = 3; k < count; k++) add_weighted(row[k], w[2 + k], sum);
-            put_pixel(to, place_of(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), table_smem);
+            put_pixel(to, output_pixel(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), table_smem);
         }
     }
 }
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(256)
         if (i < real)
             for (u32 c = 0; c < channels && c < 4; c++) v[c] = from[i * channels + c];
         u32 pixel = (u32)(i % pixels);
-        u64 at = place_of((u32)(i / pixels), pixel / side, pixel % side, side, folded);
+        u64 at = output_pixel((u32)(i / pixels), pixel / side, pixel % side, side, folded);
 #if DTYPE == 0
         float4* q = (float4*)to + at * (padded / 4);
         q[0] = {v[0], v[1], v[2], v[3]};

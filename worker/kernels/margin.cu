@@ -54,14 +54,14 @@ extern "C" __global__ void __launch_bounds__(256)
 // class_records (split_loss.cu). A cosine above `limit` becomes cos(angle + margin); any other cosine is reduced by `shift`.
 extern "C" __global__ void __launch_bounds__(256)
     put_margin(T* logits, const u32* controls, u32 words, u32 batch, u32 rows, u32 chunk, u32 classes, u32 first, const Sample* sample,
-               const u32* places, float scale, double limit, double cos_margin, double sin_margin, double shift, LabelLogit* labels) {
+               const u32* label_positions, float scale, double limit, double cos_margin, double sin_margin, double shift, LabelLogit* labels) {
     pdl_wait();
     if (sample) classes = sample->count;
     u32 row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     const Control* control = control_of(controls, words, row / batch);
     u32 picture = row % batch, own = NO_CLASS;
-    if (picture < control->valid) own = sample ? places[row] : indices(control)[2 * (u64)batch + picture] - first;
+    if (picture < control->valid) own = sample ? label_positions[row] : indices(control)[2 * (u64)batch + picture] - first;
     LabelLogit to = {~0ull, 0.0f, 1.0f};
     if (own < classes) {
         to.at = ((u64)(own / chunk) * rows + row) * chunk + own % chunk;

@@ -168,14 +168,14 @@ struct FlatWeights {
 };
 
 #if DTYPE == 2
-// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (halves away from zero), and `rests`, the
+// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (halves away from zero), and `differences`, the
 // signed integer difference between the float32 bits and `nearest`. Kernels compute with `nearest`, so no copy in T is needed.
 struct PlanarWeights {
-    T* rests;
+    T* differences;
     T* nearest;
 
     __device__ __forceinline__ void get(u64 group, float (&w)[8]) const {
-        Raw high = load(nearest, group), low = load(rests, group);
+        Raw high = load(nearest, group), low = load(differences, group);
         const u32 *h = &high.a.x, *l = &low.a.x;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -194,7 +194,7 @@ struct PlanarWeights {
             l[k] = (a & 0xffffu) | b << 16;
         }
         store(nearest, group, high);
-        store(rests, group, low);
+        store(differences, group, low);
     }
 };
 #endif
@@ -324,11 +324,11 @@ UPDATE(sgd_lars, 2)
 // The same for weights in planes.
 #define UPDATE_PLANES(NAME, KIND)                                                                                    \
     extern "C" __global__ void __launch_bounds__(256)                                                                \
-        NAME(T* rests, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
+        NAME(T* differences, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
              float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates,      \
              u32 count) {                                                                                           \
         pdl_wait();                                                                                                 \
-        update<KIND>(PlanarWeights{rests, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
+        update<KIND>(PlanarWeights{differences, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
                      second_decay, segments, rates, count);                                                         \
     }
 UPDATE_PLANES(sgd_momentum_planes, 0)
@@ -336,10 +336,10 @@ UPDATE_PLANES(sgd_nesterov_planes, 1)
 
 // average_values for weights in planes. `length` is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256)
-    average_planes(float* average, const T* rests, const T* nearest, u64 length, float rest, const u32* finished, u32 steps) {
+    average_planes(float* average, const T* differences, const T* nearest, u64 length, float rest, const u32* finished, u32 steps) {
     pdl_wait();
     if (*finished != steps) return;
-    PlanarWeights weights = {(T*)rests, (T*)nearest};
+    PlanarWeights weights = {(T*)differences, (T*)nearest};
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float a[8], v[8];

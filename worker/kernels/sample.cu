@@ -35,7 +35,7 @@ struct Order {
         h = (h ^ h >> 15) * 0x846ca68bu;
         return (h ^ h >> 16) & mask;
     }
-    // class_at() takes a position and returns the class at this position; place_of() takes a class and returns its position.
+    // class_at() takes a position and returns the class at this position; position_of() takes a class and returns its position.
     __device__ u32 class_at(u32 number) const {
         do {
             u32 left = number >> half, right = number & mask;
@@ -49,7 +49,7 @@ struct Order {
         } while (number >= classes);
         return number;
     }
-    __device__ u32 place_of(u32 number) const {
+    __device__ u32 position_of(u32 number) const {
         do {
             u32 left = number >> half, right = number & mask;
 #pragma unroll
@@ -65,12 +65,12 @@ struct Order {
 };
 
 // Samples `drawn` random classes of this rank's `classes` classes, the first of which is `first`, and the classes of the labels of all
-// pictures of the group, `batch` per rank. `places` has two words per picture: the positions in the sample of its label and of the label of the
+// pictures of the group, `batch` per rank. `label_positions` has two words per picture: the positions in the sample of its label and of the label of the
 // picture that is mixed in, or NO_CLASS. `found`, four words per picture, is scratch memory. The first block processes the labels, the
 // other blocks draw the random classes.
 extern "C" __global__ void __launch_bounds__(1024)
     sample_classes(const u32* controls, u32 words, u32 batch, u32 ranks, u32 first, u32 classes, u32 drawn, u64 seed,
-                   const Scaler* scaler, Sample* sample, u32* places, u32* found) {
+                   const Scaler* scaler, Sample* sample, u32* label_positions, u32* found) {
     pdl_wait();
     SHARED(u32, added, 1);
     Order order(seed, scaler->updates, first, classes);
@@ -87,9 +87,9 @@ extern "C" __global__ void __launch_bounds__(1024)
         const Control* control = control_of(controls, words, row / batch);
         bool is_other = i >= count, has_label = picture < control->valid && (!is_other || control->mixed);
         u32 own = has_label ? indices(control)[(is_other ? 3 : 2) * (u64)batch + picture] - first : NO_CLASS;
-        u32 place = own < classes ? order.place_of(own) : NO_CLASS;
-        places[i] = place < drawn ? place : NO_CLASS;
-        found[i] = own < classes && place >= drawn ? own : NO_CLASS;
+        u32 position = own < classes ? order.position_of(own) : NO_CLASS;
+        label_positions[i] = position < drawn ? position : NO_CLASS;
+        found[i] = own < classes && position >= drawn ? own : NO_CLASS;
     }
     __syncthreads();
     // Labels that were not drawn follow the drawn classes, each once and in ascending order.
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         u32 own = found[i], before = 0;
         if (own == NO_CLASS) continue;
         for (u32 j = 0; j < all; j++) before += found[all + j] != 0 && found[j] < own;
-        places[i] = drawn + before;
+        label_positions[i] = drawn + before;
         rows[drawn + before] = own;
     }
     if (threadIdx.x == 0) sample->count = drawn + added[0];

@@ -6,7 +6,7 @@
 // classes (a multiple of 8), each [rows, chunk], with padding after the last class. `controls` are the control blocks of all
 // ranks of the group, `words` u32 apart. Ranks exchange a ClassRecord per row, never logits.
 //
-// With a `sample`, the rank's classes are those of the sample, in its order, and `places` [2, rows] are the positions of the labels in
+// With a `sample`, the rank's classes are those of the sample, in its order, and `label_positions` [2, rows] are the positions of the labels in
 // the sample. `bias` may be null; its gradient is 0 then.
 
 // Partial result of the softmax over a range of one row's classes.
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // The record of each row (blockIdx.x) from its `count` parts. One warp per row.
 extern "C" __global__ void __launch_bounds__(32)
     class_records(const ClassPart* parts, u32 count, const T* logits, const float* bias, const u32* controls, u32 words,
-                  u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* places, ClassRecord* records,
+                  u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* label_positions, ClassRecord* records,
                   const LabelLogit* label_logits) {
     pdl_wait();
     if (sample) classes = sample->count;
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(32)
     if (picture < control->valid) {
         auto logit = [&](u32 which) {
             u32 label = labels[which * batch + picture];
-            u32 own = sample ? places[which * rows + row] : label - first; // a label below the first class wraps to a large number
+            u32 own = sample ? label_positions[which * rows + row] : label - first; // a label below the first class wraps to a large number
             if (own >= classes) return 0.0;
             return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + (bias ? bias[own] : 0.0f));
         };
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // `dbias`. `dbias` may be null.
 extern "C" __global__ void __launch_bounds__(256)
     class_gradient(T* logits, const float* bias, const ClassRow* class_rows, u32 count, u32 chunk, u32 classes, u32 first,
-                   float smoothing_share, const Sample* sample, const u32* places, float* dbias, u32 accumulate) {
+                   float smoothing_share, const Sample* sample, const u32* label_positions, float* dbias, u32 accumulate) {
     pdl_wait();
     if (sample) classes = sample->count;
     SHARED(float, sums, 8 * 256);
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 row = warp; row < count; row += 8) {
             ClassRow r = class_rows[row];
             T* at = logits + ((u64)blockIdx.y * count + row) * chunk;
-            u32 label = sample ? places[row] : r.label - first, other = sample ? places[count + row] : r.other - first;
+            u32 label = sample ? label_positions[row] : r.label - first, other = sample ? label_positions[count + row] : r.other - first;
             float v[8], d[8];
             unpack(load(at, group), v);
 #pragma unroll

@@ -28,7 +28,7 @@ impl Ops {
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
         args.extend(after.forward_args(reduce));
         args.extend(reduce.args());
-        // The weights; one tile each of y and z; two tiles each of x and the shortcut; coefficients.
+        // The weights; one tile each of y and z; two tiles each of x and the shortcut; coefficients; 1024 bytes to align the tiles.
         let values = REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
         let shared_bytes = 1024 + values * self.dtype.size() as u32 + 4 * EXPANDED * 4;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };

@@ -123,7 +123,7 @@ impl Setting {
             statistics: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
             share: self.share,
-            takes_sums: &|convolution| self.sums && convolution.groups == 1,
+            computes_sums: &|convolution| self.sums && convolution.groups == 1,
             scaling: None,
         })
     }

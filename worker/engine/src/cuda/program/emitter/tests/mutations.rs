@@ -183,7 +183,7 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
         let [at] = numbers(&commands, announces_update)[..] else {
             panic!("a step announces its update once")
         };
-        assert!(refusal(&without(&commands, at)).unwrap().contains("does not know that it changes weights"));
+        assert!(refusal(&without(&commands, at)).unwrap().contains("it changes weights before"));
         let Some(last) = commands.iter().rposition(|c| matches!(c, Command::Collective { .. })) else {
             continue;
         };

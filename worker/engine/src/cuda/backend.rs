@@ -108,8 +108,8 @@ impl Backend for Cuda {
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
         let ParallelSpec { ranks, model, height, pipeline, optimizer_sharding, .. } = spec.parallel;
         if pipeline > 1 && (model * height > 1 || optimizer_sharding) {
-            return Err("parallel.pipeline: stages on GPUs are combined with data parallelism only. Leave parallel.model, parallel.height and \
-                parallel.optimizer_sharding out, or set parallel.device = \"cpu\""
+            return Err("parallel.pipeline: stages on GPUs are combined with data parallelism only. Leave parallel.model, parallel.height \
+                and parallel.optimizer_sharding out, or set parallel.device = \"cpu\""
                 .into());
         }
         if spec.loss.sample_share < 1.0 {
@@ -117,21 +117,21 @@ impl Backend for Cuda {
         }
         let is_layerwise = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
         if model > 1 && is_layerwise {
-            return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of them, \
-                or set parallel.device = \"cpu\""
+            return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of \
+                them, or set parallel.device = \"cpu\""
                 .into());
         }
         if spec.model.arch == Arch::CifarNet
             && spec.train.optimizer != OptimizerKind::Muon
             && spec.train.weight_decay > 0.0
         {
-            return Err("train.weight_decay: on GPUs, all optimizers except muon also decay the convolution of a cifarnet that is not trained. Set \
-                train.weight_decay = 0, train.optimizer = \"muon\" or parallel.device = \"cpu\""
+            return Err("train.weight_decay: on GPUs, all optimizers except muon also decay the convolution of a cifarnet that is not \
+                trained. Set train.weight_decay = 0, train.optimizer = \"muon\" or parallel.device = \"cpu\""
                 .into());
         }
         if model > 1 && optimizer_sharding {
-            return Err("parallel.optimizer_sharding: GPUs that share a network (parallel.model) do not divide optimizer state further. Leave \
-                one of the two out, or set parallel.device = \"cpu\""
+            return Err("parallel.optimizer_sharding: GPUs that share a network (parallel.model) do not divide optimizer state further. \
+                Leave one of the two out, or set parallel.device = \"cpu\""
                 .into());
         }
         // With a divided optimizer state, a GPU has summed gradients and new float32 weights only of its part of the parameters.

@@ -44,8 +44,8 @@ pub(super) enum Region {
     ResultRing,
     /// Number of results so far.
     ResultCounter,
-    /// The current micro-batch's control blocks of all ranks of the model group. If operators are split, a control block for all pictures of
-    /// the group follows.
+    /// The current micro-batch's control blocks of all ranks of the model group. If operators are split, a control block for all pictures
+    /// of the group follows.
     GroupControls,
     /// Float32, all parameters.
     Weights,

@@ -211,8 +211,8 @@ fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result<(), C
         return Ok(());
     }
     Err(CudaError::Unsupported(format!(
-        "{kernel} needs {bytes} bytes of shared memory, and this GPU has {max_bytes}: the pictures are too wide. Train from a copy with smaller \
-         pictures (lockstep dataset prepare)"
+        "{kernel} needs {bytes} bytes of shared memory, and this GPU has {max_bytes}: the pictures are too wide. Train from a copy \
+         with smaller pictures (lockstep dataset prepare)"
     )))
 }
 

@@ -91,8 +91,8 @@ impl Ops {
         Self { dtype, multiprocessors, has_clusters: capability >= 90 }
     }
 
-    /// Bytes of scratch memory for `pictures` pictures per micro-batch, `padded` classes and `segments` parameters. The memory must be zero at
-    /// first, and only these operations may use it.
+    /// Bytes of scratch memory for `pictures` pictures per micro-batch, `padded` classes and `segments` parameters. The memory must be zero
+    /// at first, and only these operations may use it.
     pub(super) fn scratch_bytes(&self, pictures: u32, padded: u32, segments: u32) -> usize {
         // Per block: two float32 sums for each of at most 256 channels; or loss and count (f64), and a float32 bias gradient per class.
         let sums = u64::from(self.multiprocessors.max(256)) * 512 * 4;

@@ -65,9 +65,9 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. `splits_operators`: ranks exchange
-    /// activations between kernels. `buckets`: number of buckets of gradients. `gradients` describes the gradients, and must be equal on all
-    /// ranks of `comm`. `synced_channels`: if statistics are synchronised, the number of channels of each batch norm.
+    /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. `splits_operators`: ranks
+    /// exchange activations between kernels. `buckets`: number of buckets of gradients. `gradients` describes the gradients, and must be
+    /// equal on all ranks of `comm`. `synced_channels`: if statistics are synchronised, the number of channels of each batch norm.
     #[allow(clippy::too_many_arguments)] // All inputs of the connections.
     pub(super) fn new(
         device: &Device,

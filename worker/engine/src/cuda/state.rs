@@ -83,8 +83,8 @@ pub(super) struct State {
     pub(super) is_unfinished: bool,
     running: Vec<Running>,
     pub(super) scaler: Buffer,
-    /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits for
-    /// another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU complete.
+    /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits
+    /// for another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU complete.
     pub(super) held: Pinned,
     /// Moving averages of the weights and of the running statistics.
     average: Option<[Buffer; 2]>,

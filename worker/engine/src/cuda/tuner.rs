@@ -14,9 +14,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Choices for common networks, so that a machine's first job with one of them starts without timing candidates. Each file is the cache file
-/// after `lockstep bench` with an empty cache, for the cases resnet18, resnet34 and resnet50 at 224 pixels with batches of 32, 64, 128 and 256,
-/// resnet101 with 32, 64 and 128, resnet50:32:32, resnet20:32:128, and resnet18c:32 with 128, 256, 512 and 1024.
+/// Choices for common networks, so that a machine's first job with one of them starts without timing candidates. Each file is the cache
+/// file after `lockstep bench` with an empty cache, for the cases resnet18, resnet34 and resnet50 at 224 pixels with batches of 32, 64, 128
+/// and 256, resnet101 with 32, 64 and 128, resnet50:32:32, resnet20:32:128, and resnet18c:32 with 128, 256, 512 and 1024.
 const MEASURED: [(&str, &str); 1] =
     [("plans-NVIDIA-H200-cudnn91400-any.json", include_str!("tuner/plans-NVIDIA-H200-cudnn91400-any.json"))];
 
@@ -94,8 +94,8 @@ impl Tuner {
         unknown
     }
 
-    /// Finds a plan for each of `convolutions`, and times candidates if no choice is cached. Only one rank of a machine times candidates, and
-    /// the other ranks use its choices: ranks with different plans would compute different last bits.
+    /// Finds a plan for each of `convolutions`, and times candidates if no choice is cached. Only one rank of a machine times candidates,
+    /// and the other ranks use its choices: ranks with different plans would compute different last bits.
     pub(super) fn prepare(&mut self, device: &Device, convolutions: &[Convolution]) -> Result<(), CudaError> {
         if self.rebuild(convolutions).is_empty() {
             return Ok(());

@@ -173,7 +173,7 @@ impl Check {
         let trained = |operand: Operand| {
             matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
         };
-        // Ranks that divide the optimizer's state wait for each other during the update: they reduce norms of parameters and gather new weights.
+        // Ranks that divide the optimizer's state wait for each other during the update: they reduce norms and gather weights.
         let of_update = |to: Operand| trained(to) || to.region == Region::SegmentSquares;
         let waits = match *command {
             Command::Collective { to, .. } => !of_update(to),

@@ -8,9 +8,9 @@ use super::{
 use crate::fuse::{EXPANDED, REDUCED};
 
 impl Ops {
-    /// Computes y = relu(scale x + bias + shortcut) of `p`, T `[rows, 256]`, and its mask. The scale and bias must have been computed, and the
-    /// shortcut must not be [`Shortcut::None`]. Also computes z, T `[rows, 64]`, a 1x1 convolution of y with `weights`, T `[64, 256]`. Like
-    /// [`Ops::norm_statistics`], computes the statistics of the batch norm `after`, which reads z; `reduce`: how the sums are reduced.
+    /// Computes y = relu(scale x + bias + shortcut) of `p`, T `[rows, 256]`, and its mask. The scale and bias must have been computed, and
+    /// the shortcut must not be [`Shortcut::None`]. Also computes z, T `[rows, 64]`, a 1x1 convolution of y with `weights`, T `[64, 256]`.
+    /// Like [`Ops::norm_statistics`], computes the statistics of the batch norm `after`, which reads z; `reduce`: how the sums are reduced.
     /// Traffic: x, the shortcut, y, the mask and z once.
     pub(in crate::cuda) fn block_end(
         &self,

@@ -104,7 +104,7 @@ impl Ops {
                 args.extend(Reduce::Local.args());
             }
         }
-        // The weights; one tile each of dy, the input and the product; two tiles each of x and g; coefficients; 1024 bytes to align the tiles.
+        // The weights; one tile each of dy, the input and the product; two tiles each of x and g; coefficients; alignment.
         let values =
             REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
         let coefficients = 3 * (EXPANDED + REDUCED);

@@ -149,8 +149,8 @@ mod tests {
         FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image, images::ImageRef,
     };
 
-    /// Scales `lines` lines of `source` to `to` pixels each, as the kernel does. Lines begin `line` values apart, and the pixels of a line are
-    /// `step` values apart.
+    /// Scales `lines` lines of `source` to `to` pixels each, as the kernel does. Lines begin `line` values apart, and the pixels of a line
+    /// are `step` values apart.
     fn scaled(
         source: &[u8],
         table: &ScaleTable,

@@ -33,8 +33,8 @@ pub(in crate::cuda) struct Muon<'a> {
 }
 
 impl Ops {
-    /// One step of all weights by Muon. Runs after [`Ops::gradient_norm`]. Traffic: weights and velocity twice, gradients once, and in each iteration the filters in 16 bits
-    /// about four times.
+    /// One step of all weights by Muon. Runs after [`Ops::gradient_norm`]. Traffic: weights and velocity twice, gradients once, and in each
+    /// iteration the filters in 16 bits about four times.
     pub(in crate::cuda) fn muon(&self, p: Muon<'_>) -> Vec<Kernel> {
         let (flat, rates, scaler) = (p.flat, p.rates, Arg::In(SCALER));
         let (filters, count) = (Arg::In(p.filters), p.shapes.len() as u32);

@@ -67,8 +67,8 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// Reduces the logits of this rank's classes to one record per row in `records`: the largest logit and its class, the sum of exponentials,
-    /// the sum of logits, and the labels' logits. `parts`: scratch memory of [`SplitLogits::part_bytes`] bytes.
+    /// Reduces the logits of this rank's classes to one record per row in `records`: the largest logit and its class, the sum of
+    /// exponentials, the sum of logits, and the labels' logits. `parts`: scratch memory of [`SplitLogits::part_bytes`] bytes.
     /// `label_logits`: the result of [`Ops::put_margin`]; may be absent. Memory traffic: reads logits.
     pub(in crate::cuda) fn class_records(
         &self,

@@ -9,15 +9,16 @@ pub(in crate::cuda) struct Keep {
     pub(in crate::cuda) running: Operand,
     /// The copy, with the length of `running`.
     pub(in crate::cuda) kept: Operand,
-    /// `u32` for each of [`Ops::keeping_blocks`]: number of finished steps at the time of the copy; initially a value that is no such number.
+    /// `u32` for each of [`Ops::keeping_blocks`]: number of finished steps at the time of the copy; initially no valid number.
     pub(in crate::cuda) kept_steps: Operand,
     /// [`Ops::record`]'s counter: number of finished steps so far.
     pub(in crate::cuda) finished: Operand,
 }
 
 impl Ops {
-    /// Copies the next control block from a ring in page-locked host memory: the n-th fetch takes slot n % `slots`. `words`: `u32` words of a
-    /// slot, a multiple of 4. `keeps` is set at the beginning of a training step, because the step may never finish. Traffic: 4 bytes per word over PCIe.
+    /// Copies the next control block from a ring in page-locked host memory: the n-th fetch takes slot n % `slots`. `words`: `u32` words of
+    /// a slot, a multiple of 4. `keeps` is set at the beginning of a training step, because the step may never finish. Traffic: 4 bytes per
+    /// word over PCIe.
     pub(in crate::cuda) fn fetch(&self, slots: u32, words: u32, keeps: Option<Keep>) -> Kernel {
         let none = Keep {
             running: Operand::NONE,

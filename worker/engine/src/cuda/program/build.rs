@@ -31,8 +31,8 @@ impl Program {
         )?
         .with_loss(&config.loss);
         if plan.splits_operators && plan.sampled().is_some() {
-            let text = "loss.sample_share: GPUs sample classes where only the last layer is split. Leave other strategies ([[parallel.shard]]) \
-                        out, or set parallel.device = \"cpu\"";
+            let text = "loss.sample_share: GPUs sample classes where only the last layer is split. Leave other strategies \
+                        ([[parallel.shard]]) out, or set parallel.device = \"cpu\"";
             return Err(CudaError::Unsupported(text.into()).into());
         }
         let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
@@ -253,8 +253,8 @@ impl Program {
         Ok(())
     }
 
-    /// Whether a convolution may also compute the sums for the following batch norm: in float16, without groups, not in deterministic mode (cuDNN sums in the order in which
-    /// its blocks end), and not for small activations, for which batch norm's single kernel computes the sums.
+    /// Whether a convolution may also compute the sums for the following batch norm: in float16, without groups, not in deterministic mode
+    /// (cuDNN sums in the order in which its blocks end), and not for small activations, whose sums batch norm's single kernel computes.
     fn may_compute_sums(&self, convolution: &Convolution) -> bool {
         let shape = ops::Shape {
             pictures: convolution.batch as u32,

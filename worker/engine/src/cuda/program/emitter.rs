@@ -33,7 +33,7 @@ enum Gradient {
     Whole(Allocation),
     /// The gradient of the mean over all pixels.
     Pooled(Allocation),
-    /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels. The batch norm's kernel computes the convolution's dgrad.
+    /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels. The batch norm's kernel computes the dgrad.
     ThroughConv { dy: Allocation, weights: Operand, outputs: usize },
     /// The gradient of a ReLU's input. The sums of the batch norm before the ReLU are already computed.
     Summed(Allocation),
@@ -295,8 +295,8 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// In the backward pass: notes that an operation has read `tensor`, and frees the tensor after the last operation. A weight gradient on the
-    /// side stream may still read the tensor.
+    /// In the backward pass: notes that an operation has read `tensor`, and frees the tensor after the last operation. A weight gradient on
+    /// the side stream may still read the tensor.
     fn read_in_backward(&mut self, tensor: TensorId) {
         self.readers[tensor] -= 1;
         if self.readers[tensor] == 0

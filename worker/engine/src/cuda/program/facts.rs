@@ -239,8 +239,8 @@ impl Facts<'_> {
     }
 }
 
-/// Words of [`Region::Policies`]: for each filter `u64 offset; u32 rows, columns; u64 gram`, then for each parameter with a gradient `f32 rate,
-/// decay; u32 filter, 0`. `gram` and `filter` are as in `muon.cu`.
+/// Words of [`Region::Policies`]: `u64 offset; u32 rows, columns; u64 gram` for each filter, then `f32 rate, decay; u32 filter, 0` for each
+/// parameter with a gradient (`Filter` and `Policy` in `muon.cu`).
 pub(super) fn policies(layout: &Layout, optimizer: &Optimizer) -> Vec<u64> {
     let filters = layout.filters();
     let pack = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;

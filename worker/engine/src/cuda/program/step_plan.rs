@@ -17,8 +17,8 @@ const INPUT_MULTIPLE: usize = 4;
 const CLASSES_MULTIPLE: usize = 8;
 /// Number of channels that a thread of our kernels reads at a time.
 const CHANNELS_PER_LOAD: usize = 8;
-/// Maximum number of weights in a chunk of a split head: cuDNN's plans support tensors of less than 2^31 values, and most plans only less than
-/// 2^31 bytes. Tests use small chunks.
+/// Maximum number of weights in a chunk of a split head: cuDNN's plans support tensors of less than 2^31 values, and most plans only less
+/// than 2^31 bytes. Tests use small chunks.
 const MAX_CHUNK_WEIGHTS: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
 
 /// A last layer whose classes are split over the ranks of a model group.
@@ -244,8 +244,8 @@ impl StepPlan {
         self.is_split() && self.dtype == DType::Bf16
     }
 
-    /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: for the norm and for the
-    /// update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are summed over
+    /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: for the norm and for
+    /// the update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are summed over
     /// micro-batches or ranks, if classes are sampled, or if other weights are split.
     pub(super) fn recomputes_head_gradient(&self, accumulates: bool, data_ranks: usize) -> bool {
         self.chunks().0 > 1
@@ -276,7 +276,7 @@ impl StepPlan {
         shape.pixels() * channels
     }
 
-    /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk of classes.
+    /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk.
     pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
         let (input, output, kernel, stride, [row_padding, padding], groups, first) = match *op {
             FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {
@@ -390,15 +390,15 @@ fn check_rows(network: &Network) -> Result<(), CudaError> {
         match network.rows(op.output()) {
             Some(rows) if rows.whole < ranks => {
                 return Err(CudaError::Unsupported(format!(
-                    "parallel.height: {ranks} GPUs cannot share the {} rows that {name} makes of a picture, since each GPU needs a row. Set \
-                     parallel.height to {} or less, train on larger pictures, or set parallel.device = \"cpu\"",
+                    "parallel.height: {ranks} GPUs cannot share the {} rows that {name} makes of a picture, since each GPU needs a row. \
+                     Set parallel.height to {} or less, train on larger pictures, or set parallel.device = \"cpu\"",
                     rows.whole, rows.whole
                 )));
             }
             None if matches!(op, Op::BatchNorm { .. }) => {
                 return Err(CudaError::Unsupported(format!(
-                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm after the global pooling. Leave the key out, \
-                     or set parallel.device = \"cpu\""
+                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm after the global pooling. Leave the key \
+                     out, or set parallel.device = \"cpu\""
                 )));
             }
             _ => {}
@@ -441,8 +441,8 @@ fn check_splits(network: &Network) -> Result<(), CudaError> {
                 if let Some(uneven) = [*input, *output].into_iter().find(is_uneven) {
                     let part = network.tensors[uneven].channels;
                     return refuse(format!(
-                        "{name} is split, and GPUs compute multiples of {CHANNELS_PER_LOAD} channels, while a rank has {part}. Split it over fewer ranks \
-                         (parallel.model) or leave its strategy out"
+                        "{name} is split, and GPUs compute multiples of {CHANNELS_PER_LOAD} channels, while a rank has {part}. Split it \
+                         over fewer ranks (parallel.model) or leave its strategy out"
                     ));
                 }
             }

@@ -115,8 +115,8 @@ impl Run {
         gate
     }
 
-    /// Undoes unfinished steps, as after the loss of another rank. Checks that the state is that of step `finished`, and that the results of
-    /// all steps up to it are known.
+    /// Undoes unfinished steps, as after the loss of another rank. Checks that the state is that of step `finished`, and that the results
+    /// of all steps up to it are known.
     fn check_recovered(&mut self, finished: usize, uninterrupted: &[(StateDict, StepResult)]) -> StateDict {
         self.results.extend(self.engine.undo_unfinished_steps().expect("the state on the GPU is known"));
         let without_times =

@@ -1,5 +1,5 @@
-//! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages in the
-//! same bound.
+//! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages in
+//! the same bound.
 
 use super::{split_head::on_gpus, *};
 use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};

@@ -1,7 +1,7 @@
-//! The job `across` of `tests/gpu/e2e.py`, step by step: ResNet-20 on the bundled pictures with default settings. The training loss of its first
-//! epoch ends between 1.15 and 1.19 for any rounding. The validation loss varies much more: on CPUs it was 1.12 to 1.85 with learning rates that
-//! differed by up to 1 % (n = 42). So the tests compare values in which rounding errors cannot grow (running statistics of the same weights), and
-//! distributions over many runs.
+//! The job `across` of `tests/gpu/e2e.py`, step by step: ResNet-20 on the bundled pictures with default settings. The training loss of its
+//! first epoch ends between 1.15 and 1.19 for any rounding. The validation loss varies much more: on CPUs it was 1.12 to 1.85 with learning
+//! rates that differed by up to 1 % (n = 42). So the tests compare values in which rounding errors cannot grow (running statistics of the
+//! same weights), and distributions over many runs.
 
 use super::*;
 use lockstep_kernels::batch_norm::EPSILON;

@@ -1,7 +1,7 @@
 //! Operators that the ranks of a model group split: the exchanges with which an activation, or its gradient, changes its placement.
 //!
-//! If an activation is not placed by pictures, each rank has the pictures of the whole group: `batch` pictures of each rank, in the order of
-//! ranks. Padding pictures are zeros and do not change sums, so the group's control block counts all pictures as real.
+//! If an activation is not placed by pictures, each rank has the pictures of the whole group: `batch` pictures of each rank, in the order
+//! of ranks. Padding pictures are zeros and do not change sums, so the group's control block counts all pictures as real.
 
 use super::{split_head::CONTROLS, *};
 use crate::net::Placement;

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// From this number of classes on, several blocks compute a picture's loss. [`ops::CrossEntropy`] computes the loss of a picture in one warp,
-/// which is faster for fewer classes.
+/// From this number of classes on, several blocks compute a picture's loss. [`ops::CrossEntropy`] computes the loss of a picture in one
+/// warp, which is faster for fewer classes.
 const MANY_CLASSES: usize = 4096;
 
 impl GraphEmitter<'_> {

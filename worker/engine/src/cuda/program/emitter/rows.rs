@@ -1,7 +1,7 @@
 //! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach; the
-//! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and computes
-//! the same values as the other ranks. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of the control block), because
-//! gradients are summed over all ranks.
+//! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and
+//! computes the same values as the other ranks. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of the control
+//! block), because gradients are summed over all ranks.
 
 use super::*;
 use crate::net::Rows;

@@ -170,8 +170,8 @@ fn live(commands: &[Command]) -> Vec<Content> {
     live.into_iter().map(|(_, content)| content).collect()
 }
 
-/// Checks lists of commands in every number format, on GPUs with and without matrix kernels, for one rank and for groups. Memory that is read
-/// must be written before and not freed, and streams must wait for each other where necessary.
+/// Checks lists of commands in every number format, on GPUs with and without matrix kernels, for one rank and for groups. Memory that is
+/// read must be written before and not freed, and streams must wait for each other where necessary.
 fn check_commands(networks: &[Arc<Network>]) {
     for network in networks {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {

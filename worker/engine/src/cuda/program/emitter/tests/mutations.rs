@@ -31,8 +31,8 @@ fn numbers(commands: &[Command], wanted: impl Fn(&Command) -> bool) -> Vec<usize
     (0..commands.len()).filter(|number| wanted(&commands[*number])).collect()
 }
 
-/// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and in
-/// groups a wait of a collective for which another command waits. A needed wait is also refused without its recorded event.
+/// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and
+/// in groups a wait of a collective for which another command waits. A needed wait is also refused without its recorded event.
 #[test]
 fn a_missing_wait_is_refused() {
     for setting in settings() {

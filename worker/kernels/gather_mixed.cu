@@ -2,7 +2,7 @@
 // names. Both pictures are cropped, flipped, scaled and normalised separately, as in gather.cu, then mixed with the host's
 // arithmetic (data/loader/mixing.rs), so that the inputs of GPUs and CPUs are equal.
 
-// A picture's own share of pixel (y, x): 0 or 1 with cutmix, lambda with mixup.
+// Share of the batch's picture in pixel (y, x): 0 or 1 with cutmix, lambda with mixup. The picture that is mixed in has the rest.
 __device__ __forceinline__ float share_of(const Control* control, u32 y, u32 x) {
     const u32 *rows = control->cut_rows, *columns = control->cut_columns;
     if (rows[0] == rows[1]) return control->lambda; // mixup, or cutmix of an empty rectangle with lambda = 1

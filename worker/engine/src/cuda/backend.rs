@@ -125,8 +125,8 @@ impl Backend for Cuda {
             && spec.train.optimizer != OptimizerKind::Muon
             && spec.train.weight_decay > 0.0
         {
-            return Err("train.weight_decay: on GPUs, all optimizers except muon also decay the convolution of a cifarnet that is not \
-                trained. Set train.weight_decay = 0, train.optimizer = \"muon\" or parallel.device = \"cpu\""
+            return Err("train.weight_decay: on GPUs, all optimizers except muon also decay a cifarnet's untrained convolution. \
+                Set train.weight_decay = 0, train.optimizer = \"muon\" or parallel.device = \"cpu\""
                 .into());
         }
         if model > 1 && optimizer_sharding {

@@ -35,7 +35,7 @@ pub(super) struct Control {
     pub(super) grad_scale: f32,
     /// Learning rate.
     pub(super) lr: f32,
-    /// Share of the batch's own picture in a mixed picture, 0 to 1. The picture that is mixed in has the rest.
+    /// Share of the batch's picture in a mixed picture, 0 to 1. The picture that is mixed in has the rest.
     pub(super) lambda: f32,
     /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. Each
     /// other picture is mixed with its predecessor.

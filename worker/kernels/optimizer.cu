@@ -55,7 +55,8 @@ __device__ __forceinline__ double block_sum(double v, double* warps) {
 // Sum of squares of all gradients. Returns true only in thread 0 of the last block to finish (by `counter`), with the sum in
 // `square_sum`. `before` runs in thread 0 of each block before the block is counted as finished.
 template <class Before>
-__device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double* partials, u32* counter, Before before, double& square_sum) {
+__device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double* partials, u32* counter, Before before,
+                                              double& square_sum) {
     SHARED(double, warps, 16);
     SHARED(u32, last, 1);
     u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;

@@ -13,8 +13,8 @@ fn nvrtc_path() -> PathBuf {
 /// Loads NVRTC before cudarc does, so that dlopen by bare name finds the loaded library.
 fn load_nvrtc() {
     let is_set = std::env::var_os(SETTING).is_some();
-    let found = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
-    let path = if nvrtc_path().is_file() && !is_set { Some(nvrtc_path()) } else { found };
+    let installed = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
+    let path = if nvrtc_path().is_file() && !is_set { Some(nvrtc_path()) } else { installed };
     let path = path.unwrap_or_else(|| {
         panic!(
             "NVRTC is not on this machine, so no kernel can be compiled. `bash tests/run` installs it; or, in the \
@@ -121,9 +121,9 @@ fn a_launch_that_needs_too_much_shared_memory_is_an_error() {
     for (bytes, max_bytes, fits) in
         [(0, 99 << 10, true), (99 << 10, 99 << 10, true), (164 << 10, 99 << 10, false)]
     {
-        let found = check_shared_memory("gather_scaled", bytes, max_bytes);
-        assert_eq!(found.is_ok(), fits, "{bytes} of {max_bytes}");
-        if let Err(error) = found {
+        let result = check_shared_memory("gather_scaled", bytes, max_bytes);
+        assert_eq!(result.is_ok(), fits, "{bytes} of {max_bytes}");
+        if let Err(error) = result {
             assert!(error.to_string().starts_with("gather_scaled needs 167936 bytes"), "{error}");
         }
     }

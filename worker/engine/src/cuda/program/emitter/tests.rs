@@ -142,8 +142,8 @@ impl Setting {
         assert_eq!(checked, Ok(()), "{name}, {:?}, {phase:?}\n{}", self.plan.dtype, self.text(&emitted));
         let logits = Content::Activation(self.plan.network.logits());
         let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
-        let wanted: &[Content] = if has_logits { &[logits] } else { &[] };
-        assert_eq!(live(&emitted.commands), wanted, "{name}, {phase:?}");
+        let expected: &[Content] = if has_logits { &[logits] } else { &[] };
+        assert_eq!(live(&emitted.commands), expected, "{name}, {phase:?}");
         for command in &emitted.commands {
             if let Command::Kernel { kernel, .. } = command {
                 signatures::check(kernel);
@@ -402,16 +402,17 @@ fn check_plan(dtype: DType) {
         std::fs::create_dir_all(folder).unwrap();
         std::fs::write(&path, &text).unwrap();
     }
-    let wanted = std::fs::read_to_string(&path).unwrap();
-    let differs = text.lines().zip(wanted.lines()).enumerate().find(|(_, (ours, theirs))| ours != theirs);
-    if let Some((line, (ours, theirs))) = differs {
+    let expected = std::fs::read_to_string(&path).unwrap();
+    let differs =
+        text.lines().zip(expected.lines()).enumerate().find(|(_, (actual, expected))| actual != expected);
+    if let Some((line, (actual, expected))) = differs {
         panic!(
-            "{} has another plan, first in line {}:\n{theirs}\nNow it is:\n{ours}",
+            "{} has another plan, first in line {}:\n{expected}\nNow it is:\n{actual}",
             path.display(),
             line + 1
         );
     }
-    assert_eq!(text.len(), wanted.len(), "{} has another plan", path.display());
+    assert_eq!(text.len(), expected.len(), "{} has another plan", path.display());
 }
 
 #[test]

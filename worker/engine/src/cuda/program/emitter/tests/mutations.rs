@@ -26,9 +26,9 @@ fn without(commands: &[Command], number: usize) -> Vec<Command> {
     [&commands[..number], &commands[number + 1..]].concat()
 }
 
-/// The indices of the commands that are `wanted`, in order.
-fn numbers(commands: &[Command], wanted: impl Fn(&Command) -> bool) -> Vec<usize> {
-    (0..commands.len()).filter(|number| wanted(&commands[*number])).collect()
+/// The indices of the commands for which `predicate` is true, in order.
+fn numbers(commands: &[Command], predicate: impl Fn(&Command) -> bool) -> Vec<usize> {
+    (0..commands.len()).filter(|number| predicate(&commands[*number])).collect()
 }
 
 /// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and
@@ -203,8 +203,8 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
 #[test]
 fn a_step_saves_running_statistics_before_they_change() {
     for setting in settings() {
-        let changes = |c: &Command, wanted: Region| {
-            c.accesses().iter().any(|(o, access)| o.region == wanted && *access != Access::Read)
+        let changes = |c: &Command, region: Region| {
+            c.accesses().iter().any(|(o, access)| o.region == region && *access != Access::Read)
         };
         let setting = Setting { accumulates: true, ..setting };
         for (first, last) in [(true, true), (true, false), (false, false), (false, true)] {

@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(256) fold_border(T* to, u32 side) {
     }
 }
 
-// Zeros gradients of a folded convolution's weights [out][4][4][16]: those of the first row and column of the 8x8 window,
+// Zeros gradients of a folded convolution's weights [out][4][4][16]: of the first row and column of the 8x8 window,
 // which do not exist in the 7x7 window. One thread per eight values.
 extern "C" __global__ void __launch_bounds__(256) fold_gradient(T* gradient, u32 groups) {
     pdl_wait();

@@ -176,7 +176,7 @@ __device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 ro
     for (u32 number = 0; number < count; number++) {
         cp_async_wait_group<MUON_STAGES - 2>();
         __syncthreads();
-        // Overwrites the tiles of the preceding iteration, which no warp reads any more.
+        // Overwrites the tiles of the preceding iteration, which all warps have read.
         load(number + MUON_STAGES - 1);
         const bf16 *p_tile = tiles + number % MUON_STAGES * 2 * MUON_SIZE, *q_tile = p_tile + MUON_SIZE;
 #pragma unroll

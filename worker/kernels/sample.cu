@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 // gather_elements() copies the rows of a sample, each of `width` elements, from `all` to `sampled`, followed by zeros up to `length`
-// elements. scatter_elements() copies them back.
+// elements. scatter_elements() copies the rows back.
 template <class V>
 __device__ __forceinline__ void gather_elements(const V* all, V* sampled, const Sample* sample, u32 width, u64 length) {
     u64 step = (u64)gridDim.x * blockDim.x;

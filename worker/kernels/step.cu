@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy_running(const float4* running, float4* kept
 
 // Copies the ring's next slot of `words` u32 (a multiple of 4) to the control block, and reports in `taken`, in page-locked host
 // memory, how many slots the host may overwrite. The first block does this; at the start of a step, other blocks copy
-// `length` float4 of running statistics meanwhile.
+// `length` float4 of running statistics.
 extern "C" __global__ void __launch_bounds__(1024)
     fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words,
           const float4* running, float4* kept, u32* kept_steps, const u32* finished, u32 length) {

@@ -107,8 +107,8 @@ impl Kernels {
         self
     }
 
-    /// Launches `name` on `stream`. `args`: the bits of each argument; their number, order and types must be those of the kernel. Addresses
-    /// must refer to memory of the size that `ops` documents, which must stay allocated until the kernel has completed.
+    /// Launches `name` on `stream`. `args`: the bits of each argument; their number, order and types must match the kernel's parameters.
+    /// Addresses must refer to memory of the size that `ops` documents, which must stay allocated until the kernel has completed.
     pub(super) fn launch(
         &self,
         stream: Stream,

@@ -147,7 +147,7 @@ fn build(
         groups,
         device,
     };
-    // Initial values are drawn on these threads.
+    // The threads of this pool draw the initial values.
     thread_pool(engine.config.threads)?.install(|| engine.set_from(&initial))?;
     Ok(engine)
 }
@@ -215,7 +215,7 @@ struct CudaEngine {
     under_way: VecDeque<UnderWay>,
     /// Results that a failed call had already read from the GPU; the next successful call returns them.
     unreturned: Vec<StepResult>,
-    /// Whether the float32 weights that other ranks update are those of an earlier step on this GPU, as with optimizer sharding.
+    /// Whether the float32 weights that other ranks update (optimizer sharding) are, on this GPU, the weights of an earlier step.
     has_old_weights: bool,
     /// Number of steps started on the GPU, modulo 2^32 as in the GPU's count of finished steps.
     started_steps: u32,

@@ -54,7 +54,8 @@ use super::{
     dtype::DType,
 };
 
-/// Counters at the start of the scratch memory, `u32` each: one per column of channels, then these two.
+/// Number of `u32` counters at the start of the scratch memory: one per block column (`blockIdx.y`) of a kernel that sums over rows, then
+/// two counters for the loss and for norms, with the following indices.
 const COUNTERS: usize = 1024;
 const LOSS_COUNTER: usize = 1022;
 const NORM_COUNTER: usize = 1023;
@@ -77,7 +78,7 @@ pub(super) fn in_flight(dtype: DType) -> u32 {
 /// The only compute capability, times 10, with warpgroup matrix multiplication (wgmma).
 pub(super) const WGMMA_CAPABILITY: u32 = 90;
 
-/// Computes launches for one kind of GPU. All launches share scratch memory, so they must run on one stream at a time.
+/// Computes launches for one kind of GPU. All launches share scratch memory, so launches on two streams must not overlap.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ops {
     dtype: DType,

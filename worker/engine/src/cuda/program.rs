@@ -136,11 +136,11 @@ pub(super) struct Program {
     pub(super) reducer: Option<Reducer>,
     /// Number of ranks that have the same part of the network.
     data_ranks: usize,
-    /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each of them
-    /// has a part of the arena, of the control blocks and of batch norms' values.
+    /// Number of micro-batches that may be between their passes at the same time: more than 1 before the last stage. Each of these
+    /// micro-batches has a part of the arena, of the control blocks and of batch norms' values.
     pub(super) micro_batches_in_flight: usize,
-    /// Gradients of the matrices in the activations' format, without the first `unstored` values: the gradients of a split head that are
-    /// computed twice, or for a sample of classes (then they are in the arena).
+    /// Gradients of the matrices, in the activations' format, without the first `unstored` values. A split head's gradients are not stored
+    /// here if they are computed twice, or for a sample of classes (then they are in the arena).
     matrix_gradients: Buffer,
     unstored: usize,
     /// Gradients of the vectors, float32, at the vectors' offsets in the flat layout.

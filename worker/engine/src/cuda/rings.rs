@@ -20,7 +20,7 @@ pub(super) const RESULTS: usize = 64;
 // Counts wrap at 2^32, which must not skip a slot.
 const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
-/// A micro-batch's inputs; `Control` in `numbers.cu`. In memory it is followed by four arrays over the pictures: index in
+/// A micro-batch's inputs; `Control` in `numbers.cu`. In memory, four arrays over the pictures follow: index in
 /// the dataset, augmentation parameters, label, and label of the picture that is mixed in.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]

@@ -4,7 +4,7 @@ use super::{ops::GatherMode, *};
 use crate::plan::Pass;
 use std::time::Instant;
 
-/// The input of passes that read no pictures: those of later stages, and backward passes.
+/// The input of passes that read no pictures: passes of later stages, and backward passes.
 const NO_PICTURES: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 /// Time limit in which the ring must also detect the end of a rank that NCCL has detected.
 const RING_DETECTION_LIMIT: Duration = Duration::from_secs(1);
@@ -186,7 +186,7 @@ impl CudaEngine {
         self.wait_on_gpu(|program| program.main.0.is_idle().unwrap_or(true))
     }
 
-    /// Waits for the GPU until `is_done`, and checks meanwhile that other ranks are alive.
+    /// Waits for the GPU until `is_done`. While waiting, checks that the other ranks are alive.
     pub(super) fn wait_on_gpu(&mut self, is_done: impl Fn(&Program) -> bool) -> Result<(), EngineError> {
         const OPERATION: &str = "a step on the GPU";
         let is_alone = self.comm.size() == 1;
@@ -220,7 +220,7 @@ fn wait_until(
     let mut reads = 0u32;
     while !is_done() {
         reads += 1;
-        // Polls during short waits; sleeps during long ones, which leaves the core to other threads.
+        // Polls during short waits; sleeps during long waits, so that other threads can use the core.
         if reads < 2_000 {
             std::hint::spin_loop();
             continue;

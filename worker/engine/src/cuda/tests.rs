@@ -364,7 +364,7 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
         [16, 16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
     let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     for step in 0..4 {
-        // Full micro-batches, full ones and a ragged one, only a ragged one, and again full ones and a ragged one.
+        // Two full micro-batches; two full and a ragged micro-batch; only the ragged micro-batch; again two full and a ragged one.
         let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
         let (expected, actual) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
         assert_eq!((actual.samples, actual.correct), (expected.samples, expected.correct), "step {step}");

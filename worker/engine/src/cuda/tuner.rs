@@ -107,7 +107,7 @@ impl Tuner {
         if unknown.is_empty() {
             return Ok(());
         }
-        // Convolutions with sums are compared with plain ones, which come first.
+        // A convolution with sums is compared with the same convolution without sums, which comes first.
         unknown.sort_by_key(|convolution| convolution.sums);
         let bench = Bench::new(device, &unknown, self.deterministic)?;
         for convolution in unknown {
@@ -139,7 +139,7 @@ impl Tuner {
     }
 }
 
-/// The choices in the cache, and those of [`MEASURED`] that the cache does not contain.
+/// The choices in the cache, and the choices in [`MEASURED`] that the cache does not contain.
 fn choices_in(file: &str) -> BTreeMap<String, Option<Choice>> {
     let parse = |json: &[u8]| serde_json::from_slice(json).ok();
     let measured =

@@ -294,7 +294,7 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
     let text = decoded.to_string();
     assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
 
-    // After four consecutive failed batches the device is not used any more. A batch counts once, even if several of its groups fail.
+    // After four consecutive failed batches the device is not used again. A batch counts once, even if several of its groups fail.
     let failing = Arc::new(HostDecoder { fails: true, max_pictures: Some(2), ..HostDecoder::default() });
     data.set_decoder(failing.clone());
     let whole = EpochPlan { batch_size: 16, threads: 1, ..PLAN };

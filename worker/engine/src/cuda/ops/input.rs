@@ -8,7 +8,7 @@ pub(in crate::cuda) use lockstep_data::device::ScaleTable;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::cuda) enum GatherMode {
     /// The control block's indices and augmentation parameters: bits 0 to 14 are the top of the crop window, bits 15 to 29 the
-    /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture if `reflects` is set, else it is black.
+    /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture if `reflects` is set, else is black.
     Augmented { crop_padding: u32, reflects: bool },
     /// As `Augmented`, with mixed pictures; see `gather_mixed.cu`.
     Mixed { crop_padding: u32, reflects: bool },
@@ -31,7 +31,7 @@ pub(in crate::cuda) struct BatchInput {
     pub(in crate::cuda) channels: u32,
     /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
     pub(in crate::cuda) to: Operand,
-    /// Number of output channels, 4 or 8 (4 if folded); those past `channels` are zeros.
+    /// Number of output channels, 4 or 8 (4 if folded). Channels past the first `channels` are zeros.
     pub(in crate::cuda) padded: u32,
     pub(in crate::cuda) folded: bool,
 }

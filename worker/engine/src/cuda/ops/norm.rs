@@ -159,7 +159,7 @@ impl Ops {
     ///
     /// A cluster of `k` blocks owns 16 channels (32 if there would be too many blocks); a thread has
     /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) all clusters have to be resident at
-    /// once: the grid has fewer blocks than multiprocessors, minus those for NCCL's blocks.
+    /// once: the grid has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
     fn small(&self, shape: Shape, waits: bool) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
         let reserved_blocks = if waits { nccl::MAX_BLOCKS } else { 0 };

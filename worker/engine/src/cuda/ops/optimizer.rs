@@ -63,7 +63,7 @@ pub(in crate::cuda) struct Flat {
 }
 
 impl Flat {
-    /// The weights and their copy. A step with non-finite gradients does not change them.
+    /// The weights and their low-precision copy. Both keep their values in a step with non-finite gradients, so neither is only written.
     pub(super) fn weights_args(&self) -> [Arg; 2] {
         [Arg::InOut(self.weights), Arg::InOut(self.low_precision)]
     }

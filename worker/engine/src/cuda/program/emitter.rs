@@ -81,7 +81,7 @@ struct GraphEmitter<'a> {
     shared: Vec<Allocation>,
     /// Number of buckets of gradients whose reduction has started.
     sent_buckets: usize,
-    /// The operands of the gradient of a split head's weights, if it is computed in the update.
+    /// The operands of the gradient of a split head's weights, if the update computes this gradient.
     features_and_dlogits: Option<[Allocation; 2]>,
     /// The sampled classes of a split head, in training.
     sampled: Option<sampled_head::SampledHead>,

@@ -100,7 +100,7 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) folded: bool,
 }
 
-/// The fused kernels of this engine. `matrix_kernels`: including those with their own matrix multiplication.
+/// The fused kernels of this engine. `matrix_kernels`: whether kernels with their own matrix multiplication are included.
 pub(in crate::cuda) fn capabilities(matrix_kernels: bool) -> Capabilities {
     Capabilities {
         norm_add_relu: true,
@@ -210,7 +210,7 @@ impl StepPlan {
         self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1
     }
 
-    /// Number of pictures per micro-batch that this rank has of `tensor`: its own, or its model group's.
+    /// Number of pictures per micro-batch that this rank has of `tensor`: this rank's pictures, or the model group's pictures.
     pub(super) fn pictures(&self, tensor: TensorId) -> usize {
         match self.network.placement(tensor) {
             Placement::Batch => self.batch,

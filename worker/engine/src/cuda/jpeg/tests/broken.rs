@@ -62,7 +62,7 @@ fn broken_pictures_are_replaced_equally_with_any_decoder() {
     }
     let decoded = on_device.decoded().unwrap();
     assert!(decoded.by_device >= 14 && !decoded.given_up, "{decoded:?}");
-    // Broken pictures are known now, so no batch fails any more.
+    // The data source remembers the broken pictures, so no batch fails again.
     let failed = decoded.by_cores.get(&CpuDecodeReason::Failed).copied();
     assert!(batches(&on_device) == expected);
     assert_eq!(on_device.decoded().unwrap().by_cores.get(&CpuDecodeReason::Failed).copied(), failed);

@@ -21,8 +21,7 @@ pub(super) fn encode(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec
 }
 
 /// Whether, at a side of this length, decoders need no chroma beyond the border. `step`: pixels per chroma sample along the side. Beyond
-/// the border, the CPU's decoder reads
-/// the content of the file's last block, which planes do not have.
+/// the border, the CPU's decoder reads the content of the file's last block, which planes do not have.
 pub(super) fn decoders_agree(side: u32, step: u32) -> bool {
     step == 1 || side % 2 == 1 || side.is_multiple_of(16)
 }

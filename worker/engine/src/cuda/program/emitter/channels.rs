@@ -31,7 +31,7 @@ impl GraphEmitter<'_> {
         Operand::new(Region::GroupControls, self.plan.model_ranks * bytes, bytes)
     }
 
-    /// Zeros the padding of an activation of `tensor`, or of its gradient, if it has the group's pictures.
+    /// If this rank has the whole group's pictures of `tensor`: zeros the padding of the activation, or of the activation's gradient.
     pub(super) fn clear_padding(&mut self, tensor: TensorId, at: Option<Allocation>) {
         let (plan, network) = (self.plan, &self.plan.network);
         let is_of_group = *network.placement(tensor) != Placement::Batch && !network.is_pictures(tensor);

@@ -103,7 +103,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The gradient of this rank's rows: the sum of the gradients from its own windows and from windows of other ranks.
+    /// The gradient of this rank's rows: the sum of the gradients from this rank's windows and from other ranks' windows.
     pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
         let batch = self.plan.batch;
         let (from, to) = (self.gradient(output)?, self.alloc(input, Content::Gradient));

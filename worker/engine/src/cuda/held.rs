@@ -95,10 +95,7 @@ impl CudaEngine {
         }
         match self.program.results.read == finished {
             true => Ok(results),
-            false => {
-                Err(CudaError::Unsupported("the GPU has finished an unknown step (a bug in lockstep)".into())
-                    .into())
-            }
+            false => Err(CudaError::Unsupported("the GPU has finished an unknown step".into()).into()),
         }
     }
 

@@ -5,10 +5,10 @@
 
 // A step's constants in the update formulas.
 struct Adam {
-    float beta1, beta2, rest1, rest2; // rest: 1 - beta
+    float beta1, beta2, rest1, rest2; // rest1: 1 - beta1; rest2: 1 - beta2
     float epsilon;
     double correction1; // 1 - beta1^t
-    float root2;        // sqrt(1 - beta2^t)
+    float root2;        // sqrt(1 - beta2^t), where t is the number of updates
 
     // Updates the moments with a gradient and returns the first moment's divisor.
     __device__ __forceinline__ float update_moments(float& m, float& v, float g) const {
@@ -19,8 +19,8 @@ struct Adam {
     __device__ __forceinline__ float divisor(float v) const { return sqrtf(v) / root2 + epsilon; }
 };
 
-// Constants of the current update. `scaler->updates` includes this update already: gradient_norm counts it. All threads of a block must call this function; thread 0
-// computes the powers.
+// Constants of the current update. `scaler->updates` includes this update already: gradient_norm counts it. All threads of a block
+// must call this function; thread 0 computes the powers.
 __device__ __forceinline__ Adam adam_of(const Scaler* scaler, double beta1, double beta2, float epsilon, double* shared) {
     if (threadIdx.x == 0) {
         double t = scaler->updates;
@@ -41,11 +41,12 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
     u64 first_length = gradients.first_length, length = gradients.length;
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
     float inverse = scaler->inverse, size = (float)(control->lr / adam.correction1);
-    float first_kept = (float)(1 - (double)control->lr * first_decay);
-    float second_kept = (float)(1 - (double)control->lr * second_decay);
+    // Weight decay multiplies the weights by these factors.
+    float first_factor = (float)(1 - (double)control->lr * first_decay);
+    float second_factor = (float)(1 - (double)control->lr * second_decay);
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
-        float w[8], m[8], v[8], g[8], kept = i * 8 < first_length ? first_kept : second_kept;
+        float w[8], m[8], v[8], g[8], factor = i * 8 < first_length ? first_factor : second_factor;
         gradients.get(i, g);
         weights.get(i, w);
         load_channels(first_moment, i, m);
@@ -53,7 +54,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             float denominator = adam.update_moments(m[k], v[k], g[k] * inverse);
-            w[k] = fmaf(w[k], kept, -size * (m[k] / denominator));
+            w[k] = fmaf(w[k], factor, -size * (m[k] / denominator));
         }
         weights.set(i, w);
         store_channels(first_moment, i, m);
@@ -70,10 +71,10 @@ extern "C" __global__ void __launch_bounds__(256)
 #if DTYPE == 2
 // The same for weights in two planes (`PlanarWeights` in optimizer.cu).
 extern "C" __global__ void __launch_bounds__(256)
-    adamw_planes(T* rests, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
+    adamw_planes(T* differences, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
                  float first_decay, float second_decay) {
     pdl_wait();
-    adamw_of(PlanarWeights{rests, nearest}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control, scaler,
+    adamw_of(PlanarWeights{differences, nearest}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control, scaler,
              first_decay, second_decay);
 }
 #endif
@@ -156,10 +157,10 @@ extern "C" __global__ void __launch_bounds__(256)
         load_channels(weights, i, w);
         load_channels(first_moment, i, m);
         load_channels(second_moment, i, v);
-        Rate own = rates[segment_of(segments, count, i)];
-        float rate = lr * own.rate;
+        Rate of_segment = rates[segment_of(segments, count, i)];
+        float rate = lr * of_segment.rate;
 #pragma unroll
-        for (int k = 0; k < 8; k++) w[k] -= rate * fmaf(own.decay, w[k], m[k] * scale / adam.divisor(v[k]));
+        for (int k = 0; k < 8; k++) w[k] -= rate * fmaf(of_segment.decay, w[k], m[k] * scale / adam.divisor(v[k]));
         store_channels(weights, i, w);
         if (low_precision && i * 8 < first_length) store(low_precision, i, pack(w));
     }

@@ -9,7 +9,7 @@ struct Bottleneck {
     const T *x, *g;                      // [rows, 256]
     const float *scale, *slope, *offset; // [256]
     const T* weights;                    // [256, 64]
-    const T* from;                       // [rows, 64]: the convolution's input; if NORMED, its batch norm's input
+    const T* from;                       // [rows, 64]: the convolution's input; if NORMED, the input of `before`
     T* dfrom;                            // [rows, 64]: the gradient of the convolution's input
     float* dweights;                     // [gridDim.x, 256, 64]
 };
@@ -171,7 +171,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// 8 x 64 threads. Each owns eight channels of four rows of the 256-channel tensors and of one row of the 64-channel ones.
+// 8 x 64 threads. Each thread owns eight channels of four rows of the 256-channel tensors and of one row of the 64-channel tensors.
 // Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of bottleneck().
 #define BOTTLENECK(NAME, NORMED)                                                                                     \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \

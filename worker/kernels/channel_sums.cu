@@ -10,8 +10,9 @@ struct GridStride {
     u32 groups;   // of eight channels
     u32 group;    // this thread's group
     bool active;  // whether this group exists
-    u32 first, step; // first row, and stride
+    u32 first, step; // first row, and number of rows from one row of this thread to the next
 };
+// The rows of this thread, if `parts` blocks divide the rows and this block is number `part`.
 __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32 parts) {
     GridStride w;
     w.groups = channels / 8;
@@ -24,8 +25,8 @@ __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32
 
 __device__ __forceinline__ u32 thread_in_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-// Each thread brings 16 values: the eight channels of the first sum, then those of the second. Thread t < 16 * bx returns
-// one sum: of value t / bx over all threads of column x = t % bx. `scratch` has 16 * bx values for each warp.
+// `v` of each thread has 16 values: the eight channels of the first sum, then the eight channels of the second sum. Thread
+// t < 16 * bx returns the sum of value t / bx over all threads (x, y) with x = t % bx. `scratch` has 16 * bx values for each warp.
 __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
     u32 bx = blockDim.x, t = thread_in_block(), lane = t % 32, warp = t / 32;
     for (u32 o = bx; o < 32; o *= 2)

@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // The control block of the `pictures` pictures of the model group, none of which counts as padding. One thread.
-extern "C" __global__ void group_control(const Control* own, Control* to, u32 pictures) {
+extern "C" __global__ void group_control(const Control* from, Control* to, u32 pictures) {
     pdl_wait();
-    *to = *own;
+    *to = *from;
     to->valid = pictures;
 }

@@ -5,13 +5,13 @@
 struct Cropping {
     Planes planes;
     int column, row;             // stored position of the upright pixel at the tables' origin
-    int column_right, row_right; // from a pixel to the one on its right
-    int column_down, row_down;   // from a pixel to the one below it
+    int column_right, row_right; // stored step from a pixel to its upright right neighbour
+    int column_down, row_down;   // stored step from a pixel to its upright lower neighbour
     u32 first_column, column_count; // upright columns that an output needs
-    u32 row_table, row_taps, row_shift; // row_table: offset of the table in `tables`
+    u32 row_table, row_taps, row_shift; // a `Taps`; row_table: offset of the table in `tables`
     u32 column_table, column_taps, column_shift;
-    u32 flip;
-    u32 output; // index
+    u32 flip;   // 1: mirror the output's columns
+    u32 output; // index of the output
 };
 
 // Outputs are u8 [pictures, height, width, 3]. A block computes `rows_per_block` rows (blockIdx.x) of one picture (blockIdx.y).

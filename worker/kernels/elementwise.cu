@@ -28,10 +28,10 @@ extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, cons
     }
 }
 
-// The cumulative distribution function of the standard normal distribution.
-__device__ __forceinline__ float normal_below(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
+// The cumulative distribution function of the standard normal distribution; the constant is 1 / sqrt(2).
+__device__ __forceinline__ float normal_cdf(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
 
-// y = gelu(x) = x P(x), where P is the standard normal distribution function.
+// y = gelu(x) = x P(x), where P is normal_cdf.
 extern "C" __global__ void __launch_bounds__(256) gelu_forward(const T* x, T* y, u64 length) {
     pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
@@ -39,12 +39,12 @@ extern "C" __global__ void __launch_bounds__(256) gelu_forward(const T* x, T* y,
         float v[8];
         unpack(load(x, i), v);
 #pragma unroll
-        for (int k = 0; k < 8; k++) v[k] *= normal_below(v[k]);
+        for (int k = 0; k < 8; k++) v[k] *= normal_cdf(v[k]);
         store(y, i, pack(v));
     }
 }
 
-// dx = dy (P(x) + x p(x)), where p is the standard normal density.
+// dx = dy (P(x) + x p(x)), where p is the standard normal density; the constant is 1 / sqrt(2 pi).
 extern "C" __global__ void __launch_bounds__(256) gelu_backward(const T* x, const T* dy, T* dx, u64 length) {
     pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(256) gelu_backward(const T* x, cons
         unpack(load(x, i), v);
         unpack(load(dy, i), g);
 #pragma unroll
-        for (int k = 0; k < 8; k++) g[k] *= normal_below(v[k]) + v[k] * 0.3989423f * expf(-0.5f * v[k] * v[k]);
+        for (int k = 0; k < 8; k++) g[k] *= normal_cdf(v[k]) + v[k] * 0.3989423f * expf(-0.5f * v[k] * v[k]);
         store(dx, i, pack(g));
     }
 }
@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(256) zero_gradient(T* gradient, u64
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) store(gradient, i, zeros());
 }
 
-// Computes the same as bias_gradient, but is fast for many rows, of at most 512 channels: each block writes its sums to `partials`
-// [blocks][channels], and the last block to finish, which `counter` shows, adds the sums of all blocks in order.
+// The result of bias_gradient, computed fast for many rows of at most 512 channels: each block writes its sums to `partials`
+// [blocks][channels], and the last block to finish (by `counter`) adds the sums of all blocks in order.
 extern "C" __global__ void __launch_bounds__(256)
     row_sums(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate, float* partials, u32* counter) {
     pdl_wait();
@@ -196,8 +196,8 @@ struct PlainPool {
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding }
 
-// Computes y and, unless it is null, argmax: the position a * kernel + b of each maximum in its window, the first one if several values
-// are equal. A NaN counts as larger than any number.
+// Computes y and, unless `argmax` is null, the position a * kernel + b of each maximum in its window (of equal values, the first). A NaN
+// counts as larger than any number.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
     pdl_wait();
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// dx: each value gets the gradients of the windows whose maximum it was.
+// dx: each input value gets the gradients of the windows in which it was the maximum.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool_backward(const T* dy, const u8* argmax, T* dx, PLAIN_POOL_PARAMETERS) {
     pdl_wait();

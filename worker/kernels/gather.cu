@@ -11,9 +11,9 @@ struct Source {
     u32 height, width, channels;
     u32 side;
     u32 crop_padding;
-    // The two low bits. 0: indices and augmentation of the control block. 1: its indices; only pictures whose augmentation has bit 31
-    // (views of an evaluation, see CropWindow) are shifted and flipped. 2: pictures in order, without augmentation.
-    // Flag REFLECTS: a picture is mirrored at its border instead of continued in black.
+    // The two low bits. 0: indices and augmentation of the control block. 1: indices of the control block; only pictures whose augmentation
+    // has bit 31 (views of an evaluation, see CropWindow) are shifted and flipped. 2: pictures in order, without augmentation.
+    // Flag REFLECTS: pictures are mirrored at their borders instead of continued in black.
     u32 mode;
 };
 #define REFLECTS 4u
@@ -25,7 +25,7 @@ struct Source {
 // The pixels and the crop window of picture `n` of the batch.
 struct CropWindow {
     const u8* pixels;
-    int top, left; // of the window, from the picture's corner
+    int top, left; // of the window, in pixels from the picture's corner
     bool flip, reflects;
     __device__ __forceinline__ CropWindow(const Source& s, const Control* control, u32 batch, u32 n)
         : CropWindow(s, s.mode == 2 ? n : indices(control)[n], s.mode == 2 ? 0 : indices(control)[batch + n]) {}
@@ -58,10 +58,10 @@ struct CropWindow {
 };
 
 // Output index of pixel (y, x) of picture `n`, in pixels of `padded` channels.
-__device__ __forceinline__ u64 place_of(u32 n, u32 y, u32 x, u32 side, u32 folded) {
+__device__ __forceinline__ u64 output_pixel(u32 n, u32 y, u32 x, u32 side, u32 folded) {
     if (!folded) return ((u64)n * side + y) * side + x;
-    u32 all = side / 2 + 3;
-    return (((u64)n * all + y / 2 + 2) * all + x / 2 + 2) * 4 + y % 2 * 2 + x % 2;
+    u32 folded_side = side / 2 + 3;
+    return (((u64)n * folded_side + y / 2 + 2) * folded_side + x / 2 + 2) * 4 + y % 2 * 2 + x % 2;
 }
 // A pixel's normalised channels; for pictures with one channel, b and c are 0.
 struct Color {
@@ -114,9 +114,9 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 n = blockIdx.y, pixels = side * side;
     load_table(table, channels, table_smem);
     __syncthreads();
-    bool real = !control || n < control->valid;
+    bool real = !control || n < control->valid; // not padding
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
-        u64 at = place_of(n, i / side, i % side, side, folded);
+        u64 at = output_pixel(n, i / side, i % side, side, folded);
         if (!real) {
             put_zeros(to, at, padded);
             continue;
@@ -145,7 +145,7 @@ __device__ __forceinline__ u32 to_bytes(const int (&sum)[3], u32 shift) {
 }
 
 // Scales output rows first..end of one picture vertically: loads source rows into `source`, stores the result in `scaled`;
-// rows of both have the picture's width. All threads of the block must call it, and may read `scaled` afterwards.
+// rows of both have the picture's width. All threads of the block must call this function, and may read `scaled` afterwards.
 __device__ __forceinline__ void scale_vertically(const Source& s, const CropWindow& window, const Taps& rows, u32 first, u32 end,
                                                  u32* source, u32* scaled) {
     u32 t = threadIdx.x, threads = blockDim.x, width = s.width;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
     if (control && n >= control->valid) {
         for (u32 i = first * side + t; i < end * side; i += threads)
-            put_zeros(to, place_of(n, i / side, i % side, side, folded), padded);
+            put_zeros(to, output_pixel(n, i / side, i % side, side, folded), padded);
         return;
     }
     load_table(table, channels, table_smem);
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(256)
             if (count > 1) add_weighted(row[1], w1, sum);
             if (count > 2) add_weighted(row[2], w2, sum);
             for (int k = 3; k < count; k++) add_weighted(row[k], w[2 + k], sum);
-            put_pixel(to, place_of(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), table_smem);
+            put_pixel(to, output_pixel(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), table_smem);
         }
     }
 }
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(256)
         if (i < real)
             for (u32 c = 0; c < channels && c < 4; c++) v[c] = from[i * channels + c];
         u32 pixel = (u32)(i % pixels);
-        u64 at = place_of((u32)(i / pixels), pixel / side, pixel % side, side, folded);
+        u64 at = output_pixel((u32)(i / pixels), pixel / side, pixel % side, side, folded);
 #if DTYPE == 0
         float4* q = (float4*)to + at * (padded / 4);
         q[0] = {v[0], v[1], v[2], v[3]};
@@ -234,15 +234,15 @@ extern "C" __global__ void __launch_bounds__(256)
 // Zeros the border of a folded input. blockIdx.y is the picture; a thread writes eight values.
 extern "C" __global__ void __launch_bounds__(256) fold_border(T* to, u32 side) {
     pdl_wait();
-    u32 all = side / 2 + 3;
-    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < all * all * 2; i += gridDim.x * blockDim.x) {
-        u32 y = i / 2 / all, x = i / 2 % all;
-        if (y < 2 || y == all - 1 || x < 2 || x == all - 1)
-            store(to, (u64)blockIdx.y * all * all * 2 + i, zeros());
+    u32 folded_side = side / 2 + 3, groups = folded_side * folded_side * 2;
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += gridDim.x * blockDim.x) {
+        u32 y = i / 2 / folded_side, x = i / 2 % folded_side;
+        if (y < 2 || y == folded_side - 1 || x < 2 || x == folded_side - 1)
+            store(to, (u64)blockIdx.y * groups + i, zeros());
     }
 }
 
-// Zeros gradients of a folded convolution's weights [out][4][4][16]: those of the first row and column of the 8x8 window,
+// Zeros gradients of a folded convolution's weights [out][4][4][16]: of the first row and column of the 8x8 window,
 // which do not exist in the 7x7 window. One thread per eight values.
 extern "C" __global__ void __launch_bounds__(256) fold_gradient(T* gradient, u32 groups) {
     pdl_wait();

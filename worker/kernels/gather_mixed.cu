@@ -2,7 +2,7 @@
 // names. Both pictures are cropped, flipped, scaled and normalised separately, as in gather.cu, then mixed with the host's
 // arithmetic (data/loader/mixing.rs), so that the inputs of GPUs and CPUs are equal.
 
-// A picture's own share of pixel (y, x): 0 or 1 with cutmix, lambda with mixup.
+// Share of the batch's picture in pixel (y, x): 0 or 1 with cutmix, lambda with mixup. The picture that is mixed in has the rest.
 __device__ __forceinline__ float share_of(const Control* control, u32 y, u32 x) {
     const u32 *rows = control->cut_rows, *columns = control->cut_columns;
     if (rows[0] == rows[1]) return control->lambda; // mixup, or cutmix of an empty rectangle with lambda = 1
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(256)
     bool real = n < control->valid;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
         u32 y = i / side, x = i % side;
-        u64 at = place_of(n, y, x, side, folded);
+        u64 at = output_pixel(n, y, x, side, folded);
         if (!real) {
             put_zeros(to, at, padded);
             continue;
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
     if (n >= control->valid) {
         for (u32 i = first * side + t; i < end * side; i += threads)
-            put_zeros(to, place_of(n, i / side, i % side, side, folded), padded);
+            put_zeros(to, output_pixel(n, i / side, i % side, side, folded), padded);
         return;
     }
     load_table(table, channels, table_smem);
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256)
         u32 y = i / side, x = i % side;
         const u32 *own = bands + y * width, *other = own + band * width;
         const int* w = columns.at(x);
-        put_color(to, place_of(n, first + y, x, side, folded), padded,
+        put_color(to, output_pixel(n, first + y, x, side, folded), padded,
                   mix(color_of(scaled_pixel(own, w, columns.shift), channels, table_smem),
                       color_of(scaled_pixel(other, w, columns.shift), channels, table_smem),
                       share_of(control, first + y, x)));

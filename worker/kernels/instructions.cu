@@ -16,7 +16,7 @@ typedef unsigned long long u64;
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 
-// First statement of every kernel. Under a programmatic dependent launch it waits for the preceding kernels to end.
+// First statement of every kernel. Under a programmatic dependent launch, waits for the preceding kernels to end.
 // No kernel executes griddepcontrol.launch_dependents, because the dependent kernel may be one of cuDNN's.
 __device__ __forceinline__ void pdl_wait() {
 #if HOPPER
@@ -79,6 +79,7 @@ __device__ __forceinline__ void st_release_sys(u32* p, u32 v) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// The GPU's clock in nanoseconds.
 __device__ __forceinline__ u64 globaltimer() {
     u64 v;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
@@ -111,9 +112,10 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait_group() {
 // Descriptor of the operand at `at`. Adding n / 8 to a descriptor advances it by n values.
 __device__ __forceinline__ u64 wgmma_descriptor(const void* at) {
     u64 address = (u32)__cvta_generic_to_shared(at) & 0x3ffff;
+    // In units of 16 bytes: address, leading dimension (ignored with swizzling), stride of 8 rows. Then the mode: 128-byte swizzling.
     return address >> 4 | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
-// Makes this thread's stores to shared memory visible to later wgmma instructions. Call it before the block's barrier.
+// Makes this thread's stores to shared memory visible to later wgmma instructions. Call this function before the block's barrier.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

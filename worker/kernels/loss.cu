@@ -46,7 +46,8 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 #endif
 }
 
-// A row has `padded` classes, a multiple of 8. `bias` may be null; its gradient is 0 then. If `dlogits` is null, no gradients are computed.
+// A row has `padded` classes, a multiple of 8. `bias` may be null; then the bias's gradient is 0. If `dlogits` is null,
+// no gradients are computed.
 // `label_logits`: the labels' logits, if the loss has a margin; the accuracy is computed without the margin. A row with a non-finite
 // loss has NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, results are added to the
 // totals and to the bias's gradient. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 valid = min(control->valid, pictures), row = blockIdx.x * LOSS_ROWS + warp;
     const u32* labels = indices(control) + 2 * (u64)pictures;
     const u32* others = labels + pictures;
-    // Without mixing, the other label's share is 0.
+    // Without mixing, the share of the other label is 0.
     bool mixed = control->mixed;
     float lambda = mixed ? control->lambda : 1.0f;
     float own_share = mixed ? (1.0f - smoothing) * lambda : 1.0f - smoothing;
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(256)
     float* column_partials = (float*)(partials + 2 * (u64)gridDim.x);
     if (row < valid) {
         u64 start = (u64)row * padded;
-        float best = __uint_as_float(0xff800000u);
+        float best = __uint_as_float(0xff800000u); // minus infinity
         u32 where = 0xffffffffu;
         for (u32 c = 4 * lane; c < classes; c += 128) {
             float v[4];
@@ -90,10 +91,10 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         for (u32 o = 16; o > 0; o /= 2) { // of equal logits, the first
             float other = shfl_xor(best, o);
-            u32 place = shfl_xor(where, o);
-            if (other > best || other == best && place < where) {
+            u32 other_where = shfl_xor(where, o);
+            if (other > best || other == best && other_where < where) {
                 best = other;
-                where = place;
+                where = other_where;
             }
         }
         // Sums of exp(v - best), of weights, and of weights times (best - v).

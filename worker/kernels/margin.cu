@@ -28,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(256) row_factors(const T* rows, flo
 }
 
 // `values` are logits or, with `labels`, gradients of logits, stored chunk by chunk of classes, each chunk [rows, chunk]. Each value is
-// multiplied by the factors of its row and of its class, and the gradient at a row's label also by the slope that put_margin has stored. `groups` is the number of groups of 8 values.
+// multiplied by the factors of its row and of its class, and the gradient at a row's label also by the slope that put_margin has
+// stored. `groups` is the number of groups of 8 values.
 extern "C" __global__ void __launch_bounds__(256)
     scale_cosines(T* values, const float* of_rows, const float* of_classes, u32 rows, u32 chunk, u64 groups, const LabelLogit* labels) {
     pdl_wait();
@@ -54,24 +55,25 @@ extern "C" __global__ void __launch_bounds__(256)
 // class_records (split_loss.cu). A cosine above `limit` becomes cos(angle + margin); any other cosine is reduced by `shift`.
 extern "C" __global__ void __launch_bounds__(256)
     put_margin(T* logits, const u32* controls, u32 words, u32 batch, u32 rows, u32 chunk, u32 classes, u32 first, const Sample* sample,
-               const u32* places, float scale, double limit, double cos_margin, double sin_margin, double shift, LabelLogit* labels) {
+               const u32* label_positions, float scale, double limit, double cos_margin, double sin_margin, double shift,
+               LabelLogit* labels) {
     pdl_wait();
     if (sample) classes = sample->count;
     u32 row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     const Control* control = control_of(controls, words, row / batch);
-    u32 picture = row % batch, own = NO_CLASS;
-    if (picture < control->valid) own = sample ? places[row] : indices(control)[2 * (u64)batch + picture] - first;
+    u32 picture = row % batch, own_label = NO_CLASS;
+    if (picture < control->valid) own_label = sample ? label_positions[row] : indices(control)[2 * (u64)batch + picture] - first;
     LabelLogit to = {~0ull, 0.0f, 1.0f};
-    if (own < classes) {
-        to.at = ((u64)(own / chunk) * rows + row) * chunk + own % chunk;
+    if (own_label < classes) {
+        to.at = ((u64)(own_label / chunk) * rows + row) * chunk + own_label % chunk;
         to.original = to_float(logits[to.at]);
         double cosine = (double)to.original / scale;
         if (cosine > 1) cosine = 1; // NaN stays
         if (cosine < -1) cosine = -1;
         double with_margin = cosine - shift;
         if (cosine > limit) {
-            // The slope is unbounded near a cosine of 1.
+            // The slope is unbounded near a cosine of 1, so the sine is at least the square root of float32's epsilon.
             double square = 1 - cosine * cosine, sine = sqrt(square > 1.1920928955078125e-7 ? square : 1.1920928955078125e-7);
             with_margin = cosine * cos_margin - sine * sin_margin;
             to.slope = (float)(cos_margin + sin_margin * cosine / sine);

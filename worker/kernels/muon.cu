@@ -27,7 +27,8 @@ typedef u16 bf16;
 __device__ __forceinline__ bf16 to_bf16(float v) { return (bf16)(bfloat_pair(v, 0.0f) & 0xffffu); }
 __device__ __forceinline__ float from_bf16(bf16 v) { return __uint_as_float((u32)v << 16); }
 
-// v = m v + g, and g + m v as a matrix in bfloat16. Partial sums of squares as in lamb_moments: of the weights and of g + m v.
+// v = m v + g and, as a matrix in bfloat16, the update g + m v, where v is the velocity and m the momentum. Partial sums of squares as
+// in lamb_moments: of the weights and of the update.
 extern "C" __global__ void __launch_bounds__(256)
     muon_prepare(const float* weights, float* velocity, bf16* matrices, GRADIENT_PARAMETERS, const Scaler* scaler, float momentum,
                  const Filter* filters, double* partials) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// One factor of a product: value (row, depth) is at row * row_step + depth * depth_step. One of the steps is 1.
+// One factor of a matrix product: value (row, depth) is at row * row_step + depth * depth_step. One of the steps is 1.
 struct Factor {
     const bf16* at;
     u32 row_step, depth_step;
@@ -175,7 +176,7 @@ __device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 ro
     for (u32 number = 0; number < count; number++) {
         cp_async_wait_group<MUON_STAGES - 2>();
         __syncthreads();
-        // Overwrites the tiles of the preceding iteration, which no warp reads any more.
+        // Overwrites the tiles of the preceding iteration, which all warps have read.
         load(number + MUON_STAGES - 1);
         const bf16 *p_tile = tiles + number % MUON_STAGES * 2 * MUON_SIZE, *q_tile = p_tile + MUON_SIZE;
 #pragma unroll

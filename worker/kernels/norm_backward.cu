@@ -69,7 +69,7 @@ struct Backward {
 #define BACKWARD \
     Backward { mean, inv_std, scale, bias, dgamma, dbeta, accumulate, slope, offset }
 
-// Gradients of gamma and beta. They are sums over this rank's rows only: call this before reduce_over_ranks().
+// Gradients of gamma and beta. They are sums over this rank's rows only: call this function before reduce_over_ranks().
 __device__ __forceinline__ void parameter_gradients(const Backward& b, double total, const Value& value) {
     if (!value.active) return;
     u32 c = value.channel;
@@ -78,6 +78,8 @@ __device__ __forceinline__ void parameter_gradients(const Backward& b, double to
     if (to) to[c] = b.accumulate ? to[c] + g : g;
 }
 
+// Computes the slopes and offsets of the block's channels from their sums over `count` rows. Stores them in global memory if `write`, and
+// in shared memory unless `coefficients` is null. `pairs` has one total per thread (at least 16 * blockDim.x).
 __device__ __forceinline__ void finish_backward_in_block(const Backward& b, double total, const Value& value,
                                                          double count, bool write, double* pairs,
                                                          float* coefficients) {
@@ -100,6 +102,7 @@ __device__ __forceinline__ void finish_backward_in_block(const Backward& b, doub
     }
 }
 
+// Adds g and g (x - mean) of eight channels to the sums `s`; v is x.
 __device__ __forceinline__ void add_gradient(const float (&v)[8], const float (&g)[8], const float (&mean)[8],
                                              float (&s)[16]) {
 #pragma unroll
@@ -192,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     finish_backward_in_block(BACKWARD, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
+// dx of eight values from x (v) and g.
 struct Slopes {
     float scale[8], slope[8], offset[8];
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
     n.inv_std[c] = inv_std;
     // A float16 step with non-finite values is skipped, including its running statistics.
     if (n.running_mean && count > 0 && (DTYPE != 1 || var - var == 0)) {
-        double unbias = count / (count > 2 ? count - 1.0 : 1.0);
+        double unbias = count / (count > 2 ? count - 1.0 : 1.0); // as in PyTorch, the running variance is unbiased
         float share = n.running_momentum, kept = 1.0f - share;
         n.running_mean[c] = kept * n.running_mean[c] + share * (float)mean;
         n.running_var[c] = kept * n.running_var[c] + share * (float)(var * unbias);
@@ -54,6 +54,7 @@ __device__ __forceinline__ void finish_forward_in_block(const Norm& n, double to
     }
 }
 
+// Adds x and x * x of eight channels to the sums `s`.
 __device__ __forceinline__ void add_statistics(const Raw& raw, float (&s)[16]) {
     float v[8];
     unpack(raw, v);
@@ -224,8 +225,8 @@ FINISH_APPLY(norm_finish_apply_add_norm, 2)
 
 // Statistics and application in one launch, for small activations. A cluster owns 8 * bx channels; its blocks
 // (blockIdx.x) divide the rows, and each thread keeps its first rows in registers. No block waits for another
-// cluster of this GPU. In mode 2 a cluster waits for the same cluster of the other ranks, so all clusters must be
-// resident at once: the launcher limits the grid to fewer blocks than multiprocessors and leaves room for a
+// cluster of this GPU. In mode 2 (Site) a cluster waits for the same cluster of the other ranks, so all clusters must be
+// resident at once: the launcher limits the grid to fewer blocks than multiprocessors and leaves multiprocessors for a
 // concurrent collective.
 template <int ADD>
 __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, const float* shortcut_scale,

@@ -1,7 +1,8 @@
 // Backward of a frozen batch norm, which normalises with its running statistics during training: mean and variance do not
 // depend on x, so dx = scale g, and gamma and beta have no gradients.
 
-// g is the gradient of the norm's output, after the mask. dz = g (unless dz is null) and dx = scale * g; both are 0 in padding rows. dx may alias x.
+// g is the gradient of the norm's output, after the mask. dz = g (unless dz is null) and dx = scale * g; both are 0 in padding rows.
+// dx may alias x.
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_frozen(const T* x, const Incoming& in, const float* scale_, const float* bias_,
                                                 T* dz, T* dx, u32 valid, u32 rows, u32 channels) {

@@ -12,9 +12,9 @@
 // Row pitch, in values, of a tile of `n` columns; padding puts rows that a warp reads together into different banks.
 #define PADDED_ROW(n) ((n) + ROW_PADDING)
 
-// Address of chunk `group` (eight values) of a row of a swizzled wgmma operand with `tall` rows and 64 n columns.
-__device__ __forceinline__ T* swizzled(T* matrices, u32 tall, u32 row, u32 group) {
-    return matrices + group / 8 * tall * 64 + row * 64 + ((group ^ row) & 7) * 8;
+// Address of chunk `group` (eight values) of row `row` of a swizzled wgmma operand with `height` rows and 64 n columns.
+__device__ __forceinline__ T* swizzled(T* matrices, u32 height, u32 row, u32 group) {
+    return matrices + group / 8 * height * 64 + row * 64 + ((group ^ row) & 7) * 8;
 }
 
 // norm_backward_sums_bits_added with dy W in place of dy: dy [rows, inner], W = `weights` [inner, channels]. `inner` is a

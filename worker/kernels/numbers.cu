@@ -1,5 +1,6 @@
 // The activations' floating-point format T (all kernels are compiled once per format), and accesses to groups of eight channels.
 
+// `Raw` has eight values of type T; load() and store() count in groups of eight.
 #if DTYPE == 0 // float32
 typedef float T;
 struct Raw {
@@ -87,13 +88,13 @@ __device__ __forceinline__ void store_channels(float* p, u64 group, const float 
 
 // A step's inputs, in device memory: a captured graph reads them at every replay.
 struct Control {
-    u32 valid; // real pictures in this rank's micro-batch; the others are padding
+    u32 valid; // real pictures in this rank's micro-batch; the remaining pictures are padding
     u32 mixed; // whether mixup or cutmix applies
     float stat_pictures; // number of pictures in batch norm's statistics
     float grad_scale;    // 1 / (number of pictures in the step, on all ranks)
-    float lr;
-    float lambda; // a mixed picture's own share
-    u32 before_index, before_params; // of the picture that is mixed into the first one; see gather_mixed.cu
+    float lr;     // learning rate
+    float lambda; // share of the batch's picture in a mixed picture
+    u32 before_index, before_params; // of the picture that is mixed into the first picture; see gather_mixed.cu
     u32 cut_rows[2], cut_columns[2]; // cutmix: start and end of the other picture's rectangle
     // Followed by u32 index[pictures], params[pictures], label[pictures], other_label[pictures].
 };

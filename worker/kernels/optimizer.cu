@@ -53,9 +53,10 @@ __device__ __forceinline__ double block_sum(double v, double* warps) {
 }
 
 // Sum of squares of all gradients. Returns true only in thread 0 of the last block to finish (by `counter`), with the sum in
-// `all`. `before` runs in thread 0 of each block before the block is counted as finished.
+// `square_sum`. `before` runs in thread 0 of each block before the block is counted as finished.
 template <class Before>
-__device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double* partials, u32* counter, Before before, double& all) {
+__device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double* partials, u32* counter, Before before,
+                                              double& square_sum) {
     SHARED(double, warps, 16);
     SHARED(u32, last, 1);
     u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
@@ -84,9 +85,9 @@ __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double
     __syncthreads();
     if (!last[0]) return false;
     __threadfence();
-    all = 0;
-    for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += ldcg(partials + b);
-    all = block_sum(all, warps);
+    square_sum = 0;
+    for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) square_sum += ldcg(partials + b);
+    square_sum = block_sum(square_sum, warps);
     return threadIdx.x == 0;
 }
 
@@ -101,18 +102,18 @@ __device__ __forceinline__ void norm_of(const Gradients& gradients, const double
     auto refuse = [&] {
         if (first_thread) scaler->refused = held;
     };
-    double all;
-    if (!square_sum_of(gradients, partials, counter, refuse, all)) return;
-    for (u32 i = 0; i < count; i++) all += others[i];
+    double square_sum;
+    if (!square_sum_of(gradients, partials, counter, refuse, square_sum)) return;
+    for (u32 i = 0; i < count; i++) square_sum += others[i];
     if (ldcg(&scaler->refused)) {
         scaler->apply = 0;
         scaler->updating = 0;
         return;
     }
     float scale = scaler->scale, inverse = 1.0f / scale;
-    bool finite = all - all == 0;
+    bool finite = square_sum - square_sum == 0;
     scaler->inverse = inverse;
-    scaler->norm = (float)(sqrt(all) * inverse);
+    scaler->norm = (float)(sqrt(square_sum) * inverse);
     scaler->finite = finite;
     scaler->apply = finite;
     if (finite) scaler->updates++;
@@ -145,11 +146,11 @@ extern "C" __global__ void __launch_bounds__(512)
 extern "C" __global__ void __launch_bounds__(512)
     gradient_squares(GRADIENT_PARAMETERS, double* to, double* partials, u32* counter) {
     pdl_wait();
-    double all;
-    if (square_sum_of(GRADIENTS, partials, counter, [] {}, all)) *to = all;
+    double square_sum;
+    if (square_sum_of(GRADIENTS, partials, counter, [] {}, square_sum)) *to = square_sum;
 }
 
-// (1 - rest) average + rest value, computed as in the CPU engine's `sums::average`.
+// (1 - rest) average + rest value, computed as in the CPU engine's `sums::average`. `rest`: 1 - decay.
 __device__ __forceinline__ float averaged(float average, float value, float rest) {
     return rest < 0.5f ? average + rest * (value - average) : value - (value - average) * (1 - rest);
 }
@@ -168,14 +169,14 @@ struct FlatWeights {
 };
 
 #if DTYPE == 2
-// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (halves away from zero), and `rests`, the
-// signed integer difference between the float32 bits and `nearest`. Kernels compute with `nearest`, so no copy in T is needed.
+// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (halves away from zero), and `differences`,
+// the signed integer difference between the float32 bits and `nearest`. Kernels compute with `nearest`, so no copy in T is needed.
 struct PlanarWeights {
-    T* rests;
+    T* differences;
     T* nearest;
 
     __device__ __forceinline__ void get(u64 group, float (&w)[8]) const {
-        Raw high = load(nearest, group), low = load(rests, group);
+        Raw high = load(nearest, group), low = load(differences, group);
         const u32 *h = &high.a.x, *l = &low.a.x;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -194,7 +195,7 @@ struct PlanarWeights {
             l[k] = (a & 0xffffu) | b << 16;
         }
         store(nearest, group, high);
-        store(rests, group, low);
+        store(differences, group, low);
     }
 };
 #endif
@@ -272,8 +273,8 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
     rates[i] = r;
 }
 
-// KIND 0: v = m v + (g + d w), w -= lr v. KIND 1, Nesterov: the same v, w -= lr (g + d w + m v). The two parts may have
-// different weight decays d.
+// With momentum m and weight decay d, which may differ between the two parts:
+// KIND 0: v = m v + (g + d w), w -= lr v. KIND 1, Nesterov: the same v, w -= lr (g + d w + m v).
 // KIND 2, LARS: v = m v + lr rate (g + d w), w -= v, with the segment's rate and decay.
 template <int KIND, class Weights>
 __device__ __forceinline__ void update(const Weights& weights, float* velocity, const Gradients& gradients, const Control* control,
@@ -288,9 +289,9 @@ __device__ __forceinline__ void update(const Weights& weights, float* velocity, 
         weights.get(i, w);
         load_channels(velocity, i, v);
         if (KIND == 2) {
-            Rate own = rates[segment_of(segments, count, i)];
-            rate = lr * own.rate;
-            decay = own.decay;
+            Rate of_segment = rates[segment_of(segments, count, i)];
+            rate = lr * of_segment.rate;
+            decay = of_segment.decay;
         }
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -324,11 +325,11 @@ UPDATE(sgd_lars, 2)
 // The same for weights in planes.
 #define UPDATE_PLANES(NAME, KIND)                                                                                    \
     extern "C" __global__ void __launch_bounds__(256)                                                                \
-        NAME(T* rests, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
+        NAME(T* differences, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
              float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates,      \
              u32 count) {                                                                                           \
         pdl_wait();                                                                                                 \
-        update<KIND>(PlanarWeights{rests, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
+        update<KIND>(PlanarWeights{differences, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
                      second_decay, segments, rates, count);                                                         \
     }
 UPDATE_PLANES(sgd_momentum_planes, 0)
@@ -336,10 +337,10 @@ UPDATE_PLANES(sgd_nesterov_planes, 1)
 
 // average_values for weights in planes. `length` is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256)
-    average_planes(float* average, const T* rests, const T* nearest, u64 length, float rest, const u32* finished, u32 steps) {
+    average_planes(float* average, const T* differences, const T* nearest, u64 length, float rest, const u32* finished, u32 steps) {
     pdl_wait();
     if (*finished != steps) return;
-    PlanarWeights weights = {(T*)rests, (T*)nearest};
+    PlanarWeights weights = {(T*)differences, (T*)nearest};
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float a[8], v[8];
@@ -356,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const 
     pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= to_float(values[i]) - to_float(values[i]) == 0;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
+        finite &= to_float(values[i]) - to_float(values[i]) == 0;
     if (!finite) *found = 1;
 }
 #endif
@@ -410,16 +412,17 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* v
     if (!finite) *found = 1;
 }
 
-// Adds a checksum of `length` values to *sum. It hashes each value's bits and position, so changing any one value changes the sum.
+// Adds a checksum of `length` values to *sum: the sum of hashes of each value's bits and position (with SplitMix64's constants), so a
+// change of any one value changes the sum.
 extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values, u64 length, u64* sum) {
     pdl_wait();
-    u64 step = (u64)gridDim.x * blockDim.x, own = 0;
+    u64 step = (u64)gridDim.x * blockDim.x, thread_sum = 0;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
         u64 mixed = (i << 32 | values[i]) * 0x9e3779b97f4a7c15ull;
-        own += (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
+        thread_sum += (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
     }
-    for (u32 lane = 16; lane > 0; lane /= 2) own += __shfl_xor_sync(0xffffffffu, own, lane);
-    if (threadIdx.x % 32 == 0) atomicAdd(sum, own);
+    for (u32 lane = 16; lane > 0; lane /= 2) thread_sum += __shfl_xor_sync(0xffffffffu, thread_sum, lane);
+    if (threadIdx.x % 32 == 0) atomicAdd(sum, thread_sum);
 }
 
 // Converts float32 values to the activations' format.

@@ -14,14 +14,14 @@ struct Peers {
 };
 
 struct Site {
-    u32 mode; // 0: this rank's sums; 1: store the sums and end the kernel; 2: exchange
+    u32 mode; // 0: use this rank's sums; 1: store the sums and end the kernel; 2: exchange sums with the other ranks
     const Peers* peers;
     u64 at;        // byte offset in each rank's buffer: 2 slots x world x 2 C values of 8 bytes
     u32* sequence; // [2 C]; zero at first, as is the buffer
     float* sums;   // [2 C]; written in mode 1
 };
 
-// Number of the next exchange of this thread's value (`index` of 2 C). Call it before any block may finish.
+// Number of the next exchange of this thread's value (`index` of 2 C). Call this function before any block may finish.
 __device__ __forceinline__ u32 next_exchange(const Site& site, bool active, u32 index) {
     return site.mode == 2 && active ? site.sequence[index] + 1 : 0;
 }

@@ -124,11 +124,12 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
 MAX_POOL(norm_max_pool, true, false)
 MAX_POOL(norm_max_pool_argmax, true, true)
 
-// One window's gradient and argmax.
+// The gradient and the argmax of one window, for eight channels.
 struct Window {
     Raw dy;
     uint2 argmax;
 };
+// Adds the gradients of the channels whose argmax is `position` to g.
 __device__ __forceinline__ void add_where(const Window& w, u32 position, float (&g)[8]) {
     float d[8];
     unpack(w.dy, d);
@@ -140,7 +141,7 @@ __device__ __forceinline__ void add_where(const Window& w, u32 position, float (
     }
 }
 
-// Calls visit(pixel, x, g) exactly once for each input pixel: up to four for each output. `pixel` counts over all
+// Calls visit(pixel, x, g) exactly once for each input pixel: for up to four input pixels per output pixel. `pixel` counts over all
 // pictures. `load_inputs` loads the x of the four pixels.
 template <typename LoadInputs, typename Visit>
 __device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool& p, const GridStride& w, u32 pictures,
@@ -268,8 +269,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     load_channels(slope, w.group, f.slope);
     load_channels(offset, w.group, f.offset);
     load_channels(bias, w.group, bias_);
-    u32 pictures_here = valid_pictures(control, p);
-    unpool(dy, argmax, p, w, pictures_here, FetchInputs{x, w.groups, w.group},
+    u32 valid = valid_pictures(control, p);
+    unpool(dy, argmax, p, w, valid, FetchInputs{x, w.groups, w.group},
            [&](u64 pixel, const Raw& raw, float(&g)[8]) {
                float v[8];
                unpack(raw, v);
@@ -277,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                for (int k = 0; k < 8; k++) g[k] = fmaf(v[k], f.scale[k], bias_[k]) > 0 ? g[k] : 0.0f;
                store(dx, pixel * w.groups + w.group, f(v, g));
            });
-    clear_padding(dx, p, w, pictures_here);
+    clear_padding(dx, p, w, valid);
 }
 
 // Mean over the pixels of each picture. A warp owns `group_lanes` groups of channels of one picture, and its lanes

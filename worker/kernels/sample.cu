@@ -12,6 +12,7 @@ __device__ __forceinline__ const Control* control_of(const u32* controls, u32 wo
     return (const Control*)(controls + (u64)rank * words);
 }
 
+// SplitMix64's mixing function.
 __device__ __forceinline__ u64 mix64(u64 z) {
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ z >> 27) * 0x94d049bb133111ebull;
@@ -29,13 +30,14 @@ struct Order {
         u64 key = mix64((mix64(mix64(seed + golden) ^ updates) + golden) ^ first);
         for (int round = 0; round < ORDER_ROUNDS; round++) keys[round] = (u32)(mix64(key + golden * (round + 1)) >> 32);
     }
+    // The hash function lowbias32 (Wellons 2018).
     __device__ u32 scramble(u32 h, u32 key) const {
         h += key;
         h = (h ^ h >> 16) * 0x7feb352du;
         h = (h ^ h >> 15) * 0x846ca68bu;
         return (h ^ h >> 16) & mask;
     }
-    // class_at() takes a position and returns the class at this position; place_of() takes a class and returns its position.
+    // class_at() takes a position and returns the class at this position; position_of() takes a class and returns its position.
     __device__ u32 class_at(u32 number) const {
         do {
             u32 left = number >> half, right = number & mask;
@@ -49,7 +51,7 @@ struct Order {
         } while (number >= classes);
         return number;
     }
-    __device__ u32 place_of(u32 number) const {
+    __device__ u32 position_of(u32 number) const {
         do {
             u32 left = number >> half, right = number & mask;
 #pragma unroll
@@ -65,12 +67,12 @@ struct Order {
 };
 
 // Samples `drawn` random classes of this rank's `classes` classes, the first of which is `first`, and the classes of the labels of all
-// pictures of the group, `batch` per rank. `places` has two words per picture: the positions in the sample of its label and of the label of the
-// picture that is mixed in, or NO_CLASS. `found`, four words per picture, is scratch memory. The first block processes the labels, the
-// other blocks draw the random classes.
+// pictures of the group, `batch` per rank. `label_positions` has two words per picture: the positions in the sample of the picture's label
+// and of the label of the picture that is mixed in, or NO_CLASS. `scratch` has four words per picture: the labels that were not drawn,
+// then whether each of them is the first of equal labels. The first block processes the labels, the other blocks draw the random classes.
 extern "C" __global__ void __launch_bounds__(1024)
     sample_classes(const u32* controls, u32 words, u32 batch, u32 ranks, u32 first, u32 classes, u32 drawn, u64 seed,
-                   const Scaler* scaler, Sample* sample, u32* places, u32* found) {
+                   const Scaler* scaler, Sample* sample, u32* label_positions, u32* scratch) {
     pdl_wait();
     SHARED(u32, added, 1);
     Order order(seed, scaler->updates, first, classes);
@@ -86,60 +88,62 @@ extern "C" __global__ void __launch_bounds__(1024)
         u32 row = i % count, picture = row % batch;
         const Control* control = control_of(controls, words, row / batch);
         bool is_other = i >= count, has_label = picture < control->valid && (!is_other || control->mixed);
-        u32 own = has_label ? indices(control)[(is_other ? 3 : 2) * (u64)batch + picture] - first : NO_CLASS;
-        u32 place = own < classes ? order.place_of(own) : NO_CLASS;
-        places[i] = place < drawn ? place : NO_CLASS;
-        found[i] = own < classes && place >= drawn ? own : NO_CLASS;
+        u32 label = has_label ? indices(control)[(is_other ? 3 : 2) * (u64)batch + picture] - first : NO_CLASS;
+        u32 position = label < classes ? order.position_of(label) : NO_CLASS;
+        label_positions[i] = position < drawn ? position : NO_CLASS;
+        scratch[i] = label < classes && position >= drawn ? label : NO_CLASS;
     }
     __syncthreads();
     // Labels that were not drawn follow the drawn classes, each once and in ascending order.
     for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
-        u32 own = found[i];
-        bool is_first = own != NO_CLASS;
-        for (u32 j = 0; j < i && is_first; j++) is_first = found[j] != own;
-        found[all + i] = is_first;
+        u32 label = scratch[i];
+        bool is_first = label != NO_CLASS;
+        for (u32 j = 0; j < i && is_first; j++) is_first = scratch[j] != label;
+        scratch[all + i] = is_first;
         if (is_first) atomicAdd(added, 1u);
     }
     __syncthreads();
     for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
-        u32 own = found[i], before = 0;
-        if (own == NO_CLASS) continue;
-        for (u32 j = 0; j < all; j++) before += found[all + j] != 0 && found[j] < own;
-        places[i] = drawn + before;
-        rows[drawn + before] = own;
+        u32 label = scratch[i], before = 0;
+        if (label == NO_CLASS) continue;
+        for (u32 j = 0; j < all; j++) before += scratch[all + j] != 0 && scratch[j] < label;
+        label_positions[i] = drawn + before;
+        rows[drawn + before] = label;
     }
     if (threadIdx.x == 0) sample->count = drawn + added[0];
 }
 
-// gather_elements() copies the rows of a sample, each of `width` elements, from `all` to `some`, followed by zeros up to `length` elements.
-// scatter_elements() copies them back.
+// gather_elements() copies the rows of a sample, each of `width` elements, from `all` to `sampled`, followed by zeros up to `length`
+// elements. scatter_elements() copies the rows back.
 template <class V>
-__device__ __forceinline__ void gather_elements(const V* all, V* some, const Sample* sample, u32 width, u64 length) {
+__device__ __forceinline__ void gather_elements(const V* all, V* sampled, const Sample* sample, u32 width, u64 length) {
     u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
         u32 row = (u32)i / width;
-        some[i] = row < sample->count ? all[(u64)classes_of(sample)[row] * width + (u32)i % width] : V{};
+        sampled[i] = row < sample->count ? all[(u64)classes_of(sample)[row] * width + (u32)i % width] : V{};
     }
 }
 template <class V>
-__device__ __forceinline__ void scatter_elements(V* all, const V* some, const Sample* sample, u32 width) {
+__device__ __forceinline__ void scatter_elements(V* all, const V* sampled, const Sample* sample, u32 width) {
     u64 length = (u64)sample->count * width, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
-        all[(u64)classes_of(sample)[(u32)i / width] * width + (u32)i % width] = some[i];
+        all[(u64)classes_of(sample)[(u32)i / width] * width + (u32)i % width] = sampled[i];
 }
-extern "C" __global__ void __launch_bounds__(256) gather_rows(const uint4* all, uint4* some, const Sample* sample, u32 width, u64 length) {
+extern "C" __global__ void __launch_bounds__(256)
+    gather_rows(const uint4* all, uint4* sampled, const Sample* sample, u32 width, u64 length) {
     pdl_wait();
-    gather_elements(all, some, sample, width, length);
+    gather_elements(all, sampled, sample, width, length);
 }
-extern "C" __global__ void __launch_bounds__(256) scatter_rows(uint4* all, const uint4* some, const Sample* sample, u32 width) {
+extern "C" __global__ void __launch_bounds__(256) scatter_rows(uint4* all, const uint4* sampled, const Sample* sample, u32 width) {
     pdl_wait();
-    scatter_elements(all, some, sample, width);
+    scatter_elements(all, sampled, sample, width);
 }
-extern "C" __global__ void __launch_bounds__(256) gather_values(const u32* all, u32* some, const Sample* sample, u32 width, u64 length) {
+extern "C" __global__ void __launch_bounds__(256)
+    gather_values(const u32* all, u32* sampled, const Sample* sample, u32 width, u64 length) {
     pdl_wait();
-    gather_elements(all, some, sample, width, length);
+    gather_elements(all, sampled, sample, width, length);
 }
-extern "C" __global__ void __launch_bounds__(256) scatter_values(u32* all, const u32* some, const Sample* sample, u32 width) {
+extern "C" __global__ void __launch_bounds__(256) scatter_values(u32* all, const u32* sampled, const Sample* sample, u32 width) {
     pdl_wait();
-    scatter_elements(all, some, sample, width);
+    scatter_elements(all, sampled, sample, width);
 }

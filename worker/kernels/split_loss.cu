@@ -6,8 +6,8 @@
 // classes (a multiple of 8), each [rows, chunk], with padding after the last class. `controls` are the control blocks of all
 // ranks of the group, `words` u32 apart. Ranks exchange a ClassRecord per row, never logits.
 //
-// With a `sample`, the rank's classes are those of the sample, in its order, and `places` [2, rows] are the positions of the labels in
-// the sample. `bias` may be null; its gradient is 0 then.
+// With a `sample`, the rank's classes are the classes of the sample, in the sample's order, and `label_positions` [2, rows] are the
+// positions of the labels in the sample. `bias` may be null; then the bias's gradient is 0.
 
 // Partial result of the softmax over a range of one row's classes.
 struct ClassPart {
@@ -37,8 +37,10 @@ struct ClassRow {
 // Converts a sum of exp(v - from) to a sum of exp(v - to). An empty sum, for which `from` is minus infinity, stays 0.
 __device__ __forceinline__ float rebased(float exps, float from, float to) { return exps == 0 ? 0.0f : exps * expf(from - to); }
 
+// The result for an empty range of classes.
 __device__ __forceinline__ ClassPart no_classes() { return {__uint_as_float(0xff800000u), 0xffffffffu, 0.0f, 0, 0.0}; }
 
+// Joins `b` to `a`.
 __device__ __forceinline__ void join(ClassPart& a, const ClassPart& b) {
     bool other = b.best > a.best || b.best == a.best && b.where < a.where;
     float best = other ? b.best : a.best;
@@ -105,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // The record of each row (blockIdx.x) from its `count` parts. One warp per row.
 extern "C" __global__ void __launch_bounds__(32)
     class_records(const ClassPart* parts, u32 count, const T* logits, const float* bias, const u32* controls, u32 words,
-                  u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* places, ClassRecord* records,
+                  u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* label_positions, ClassRecord* records,
                   const LabelLogit* label_logits) {
     pdl_wait();
     if (sample) classes = sample->count;
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(32)
     if (picture < control->valid) {
         auto logit = [&](u32 which) {
             u32 label = labels[which * batch + picture];
-            u32 own = sample ? places[which * rows + row] : label - first; // a label below the first class wraps to a large number
+            u32 own = sample ? label_positions[which * rows + row] : label - first; // a label below the first class wraps to a large number
             if (own >= classes) return 0.0;
             return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + (bias ? bias[own] : 0.0f));
         };
@@ -131,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(32)
     records[row] = r;
 }
 
-// The loss of this rank's own rows from the records [ranks, rows] of all ranks. Unless `class_rows` is null, also writes the ClassRow
+// The loss of this rank's pictures from the records [ranks, rows] of all ranks. Unless `class_rows` is null, also writes the ClassRow
 // of every row. `classes` counts the classes of all ranks. With `accumulate`, results are added to the totals. One block.
 extern "C" __global__ void __launch_bounds__(256)
     class_loss(const ClassRecord* records, const u32* controls, u32 words, u32 batch, u32 ranks, u32 rank, u32 classes,
@@ -163,17 +165,17 @@ extern "C" __global__ void __launch_bounds__(256)
             }
             bool mixed = control->mixed;
             float lambda = mixed ? control->lambda : 1.0f;
-            double log_sum = log(exps), wanted = own;
+            double log_sum = log(exps), target_logit = own;
             u32 label = labels[picture];
             to.label = label;
             to.own_share = (1.0f - smoothing) * lambda;
             if (mixed) {
                 to.other = labels[batch + picture];
                 to.other_share = (1.0f - smoothing) * (1.0f - lambda);
-                wanted = (double)lambda * own + (1.0 - lambda) * other;
+                target_logit = (double)lambda * own + (1.0 - lambda) * other;
                 if (lambda < 0.5f) label = to.other;
             }
-            double row_loss = (1.0 - smoothing) * (log_sum + best - wanted) + smoothing_share * ((log_sum + best) * classes - sum);
+            double row_loss = (1.0 - smoothing) * (log_sum + best - target_logit) + smoothing_share * ((log_sum + best) * classes - sum);
             to.best = (float)best;
             to.log_sum = (float)log_sum;
             to.scale = row_loss - row_loss == 0 ? control->grad_scale * *loss_scale : __uint_as_float(0x7fc00000u);
@@ -198,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // `dbias`. `dbias` may be null.
 extern "C" __global__ void __launch_bounds__(256)
     class_gradient(T* logits, const float* bias, const ClassRow* class_rows, u32 count, u32 chunk, u32 classes, u32 first,
-                   float smoothing_share, const Sample* sample, const u32* places, float* dbias, u32 accumulate) {
+                   float smoothing_share, const Sample* sample, const u32* label_positions, float* dbias, u32 accumulate) {
     pdl_wait();
     if (sample) classes = sample->count;
     SHARED(float, sums, 8 * 256);
@@ -210,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 row = warp; row < count; row += 8) {
             ClassRow r = class_rows[row];
             T* at = logits + ((u64)blockIdx.y * count + row) * chunk;
-            u32 label = sample ? places[row] : r.label - first, other = sample ? places[count + row] : r.other - first;
+            u32 label = sample ? label_positions[row] : r.label - first, other = sample ? label_positions[count + row] : r.other - first;
             float v[8], d[8];
             unpack(load(at, group), v);
 #pragma unroll
@@ -226,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int k = 0; k < 8; k++) sums[warp * 256 + lane * 8 + k] = s[k];
     __syncthreads();
-    u32 own = blockIdx.x * 256 + threadIdx.x, class_ = blockIdx.y * chunk + own;
-    if (own >= chunk || !dbias) return;
+    u32 in_chunk = blockIdx.x * 256 + threadIdx.x, class_ = blockIdx.y * chunk + in_chunk;
+    if (in_chunk >= chunk || !dbias) return;
     float sum = 0;
     for (u32 w = 0; w < 8 && bias; w++) sum += sums[w * 256 + threadIdx.x];
     dbias[class_] = accumulate ? dbias[class_] + sum : sum; // 0 after the last class

@@ -2,27 +2,28 @@
 // the host only has to launch the replayed graph.
 
 // Copies the running statistics of the newest finished step, because the forward pass will change them. After a refused step
-// `kept` is already up to date. Called by all blocks except the first. Each block stores in `kept_of` the step that it has copied.
-__device__ __forceinline__ void copy_running(const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
+// `kept` is already up to date. Called by all blocks except the first. Each block stores in `kept_steps` the number of finished steps at
+// the time of its copy.
+__device__ __forceinline__ void copy_running(const float4* running, float4* kept, u32* kept_steps, const u32* finished, u32 length) {
     u32 block = blockIdx.x - 1, step = *finished;
-    bool is_kept = kept_of[block] == step;
-    __syncthreads(); // every thread has read kept_of
+    bool is_kept = kept_steps[block] == step;
+    __syncthreads(); // every thread has read kept_steps
     if (is_kept) return;
     for (u32 i = block * blockDim.x + threadIdx.x; i < length; i += (gridDim.x - 1) * blockDim.x) kept[i] = running[i];
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) kept_of[block] = step; // the host reads `kept` only after it has read this
+    if (threadIdx.x == 0) kept_steps[block] = step; // the host reads `kept` only after it has read this number
 }
 
 // Copies the ring's next slot of `words` u32 (a multiple of 4) to the control block, and reports in `taken`, in page-locked host
 // memory, how many slots the host may overwrite. The first block does this; at the start of a step, other blocks copy
-// `length` float4 of running statistics meanwhile.
+// `length` float4 of running statistics.
 extern "C" __global__ void __launch_bounds__(1024)
     fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words,
-          const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
+          const float4* running, float4* kept, u32* kept_steps, const u32* finished, u32 length) {
     pdl_wait();
     if (blockIdx.x > 0) {
-        copy_running(running, kept, kept_of, finished, length);
+        copy_running(running, kept, kept_steps, finished, length);
         return;
     }
     u32 count = *counter;
@@ -67,5 +68,5 @@ extern "C" __global__ void record(Result* ring, u32* counter, u32 slots, const T
     *counter = count + 1;
     __threadfence_system();
     st_release_sys((u32*)&r->sequence, count + 1);
-    scaler->updating = 0; // the host reads weights and counter only after it has read this
+    scaler->updating = 0; // the host reads weights and counter only after it has read this value
 }

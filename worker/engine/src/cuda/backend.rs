@@ -29,7 +29,7 @@ use std::{
     time::Duration,
 };
 
-/// Shared memory that NCCL uses per rank on a machine.
+/// Shared memory, in bytes, that NCCL uses for each rank of a machine.
 const SHARED_MEMORY: u64 = 32 << 20;
 
 /// NVIDIA's GPUs.
@@ -108,8 +108,8 @@ impl Backend for Cuda {
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
         let ParallelSpec { ranks, model, height, pipeline, optimizer_sharding, .. } = spec.parallel;
         if pipeline > 1 && (model * height > 1 || optimizer_sharding) {
-            return Err("parallel.pipeline: stages on GPUs are combined with data parallelism only. Leave parallel.model, parallel.height and \
-                parallel.optimizer_sharding out, or set parallel.device = \"cpu\""
+            return Err("parallel.pipeline: stages on GPUs are combined with data parallelism only. Leave parallel.model, parallel.height \
+                and parallel.optimizer_sharding out, or set parallel.device = \"cpu\""
                 .into());
         }
         if spec.loss.sample_share < 1.0 {
@@ -117,24 +117,24 @@ impl Backend for Cuda {
         }
         let is_layerwise = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
         if model > 1 && is_layerwise {
-            return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of them, \
-                or set parallel.device = \"cpu\""
+            return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of \
+                them, or set parallel.device = \"cpu\""
                 .into());
         }
         if spec.model.arch == Arch::CifarNet
             && spec.train.optimizer != OptimizerKind::Muon
             && spec.train.weight_decay > 0.0
         {
-            return Err("train.weight_decay: on GPUs only muon does not decay the convolution of a cifarnet that is not trained. Set \
-                train.weight_decay = 0, train.optimizer = \"muon\" or parallel.device = \"cpu\""
+            return Err("train.weight_decay: on GPUs, all optimizers except muon also decay a cifarnet's untrained convolution. \
+                Set train.weight_decay = 0, train.optimizer = \"muon\" or parallel.device = \"cpu\""
                 .into());
         }
         if model > 1 && optimizer_sharding {
-            return Err("parallel.optimizer_sharding: GPUs that share a network (parallel.model) do not divide optimizer state further. Leave \
-                one of the two out, or set parallel.device = \"cpu\""
+            return Err("parallel.optimizer_sharding: GPUs that share a network (parallel.model) do not divide optimizer state further. \
+                Leave one of the two out, or set parallel.device = \"cpu\""
                 .into());
         }
-        // During training, a GPU has the summed gradients and float32 weights only of its own part.
+        // With a divided optimizer state, a GPU has summed gradients and new float32 weights only of its part of the parameters.
         for (key, is_set) in
             [("log.histograms", spec.log.histograms > 0), ("train.ema_decay", spec.train.ema_decay > 0.0)]
         {
@@ -151,7 +151,7 @@ impl Backend for Cuda {
         (0..plan.mesh.stage).try_for_each(|stage| {
             let part = plan::lower(network, plan, stage * plan.mesh.ranks_of_stage())?;
             program::check(&part).map_err(|error| error.to_string())?;
-            // Predicted costs do not include the fused kernels and exchanges of split operators.
+            // The planner's predicted costs do not include the GPU's exchanges and kernels for split operators.
             match program::split_operator(&part) {
                 Some(name) => Err(format!("{name} is split, which GPUs compute in mode = \"hybrid\" only")),
                 None => Ok(()),

@@ -13,12 +13,12 @@ use lockstep_comm::DataType;
 mod text;
 pub(super) mod verify;
 
-pub(super) use text::{Names, print};
+pub(super) use text::{Names, to_text};
 
 /// A memory region that commands access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Region {
-    /// An absent operand.
+    /// The region of an absent operand.
     Nowhere,
     /// Activations and their gradients.
     Arena,
@@ -44,8 +44,8 @@ pub(super) enum Region {
     ResultRing,
     /// Number of results so far.
     ResultCounter,
-    /// The current micro-batch's control blocks of all ranks of the model group. If operators are split, a control block for all pictures of
-    /// the group follows.
+    /// The current micro-batch's control blocks of all ranks of the model group. If operators are split, a control block for all pictures
+    /// of the group follows.
     GroupControls,
     /// Float32, all parameters.
     Weights,
@@ -53,6 +53,7 @@ pub(super) enum Region {
     LowPrecision,
     /// The optimizer slot with this index.
     OptimizerSlot(usize),
+    /// Gradients of the matrices, in the format in which convolutions are computed.
     MatrixGradients,
     /// Gradient of a stage's input, until it is sent to the preceding stage.
     InputGradient,
@@ -60,12 +61,12 @@ pub(super) enum Region {
     VectorGradients,
     /// Float32 sums over micro-batches of the matrices' gradients.
     Accumulated,
-    /// Running statistics of batch norms.
+    /// Running mean and variance of batch norms, float32.
     RunningStatistics,
     /// During a step: the running statistics after the newest finished step.
     KeptStatistics,
     /// For each block of the kernel that copies [`Region::KeptStatistics`]: the number of finished steps at the time of the copy.
-    KeptOf,
+    KeptSteps,
     /// Moving average of the weights.
     AverageWeights,
     /// Moving average of the running statistics.
@@ -88,7 +89,7 @@ pub(super) enum Region {
     Scaler,
     /// Loss and number of correct predictions.
     Totals,
-    /// The GPU's clock at four points of the step.
+    /// The GPU's clock at four points of the step, in nanoseconds.
     Stamps,
     /// Logits of an evaluation, for the host.
     EvaluatedLogits,
@@ -221,7 +222,7 @@ impl StreamId {
     pub(super) const ALL: [Self; 3] = [Self::Main, Self::Side, Self::Collectives];
 }
 
-/// The ranks that take part in a collective.
+/// The ranks that take part in a collective or an exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Group {
     /// All ranks.
@@ -271,9 +272,9 @@ pub(super) enum Content {
     ReluMask(usize),
     /// Of the batch norm or tensor with this index: one byte per value.
     Argmax(usize),
-    /// Memory of a split head or of cosines, except logits and their gradient: an [`Content::Activation`] and a [`Content::Gradient`].
+    /// Memory of a split head or of cosines, except the logits (an [`Content::Activation`]) and their gradient (a [`Content::Gradient`]).
     Head,
-    /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
+    /// With shared rows: whole pictures, or the gradient of this rank's rows from another rank's windows.
     Rows,
     /// Channels of an activation, or of its gradient, that ranks exchange.
     Channels,
@@ -283,7 +284,7 @@ pub(super) enum Content {
     Update,
 }
 
-/// A part of the step, for readers of the list.
+/// A part of the step. Groups the commands in printed lists and in profiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Begin,

@@ -1,4 +1,4 @@
-//! Descriptions of convolutions, independent of the library that computes them.
+//! Descriptions of convolutions, independent of the library that computes the convolutions.
 
 use super::dtype::DType;
 
@@ -30,7 +30,7 @@ pub(super) struct Convolution {
     pub(super) stride: usize,
     /// Number of padding columns on either side.
     pub(super) padding: usize,
-    /// Number of padding rows on either side: 0 if the input includes them.
+    /// Number of padding rows on either side: 0 if the input includes the padding rows.
     pub(super) row_padding: usize,
     /// Number of groups, which must divide the channels of input and output. Each group computes an equal range of
     /// output channels from an equal range of input channels.

@@ -101,7 +101,7 @@ impl Cudnn {
         fallback: bool,
     ) -> Result<impl Iterator<Item = Plan>, CudaError> {
         let graph = self.graph(convolution)?;
-        let mut found: Vec<(Descriptor, Choice)> = Vec::new();
+        let mut accepted: Vec<(Descriptor, Choice)> = Vec::new();
         use sys::cudnnBackendHeurMode_t as Mode;
         let modes: &[Mode] = match fallback {
             false => &[Mode::CUDNN_HEUR_MODE_A, Mode::CUDNN_HEUR_MODE_B],
@@ -111,17 +111,17 @@ impl Cudnn {
             let Ok(configs) = configurations(&graph, mode) else { continue };
             for config in configs {
                 let Ok(choice) = choice_of(&config) else { continue };
-                if !found.iter().any(|(_, known)| *known == choice)
+                if !accepted.iter().any(|(_, known)| *known == choice)
                     && is_acceptable(&config, convolution.dtype, deterministic)
                 {
-                    found.push((config, choice));
+                    accepted.push((config, choice));
                 }
             }
         }
         let convolution = *convolution;
         let built = move |(config, choice)| self.plan(&convolution, config, choice).ok();
         let fits = move |plan: &Plan| plan.workspace_bytes <= max_workspace_bytes;
-        Ok(found.into_iter().filter_map(built).filter(fits))
+        Ok(accepted.into_iter().filter_map(built).filter(fits))
     }
 
     /// Rebuilds the plan of an earlier choice.
@@ -260,7 +260,7 @@ pub(super) struct Plan {
     pub(super) choice: Choice,
 }
 
-// IDs of the tensors in an operation graph.
+// IDs of the tensors in an operation graph. Any different numbers are valid.
 const X: i64 = 1;
 const W: i64 = 2;
 const Y: i64 = 3;

@@ -69,7 +69,7 @@ impl Device {
         unsafe { result::ctx::set_current(self.context) }.map_err(CudaError::driver("making the GPU current"))
     }
 
-    /// Free and total memory in bytes.
+    /// Free and total memory in bytes; zeros if the driver cannot tell.
     pub(super) fn memory(&self) -> (u64, u64) {
         result::mem_get_info().map_or((0, 0), |(free, total)| (free as u64, total as u64))
     }

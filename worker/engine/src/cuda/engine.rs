@@ -20,9 +20,9 @@ impl Engine for CudaEngine {
 
     fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
         if self.network.image_size != image_size {
-            let own = self.program.set_image_size(image_size).ok_or_else(|| unknown_size(image_size))?;
+            let part = self.program.set_image_size(image_size).ok_or_else(|| unknown_size(image_size))?;
             self.network =
-                if self.groups.is_some() { Arc::new(self.network.resized(image_size)) } else { own };
+                if self.groups.is_some() { Arc::new(self.network.resized(image_size)) } else { part };
         }
         Ok(())
     }
@@ -35,10 +35,10 @@ impl Engine for CudaEngine {
             return Ok(BatchFormat::AugmentParams);
         }
         if let Some(resident) = data.resident() {
-            self.on_gpu = OnGpu::new(&self.device, &resident)?;
+            self.dataset = GpuDataset::new(&self.device, &resident)?;
             self.program.prepare_scaling(&self.device, resident.height, resident.width)?;
         }
-        Ok(if self.on_gpu.is_some() { BatchFormat::AugmentParams } else { BatchFormat::Bytes })
+        Ok(if self.dataset.is_some() { BatchFormat::AugmentParams } else { BatchFormat::Bytes })
     }
 
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
@@ -46,11 +46,11 @@ impl Engine for CudaEngine {
         let (height, stages) = (self.plan.mesh.height as u32, self.plan.mesh.stage as u32);
         let Prologue { parts, gradient_scale } =
             Prologue::of(micro_batches, &self.config, self.comm.size() / (height * stages))?;
-        // Gradients are added over all ranks, and ranks that share rows compute the same loss.
+        // Gradients are added over all ranks, and the `height` ranks that share rows compute the same loss.
         let gradient_scale = gradient_scale / f64::from(height);
         if parts.is_empty() {
             self.under_way.push_back(UnderWay::Empty);
-            return if self.under_way.len() > AHEAD { self.result() } else { Ok(None) };
+            return if self.under_way.len() > MAX_STEPS_AHEAD { self.result() } else { Ok(None) };
         }
         match stages {
             1 => {
@@ -70,7 +70,7 @@ impl Engine for CudaEngine {
         if let Some(watchdog) = &self.watchdog {
             watchdog.submitted(self.submitted_steps);
         }
-        if self.under_way.len() > AHEAD { self.result() } else { Ok(None) }
+        if self.under_way.len() > MAX_STEPS_AHEAD { self.result() } else { Ok(None) }
     }
 
     fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
@@ -115,7 +115,7 @@ impl Engine for CudaEngine {
             Some(calls) if !calls.is_empty() => self.program.layer_times(&calls),
             _ => Vec::new(),
         };
-        // Tensors have other numbers in a part of a network, so layers without a name cannot be identified.
+        // A part of a network has other tensor indices than the whole network, so layers without a name cannot be identified.
         layers.retain(|layer| self.groups.is_none() || layer.name.is_some());
         layers
     }
@@ -183,8 +183,8 @@ impl Engine for CudaEngine {
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         let network = self.program.network();
-        let wanted = crate::optimizer::state_shapes(&self.config.optimizer, network);
-        check::check_shapes(network, &to.slots, wanted)?;
+        let shapes = crate::optimizer::state_shapes(&self.config.optimizer, network);
+        check::check_shapes(network, &to.slots, shapes)?;
         self.device.wait_idle()?;
         self.program.state.set_optimizer_state(to)
     }
@@ -245,14 +245,14 @@ impl Engine for CudaEngine {
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
         self.device.wait_idle()?;
         if let Some(groups) = &self.groups {
-            let mut own = self.parameters()?;
+            let mut parameters = self.parameters()?;
             distribution::broadcast(
                 self.program.network(),
-                &mut own,
+                &mut parameters,
                 |values| groups.data.broadcast(values.into()),
                 |values| groups.model.broadcast(values.into()),
             )?;
-            return self.set_parameters(&own);
+            return self.set_parameters(&parameters);
         }
         let mut flat = self.program.state.read_flat()?;
         self.comm.broadcast((&mut flat).into())?;
@@ -289,7 +289,8 @@ impl Engine for CudaEngine {
     }
 }
 
-/// The logits of this rank's first `pictures` pictures, gathered from the ranks of its model group, which each have some classes.
+/// The logits `[pictures, classes]` of this rank's first `pictures` pictures, gathered from the ranks of the model group, each of which has
+/// some of the classes.
 fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
     let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
     let own_logits = program.own_logits(&head)?;
@@ -311,7 +312,7 @@ fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Resu
 }
 
 impl CudaEngine {
-    /// Evaluates a batch in parts. On the last stage, calls `read` after each part with its number of pictures.
+    /// Evaluates a batch in parts. On the last stage, calls `read` after each part with the part's number of pictures.
     fn evaluate(
         &mut self,
         batch: &Batch,
@@ -336,13 +337,13 @@ impl CudaEngine {
         self.program.set_parameters(values)
     }
 
-    /// Reads the state after all launched work has finished, or is known never to finish.
-    fn read<T>(&self, what: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
+    /// Calls `look` with the state, after all launched work has finished or is known never to finish.
+    fn read<T>(&self, look: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
         self.device.bind()?;
         if !self.program.state.is_unfinished {
             self.device.synchronize()?;
         }
-        what(&self.program.state)
+        look(&self.program.state)
     }
 }
 

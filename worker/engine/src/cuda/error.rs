@@ -33,7 +33,7 @@ pub(super) enum CudaError {
     /// A library is missing.
     #[error("{0}")]
     Missing(String),
-    /// The kernels' results did not come back in time.
+    /// The GPU has not finished within a time limit.
     #[error("the GPU has not finished {what} for {secs:.0} s")]
     Hung { secs: f64, what: &'static str },
 }

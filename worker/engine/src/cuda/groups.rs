@@ -1,5 +1,5 @@
-//! The process groups of a plan in which ranks share copies of the network or rows of pictures, for exchanges between
-//! hosts.
+//! The process groups of a plan in which ranks share copies of the network or rows of pictures, or compute stages. The groups connect the
+//! ranks' host processes, not their GPUs.
 
 use crate::{EngineError, plan::Mesh};
 use lockstep_comm::ProcessGroup;

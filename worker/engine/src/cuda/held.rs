@@ -8,8 +8,8 @@
 //!    agree.
 //! 2. The host waits until `updating` is not set. The step sets `updating` in a kernel, and reads `held` in the next kernel. So either the
 //!    step sees `held`, or the host sees `updating`. An update waits for no other rank, and ends with the record of the step.
-//! 3. The number of recorded steps now identifies the step of the weights. Running statistics, which the next step's forward pass changes,
-//!    were copied when that step began.
+//! 3. The weights are now those after the last recorded step. Running statistics, which the next step's forward pass changes, were copied
+//!    when the next step began.
 
 use super::{
     CudaEngine, UnderWay,
@@ -31,10 +31,10 @@ const RECOVERY_LIMIT: Duration = Duration::from_secs(2);
 /// Interval between polls of the GPU.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// A stream that reads GPU memory while other streams wait. It is created in advance, because creating it may wait for the GPU.
+/// A stream that reads GPU memory while other streams wait. It is created in advance, because its creation may wait for the GPU.
 pub(super) struct RecoveryStream {
     stream: OwnedStream,
-    words: Pinned,
+    staging: Pinned,
 }
 
 impl RecoveryStream {
@@ -42,20 +42,20 @@ impl RecoveryStream {
     pub(super) fn new(bytes: usize) -> Result<Self, CudaError> {
         Ok(Self {
             stream: OwnedStream::with_highest_priority()?,
-            words: Pinned::new(bytes.max(size_of::<Scaler>()))?,
+            staging: Pinned::new(bytes.max(size_of::<Scaler>()))?,
         })
     }
 
-    /// The first values of a buffer.
+    /// The first `count` values of a buffer.
     fn read<T: AnyBitPattern + Zeroable + Copy>(
         &mut self,
         from: &Buffer,
         count: usize,
         until: Instant,
     ) -> Result<Vec<T>, CudaError> {
-        self.stream.0.download(&mut self.words, from, count * size_of::<T>())?;
+        self.stream.0.download(&mut self.staging, from, count * size_of::<T>())?;
         wait(until, "a copy to the host", || self.stream.0.is_idle())?;
-        Ok((0..count).map(|index| self.words.read(index * size_of::<T>())).collect())
+        Ok((0..count).map(|index| self.staging.read(index * size_of::<T>())).collect())
     }
 }
 
@@ -95,7 +95,7 @@ impl CudaEngine {
         }
         match self.program.results.read == finished {
             true => Ok(results),
-            false => Err(CudaError::Unsupported("a step has finished that was not started".into()).into()),
+            false => Err(CudaError::Unsupported("the GPU has finished an unknown step".into()).into()),
         }
     }
 
@@ -125,9 +125,9 @@ impl CudaEngine {
         }
         // The first kernel of the next step copies the statistics. It directly follows the finished work and waits for no other rank.
         wait(until, "the beginning of a step", || {
-            let kept_of = &self.program.state.kept_of;
+            let kept_steps = &self.program.state.kept_steps;
             let steps: Vec<u32> =
-                self.recovery_stream.read(kept_of, kept_of.bytes / size_of::<u32>(), until)?;
+                self.recovery_stream.read(kept_steps, kept_steps.bytes / size_of::<u32>(), until)?;
             Ok(steps.iter().all(|step| *step == finished))
         })?;
         self.program.state.is_unfinished = true;
@@ -135,7 +135,7 @@ impl CudaEngine {
     }
 }
 
-/// Whether one number of steps is larger than another. Both are modulo 2^32, and their distance is small.
+/// Whether the number of steps `step` is larger than `other`. Both are modulo 2^32, and their distance is less than 2^31.
 fn is_after(step: u32, other: u32) -> bool {
     step.wrapping_sub(other).cast_signed() > 0
 }

@@ -46,7 +46,7 @@ const GREY: u8 = 128;
 /// Opens the decoder of GPU `ordinal`, and tests it with pictures whose pixels are known.
 ///
 /// # Errors
-/// Says in a sentence that the GPU has no decoder, or that the decoder does not work.
+/// The GPU has no decoder, or the decoder does not work. The error is a sentence.
 pub(crate) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>, String> {
     let decoder = JpegDecoder::open(ordinal, dtype)?;
     decoder.self_test()?;
@@ -101,9 +101,9 @@ impl JpegDecoder {
             encoder
                 .encode(&drawn, width as u16, height as u16, ColorType::Rgb)
                 .map_err(|error| error.to_string())?;
-            let wanted = Picture::decode(&file)?;
+            let expected = Picture::decode(&file)?;
             let stored = for_hardware(&file).map_err(|why| format!("the first picture is {why}"))?;
-            pictures.push((file, stored, wanted, sampling));
+            pictures.push((file, stored, expected, sampling));
         }
         let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
         let mut encoded: Vec<Encoded<'_>> = pictures
@@ -120,11 +120,11 @@ impl JpegDecoder {
             .collect();
         let mut differences = Vec::new();
         self.decode((width, height), &mut |_| std::mem::take(&mut encoded), &mut |decoded| {
-            for ((_, _, wanted, sampling), pixels) in pictures.iter().zip(decoded) {
-                let pairs = || pixels.iter().flat_map(|pixels| pixels.iter().zip(&wanted.pixels));
+            for ((_, _, expected, sampling), pixels) in pictures.iter().zip(decoded) {
+                let pairs = || pixels.iter().flat_map(|pixels| pixels.iter().zip(&expected.pixels));
                 let sum: u64 = pairs().map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
                 if pixels.is_some() {
-                    differences.push((sum as f64 / wanted.pixels.len() as f64, *sampling));
+                    differences.push((sum as f64 / expected.pixels.len() as f64, *sampling));
                 }
             }
         })?;

@@ -30,7 +30,7 @@ use std::{
     time::Duration,
 };
 
-/// The compute capabilities that packages have kernels for: Ampere (8.0, 8.6), Ada (8.9), Hopper (9.0, compiled as
+/// The compute capabilities, times 10, for which packages have kernels: Ampere (8.0, 8.6), Ada (8.9), Hopper (9.0, compiled as
 /// sm_90a), Blackwell (10.0).
 const CAPABILITIES: [u32; 5] = [80, 86, 89, 90, 100];
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
@@ -69,9 +69,9 @@ pub(super) const SOURCE: &str = concat!(
 /// The loaded kernels of one floating-point format on one GPU.
 pub(super) struct Kernels {
     module: sys::CUmodule,
-    /// By name: the function, and its maximum dynamic shared memory per block.
+    /// By name: the function, and its maximum dynamic shared memory per block, in bytes.
     functions: Mutex<HashMap<&'static str, (sys::CUfunction, u32)>>,
-    /// Maximum shared memory per block.
+    /// Maximum shared memory per block, in bytes.
     shared_bytes: u32,
     /// Whether kernels use programmatic dependent launch.
     uses_early_launch: bool,
@@ -109,8 +109,8 @@ impl Kernels {
         self
     }
 
-    /// Launches `name` on `stream`. `args`: the bits of each argument; their number, order and types must be those of the kernel. Addresses
-    /// must refer to memory of the size that `ops` documents, which must stay allocated until the kernel has completed.
+    /// Launches `name` on `stream`. `args`: the bits of each argument; their number, order and types must match the kernel's parameters.
+    /// Addresses must refer to memory of the size that `ops` documents, which must stay allocated until the kernel has completed.
     pub(super) fn launch(
         &self,
         stream: Stream,
@@ -118,8 +118,8 @@ impl Kernels {
         geometry: Geometry,
         args: &[u64],
     ) -> Result<(), CudaError> {
-        let (function, room) = self.function(name)?;
-        check_shared_memory(name, geometry.shared_bytes, room)?;
+        let (function, max_bytes) = self.function(name)?;
+        check_shared_memory(name, geometry.shared_bytes, max_bytes)?;
         let mut bits = [0u64; 40];
         assert!(args.len() <= bits.len(), "{name} has too many arguments");
         bits[..args.len()].copy_from_slice(args);
@@ -138,6 +138,7 @@ impl Kernels {
         attributes[0].value.programmaticStreamSerializationAllowed = 1;
         attributes[1].value.clusterDim =
             sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: geometry.cluster, y: 1, z: 1 };
+        // Leaves out the attributes that do not apply.
         let first = usize::from(!self.uses_early_launch);
         let attributes = &mut attributes[first..1 + usize::from(geometry.cluster > 1)];
         let config = sys::CUlaunchConfig {
@@ -187,14 +188,14 @@ impl Kernels {
                 .map_err(CudaError::driver(name))?;
         }
         // Opts in to all shared memory of the GPU, minus the kernel's static shared memory.
-        let room = self.shared_bytes.saturating_sub(static_bytes as u32);
+        let max_bytes = self.shared_bytes.saturating_sub(static_bytes as u32);
         let attribute = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to a loaded module.
-        unsafe { sys::cuFuncSetAttribute(function, attribute, room.cast_signed()) }
+        unsafe { sys::cuFuncSetAttribute(function, attribute, max_bytes.cast_signed()) }
             .result()
             .map_err(CudaError::driver(name))?;
-        functions.insert(name, (function, room));
-        Ok((function, room))
+        functions.insert(name, (function, max_bytes));
+        Ok((function, max_bytes))
     }
 }
 
@@ -205,15 +206,15 @@ impl Drop for Kernels {
     }
 }
 
-/// Checks that a block's dynamic shared memory, `bytes`, does not exceed the maximum, `room`. Only kernels that resize pictures can exceed it,
+/// Checks that a block's dynamic shared memory, `bytes`, does not exceed `max_bytes`. Only kernels that resize pictures can exceed it,
 /// for wide pictures; all other kernels fit on every supported GPU.
-fn check_shared_memory(kernel: &str, bytes: u32, room: u32) -> Result<(), CudaError> {
-    if bytes <= room {
+fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result<(), CudaError> {
+    if bytes <= max_bytes {
         return Ok(());
     }
     Err(CudaError::Unsupported(format!(
-        "{kernel} needs {bytes} bytes of shared memory, and this GPU has {room}: the pictures are too wide. Train from a copy with smaller \
-         pictures (lockstep dataset prepare)"
+        "{kernel} needs {bytes} bytes of shared memory, and this GPU has {max_bytes}: the pictures are too wide. Train from a copy \
+         with smaller pictures (lockstep dataset prepare)"
     )))
 }
 
@@ -255,7 +256,7 @@ fn compile_each(
 ) -> Result<(), String> {
     let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
     let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let one = |capability, dtype| {
+    let compile_one = |capability, dtype| {
         let mut options = options(capability, dtype);
         let name = cache_name(capability, dtype, &options);
         options.extend(extra_options.iter().map(|option| (*option).to_owned()));
@@ -264,7 +265,7 @@ fn compile_each(
     };
     let work = || {
         while let Some(&(capability, dtype)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if let Err(error) = one(capability, dtype) {
+            if let Err(error) = compile_one(capability, dtype) {
                 failures.lock().unwrap_or_else(PoisonError::into_inner).push(error);
             }
         }

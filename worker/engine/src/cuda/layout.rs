@@ -1,8 +1,8 @@
 //! Layout of parameters on the GPU.
 //!
 //! Weights and optimizer state are flat float32 buffers of two parts. *Matrices*: weights of convolutions and of linear
-//! layers, in the order in which the backward pass produces their gradients; their copy and their gradients are in the
-//! activations' format. *Vectors*: batch norm's parameters and linear layers' biases, with float32 gradients.
+//! layers, in the order in which the backward pass produces their gradients; their low-precision copy and their gradients
+//! are in the activations' format. *Vectors*: batch norm's parameters and linear layers' biases, with float32 gradients.
 
 use super::{
     command::{Operand, Region},
@@ -28,7 +28,7 @@ const BUCKET: usize = 4 << 20;
 /// Maximum number of values of a piece of a large matrix on its way to the GPU: 16 MB, which copies at full speed.
 const PIECE: usize = 4 << 20;
 
-/// Number of folded weights per output channel.
+/// Number of folded weights per output channel: a 4x4 window of cells with 2x2 pixels of 4 channels.
 const FOLDED: usize = 4 * 4 * 16;
 
 /// The order of a parameter's values on the GPU.
@@ -45,14 +45,14 @@ enum Order {
     Vector,
 }
 
-/// The place of one parameter, trained or fixed, in the flat buffers.
+/// The position and order of one parameter, trained or fixed, in the flat buffers.
 #[derive(Debug, Clone)]
-pub(super) struct ParameterPlace {
+pub(super) struct ParameterLayout {
     pub(super) name: String,
-    /// torchvision's shape, or that of this rank's part.
+    /// torchvision's shape, or the shape of this rank's part.
     shape: Vec<usize>,
     order: Order,
-    /// Range in the flat buffers.
+    /// Range in the flat buffers, without padding.
     pub(super) range: Range<usize>,
     /// Start of the next parameter's range.
     end: usize,
@@ -63,7 +63,7 @@ pub(super) struct ParameterPlace {
     pub(super) is_split: bool,
 }
 
-impl ParameterPlace {
+impl ParameterLayout {
     /// The parameter's range including padding, up to the next parameter.
     pub(super) fn padded(&self) -> Range<usize> {
         self.range.start..self.end
@@ -105,10 +105,10 @@ impl Filter {
     }
 }
 
-/// The places of all parameters in the flat buffers.
+/// The layout of all parameters in the flat buffers.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
-    pub(super) parameters: Vec<ParameterPlace>,
+    pub(super) parameters: Vec<ParameterLayout>,
     by_name: BTreeMap<String, usize>,
     /// Number of values of the matrices; the vectors follow.
     pub(super) matrices: usize,
@@ -180,7 +180,7 @@ impl Layout {
                     (Role::LinearBias, _) if p.slice.is_some() => (Order::Vector, padded_classes),
                     _ => (Order::Vector, p.len()),
                 };
-                let parameter = ParameterPlace {
+                let parameter = ParameterLayout {
                     name: p.name.clone(),
                     shape: p.shape.clone(),
                     order,
@@ -213,7 +213,7 @@ impl Layout {
         if layout.matrices > bucket_start {
             layout.buckets.push(bucket_start..layout.matrices);
         }
-        vectors.sort_by_key(|parameter: &ParameterPlace| !parameter.is_split);
+        vectors.sort_by_key(|parameter: &ParameterLayout| !parameter.is_split);
         for parameter in vectors {
             let is_split = parameter.is_split;
             layout.push(parameter);
@@ -243,7 +243,7 @@ impl Layout {
         ]
     }
 
-    fn push(&mut self, mut parameter: ParameterPlace) {
+    fn push(&mut self, mut parameter: ParameterLayout) {
         parameter.range = self.len..self.len + parameter.range.len();
         self.len = parameter.range.end.next_multiple_of(ALIGN);
         parameter.end = self.len;
@@ -251,7 +251,7 @@ impl Layout {
         self.parameters.push(parameter);
     }
 
-    /// Pads the values from `from` on to a multiple of `parts` aligned parts.
+    /// Pads the values from `from` on, so that they consist of `parts` equal parts, each a multiple of [`ALIGN`].
     fn pad(&mut self, from: usize, parts: usize) {
         self.len = from + (self.len - from).next_multiple_of(ALIGN * parts);
         if let Some(last) = self.parameters.last_mut() {
@@ -276,7 +276,7 @@ impl Layout {
     /// reduced range.
     pub(super) fn own_segments(&self, share: Share) -> Vec<Range<usize>> {
         let own: Vec<_> = self.reduced_ranges().zip(self.own_ranges(share)).collect();
-        let of_parameter = |parameter: &ParameterPlace| {
+        let of_parameter = |parameter: &ParameterLayout| {
             let own = own.iter().find(|(range, _)| range.contains(&parameter.range.start));
             let own = own.map_or(0..0, |(_, own)| own.clone());
             [parameter.range.start, parameter.range.end].map(|at| at.clamp(own.start, own.end) - own.start)
@@ -285,7 +285,7 @@ impl Layout {
     }
 
     /// The parameters that come first: all matrices (also fixed matrices, whose gradients are zeros) and the trained vectors.
-    pub(super) fn parameters_with_gradients(&self) -> &[ParameterPlace] {
+    pub(super) fn parameters_with_gradients(&self) -> &[ParameterLayout] {
         &self.parameters[..self.parameters.partition_point(|parameter| parameter.range.start < self.trained)]
     }
 
@@ -293,18 +293,19 @@ impl Layout {
     pub(super) fn filters(&self) -> Vec<Filter> {
         let mut gram = 0;
         let trained =
-            |parameter: &&ParameterPlace| parameter.kind == ParameterKind::Filters && !parameter.is_fixed;
-        let of_parameter = |parameter: &ParameterPlace| {
+            |parameter: &&ParameterLayout| parameter.kind == ParameterKind::Filters && !parameter.is_fixed;
+        let of_parameter = |parameter: &ParameterLayout| {
             let (offset, rows) = (parameter.range.start, parameter.shape[0]);
             let filter = Filter { offset, rows, columns: parameter.range.len() / rows, gram };
+            // Gram matrices in bfloat16 begin at multiples of 16 bytes.
             gram += filter.side().pow(2).next_multiple_of(8);
             filter
         };
         self.parameters.iter().filter(trained).map(of_parameter).collect()
     }
 
-    /// The place of a parameter, which must exist.
-    pub(super) fn parameter(&self, name: &str, suffix: &str) -> &ParameterPlace {
+    /// The layout of a parameter, which must exist.
+    pub(super) fn parameter(&self, name: &str, suffix: &str) -> &ParameterLayout {
         &self.parameters[self.by_name[&format!("{name}.{suffix}")]]
     }
 
@@ -327,10 +328,10 @@ impl Layout {
     /// (such as `exp_avg`) and not the parameters.
     pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
         for parameter in &self.parameters {
-            let ours = &flat[parameter.range.clone()];
+            let gpu_values = &flat[parameter.range.clone()];
             // A convolution's weights are then put into torchvision's order.
-            let mut values = ours[..parameter.len()].to_vec();
-            parameter.each_index(|oihw, gpu| values[oihw] = ours[gpu]);
+            let mut values = gpu_values[..parameter.len()].to_vec();
+            parameter.each_index(|oihw, gpu| values[oihw] = gpu_values[gpu]);
             let name = tensor_name(&parameter.name, optimizer_slot);
             into.insert(name, HostTensor { shape: parameter.shape.clone(), values });
         }
@@ -356,7 +357,7 @@ impl Layout {
         buffer: &mut [f32],
         mut write: impl FnMut(usize, &[f32]) -> Result<(), CudaError>,
     ) -> Result<(), EngineError> {
-        let room = buffer.len();
+        let piece_len = buffer.len();
         for parameter in &self.parameters {
             let name = tensor_name(&parameter.name, optimizer_slot);
             let read = |from: usize, to: &mut [f32]| match tensors.read(&name, from, to) {
@@ -366,14 +367,14 @@ impl Layout {
             let (len, padded) = (parameter.len(), parameter.padded());
             match parameter.order {
                 Order::Krsc { .. } | Order::Folded => {
-                    let (mut values, mut ours) = (vec![0.0; len], vec![0.0; padded.len()]);
+                    let (mut values, mut gpu_values) = (vec![0.0; len], vec![0.0; padded.len()]);
                     read(0, &mut values)?;
-                    parameter.each_index(|oihw, gpu| ours[gpu] = values[oihw]);
-                    write(padded.start, &ours)?;
+                    parameter.each_index(|oihw, gpu| gpu_values[gpu] = values[oihw]);
+                    write(padded.start, &gpu_values)?;
                 }
                 Order::Rows | Order::Vector => {
-                    for from in (0..padded.len()).step_by(room) {
-                        let count = room.min(padded.len() - from);
+                    for from in (0..padded.len()).step_by(piece_len) {
+                        let count = piece_len.min(padded.len() - from);
                         let piece = &mut buffer[..count];
                         let (values, padding) = piece.split_at_mut(len.saturating_sub(from).min(count));
                         if !values.is_empty() {
@@ -465,9 +466,9 @@ mod tests {
         assert!(back == initial);
 
         let parameter = layout.parameter("layer1.0.conv2", "weight");
-        let (ours, oihw) = (&flat[parameter.range.clone()], &initial["layer1.0.conv2.weight"].values);
-        assert_eq!(ours.len(), 128 * 3 * 3 * 4);
+        let (krsc, oihw) = (&flat[parameter.range.clone()], &initial["layer1.0.conv2.weight"].values);
+        assert_eq!(krsc.len(), 128 * 3 * 3 * 4);
         let (out, input, y, x) = (77, 2, 1, 2);
-        assert_eq!(ours[((out * 3 + y) * 3 + x) * 4 + input], oihw[((out * 4 + input) * 3 + y) * 3 + x]);
+        assert_eq!(krsc[((out * 3 + y) * 3 + x) * 4 + input], oihw[((out * 4 + input) * 3 + y) * 3 + x]);
     }
 }

@@ -56,7 +56,7 @@ use lockstep_host::{
     tensors::TensorSource,
 };
 use lockstep_protocol::spec::Precision;
-use pictures::{OnGpu, Staging};
+use pictures::{GpuDataset, Staging};
 use profile::TimedCall;
 use program::{Input, MicroBatch, Phase, Program, StagePass};
 use rings::Control;
@@ -68,12 +68,12 @@ use std::{
 };
 
 /// Maximum number of steps by which the host may be ahead of the GPU.
-const AHEAD: usize = 2;
+const MAX_STEPS_AHEAD: usize = 2;
 
-/// Checks the plan of steps that sample classes.
+/// Checks that GPUs support the plan of a job that samples classes (`loss.sample_share`).
 ///
 /// # Errors
-/// A sample includes only the labels of one model group and one micro-batch, so it would not include all labels of a step.
+/// The step has several model groups or micro-batches: a sample includes only the labels of one model group and one micro-batch.
 fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
     if ranks > 1 && model == ranks && accumulate == 1 {
         return Ok(());
@@ -117,15 +117,15 @@ fn build(
     };
     let warm::Opened { device, kernels, cudnn, free_before, .. } = warm::open(gpu.ordinal, dtype)?;
     check_memory(&part, config.batch_size, dtype, device.memory())?;
-    // The watchdog counts this process's steps, whichever engine does them.
+    // The watchdog also counts the steps of earlier engines of this process.
     let steps_done = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let program =
         Program::new(&device, part, &config, dtype, stage_ranks, groups.as_ref(), gpu, kernels, cudnn)?;
     let mut engine = CudaEngine {
-        recovery_stream: RecoveryStream::new(program.state.kept_of.bytes)?,
+        recovery_stream: RecoveryStream::new(program.state.kept_steps.bytes)?,
         program,
         graphs: HashMap::new(),
-        on_gpu: None,
+        dataset: None,
         staging: None,
         under_way: VecDeque::new(),
         unreturned: Vec::new(),
@@ -146,7 +146,7 @@ fn build(
         groups,
         device,
     };
-    // Initial values are drawn on these threads.
+    // The threads of this pool draw the initial values.
     thread_pool(engine.config.threads)?.install(|| engine.set_from(&initial))?;
     Ok(engine)
 }
@@ -160,7 +160,7 @@ fn check_memory(
     dtype: DType,
     (free, total): (u64, u64),
 ) -> Result<(), CudaError> {
-    let bytes = if dtype == DType::F32 { 4 } else { 2 };
+    let bytes = dtype.size() as u64;
     let needed = network.convolution_values().saturating_mul(batch as u64).saturating_mul(bytes) / 2;
     if total == 0 || needed <= total {
         return Ok(());
@@ -209,19 +209,19 @@ struct CudaEngine {
     // Fields are dropped in this order: graphs use the program's memory, and everything uses the device.
     graphs: HashMap<GraphKey, CapturedGraph>,
     program: Program,
-    on_gpu: Option<OnGpu>,
+    dataset: Option<GpuDataset>,
     staging: Option<Staging>,
     under_way: VecDeque<UnderWay>,
-    /// Results that were read from the GPU by a call that later failed.
+    /// Results that a failed call had already read from the GPU; the next successful call returns them.
     unreturned: Vec<StepResult>,
-    /// Whether this GPU's copies of float32 weights that other ranks update are of an earlier step.
+    /// Whether the float32 weights that other ranks update (optimizer sharding) are, on this GPU, the weights of an earlier step.
     has_old_weights: bool,
-    /// Number of steps started on the GPU, modulo 2^32 like the GPU's count of finished steps.
+    /// Number of steps started on the GPU, modulo 2^32 as in the GPU's count of finished steps.
     started_steps: u32,
     /// The step that creates the weights' average, unless an average was given.
     first_average_step: Option<u32>,
     recovery_stream: RecoveryStream,
-    /// End of the newest finished step, on the GPU's clock, while steps directly follow each other.
+    /// End of the newest finished step on the GPU's clock, in nanoseconds, while steps directly follow each other.
     last_end: Option<u64>,
     /// Free GPU memory in bytes before this process loaded its kernels and allocated any.
     free_before: u64,

@@ -1,4 +1,4 @@
-//! The kernels of `worker/kernels/` as operations: each method computes a launch. No method accesses a GPU.
+//! The kernels of `worker/kernels/` as operations: each method returns a kernel's launch. No method accesses a GPU.
 //! Activations are NHWC in the kernels' floating-point format, `T` below; channels are a multiple of 8, and rows =
 //! pictures x pixels. All kernels are deterministic: sums are taken in an order that depends only on shapes. Launches
 //! do not depend on host values that change between steps, so a captured sequence of launches can be replayed; values
@@ -54,7 +54,8 @@ use super::{
     dtype::DType,
 };
 
-/// Counters at the start of the scratch memory, `u32` each: one per column of channels, then these two.
+/// Number of `u32` counters at the start of the scratch memory: one per block column (`blockIdx.y`) of a kernel that sums over rows, then
+/// two counters for the loss and for norms, with the following indices.
 const COUNTERS: usize = 1024;
 const LOSS_COUNTER: usize = 1022;
 const NORM_COUNTER: usize = 1023;
@@ -74,10 +75,10 @@ pub(super) fn in_flight(dtype: DType) -> u32 {
     }
 }
 
-/// The only compute capability with warpgroup matrix multiplication (wgmma).
+/// The only compute capability, times 10, with warpgroup matrix multiplication (wgmma).
 pub(super) const WGMMA_CAPABILITY: u32 = 90;
 
-/// Computes launches for one kind of GPU. All launches share scratch memory, so they must run on one stream at a time.
+/// Computes launches for one kind of GPU. All launches share scratch memory, so launches on two streams must not overlap.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ops {
     dtype: DType,
@@ -86,16 +87,18 @@ pub(super) struct Ops {
 }
 
 impl Ops {
-    /// `capability`: 90 for 9.0; devices from 9.0 on have thread block clusters.
+    /// `capability`: the compute capability times 10. GPUs from 9.0 on have thread block clusters.
     pub(super) fn new(dtype: DType, multiprocessors: u32, capability: u32) -> Self {
         Self { dtype, multiprocessors, has_clusters: capability >= 90 }
     }
 
-    /// Bytes of scratch memory for `pictures` per micro-batch, `padded` classes and `segments` parameters. The memory must be zero at
-    /// first, and only these operations may use it.
+    /// Bytes of scratch memory for `pictures` pictures per micro-batch, `padded` classes and `segments` parameters. The memory must be zero
+    /// at first, and only these operations may use it.
     pub(super) fn scratch_bytes(&self, pictures: u32, padded: u32, segments: u32) -> usize {
+        // Per block: two float32 sums for each of at most 256 channels; or loss and count (f64), and a float32 bias gradient per class.
         let sums = u64::from(self.multiprocessors.max(256)) * 512 * 4;
         let loss = u64::from(loss::blocks(pictures)) * (16 + u64::from(padded) * 4);
+        // Two f64 sums for each part of a parameter.
         let norms = u64::from(segments) * optimizer::NORM_PARTS as u64 * 16;
         COUNTERS * 4 + sums.max(loss).max(norms) as usize
     }
@@ -105,7 +108,7 @@ impl Ops {
         [Operand::new(Region::Scratch, 0, LOSS_COUNTER * 4), self.partials()]
     }
 
-    /// Counters by which the last block to finish is found. They are zero again after each launch.
+    /// Counters with which a kernel finds its last block to finish. They are zero again after each launch.
     fn counters(&self) -> Arg {
         let [counters, _] = self.scratch();
         Arg::InOut(counters)
@@ -146,7 +149,7 @@ impl Ops {
     }
 }
 
-/// A launch without a cluster or dynamic shared memory.
+/// A geometry without a cluster or dynamic shared memory.
 fn plain(grid: [u32; 3], block: [u32; 3]) -> Geometry {
     Geometry { grid, block, cluster: 1, shared_bytes: 0 }
 }

@@ -12,9 +12,9 @@ use lockstep_data::loader::{Batch, BatchFormat, Resident};
 const MAX_OF_FREE: f64 = 0.4;
 
 /// A dataset in GPU memory.
-pub(super) struct OnGpu {
+pub(super) struct GpuDataset {
     train: Buffer,
-    /// `None` if these are the same pictures as `train`.
+    /// `None` if validation uses the pictures of `train`.
     validation: Option<Buffer>,
     pub(super) height: usize,
     pub(super) width: usize,
@@ -22,7 +22,7 @@ pub(super) struct OnGpu {
     pub(super) reflects: bool,
 }
 
-impl OnGpu {
+impl GpuDataset {
     /// Copies the pictures, if they fit.
     pub(super) fn new(device: &Device, data: &Resident) -> Result<Option<Self>, CudaError> {
         let is_same = std::sync::Arc::ptr_eq(&data.train, &data.validation);
@@ -40,7 +40,7 @@ impl OnGpu {
         }))
     }
 
-    /// Address of the pictures for batches of training, or of validation.
+    /// Address of the pictures for batches of training (`training`), or of validation.
     pub(super) fn pictures(&self, training: bool) -> u64 {
         match &self.validation {
             Some(validation) if !training => validation.ptr,
@@ -49,8 +49,8 @@ impl OnGpu {
     }
 }
 
-/// Maximum number of batches by which copies may be ahead of the step.
-const AHEAD: usize = 3;
+/// Number of batches in the ring buffers, by which copies may be ahead of the step.
+const SLOTS: usize = 3;
 
 /// Copies batches to the GPU through page-locked buffers.
 pub(super) struct Staging {
@@ -74,12 +74,12 @@ impl Staging {
     pub(super) fn new(device: &Device, format: BatchFormat, values: usize) -> Result<Self, CudaError> {
         let size = if format == BatchFormat::Bytes { 1 } else { 4 };
         let bytes = (values * size).next_multiple_of(256);
-        let events = || (0..AHEAD).map(|_| Event::new()).collect::<Result<Vec<_>, _>>();
+        let events = || (0..SLOTS).map(|_| Event::new()).collect::<Result<Vec<_>, _>>();
         Ok(Self {
             format,
             bytes,
-            host: Pinned::new(AHEAD * bytes)?,
-            gpu: device.alloc(AHEAD * bytes)?,
+            host: Pinned::new(SLOTS * bytes)?,
+            gpu: device.alloc(SLOTS * bytes)?,
             input: device.zeros(bytes)?,
             stream: OwnedStream::new()?,
             copied: events()?,
@@ -94,7 +94,7 @@ impl Staging {
 
     /// Whether [`Staging::send`] would return without waiting for a step, which may wait for other ranks.
     pub(super) fn is_free(&self) -> Result<bool, CudaError> {
-        if self.sent < AHEAD { Ok(true) } else { self.copied[self.sent % AHEAD].has_passed() }
+        if self.sent < SLOTS { Ok(true) } else { self.copied[self.sent % SLOTS].has_passed() }
     }
 
     /// Copies `batch` to [`Staging::input`] for the next step on `main`.
@@ -106,9 +106,9 @@ impl Staging {
     }
 
     fn send_values<T: NoUninit>(&mut self, main: Stream, values: &[T]) -> Result<(), CudaError> {
-        let slot = self.sent % AHEAD;
+        let slot = self.sent % SLOTS;
         let (offset, bytes) = (slot * self.bytes, size_of_val(values));
-        if self.sent >= AHEAD {
+        if self.sent >= SLOTS {
             self.copied[slot].wait()?;
             self.stream.0.wait(&self.taken[slot])?;
         }

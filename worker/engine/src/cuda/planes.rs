@@ -1,6 +1,6 @@
 //! Float32 numbers in two planes of 16 bits: the number rounded to the nearest bfloat16 (halves away from zero), and the signed integer
 //! difference between the float32 bits and this bfloat16. If the GPU computes in bfloat16, the weights of a split head are stored in
-//! planes: kernels compute with the first plane, so no copy is needed. `PlanarWeights` in `optimizer.cu`.
+//! planes: kernels compute with the first plane, so no low-precision copy is needed. `PlanarWeights` in `optimizer.cu` accesses them.
 
 use rayon::prelude::*;
 
@@ -8,24 +8,24 @@ use rayon::prelude::*;
 const CHUNK: usize = 1 << 15;
 
 /// Splits values into two planes, which are as long as the values.
-pub(super) fn to_planes(values: &[f32], nearest: &mut [u16], rests: &mut [u16]) {
-    let planes = nearest.par_chunks_mut(CHUNK).zip(rests.par_chunks_mut(CHUNK));
-    values.par_chunks(CHUNK).zip(planes).for_each(|(values, (nearest, rests))| {
-        for ((value, nearest), rest) in values.iter().zip(nearest).zip(rests) {
+pub(super) fn to_planes(values: &[f32], nearest: &mut [u16], differences: &mut [u16]) {
+    let planes = nearest.par_chunks_mut(CHUNK).zip(differences.par_chunks_mut(CHUNK));
+    values.par_chunks(CHUNK).zip(planes).for_each(|(values, (nearest, differences))| {
+        for ((value, nearest), difference) in values.iter().zip(nearest).zip(differences) {
             let bits = value.to_bits();
             // A NaN stays a NaN.
             let carry = if value.is_nan() { 0 } else { 0x8000 };
-            (*nearest, *rest) = ((bits.wrapping_add(carry) >> 16) as u16, bits as u16);
+            (*nearest, *difference) = ((bits.wrapping_add(carry) >> 16) as u16, bits as u16);
         }
     });
 }
 
 /// Joins two planes to float32 values.
-pub(super) fn from_planes(nearest: &[u16], rests: &[u16], values: &mut [f32]) {
-    let planes = nearest.par_chunks(CHUNK).zip(rests.par_chunks(CHUNK));
-    values.par_chunks_mut(CHUNK).zip(planes).for_each(|(values, (nearest, rests))| {
-        for ((value, nearest), rest) in values.iter_mut().zip(nearest).zip(rests) {
-            let difference = i32::from(rest.cast_signed()).cast_unsigned();
+pub(super) fn from_planes(nearest: &[u16], differences: &[u16], values: &mut [f32]) {
+    let planes = nearest.par_chunks(CHUNK).zip(differences.par_chunks(CHUNK));
+    values.par_chunks_mut(CHUNK).zip(planes).for_each(|(values, (nearest, differences))| {
+        for ((value, nearest), difference) in values.iter_mut().zip(nearest).zip(differences) {
+            let difference = i32::from(difference.cast_signed()).cast_unsigned();
             *value = f32::from_bits((u32::from(*nearest) << 16).wrapping_add(difference));
         }
     });
@@ -45,17 +45,18 @@ mod tests {
         });
         values.extend(bits.filter(|value| !value.is_nan()));
         let round_trip = |values: &[f32]| {
-            let (mut nearest, mut rests) = (vec![0; values.len()], vec![0; values.len()]);
-            to_planes(values, &mut nearest, &mut rests);
+            let (mut nearest, mut differences) = (vec![0; values.len()], vec![0; values.len()]);
+            to_planes(values, &mut nearest, &mut differences);
             let mut back = vec![0.0; values.len()];
-            from_planes(&nearest, &rests, &mut back);
+            from_planes(&nearest, &differences, &mut back);
             (nearest, back)
         };
         let (halves, back) = round_trip(&values);
         for (value, half) in values.iter().zip(halves) {
-            let [ours, nearest] = [half::bf16::from_bits(half), half::bf16::from_f32(*value)].map(f32::from);
-            let is_as_near = f64::from(ours - value).abs() <= f64::from(nearest - value).abs();
-            assert!(ours == nearest || is_as_near, "{value:e}: {ours:e}, {nearest:e}");
+            let [rounded, nearest] =
+                [half::bf16::from_bits(half), half::bf16::from_f32(*value)].map(f32::from);
+            let is_as_near = f64::from(rounded - value).abs() <= f64::from(nearest - value).abs();
+            assert!(rounded == nearest || is_as_near, "{value:e}: {rounded:e}, {nearest:e}");
         }
         assert!(back.iter().zip(&values).all(|(a, b)| a.to_bits() == b.to_bits()));
         let (_, nan) = round_trip(&[f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff)]);

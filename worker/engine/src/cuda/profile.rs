@@ -16,9 +16,10 @@ pub(super) struct TimedCall {
     pub(super) millis: f64,
 }
 
-/// The calls so far, in order.
 struct TimedCalls {
+    /// The part of the step to which the next call belongs.
     part: Part,
+    /// By call, in order: the part, the name, and the events before and after the call.
     calls: Vec<(Part, String, Event, Event)>,
 }
 

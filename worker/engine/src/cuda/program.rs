@@ -113,7 +113,7 @@ impl Input {
 /// A resampling table for one axis, on the host and on the GPU.
 struct Scaled {
     table: ScaleTable,
-    at: Buffer,
+    on_gpu: Buffer,
 }
 
 pub(super) struct Program {
@@ -127,7 +127,7 @@ pub(super) struct Program {
     pub(super) dynamic_scale: Option<bool>,
     pub(super) ops: Ops,
     kernels: Kernels,
-    /// Memory that only kernels use.
+    /// Other regions, which only kernels access.
     buffers: HashMap<Region, Buffer>,
     tuner: Tuner,
     pub(super) state: State,
@@ -136,11 +136,11 @@ pub(super) struct Program {
     pub(super) reducer: Option<Reducer>,
     /// Number of ranks that have the same part of the network.
     data_ranks: usize,
-    /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each of them
-    /// has a part of the arena, of the control blocks and of batch norms' values.
+    /// Number of micro-batches that may be between their passes at the same time: more than 1 before the last stage. Each of these
+    /// micro-batches has a part of the arena, of the control blocks and of batch norms' values.
     pub(super) micro_batches_in_flight: usize,
-    /// Gradients of the matrices in the activations' format, without the first `unstored` values: the gradients of a split head that are
-    /// computed twice, or for a sample of classes (then they are in the arena).
+    /// Gradients of the matrices, in the activations' format, without the first `unstored` values. A split head's gradients are not stored
+    /// here if they are computed twice, or for a sample of classes (then they are in the arena).
     matrix_gradients: Buffer,
     unstored: usize,
     /// Gradients of the vectors, float32, at the vectors' offsets in the flat layout.
@@ -156,7 +156,7 @@ pub(super) struct Program {
     scalings: HashMap<usize, [Scaled; 2]>,
     /// `u32`: whether a check has found a non-finite value; `u64`: a checksum.
     check_result: Buffer,
-    /// Loss and number of correct predictions of the step.
+    /// `f64` loss and `u64` number of correct predictions of the step.
     totals: Buffer,
     arena: Buffer,
     workspace: Buffer,
@@ -172,7 +172,7 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// Continues with another image size and returns the network for that size.
+    /// Continues with another image size. Returns the network for this size; `None` if the size was not prepared.
     pub(super) fn set_image_size(&mut self, image_size: usize) -> Option<Arc<Network>> {
         let network = self.sizes.iter().find(|network| network.image_size == image_size)?.clone();
         self.plan.set_network(network.clone());
@@ -184,9 +184,9 @@ impl Program {
         &self.plan.network
     }
 
-    /// Number of values of a picture of the largest size.
-    pub(super) fn most_values(&self) -> usize {
-        // Ranks that share rows also receive whole pictures.
+    /// Number of values of a picture of the largest prepared size.
+    pub(super) fn max_picture_values(&self) -> usize {
+        // Also for ranks that share rows, which receive whole pictures.
         let values = |network: &Arc<Network>| network.image_size.pow(2) * network.channels;
         self.sizes.iter().map(values).max().unwrap_or(0)
     }
@@ -220,7 +220,7 @@ impl Program {
             }
             let scaled = |from: usize| -> Result<Scaled, CudaError> {
                 let table = ScaleTable::new(from as u32, side as u32);
-                Ok(Scaled { at: device.upload(&table.entries)?, table })
+                Ok(Scaled { on_gpu: device.upload(&table.entries)?, table })
             };
             self.scalings.insert(side, [scaled(height)?, scaled(width)?]);
         }
@@ -247,7 +247,7 @@ impl Program {
                 .map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
             share: self.state.share,
-            takes_sums: &|convolution| self.tuner.has(convolution),
+            computes_sums: &|convolution| self.tuner.has(convolution),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
         })
     }
@@ -407,19 +407,19 @@ impl Program {
             Command::Alloc { content: Content::Activation(of), at } if *of == tensor => Some(at.offset),
             _ => None,
         });
-        let (rows, (chunks, chunk), own) =
-            (self.plan.pictures(tensor), self.plan.chunks(), head.own_classes().len());
+        let (rows, classes) = (self.plan.pictures(tensor), head.own_classes().len());
+        let (chunks, chunk) = self.plan.chunks();
         let mut values = vec![0f32; rows * chunks * chunk];
         read_as_float(&self.arena, offset.unwrap_or(0), self.plan.dtype, &mut values)?;
         let bias = self.with_facts(|facts| facts.head_bias());
-        let mut biases = vec![0f32; own];
+        let mut biases = vec![0f32; classes];
         if !bias.is_none() {
             self.state.weights.read(bias.offset, &mut biases)?;
         }
         let value = |row: usize, class: usize| {
             values[(class / chunk * rows + row) * chunk + class % chunk] + biases[class]
         };
-        Ok((0..rows * own).map(|index| value(index / own, index % own)).collect())
+        Ok((0..rows * classes).map(|index| value(index / classes, index % classes)).collect())
     }
 
     /// The split of the head's classes, if ranks share the network.

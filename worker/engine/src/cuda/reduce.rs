@@ -58,16 +58,17 @@ pub(super) struct Reducer {
     abort: Pinned,
     /// For gradients, concurrently with the backward pass.
     pub(super) stream: OwnedStream,
-    /// By bucket: recorded when the bucket's gradients are complete.
+    /// By bucket, then for the vectors: recorded when the gradients are complete.
     pub(super) ready: Vec<Event>,
+    /// Recorded when all reductions are done.
     pub(super) done: Event,
 }
 
 impl Reducer {
-    /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. `gradients` describes the gradients,
-    /// and must be equal on all ranks of `comm`. `splits_operators`: ranks exchange activations between kernels. `synced_channels`: if
-    /// statistics are synchronised, the number of channels of each batch norm.
-    #[allow(clippy::too_many_arguments)] // What an engine is built from.
+    /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. `splits_operators`: ranks
+    /// exchange activations between kernels. `buckets`: number of buckets of gradients. `gradients` describes the gradients, and must be
+    /// equal on all ranks of `comm`. `synced_channels`: if statistics are synchronised, the number of channels of each batch norm.
+    #[allow(clippy::too_many_arguments)] // All inputs of the connections.
     pub(super) fn new(
         device: &Device,
         gpu: &DeviceConfig,
@@ -79,14 +80,14 @@ impl Reducer {
         synced_channels: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
         // If `comm` is a subgroup of the job's ranks, only its ranks take part in the rendezvous.
-        let place = Exchange::of(comm, gpu.store.as_deref());
+        let rendezvous = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
-        let connect = || Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout());
+        let connect = || Nccl::connect(rendezvous, &name("gradients"), gpu.ordinal, comm.timeout());
         let nccl = (comm.size() > 1).then(connect).transpose()?;
         let connect_group = |group: Option<&Arc<dyn ProcessGroup>>, what: &str| {
             let connect = |group: &Arc<dyn ProcessGroup>| {
-                let place = Exchange::Group(group.as_ref());
-                Nccl::connect(place, &name(what), gpu.ordinal, comm.timeout())
+                let rendezvous = Exchange::Group(group.as_ref());
+                Nccl::connect(rendezvous, &name(what), gpu.ordinal, comm.timeout())
             };
             group.filter(|group| group.size() > 1).map(connect).transpose()
         };
@@ -94,7 +95,7 @@ impl Reducer {
         let height = connect_group(groups.map(|groups| &groups.height), "height")?;
         let stage = connect_group(groups.map(|groups| &groups.stage), "stage")?;
         let exchanges_between_kernels = splits_operators || height.is_some() || stage.is_some();
-        // If each rank has the whole network, these are all ranks.
+        // If each rank has the whole network, the data group has all ranks, like `nccl`.
         let data = connect_group(
             groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data),
             "data",
@@ -116,7 +117,7 @@ impl Reducer {
                     Some(_) => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
                 };
                 let name = name("statistics");
-                let peers = Peers::connect(place, &name, gpu.ordinal, exchange_bytes, 256, allowed)?;
+                let peers = Peers::connect(rendezvous, &name, gpu.ordinal, exchange_bytes, 256, allowed)?;
                 device.bind()?;
                 match peers {
                     Ok(peers) => {
@@ -138,7 +139,7 @@ impl Reducer {
                 }
             }
         };
-        // Also a barrier: no rank writes to another rank's buffer before its owner has cleared it.
+        // Also a barrier: no rank writes to another rank's buffer before the owner has cleared the buffer.
         let all_gradients = comm.all_gather_bytes(gradients.as_bytes())?;
         if let Some(rank) = first_to_differ(&all_gradients) {
             return Err(EngineError::Device(format!(
@@ -210,12 +211,12 @@ impl Reducer {
 
     fn communicator(&self, group: Group) -> Result<&Arc<Nccl>, EngineError> {
         let absent = || format!("this engine has no communicator for a collective{group}");
-        let nccl = self.groups.iter().find(|(of, _)| *of == group).map(|(_, nccl)| nccl);
+        let nccl = self.groups.iter().find(|(other, _)| *other == group).map(|(_, nccl)| nccl);
         nccl.ok_or_else(|| EngineError::Device(absent()))
     }
 
     fn has_group(&self, group: Group) -> bool {
-        self.groups.iter().any(|(of, _)| *of == group)
+        self.groups.iter().any(|(other, _)| *other == group)
     }
 
     /// Whether gradients are added over several ranks.
@@ -254,7 +255,7 @@ impl Reducer {
         self.groups.iter().try_for_each(|(_, nccl)| nccl.async_error())
     }
 
-    /// Ends all waits for other ranks on this GPU. Values that other ranks receive from it afterwards are garbage.
+    /// Ends all waits for other ranks on this GPU. Values that other ranks receive from this GPU afterwards are garbage.
     pub(super) fn abort(&self, reason: &str) {
         self.abort.write(0, &[1u32]);
         self.groups.iter().for_each(|(_, nccl)| nccl.abort(reason));

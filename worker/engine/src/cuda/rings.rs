@@ -20,12 +20,12 @@ pub(super) const RESULTS: usize = 64;
 // Counts wrap at 2^32, which must not skip a slot.
 const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
-/// A micro-batch's inputs; `Control` in `numbers.cu`. In memory it is followed by four arrays over the pictures: index in
+/// A micro-batch's inputs; `Control` in `numbers.cu`. In memory, four arrays over the pictures follow: index in
 /// the dataset, augmentation parameters, label, and label of the picture that is mixed in.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct Control {
-    /// Number of real pictures; the others are padding.
+    /// Number of real pictures; the remaining pictures are padding.
     pub(super) valid: u32,
     /// Whether mixup or cutmix applies.
     pub(super) mixed: u32,
@@ -33,8 +33,9 @@ pub(super) struct Control {
     pub(super) stat_pictures: f32,
     /// Factor of each picture's loss gradient.
     pub(super) grad_scale: f32,
+    /// Learning rate.
     pub(super) lr: f32,
-    /// A mixed picture's own share.
+    /// Share of the batch's picture in a mixed picture, 0 to 1. The picture that is mixed in has the rest.
     pub(super) lambda: f32,
     /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. Each
     /// other picture is mixed with its predecessor.
@@ -69,6 +70,7 @@ const CONTROL_WORDS: usize = size_of::<Control>() / 4;
 pub(super) struct Record {
     /// The step's number, from 1; written last.
     pub(super) sequence: u32,
+    /// Sum of the losses of this rank's pictures.
     pub(super) loss_sum: f32,
     pub(super) correct: u32,
     pub(super) samples: u32,
@@ -147,6 +149,7 @@ impl Inputs {
 /// The ring of results.
 pub(super) struct Results {
     pub(super) ring: Pinned,
+    /// On the GPU: number of results so far.
     pub(super) counter: Buffer,
     /// Number of results that the host has read, modulo 2^32.
     pub(super) read: u32,

@@ -39,7 +39,7 @@ impl Running {
         all.iter().map(|running| 2 * running.stride).sum()
     }
 
-    /// Size in bytes of a buffer whose last batch norm ends at `end`.
+    /// Size in bytes of a buffer whose last batch norm ends at byte `end`.
     pub(super) fn padded_bytes(end: usize) -> usize {
         end.next_multiple_of(4 * STRIDE)
     }

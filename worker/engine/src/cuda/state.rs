@@ -77,21 +77,21 @@ pub(super) struct State {
     running_values: Buffer,
     /// A copy of `running_values` from before the current step.
     kept_values: Buffer,
-    /// For each block of the kernel that makes this copy, the number of finished steps at the time of the copy.
-    pub(super) kept_of: Buffer,
-    /// Whether a step was started that will never finish, so that the kept values apply.
+    /// For each block of the kernel that copies `kept_values`: the number of finished steps at the time of the copy.
+    pub(super) kept_steps: Buffer,
+    /// Whether a started step will never finish, so that `kept_values` and not `running_values` belong to the weights.
     pub(super) is_unfinished: bool,
     running: Vec<Running>,
     pub(super) scaler: Buffer,
-    /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits for
-    /// another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU complete.
+    /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits
+    /// for another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU complete.
     pub(super) held: Pinned,
     /// Moving averages of the weights and of the running statistics.
     average: Option<[Buffer; 2]>,
 }
 
 impl State {
-    #[allow(clippy::too_many_arguments)] // What an engine is built from.
+    #[allow(clippy::too_many_arguments)] // All inputs of the state's construction.
     pub(super) fn new(
         device: &Device,
         running: Vec<Running>,
@@ -125,7 +125,7 @@ impl State {
             low_precision,
             running_values: device.zeros(4 * Running::total_len(&running).max(1))?,
             kept_values: device.zeros(4 * Running::total_len(&running).max(1))?,
-            kept_of: device.upload(&vec![NO_STEP; keeping_blocks as usize])?,
+            kept_steps: device.upload(&vec![NO_STEP; keeping_blocks as usize])?,
             is_unfinished: false,
             running,
             scaler: device.upload(&[scaler])?,
@@ -142,15 +142,14 @@ impl State {
         let buffer = match region {
             Region::Weights => Some(&self.weights),
             Region::LowPrecision => {
-                // Offsets in this region count from the first matrix, but the buffer has no weights in planes, which come first. So the
-                // address is that of the absent first matrix.
+                // Offsets in this region count from the first matrix, but the buffer begins after the weights in planes.
                 let absent_bytes = 2 * self.planar_len as u64;
                 return self.low_precision.as_ref().map(|buffer| buffer.ptr.wrapping_sub(absent_bytes));
             }
             Region::OptimizerSlot(slot) => self.optimizer_slots.get(slot),
             Region::RunningStatistics => Some(&self.running_values),
             Region::KeptStatistics => Some(&self.kept_values),
-            Region::KeptOf => Some(&self.kept_of),
+            Region::KeptSteps => Some(&self.kept_steps),
             Region::AverageWeights => average(0),
             Region::AverageStatistics => average(1),
             Region::Scaler => Some(&self.scaler),
@@ -168,31 +167,32 @@ impl State {
     fn read_weights(&self) -> Result<Vec<f32>, CudaError> {
         let mut weights = vec![0f32; self.layout.len];
         let (planar, others) = weights.split_at_mut(self.planar_len);
-        let room = self.layout.piece_len();
-        let mut halves = vec![0u16; if planar.is_empty() { 0 } else { 2 * room }];
-        for (number, piece) in planar.chunks_mut(room).enumerate() {
-            let (nearest, rests) = halves[..2 * piece.len()].split_at_mut(piece.len());
-            self.weights.read(2 * number * room, nearest)?;
-            self.weights.read(2 * (self.planar_len + number * room), rests)?;
-            from_planes(nearest, rests, piece);
+        let piece_len = self.layout.piece_len();
+        let mut halves = vec![0u16; if planar.is_empty() { 0 } else { 2 * piece_len }];
+        for (number, piece) in planar.chunks_mut(piece_len).enumerate() {
+            let (nearest, differences) = halves[..2 * piece.len()].split_at_mut(piece.len());
+            self.weights.read(2 * number * piece_len, nearest)?;
+            self.weights.read(2 * (self.planar_len + number * piece_len), differences)?;
+            from_planes(nearest, differences, piece);
         }
         self.weights.read(4 * self.planar_len, others)?;
         Ok(weights)
     }
 
-    /// Writes weights from value `at` on. They must be either all in planes or all outside planes. `staging` is used only for planes.
+    /// Writes `weights` to the values from `at` on, which must be either all in planes or all outside planes. `staging` is used only for
+    /// planes.
     fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result<(), CudaError> {
         if at >= self.planar_len {
             return self.weights.write_at(4 * at, weights);
         }
         let halves: &mut [u16] = staging.values();
-        let room = halves.len() / 2;
-        for (number, piece) in weights.chunks(room).enumerate() {
-            let at = at + number * room;
-            let (nearest, rests) = halves[..2 * piece.len()].split_at_mut(piece.len());
-            to_planes(piece, nearest, rests);
+        let piece_len = halves.len() / 2;
+        for (number, piece) in weights.chunks(piece_len).enumerate() {
+            let at = at + number * piece_len;
+            let (nearest, differences) = halves[..2 * piece.len()].split_at_mut(piece.len());
+            to_planes(piece, nearest, differences);
             self.weights.write_at(2 * at, nearest)?;
-            self.weights.write_at(2 * (self.planar_len + at), rests)?;
+            self.weights.write_at(2 * (self.planar_len + at), differences)?;
         }
         Ok(())
     }
@@ -234,8 +234,8 @@ impl State {
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
-                let own = &mut statistics[at..at + r.channels];
-                values.read(&format!("{}.{suffix}", r.name), 0, own);
+                let target = &mut statistics[at..at + r.channels];
+                values.read(&format!("{}.{suffix}", r.name), 0, target);
             }
         }
         statistics
@@ -256,25 +256,26 @@ impl State {
         }
         let decay = if is_first { 0.0 } else { decay };
         let planar_bytes = 4 * self.planar_len;
-        let all = [
+        let averaged = [
             (Region::AverageWeights, Region::Weights, planar_bytes..self.weights.bytes),
             (Region::AverageStatistics, Region::RunningStatistics, 0..self.running_values.bytes),
         ];
-        let mut kernels = Vec::from(all.map(|(average, values, bytes)| {
+        let mut kernels = Vec::from(averaged.map(|(average, values, bytes)| {
             let operand = |region| Operand::new(region, bytes.start, bytes.len());
             ops.average(operand(average), operand(values), bytes.len() as u64 / 4, decay, steps)
         }));
         if planar_bytes > 0 {
-            let [nearest, rests] = self.layout.planes(0..self.planar_len);
+            let [nearest, differences] = self.layout.planes(0..self.planar_len);
             let average = Operand::new(Region::AverageWeights, 0, planar_bytes);
             let length = self.planar_len as u64;
-            kernels.push(ops.average_planes(average, [rests, nearest], length, decay, steps));
+            kernels.push(ops.average_planes(average, [differences, nearest], length, decay, steps));
         }
         Ok(kernels)
     }
 
     fn allocate_average(&mut self, device: &Device) -> Result<(), CudaError> {
-        let [weights, running] = [&self.weights, &self.running_values].map(|of| device.zeros(of.bytes));
+        let [weights, running] =
+            [&self.weights, &self.running_values].map(|buffer| device.zeros(buffer.bytes));
         self.average = Some([weights?, running?]);
         // The zeros must be written before another stream uses them.
         device.synchronize()
@@ -406,6 +407,7 @@ impl State {
         self.share.map_or_else(String::new, |share| format!("; {}", saving_in_words(own, own * share.ranks)))
     }
 
+    /// The optimizer's state. If ranks divide it: only this rank's part, and zeros elsewhere.
     pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let mut slots = NamedTensors::new();
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
@@ -424,8 +426,7 @@ impl State {
         Ok(OptimizerState { slots, updates: self.read_scaler()?.updates.into() })
     }
 
-    /// The optimizer's state. Where ranks divide it, this is collective, and returns the whole state on ranks with
-    /// `keep`.
+    /// The whole optimizer state on ranks with `keep`, otherwise `None`. Collective if ranks divide the optimizer's state.
     pub(super) fn gathered_optimizer_state(
         &self,
         comm: &dyn ProcessGroup,
@@ -454,7 +455,7 @@ impl State {
         Ok(keep.then_some(OptimizerState { slots, updates: self.read_scaler()?.updates.into() }))
     }
 
-    /// Replaces the optimizer's state. `to` must be complete.
+    /// Replaces the optimizer's state by `to`, which must have all slots of all parameters.
     pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         let mut piece_buffer = self.staging()?;
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
@@ -467,7 +468,7 @@ impl State {
             let own: Vec<f32> = self.layout.own_ranges(share).flat_map(|own| flat[own].to_vec()).collect();
             buffer.write(&own)?;
         }
-        // `u32::MAX` is enough: no run has more updates, and Adam's bias corrections are 1 long before that number.
+        // No run has more than `u32::MAX` updates, and Adam's bias corrections are 1 long before that number.
         let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
         let now = self.read_scaler()?;
         Ok(self.scaler.write(&[Scaler { updates, ..now }])?)

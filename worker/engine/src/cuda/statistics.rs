@@ -15,7 +15,7 @@ pub(super) enum NormPass {
 /// The memory in which ranks exchange the sums of one batch norm.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExchangeSlot {
-    /// Offset of the sums in each rank's exchange buffer.
+    /// Byte offset of the sums in each rank's exchange buffer.
     offset: u64,
     /// For each exchanged value, the number of exchanges so far.
     sequence: Operand,
@@ -29,6 +29,7 @@ pub(super) enum Statistics {
     LocalInOrder,
     /// Kernels of a batch norm add sums through the ranks' memory. By batch norm: the slots of the forward and of the backward pass.
     PeerMemory(Vec<[ExchangeSlot; 2]>),
+    /// NCCL adds sums between two kernels of the batch norm.
     Nccl,
 }
 
@@ -51,7 +52,7 @@ impl Statistics {
         (Self::PeerMemory(slots), offset, sequence)
     }
 
-    /// Bytes of a slot in an exchange buffer.
+    /// Bytes of a slot in an exchange buffer: two alternating copies of each rank's two sums per channel, 8 bytes each (`peers.cu`).
     fn slot_bytes(channels: usize, world: usize) -> usize {
         (2 * world * 2 * channels * 8).next_multiple_of(256)
     }

@@ -4,10 +4,10 @@ use super::{ops::GatherMode, *};
 use crate::plan::Pass;
 use std::time::Instant;
 
-/// The input of passes that read no pictures: those of later stages, and backward passes.
+/// The input of passes that read no pictures: passes of later stages, and backward passes.
 const NO_PICTURES: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
-/// Maximum time, after a process has ended, between the ends of two of its connections.
-const SEEN_WITHIN: Duration = Duration::from_secs(1);
+/// Time limit in which the ring must also detect the end of a rank that NCCL has detected.
+const RING_DETECTION_LIMIT: Duration = Duration::from_secs(1);
 
 impl CudaEngine {
     /// The phase and control block of a micro-batch.
@@ -54,12 +54,12 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// Sends a micro-batch and runs `phase` on it.
+    /// Sends a micro-batch to the GPU and launches `phase` on it.
     pub(super) fn run(&mut self, phase: Phase, control: Control, batch: &Batch) -> Result<(), EngineError> {
-        let (pictures, room) = (batch.labels.len(), self.config.batch_size);
-        if pictures > room {
+        let (pictures, max_pictures) = (batch.labels.len(), self.config.batch_size);
+        if pictures > max_pictures {
             return Err(EngineError::Parameters(format!(
-                "a batch has {pictures} pictures, but at most {room} fit"
+                "a batch has {pictures} pictures, but at most {max_pictures} fit"
             )));
         }
         let has_pixels = self.program.network().stage().0 == 0 && batch.augment_params.len() != pictures;
@@ -109,7 +109,7 @@ impl CudaEngine {
         }
         let training = matches!(phase, Phase::Train(_));
         let has_pixels = batch.augment_params.len() != batch.labels.len();
-        if let (Some(data), false) = (&self.on_gpu, has_pixels) {
+        if let (Some(data), false) = (&self.dataset, has_pixels) {
             let (crop_padding, reflects) = (data.crop_padding as u32, data.reflects);
             let mode = match (training, &batch.mix_params) {
                 (false, _) => GatherMode::Indexed,
@@ -121,13 +121,13 @@ impl CudaEngine {
         }
         let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
         if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {
-            let values = self.config.batch_size * self.program.most_values();
+            let values = self.config.batch_size * self.program.max_picture_values();
             self.device.synchronize()?;
             self.graphs.clear();
             self.staging = Some(Staging::new(&self.device, format, values)?);
         }
         if let Some(staging) = self.staging.take() {
-            // An error of the GPU is reported when the batch is sent.
+            // `send` reports an error of the GPU.
             let waited = self.wait_on_gpu(|_| staging.is_free().unwrap_or(true));
             self.staging = Some(staging);
             waited?;
@@ -182,11 +182,11 @@ impl CudaEngine {
             return Ok(());
         }
         self.program.gather_weights()?;
-        // Reading the weights reports an error of the GPU again.
+        // The next read of the weights reports an error of the GPU.
         self.wait_on_gpu(|program| program.main.0.is_idle().unwrap_or(true))
     }
 
-    /// Waits for the GPU until `is_done`, and checks meanwhile that other ranks are alive.
+    /// Waits for the GPU until `is_done`. While waiting, checks that the other ranks are alive.
     pub(super) fn wait_on_gpu(&mut self, is_done: impl Fn(&Program) -> bool) -> Result<(), EngineError> {
         const OPERATION: &str = "a step on the GPU";
         let is_alone = self.comm.size() == 1;
@@ -210,7 +210,7 @@ impl CudaEngine {
     }
 }
 
-/// Waits until `is_done`. While waiting, regularly calls `check_alive`, which fails if the GPU cannot continue.
+/// Waits until `is_done`. While waiting, regularly calls `check_alive`, which fails if the GPU cannot continue. Fails after `time_limit`.
 fn wait_until(
     is_done: impl Fn() -> bool,
     time_limit: Duration,
@@ -220,7 +220,7 @@ fn wait_until(
     let mut reads = 0u32;
     while !is_done() {
         reads += 1;
-        // Polls during short waits; sleeps during long ones, which leaves the core to other threads.
+        // Polls during short waits; sleeps during long waits, so that other threads can use the core.
         if reads < 2_000 {
             std::hint::spin_loop();
             continue;
@@ -236,9 +236,9 @@ fn wait_until(
     Ok(())
 }
 
-/// The ring's error for a failure that NCCL has detected, if another rank has ended.
+/// The ring's error, which names the rank that has ended, for a failure that NCCL has detected. `None` if no rank has ended.
 fn end_of_a_rank(comm: &dyn ProcessGroup, operation: &'static str) -> Option<CommError> {
-    let until = Instant::now() + SEEN_WITHIN;
+    let until = Instant::now() + RING_DETECTION_LIMIT;
     loop {
         match comm.check(operation) {
             Err(error) => return Some(error),
@@ -248,14 +248,14 @@ fn end_of_a_rank(comm: &dyn ProcessGroup, operation: &'static str) -> Option<Com
     }
 }
 
-/// Splits a batch into parts of at most `room` pictures.
-pub(super) fn split_batch(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
-    if batch.labels.len() <= room {
+/// Splits a batch into parts of at most `max_pictures` pictures.
+pub(super) fn split_batch(batch: &Batch, max_pictures: usize, network: &Network) -> Vec<Batch> {
+    if batch.labels.len() <= max_pictures {
         return vec![batch.clone()];
     }
     let picture_len = network.tensors[network.input()].len();
     let part = |from: usize| {
-        let to = (from + room).min(batch.labels.len());
+        let to = (from + max_pictures).min(batch.labels.len());
         // The range of this part in an array of `len` values, which may be empty.
         let range = |len: usize, size: usize| if len == 0 { 0..0 } else { from * size..to * size };
         Batch {
@@ -268,5 +268,5 @@ pub(super) fn split_batch(batch: &Batch, room: usize, network: &Network) -> Vec<
             ..Batch::default()
         }
     };
-    (0..batch.labels.len()).step_by(room).map(part).collect()
+    (0..batch.labels.len()).step_by(max_pictures).map(part).collect()
 }

@@ -155,21 +155,21 @@ fn square(values: &[f32]) -> f64 {
 }
 
 /// The sum of squared differences.
-fn difference(ours: &[f32], wanted: &[f32]) -> f64 {
-    assert!(ours.iter().all(|v| v.is_finite()));
-    ours.iter().zip(wanted).map(|(a, b)| f64::from(a - b).powi(2)).sum()
+fn difference(actual: &[f32], expected: &[f32]) -> f64 {
+    assert!(actual.iter().all(|v| v.is_finite()));
+    actual.iter().zip(expected).map(|(a, b)| f64::from(a - b).powi(2)).sum()
 }
 
 /// Root mean square difference of the worst tensor, relative to the tensor's root mean square, or to 1/50 of
 /// the root mean square over all tensors if that is larger.
-fn worst_difference(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
-    let count: usize = wanted.values().map(|t| t.values.len()).sum();
-    let mean_square = wanted.values().map(|t| square(&t.values)).sum::<f64>() / count as f64;
+fn worst_difference(actual: &NamedTensors, expected: &NamedTensors) -> (f64, String) {
+    let count: usize = expected.values().map(|t| t.values.len()).sum();
+    let mean_square = expected.values().map(|t| square(&t.values)).sum::<f64>() / count as f64;
     let mut worst = (0.0, String::new());
-    for (name, tensor) in wanted {
+    for (name, tensor) in expected {
         let min_size = mean_square * tensor.values.len() as f64 / 2500.0;
         let size = square(&tensor.values).max(min_size).max(1e-20);
-        let relative = (difference(&ours[name].values, &tensor.values) / size).sqrt();
+        let relative = (difference(&actual[name].values, &tensor.values) / size).sqrt();
         if relative > worst.0 {
             worst = (relative, name.clone());
         }
@@ -177,22 +177,22 @@ fn worst_difference(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String)
     worst
 }
 
-/// Distance between trained parameters, relative to their distance from the start.
-fn relative_distance(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors) -> f64 {
+/// Distance of the trained parameters `actual` from `expected`, relative to the distance of `expected` from `start`.
+fn relative_distance(actual: &NamedTensors, expected: &NamedTensors, start: &NamedTensors) -> f64 {
     let (mut distance, mut change) = (0.0, 0.0);
-    for (name, tensor) in wanted.iter().filter(|(name, _)| !name.contains("running")) {
-        distance += difference(&ours[name].values, &tensor.values);
+    for (name, tensor) in expected.iter().filter(|(name, _)| !name.contains("running")) {
+        distance += difference(&actual[name].values, &tensor.values);
         change += difference(&tensor.values, &start[name].values);
     }
     (distance / change).sqrt()
 }
 
-/// Differences between one step and the CPU engine's.
+/// Relative differences between one step of the CUDA engine and of the CPU engine.
 struct Differences {
     /// Logits before the step.
     logits: f64,
     loss: f64,
-    /// Gradient of the parameter with the largest difference (momentum after the first step).
+    /// Gradient (momentum after the first step) of the parameter with the largest difference.
     gradient: f64,
     /// Running statistics after the step.
     statistics: f64,
@@ -209,7 +209,7 @@ fn compare_one_step(
     compare_step(network, batch_size, &[batch_size], &DeviceConfig { precision, ..deterministic() }, draw)
 }
 
-/// A step over micro-batches of `counts` pictures each, in engines with room for `batch_size`.
+/// Compares a step over micro-batches of `counts` pictures, in engines for at most `batch_size` pictures per micro-batch.
 fn compare_step(
     network: &Arc<Network>,
     batch_size: usize,
@@ -258,8 +258,8 @@ impl CpuStep {
         let (precision, mode) = (gpu.precision, if gpu.deterministic { "deterministic" } else { "default" });
         let network = &self.network;
         let mut engine = cuda_as(&initial(network), network, &self.config, gpu.clone());
-        let ours = engine.predict(&self.step[0]).unwrap();
-        let logits = (difference(&ours, &self.logits) / square(&self.logits)).sqrt();
+        let actual = engine.predict(&self.step[0]).unwrap();
+        let logits = (difference(&actual, &self.logits) / square(&self.logits)).sqrt();
         let result = engine.train_step(&self.step, 0.1).unwrap();
         let (gradient, name) = worst_difference(&engine.optimizer_state().unwrap().slots, &self.momentum);
         let (statistics, _) = worst_difference(&running_statistics(engine.as_ref()), &self.running);
@@ -278,9 +278,9 @@ impl CpuStep {
 fn gpu_operations_in_float32_match_the_cpu_engine() {
     for network in operations() {
         for draw in 0..3 {
-            let found = compare_one_step(&network, 32, Precision::Fp32, draw);
-            assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{}", network.arch);
-            assert!(found.gradient < 1e-4, "{}: {} is {} apart", network.arch, found.name, found.gradient);
+            let apart = compare_one_step(&network, 32, Precision::Fp32, draw);
+            assert!(apart.logits < 1e-4 && apart.loss < 1e-4 && apart.statistics < 1e-4, "{}", network.arch);
+            assert!(apart.gradient < 1e-4, "{}: {} is {} apart", network.arch, apart.name, apart.gradient);
         }
     }
 }
@@ -293,15 +293,15 @@ fn gpu_operations_in_16_bits_are_close_to_the_cpu_engine() {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.
             let gradient = if network.arch.contains("pooling") { 0.3 } else { gradient };
             for draw in 0..10 {
-                let found = compare_one_step(&network, 32, precision, draw);
-                assert!(found.logits < forward && found.loss < forward, "{precision:?} {}", network.arch);
-                assert!(found.statistics < forward, "{precision:?} {}", network.arch);
+                let apart = compare_one_step(&network, 32, precision, draw);
+                assert!(apart.logits < forward && apart.loss < forward, "{precision:?} {}", network.arch);
+                assert!(apart.statistics < forward, "{precision:?} {}", network.arch);
                 assert!(
-                    found.gradient < gradient,
+                    apart.gradient < gradient,
                     "{}: {} is {} apart",
                     network.arch,
-                    found.name,
-                    found.gradient
+                    apart.name,
+                    apart.gradient
                 );
             }
         }
@@ -341,16 +341,16 @@ fn gpu_a_step_in_float32_matches_the_cpu_engine() {
         (Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 16),
         (Arch::WideResNet50_2, Stem::Imagenet, 64, 16),
     ] {
-        let found = compare_one_step(&network(arch, stem, side), batch, Precision::Fp32, 0);
-        assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{arch:?}");
+        let apart = compare_one_step(&network(arch, stem, side), batch, Precision::Fp32, 0);
+        assert!(apart.logits < 1e-4 && apart.loss < 1e-4 && apart.statistics < 1e-4, "{arch:?}");
         // A single ReLU of millions with another sign is visible in a small tensor. With ResNet-50's default initialisation
         // there are many: PyTorch's float32 gradients differ from its float64 gradients by up to 3e-2.
         let bound = if matches!(arch, Arch::ResNet18 | Arch::ResNet20) { 1e-2 } else { 4e-2 };
         assert!(
-            found.gradient < bound,
+            apart.gradient < bound,
             "{arch:?}: the gradient of {} is {} apart",
-            found.name,
-            found.gradient
+            apart.name,
+            apart.gradient
         );
     }
 }
@@ -364,21 +364,33 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
         [16, 16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
     let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     for step in 0..4 {
-        // Full micro-batches, full ones and a ragged one, only a ragged one, and again full ones and a ragged one.
+        // Two full micro-batches; two full and a ragged micro-batch; only the ragged micro-batch; again two full and a ragged one.
         let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
-        let (wanted, ours) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
-        assert_eq!((ours.samples, ours.correct), (wanted.samples, wanted.correct), "step {step}");
-        assert!((ours.loss - wanted.loss).abs() < 1e-3 * wanted.loss, "step {step}: {ours:?} / {wanted:?}");
-        assert!((ours.grad_norm - wanted.grad_norm).abs() < 1e-2 * wanted.grad_norm, "{ours:?} / {wanted:?}");
+        let (expected, actual) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
+        assert_eq!((actual.samples, actual.correct), (expected.samples, expected.correct), "step {step}");
+        assert!(
+            (actual.loss - expected.loss).abs() < 1e-3 * expected.loss,
+            "step {step}: {actual:?} / {expected:?}"
+        );
+        assert!(
+            (actual.grad_norm - expected.grad_norm).abs() < 1e-2 * expected.grad_norm,
+            "{actual:?} / {expected:?}"
+        );
     }
     let start = initial(&network);
     let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
     assert!(distance < 1e-2, "weights are {distance} of their change apart");
     let many = pictures(&network, 40, 9);
-    let (wanted, ours) = (a.eval_step(&many).unwrap(), b.eval_step(&many).unwrap());
-    eprintln!("evaluation {ours:?} / {wanted:?}");
-    assert!(ours.samples == 40 && ours.correct.abs_diff(wanted.correct) <= 1, "{ours:?} / {wanted:?}");
-    assert!((ours.loss_sum - wanted.loss_sum).abs() < 1e-2 * wanted.loss_sum, "{ours:?} / {wanted:?}");
+    let (expected, actual) = (a.eval_step(&many).unwrap(), b.eval_step(&many).unwrap());
+    eprintln!("evaluation {actual:?} / {expected:?}");
+    assert!(
+        actual.samples == 40 && actual.correct.abs_diff(expected.correct) <= 1,
+        "{actual:?} / {expected:?}"
+    );
+    assert!(
+        (actual.loss_sum - expected.loss_sum).abs() < 1e-2 * expected.loss_sum,
+        "{actual:?} / {expected:?}"
+    );
 }
 
 /// ArcFace and CosFace: logits, losses, correct predictions without the margin, and weights.
@@ -404,20 +416,24 @@ fn gpu_a_margin_matches_the_cpu_engine() {
         let is_exact = precision == Precision::Fp32;
         let (loss_bound, bound) = if is_exact { (1e-5, 1e-3) } else { (2e-2, 0.5) };
         for step in 0..4 {
-            let [wanted, ours] = [&mut a, &mut b].map(|engine| engine.train_step(&batches, 0.002).unwrap());
+            let [expected, actual] =
+                [&mut a, &mut b].map(|engine| engine.train_step(&batches, 0.002).unwrap());
             assert!(
-                (ours.loss - wanted.loss).abs() < loss_bound * wanted.loss,
-                "{kind:?} {step}: {ours:?} / {wanted:?}"
+                (actual.loss - expected.loss).abs() < loss_bound * expected.loss,
+                "{kind:?} {step}: {actual:?} / {expected:?}"
             );
-            assert!(!is_exact || ours.correct == wanted.correct, "{kind:?} {step}: {ours:?} / {wanted:?}");
+            assert!(
+                !is_exact || actual.correct == expected.correct,
+                "{kind:?} {step}: {actual:?} / {expected:?}"
+            );
         }
         let distance =
             relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial(&network));
         assert!(distance < bound, "{kind:?} {precision:?}: weights are {distance} of their change apart");
-        let (wanted, ours) = (a.predict(&batches[0]).unwrap(), b.predict(&batches[0]).unwrap());
-        let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
+        let (expected, actual) = (a.predict(&batches[0]).unwrap(), b.predict(&batches[0]).unwrap());
+        let logits = (difference(&actual, &expected) / square(&expected)).sqrt();
         assert!(
-            logits < bound && wanted.iter().all(|v| v.abs() <= 8.001),
+            logits < bound && expected.iter().all(|v| v.abs() <= 8.001),
             "{kind:?} {precision:?}: {logits}"
         );
     }

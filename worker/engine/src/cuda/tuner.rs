@@ -14,21 +14,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Choices for common networks, so that a machine's first job with one of them starts without timing candidates. Each file is the cache file
-/// after `lockstep bench` with an empty cache, for the cases resnet18, resnet34 and resnet50 at 224 pixels with batches of 32, 64, 128 and 256,
-/// resnet101 with 32, 64 and 128, resnet50:32:32, resnet20:32:128, and resnet18c:32 with 128, 256, 512 and 1024.
+/// Choices for common networks, so that a machine's first job with one of them starts without timing candidates. Each file is the cache
+/// file after `lockstep bench` with an empty cache, for the cases resnet18, resnet34 and resnet50 at 224 pixels with batches of 32, 64, 128
+/// and 256, resnet101 with 32, 64 and 128, resnet50:32:32, resnet20:32:128, and resnet18c:32 with 128, 256, 512 and 1024.
 const MEASURED: [(&str, &str); 1] =
     [("plans-NVIDIA-H200-cudnn91400-any.json", include_str!("tuner/plans-NVIDIA-H200-cudnn91400-any.json"))];
 
 /// Maximum workspace of a plan, in bytes.
 const MAX_WORKSPACE: usize = 512 << 20;
-/// Bytes of activations that a separate pass reads per millisecond: a convolution that computes sums saves such a pass.
+/// Bytes of activations that a separate pass reads per millisecond (3 TB/s): a convolution that computes sums saves such a pass.
 const PASS_BYTES_PER_MS: f32 = 3e9;
 /// Number of runs in the captured graph that is timed.
 const RUNS: usize = 4;
 /// A plan whose first run takes this many times the best plan's time is not timed further.
 const TOO_SLOW: f32 = 3.0;
-/// If a plan has been found, no further candidates are tried after this time. The likely fastest candidates come first; for
+/// Once a plan has been found, no further candidates are tried after this time. The likely fastest candidates come first; for
 /// convolutions with many groups, some later candidates take seconds.
 const LONG_ENOUGH: Duration = Duration::from_millis(2500);
 
@@ -39,7 +39,7 @@ const OTHERS_TIME_WITHIN: Duration = Duration::from_secs(60);
 pub(super) struct Tuner {
     pub(super) cudnn: Cudnn,
     plans: HashMap<Convolution, Plan>,
-    /// `None`: no plan is faster (convolutions with sums), or cuDNN has no plan.
+    /// By the `Debug` text of a convolution. `None` for a convolution with sums: cuDNN has no plan, or none is faster than a separate pass.
     choices: BTreeMap<String, Option<Choice>>,
     file: String,
     /// Whether plans must give the same bits in every run.
@@ -50,8 +50,8 @@ impl Tuner {
     pub(super) fn new(device: &Device, cudnn: Cudnn, deterministic: bool) -> Self {
         let gpu: String =
             device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
-        let any = if deterministic { "" } else { "-any" };
-        let file = format!("plans-{gpu}-cudnn{}{any}.json", Cudnn::version());
+        let suffix = if deterministic { "" } else { "-any" };
+        let file = format!("plans-{gpu}-cudnn{}{suffix}.json", Cudnn::version());
         Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, deterministic }
     }
 
@@ -74,10 +74,10 @@ impl Tuner {
         [weights, others].map(|all| all.iter().map(|(_, plan)| plan.workspace_bytes).max().unwrap_or(0))
     }
 
-    /// Rebuilds the plans of `wanted` whose choices are cached; returns the other convolutions.
-    fn rebuild(&mut self, wanted: &[Convolution]) -> Vec<Convolution> {
+    /// Rebuilds the plans of `convolutions` whose choices are cached; returns the other convolutions.
+    fn rebuild(&mut self, convolutions: &[Convolution]) -> Vec<Convolution> {
         let mut unknown = Vec::new();
-        for convolution in wanted {
+        for convolution in convolutions {
             if self.plans.contains_key(convolution) {
                 continue;
             }
@@ -94,41 +94,41 @@ impl Tuner {
         unknown
     }
 
-    /// Finds a plan for each of `wanted`, and times candidates if no choice is cached. Only one rank of a machine times candidates, and the
-    /// others use its choices: ranks with different plans would compute different last bits.
-    pub(super) fn prepare(&mut self, device: &Device, wanted: &[Convolution]) -> Result<(), CudaError> {
-        if self.rebuild(wanted).is_empty() {
+    /// Finds a plan for each of `convolutions`, and times candidates if no choice is cached. Only one rank of a machine times candidates,
+    /// and the other ranks use its choices: ranks with different plans would compute different last bits.
+    pub(super) fn prepare(&mut self, device: &Device, convolutions: &[Convolution]) -> Result<(), CudaError> {
+        if self.rebuild(convolutions).is_empty() {
             return Ok(());
         }
         let _one_at_a_time = cache::lock(cache::dir(), &self.file, OTHERS_TIME_WITHIN);
         let before = choices_in(&self.file);
         self.choices.extend(before.clone());
-        let mut unknown = self.rebuild(wanted);
+        let mut unknown = self.rebuild(convolutions);
         if unknown.is_empty() {
             return Ok(());
         }
-        // Convolutions with sums are compared with plain ones, which come first.
+        // A convolution with sums is compared with the same convolution without sums, which comes first.
         unknown.sort_by_key(|convolution| convolution.sums);
         let bench = Bench::new(device, &unknown, self.deterministic)?;
         for convolution in unknown {
             let name = format!("{convolution:?}");
-            let found = bench.fastest(&self.cudnn, &convolution);
-            let found = if convolution.sums {
-                let found = found.ok();
+            let fastest = bench.fastest(&self.cudnn, &convolution);
+            let chosen = if convolution.sums {
+                let fastest = fastest.ok();
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
                 let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
                 let separate_millis = plain + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
-                found.filter(|(_, millis)| *millis < separate_millis)
+                fastest.filter(|(_, millis)| *millis < separate_millis)
             } else {
-                Some(found?)
+                Some(fastest?)
             };
-            self.choices.insert(name, found.as_ref().map(|(plan, _)| plan.choice.clone()));
-            if let Some((plan, _)) = found {
+            self.choices.insert(name, chosen.as_ref().map(|(plan, _)| plan.choice.clone()));
+            if let Some((plan, _)) = chosen {
                 self.plans.insert(convolution, plan);
             }
         }
-        // A rank that did not get the lock may have timed the same candidates meanwhile: keep its choices. Replace older choices that
-        // cannot be rebuilt (after a change of the driver).
+        // Another rank may have timed the same candidates meanwhile, because a wait for the lock is limited: its choices are kept. Older
+        // choices that cannot be rebuilt (after a change of the driver) are replaced.
         let mut all = self.choices.clone();
         let is_new = |(name, choice): &(String, Option<Choice>)| before.get(name) != Some(choice);
         all.extend(choices_in(&self.file).into_iter().filter(is_new));
@@ -139,7 +139,7 @@ impl Tuner {
     }
 }
 
-/// The choices in the cache, and those of [`MEASURED`] that the cache does not contain.
+/// The choices in the cache, and the choices in [`MEASURED`] that the cache does not contain.
 fn choices_in(file: &str) -> BTreeMap<String, Option<Choice>> {
     let parse = |json: &[u8]| serde_json::from_slice(json).ok();
     let measured =
@@ -251,6 +251,7 @@ impl Bench {
         run()?;
         self.end.record(stream)?;
         let once = self.begin.millis_to(&self.end)?;
+        // A single run also includes the host's launch overhead: 0.1 ms.
         if best.is_some_and(|best| once > TOO_SLOW * best + 0.1) {
             return Ok(once);
         }

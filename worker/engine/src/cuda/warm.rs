@@ -81,7 +81,7 @@ pub(super) fn open(ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
     open_missing(before.wait(), ordinal, dtype)
 }
 
-/// Whether a thread is opening the GPU. Exit handlers must not run meanwhile.
+/// Whether a thread is opening the GPU. Exit handlers must not run at the same time.
 pub(super) fn is_opening() -> bool {
     matches!(&*lock_state(), State::Opening(thread) if !thread.is_finished())
 }

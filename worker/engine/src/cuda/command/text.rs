@@ -44,7 +44,11 @@ impl Names {
 }
 
 /// The commands as text, one per line; `title` names the parts of the step.
-pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn(Part) -> String) -> String {
+pub(in crate::cuda) fn to_text(
+    commands: &[Command],
+    names: &Names,
+    title: impl Fn(Part) -> String,
+) -> String {
     let mut text = String::new();
     let mut names = names.clone();
     for command in commands {
@@ -76,14 +80,14 @@ pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn
     text
 }
 
-/// A command's operands: `read -> written; changed`.
+/// A command's operands: `read -> written; changes changed`.
 fn accesses(command: &Command, names: &Names) -> String {
     let all = command.accesses();
-    let of = |wanted: Access| {
-        let operands: Vec<_> = all.iter().filter(|(_, access)| *access == wanted).map(|(o, _)| *o).collect();
+    let list = |kind: Access| {
+        let operands: Vec<_> = all.iter().filter(|(_, access)| *access == kind).map(|(o, _)| *o).collect();
         names.list(&operands)
     };
-    let [read, written, changed] = [Access::Read, Access::Write, Access::Change].map(of);
+    let [read, written, changed] = [Access::Read, Access::Write, Access::Change].map(list);
     let mut text = read;
     for (what, operands) in [(" -> ", written), ("; changes ", changed)] {
         if !operands.is_empty() {

@@ -1,12 +1,12 @@
 //! Checks that a list of commands is free of data races and use of invalid memory, for any timing of the GPU.
 //!
 //! - Memory is written before it is read, and freed memory is not accessed.
-//! - If one command writes memory that another one accesses, a stream or events order the two commands.
+//! - If a command writes memory that another command accesses, a stream or events order the two commands.
 //! - Events are recorded before a stream waits for them, and every other stream begins with a wait for the main stream.
 //! - Collectives run one after another, and all streams join the main stream before the list ends.
 //! - Weights and optimizer state change only after the host can see that an update may be under way ([`UPDATING`]). From then on no
 //!   command waits for other ranks, except where ranks divide the optimizer's state: they exchange norms and new weights. In this case no
-//!   single rank has the whole state of an interrupted step, so the host does not recover it.
+//!   single rank has the whole state of an interrupted step, so the host does not try to recover this state.
 //!
 //! The check uses vector clocks: for each stream, how many commands of every stream are known to have completed.
 
@@ -63,37 +63,35 @@ fn name(command: &Command) -> String {
     }
 }
 
-/// A command's position: the index of its stream, and its position on that stream, counted from 1.
+/// A command's position: the index of its stream, and the command's number on that stream, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct Position {
     stream: usize,
-    time: usize,
+    number: usize,
 }
 
-impl Place {
+impl Position {
     /// Whether this command is known to have completed when the stream with index `stream` is at `clock`.
     fn is_before(self, stream: usize, clock: &Clock) -> bool {
-        self.stream == stream || clock[self.stream] >= self.time
+        self.stream == stream || clock[self.stream] >= self.number
     }
 }
 
-/// A range of a region, whose bytes have the same state.
+/// A range of a region whose bytes have the same state. The start of the range is its key in [`Check::memory`].
 #[derive(Debug, Clone)]
 struct Piece {
     end: usize,
-    content: Content,
-    written: Option<Place>,
+    state: MemoryState,
+    written: Option<Position>,
     /// By stream: the last read since the last write.
-    read: [Option<Place>; StreamId::ALL.len()],
+    read: [Option<Position>; StreamId::ALL.len()],
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Content {
-    /// Initialised values.
+enum MemoryState {
     Initialised,
-    /// Uninitialised memory.
     Uninitialised,
-    /// Memory that is not allocated.
+    /// Not allocated.
     Freed,
 }
 
@@ -101,14 +99,15 @@ enum Content {
 struct Check {
     carries_over: bool,
     clocks: [Clock; StreamId::ALL.len()],
-    /// Streams that have begun.
+    /// By stream: whether it has waited for another stream, as every stream except the main stream must before its first command.
     joined: [bool; StreamId::ALL.len()],
     events: HashMap<EventId, Clock>,
     memory: HashMap<Region, BTreeMap<usize, Piece>>,
     /// By offset: the end of each allocation in the arena.
     live: BTreeMap<usize, usize>,
-    collective: Option<Place>,
-    /// Whether the host can see that weights may change.
+    /// The newest collective or exchange.
+    collective: Option<Position>,
+    /// Whether a command so far has set [`UPDATING`], so that weights may change.
     updates: bool,
 }
 
@@ -124,8 +123,8 @@ impl Check {
             Command::Wait { event, .. } => {
                 let done =
                     *self.events.get(&event).ok_or_else(|| format!("{event:?} is not recorded before"))?;
-                for (ours, theirs) in self.clocks[stream].iter_mut().zip(done) {
-                    *ours = theirs.max(*ours);
+                for (known, recorded) in self.clocks[stream].iter_mut().zip(done) {
+                    *known = recorded.max(*known);
                 }
                 self.joined[stream] = true;
                 return Ok(());
@@ -140,25 +139,25 @@ impl Check {
             _ => {}
         }
         self.clocks[stream][stream] += 1;
-        let place = Place { stream, time: self.clocks[stream][stream] };
-        // Reads come before the command's own writes.
+        let position = Position { stream, number: self.clocks[stream][stream] };
+        // A command reads its operands before it writes.
         let accesses = command.accesses();
         self.check_update(command, &accesses, stream)?;
         for (operand, access) in &accesses {
             if *access != Access::Write {
-                self.touch(*operand, place, false)?;
+                self.touch(*operand, position, false)?;
             }
         }
         for (operand, access) in accesses {
             if access != Access::Read {
-                self.touch(operand, place, true)?;
+                self.touch(operand, position, true)?;
             }
         }
         if command.waits_for_ranks() {
             if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
                 return Err("the collective before it may still run".into());
             }
-            self.collective = Some(place);
+            self.collective = Some(position);
         }
         Ok(())
     }
@@ -174,7 +173,7 @@ impl Check {
         let trained = |operand: Operand| {
             matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
         };
-        // Ranks that divide the optimizer's state wait for each other during the update: they reduce norms of parameters and gather new weights.
+        // Ranks that divide the optimizer's state wait for each other during the update: they reduce norms and gather weights.
         let of_update = |to: Operand| trained(to) || to.region == Region::SegmentSquares;
         let waits = match *command {
             Command::Collective { to, .. } => !of_update(to),
@@ -186,7 +185,7 @@ impl Check {
             return Err("it waits for other ranks after an update may have begun".into());
         }
         if !self.updates && written().any(trained) {
-            return Err("the host does not know that it changes weights".into());
+            return Err("it changes weights before the host can see that an update may be under way".into());
         }
         if written().any(|operand| operand == UPDATING) {
             if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
@@ -214,7 +213,7 @@ impl Check {
             return Err(format!("{offset}..{end} is allocated"));
         }
         self.live.insert(at.offset, at.end());
-        self.pieces(at).for_each(|piece| piece.content = Content::Uninitialised);
+        self.pieces(at).for_each(|piece| piece.state = MemoryState::Uninitialised);
         Ok(())
     }
 
@@ -223,20 +222,21 @@ impl Check {
             return Err("it is not allocated".into());
         }
         self.live.remove(&at.offset);
-        self.pieces(at).for_each(|piece| piece.content = Content::Freed);
+        self.pieces(at).for_each(|piece| piece.state = MemoryState::Freed);
         Ok(())
     }
 
-    fn touch(&mut self, operand: Operand, place: Place, writes: bool) -> Result<(), String> {
+    fn touch(&mut self, operand: Operand, position: Position, writes: bool) -> Result<(), String> {
         if operand.region == Region::Arena {
             let allocation = self.live.range(..=operand.offset).next_back();
             if allocation.is_none_or(|(_, end)| *end < operand.end()) {
                 return Err(format!("{operand:?} is not inside an allocation"));
             }
         }
-        let clock = self.clocks[place.stream];
+        let clock = self.clocks[position.stream];
         for piece in self.pieces(operand) {
-            let unordered = |other: &Option<Place>| other.is_some_and(|o| !o.is_before(place.stream, &clock));
+            let unordered =
+                |other: &Option<Position>| other.is_some_and(|o| !o.is_before(position.stream, &clock));
             if unordered(&piece.written) {
                 return Err(format!("the command that writes {operand:?} may still run"));
             }
@@ -244,18 +244,18 @@ impl Check {
                 if piece.read.iter().any(unordered) {
                     return Err(format!("a command that reads {operand:?} may still run"));
                 }
-                piece.content = Content::Initialised;
-                piece.written = Some(place);
+                piece.state = MemoryState::Initialised;
+                piece.written = Some(position);
                 piece.read = Default::default();
             } else {
-                match piece.content {
-                    Content::Initialised => {}
-                    Content::Uninitialised => {
+                match piece.state {
+                    MemoryState::Initialised => {}
+                    MemoryState::Uninitialised => {
                         return Err(format!("{operand:?} is read before it is written"));
                     }
-                    Content::Freed => return Err(format!("{operand:?} is freed")),
+                    MemoryState::Freed => return Err(format!("{operand:?} is freed")),
                 }
-                piece.read[place.stream] = Some(place);
+                piece.read[position.stream] = Some(position);
             }
         }
         Ok(())
@@ -264,12 +264,12 @@ impl Check {
     /// The pieces of a range, split so that they begin and end with the range.
     fn pieces(&mut self, operand: Operand) -> impl Iterator<Item = &mut Piece> {
         let Operand { region, offset, .. } = operand;
-        let content = match region {
-            Region::Arena => Content::Freed,
-            _ if is_initialised(region, self.carries_over) => Content::Initialised,
-            _ => Content::Uninitialised,
+        let state = match region {
+            Region::Arena => MemoryState::Freed,
+            _ if is_initialised(region, self.carries_over) => MemoryState::Initialised,
+            _ => MemoryState::Uninitialised,
         };
-        let all = Piece { end: usize::MAX, content, written: None, read: Default::default() };
+        let all = Piece { end: usize::MAX, state, written: None, read: Default::default() };
         let pieces = self.memory.entry(region).or_insert_with(|| BTreeMap::from([(0, all)]));
         for at in [offset, operand.end()] {
             if let Some((_, before)) = pieces.range_mut(..at).next_back()
@@ -321,7 +321,7 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::OptimizerSlot(_)
         | Region::RunningStatistics
         | Region::KeptStatistics
-        | Region::KeptOf
+        | Region::KeptSteps
         | Region::AverageWeights
         | Region::AverageStatistics
         | Region::PeerTable

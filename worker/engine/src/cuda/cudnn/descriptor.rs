@@ -36,9 +36,9 @@ impl Descriptor {
         self.set(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &handles)
     }
 
-    /// Reads an attribute. Returns its number of values, and writes as many of them as fit into `values`.
+    /// Reads as many values of an attribute as fit into `values`. Returns the number of values read.
     pub(super) fn get<T>(&self, name: Name, kind: Type, values: &mut [T]) -> Result<usize, CudaError> {
-        let mut found = 0i64;
+        let mut count = 0i64;
         // SAFETY: `values` has the stated length and type.
         let status = unsafe {
             sys::cudnnBackendGetAttribute(
@@ -46,12 +46,12 @@ impl Descriptor {
                 name,
                 kind,
                 values.len() as i64,
-                &mut found,
+                &mut count,
                 values.as_mut_ptr().cast(),
             )
         };
         check(status, || format!("querying {name:?}"))?;
-        Ok((found.max(0) as usize).min(values.len()))
+        Ok((count.max(0) as usize).min(values.len()))
     }
 
     /// Reads an attribute that consists of at most `max_count` descriptors of `kind`.

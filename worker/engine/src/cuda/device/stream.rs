@@ -25,7 +25,7 @@ impl OwnedStream {
         Self::with_priority(0)
     }
 
-    /// As [`OwnedStream::new`]. The GPU prefers its work to that of other streams.
+    /// As [`OwnedStream::new`], but the GPU prefers the work of this stream to the work of other streams.
     pub(in crate::cuda) fn with_highest_priority() -> Result<Self, CudaError> {
         let (_, highest) = result::stream::get_priority_range().unwrap_or((0, 0));
         Self::with_priority(highest)
@@ -119,7 +119,7 @@ impl Stream {
         .map_err(CudaError::driver("copying to the GPU"))
     }
 
-    /// Copies to page-locked memory, asynchronously on this stream.
+    /// Copies the first `bytes` bytes of a buffer to the beginning of page-locked memory, asynchronously on this stream.
     pub(in crate::cuda) fn download(
         self,
         to: &mut Pinned,
@@ -161,7 +161,7 @@ impl Stream {
     }
 }
 
-/// A point in a stream.
+/// A point in a stream. Not `Sync`, because recording an event changes it.
 pub(in crate::cuda) struct Event(sys::CUevent, PhantomData<Cell<()>>);
 
 // SAFETY: an event is not tied to a thread.

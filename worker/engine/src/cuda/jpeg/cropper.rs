@@ -1,4 +1,4 @@
-//! The kernel that converts decoded planes of a group of pictures to RGB, crops and resizes.
+//! Launches the kernel that converts decoded planes of a group of pictures to RGB, crops and resizes.
 
 use super::layout::{Cropping, rows_per_block};
 use crate::cuda::{
@@ -15,7 +15,7 @@ pub(super) struct Cropper {
     size: (u32, u32),
     outputs: Option<Buffer>,
     host_outputs: Option<Pinned>,
-    /// Croppings and resampling tables of a group.
+    /// The `Cropping`s and resampling tables of a group.
     lists: Option<Buffer>,
     host_lists: Option<Pinned>,
 }

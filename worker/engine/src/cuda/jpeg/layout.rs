@@ -20,7 +20,7 @@ const SHARED_BYTES: u32 = 44 << 10;
 /// Maximum number of output rows per block.
 const MAX_ROWS_PER_BLOCK: u32 = 16;
 
-/// `Cropping` in `crop.cu`.
+/// How one output is computed from a decoded picture; `Cropping` in `crop.cu` documents the fields.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Cropping {
@@ -43,7 +43,7 @@ pub(super) struct Cropping {
     pub(super) output: u32,
 }
 
-/// `Planes` in `planes.cu`.
+/// Addresses and sizes of a decoded picture's planes; `Planes` in `planes.cu` documents the fields.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Planes {
@@ -174,7 +174,7 @@ impl Cropping {
     }
 }
 
-/// The number of output rows of a block, and the bytes of shared memory that this needs for the widest picture.
+/// The number of output rows of a block, and the bytes of shared memory that these rows need for the widest picture.
 pub(super) fn rows_per_block(croppings: &[Cropping], height: u32) -> (u32, u32) {
     let columns = croppings.iter().map(|c| c.column_count).max().unwrap_or(1);
     let rows = (SHARED_BYTES / (columns * 3)).clamp(1, MAX_ROWS_PER_BLOCK).min(height.max(1));

@@ -50,7 +50,7 @@ impl<T> Sessions<T> {
                 state.in_use += 1;
                 // Another object may be free for the next request.
                 self.changed.notify_all();
-                return Some(Taken { object: Some(object), of: self });
+                return Some(Taken { object: Some(object), pool: self });
             }
             state = self.wait(state);
         }
@@ -71,7 +71,7 @@ impl<T> Sessions<T> {
 /// An object in use; returned to the pool on drop.
 pub(super) struct Taken<'a, T> {
     object: Option<T>,
-    of: &'a Sessions<T>,
+    pool: &'a Sessions<T>,
 }
 
 impl<T> Deref for Taken<'_, T> {
@@ -90,10 +90,10 @@ impl<T> DerefMut for Taken<'_, T> {
 
 impl<T> Drop for Taken<'_, T> {
     fn drop(&mut self) {
-        let mut state = self.of.state();
+        let mut state = self.pool.state();
         state.free.extend(self.object.take());
         state.in_use -= 1;
-        self.of.changed.notify_all();
+        self.pool.changed.notify_all();
     }
 }
 

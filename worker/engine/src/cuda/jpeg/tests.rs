@@ -282,11 +282,11 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
     let home = dir.path().join("train/all");
     fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
+    let expected = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
 
     data.set_decoder(Arc::new(HostDecoder { refused_every: Some(2), ..HostDecoder::default() }));
-    assert!(batches(&data) == wanted);
+    assert!(batches(&data) == expected);
     let decoded = data.decoded().unwrap();
     let refused = decoded.by_cores[&CpuDecodeReason::Refused];
     assert!(refused >= 8 && decoded.by_device + refused == 16, "{decoded:?}");
@@ -294,7 +294,7 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
     let text = decoded.to_string();
     assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
 
-    // After four consecutive failed batches the device is not used any more. A batch counts once, even if several of its groups fail.
+    // After four consecutive failed batches the device is not used again. A batch counts once, even if several of its groups fail.
     let failing = Arc::new(HostDecoder { fails: true, max_pictures: Some(2), ..HostDecoder::default() });
     data.set_decoder(failing.clone());
     let whole = EpochPlan { batch_size: 16, threads: 1, ..PLAN };
@@ -312,14 +312,14 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
     assert!(decoded.given_up && decoded.by_device == 0, "{decoded:?}");
     let text = decoded.to_string();
     assert!(text.contains("it is broken") && text.contains("from now on"), "{text}");
-    assert!(batches(&data) == wanted);
+    assert!(batches(&data) == expected);
 }
 
 #[test]
 fn bytes_of_files_held_for_a_device_are_limited() {
     let dir = make_dataset(|_| (40, 40));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
+    let expected = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     // One batch has all pictures of the training split.
     let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
@@ -328,14 +328,14 @@ fn bytes_of_files_held_for_a_device_are_limited() {
         fs::read_dir(dir.path().join("train/all")).unwrap().map(|e| e.unwrap().path()).collect();
     files.sort();
     let bytes: usize = chosen.iter().map(|i| fs::metadata(&files[*i as usize]).unwrap().len() as usize).sum();
-    for (max_held_bytes, left_to_cores) in [(bytes, None), (bytes - 1, Some(1))] {
-        data.set_decoder_with_limit(Arc::new(HostDecoder::default()), max_held_bytes);
+    for (max_bytes, left_to_cores) in [(bytes, None), (bytes - 1, Some(1))] {
+        data.set_decoder_with_limit(Arc::new(HostDecoder::default()), max_bytes);
         assert_eq!(data.epoch(plan).count(), 1);
         let decoded = data.decoded().unwrap();
         assert_eq!(decoded.by_cores.get(&CpuDecodeReason::LongBatch).copied(), left_to_cores, "{decoded:?}");
     }
     data.set_decoder_with_limit(Arc::new(HostDecoder::default()), 1);
-    assert!(batches(&data) == wanted);
+    assert!(batches(&data) == expected);
     assert_eq!(data.decoded().unwrap().by_device, 0);
 }
 
@@ -363,11 +363,11 @@ fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
             on_device.set_decoder(Arc::new(HostDecoder::default()));
             for (epoch, side) in [(0, 16), (1, 16), (2, 24)] {
                 let plan = EpochPlan { epoch, batch_size: 3, accumulate: 2, ..PLAN };
-                let wanted: Vec<Batch> = on_cores.epoch(plan).map(Result::unwrap).collect();
-                let found: Vec<Batch> = on_device.epoch(plan).map(Result::unwrap).collect();
-                assert!(found == wanted, "{mixing:?}, epoch {epoch}");
-                assert!(found.iter().all(|batch| batch.bytes.len() == batch.labels.len() * side * side * 3));
-                let seen: BTreeSet<u64> = found.iter().flat_map(|batch| &batch.indices).copied().collect();
+                let expected: Vec<Batch> = on_cores.epoch(plan).map(Result::unwrap).collect();
+                let actual: Vec<Batch> = on_device.epoch(plan).map(Result::unwrap).collect();
+                assert!(actual == expected, "{mixing:?}, epoch {epoch}");
+                assert!(actual.iter().all(|batch| batch.bytes.len() == batch.labels.len() * side * side * 3));
+                let seen: BTreeSet<u64> = actual.iter().flat_map(|batch| &batch.indices).copied().collect();
                 assert_eq!(seen.len() as u64, on_device.shape.train_samples, "{mixing:?}, epoch {epoch}");
             }
             assert!(batches(&on_device) == batches(&on_cores), "{mixing:?}, validation");

@@ -13,8 +13,8 @@ fn nvrtc_path() -> PathBuf {
 /// Loads NVRTC before cudarc does, so that dlopen by bare name finds the loaded library.
 fn load_nvrtc() {
     let is_set = std::env::var_os(SETTING).is_some();
-    let found = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
-    let path = if nvrtc_path().is_file() && !is_set { Some(nvrtc_path()) } else { found };
+    let installed = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
+    let path = if nvrtc_path().is_file() && !is_set { Some(nvrtc_path()) } else { installed };
     let path = path.unwrap_or_else(|| {
         panic!(
             "NVRTC is not on this machine, so no kernel can be compiled. `bash tests/run` installs it; or, in the \
@@ -118,11 +118,12 @@ fn gpu_damaged_kernels_in_the_cache_are_compiled_again() {
 #[test]
 fn a_launch_that_needs_too_much_shared_memory_is_an_error() {
     // An A10 (8.6) has 99 KB for a block, an H100 227.
-    for (bytes, room, fits) in [(0, 99 << 10, true), (99 << 10, 99 << 10, true), (164 << 10, 99 << 10, false)]
+    for (bytes, max_bytes, fits) in
+        [(0, 99 << 10, true), (99 << 10, 99 << 10, true), (164 << 10, 99 << 10, false)]
     {
-        let found = check_shared_memory("gather_scaled", bytes, room);
-        assert_eq!(found.is_ok(), fits, "{bytes} of {room}");
-        if let Err(error) = found {
+        let result = check_shared_memory("gather_scaled", bytes, max_bytes);
+        assert_eq!(result.is_ok(), fits, "{bytes} of {max_bytes}");
+        if let Err(error) = result {
             assert!(error.to_string().starts_with("gather_scaled needs 167936 bytes"), "{error}");
         }
     }
@@ -134,7 +135,7 @@ fn gpu_kernels_that_resize_may_use_all_of_the_shared_memory() {
     let device = Device::open(0).unwrap();
     let kernels = Kernels::load(&device, DType::F32).unwrap();
     for name in ["gather_scaled", "crop"] {
-        let (_, room) = kernels.function(name).unwrap();
-        assert!(room > 48 << 10 && room <= device.shared_bytes, "{name}: {room}");
+        let (_, max_bytes) = kernels.function(name).unwrap();
+        assert!(max_bytes > 48 << 10 && max_bytes <= device.shared_bytes, "{name}: {max_bytes}");
     }
 }

@@ -70,7 +70,7 @@ impl Ops {
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
         args.extend(p.after.forward_args(p.reduce));
         args.extend(p.reduce.args());
-        // The weights, two tiles of the input, one tile of the output.
+        // The weights, two tiles of the input, one tile of the output, and 1024 bytes to align the tiles.
         let values = REDUCED * EXPANDED + TILE_ROWS * (2 * REDUCED + EXPANDED + ROW_PADDING);
         let shared_bytes = 1024 + values * self.dtype.size() as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [32, 16, 1], cluster: 1, shared_bytes };
@@ -104,7 +104,7 @@ impl Ops {
                 args.extend(Reduce::Local.args());
             }
         }
-        // The weights; one tile each of dy, the input and the product; two tiles each of x and g; coefficients.
+        // The weights; one tile each of dy, the input and the product; two tiles each of x and g; coefficients; alignment.
         let values =
             REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
         let coefficients = 3 * (EXPANDED + REDUCED);

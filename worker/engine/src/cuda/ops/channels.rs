@@ -6,8 +6,8 @@ use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 pub(in crate::cuda) type Channels = (Operand, usize, usize);
 
 impl Ops {
-    /// Copies `channels` channels of each of `rows` rows. All numbers of channels and of values are multiples of 8. `adds`: whether other
-    /// values of `to` were written before.
+    /// Copies `channels` channels of each of `rows` rows. All numbers of channels and of values are multiples of 8. `keeps_others`: whether
+    /// other values of `to` were written before and are still needed.
     ///
     /// Traffic: the copied values twice.
     pub(in crate::cuda) fn copy_channels(
@@ -15,9 +15,9 @@ impl Ops {
         (from, from_channels, first): Channels,
         (to, to_channels, at): Channels,
         [rows, channels]: [usize; 2],
-        adds: bool,
+        keeps_others: bool,
     ) -> Kernel {
-        let mut args = vec![Arg::In(from), Arg::out(to, adds), Arg::U64(rows as u64)];
+        let mut args = vec![Arg::In(from), Arg::out(to, keeps_others), Arg::U64(rows as u64)];
         args.extend([channels, from_channels, to_channels].map(|channels| Arg::U32(channels as u32 / 8)));
         args.extend([first, at].map(|value| Arg::U64(value as u64 / 8)));
         kernel("copy_channels", self.items((rows * channels / 8) as u64, 8), args)
@@ -38,9 +38,9 @@ impl Ops {
         kernel("clear_padded_pictures", plain([ranks * batch, 1, 1], [256, 1, 1]), args)
     }
 
-    /// Copies the header of the control block `own` to `to`, with `pictures` real pictures.
-    pub(in crate::cuda) fn group_control(&self, own: Operand, to: Operand, pictures: u32) -> Kernel {
-        let args = [Arg::In(own), Arg::Out(to), Arg::U32(pictures)];
+    /// Copies the header of the control block `from` to `to`, with `pictures` real pictures.
+    pub(in crate::cuda) fn group_control(&self, from: Operand, to: Operand, pictures: u32) -> Kernel {
+        let args = [Arg::In(from), Arg::Out(to), Arg::U32(pictures)];
         kernel("group_control", plain([1, 1, 1], [1, 1, 1]), args)
     }
 }

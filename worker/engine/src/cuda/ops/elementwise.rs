@@ -35,7 +35,7 @@ impl PlainPool {
 }
 
 impl Ops {
-    /// The kernel `name`, which computes `to` from `from`, each of `length` values. Traffic: all of them once.
+    /// The kernel `name`, which computes `to` from the operands `from`, each of `length` values. Traffic: all operands once.
     fn elementwise<const N: usize>(
         &self,
         name: &'static str,

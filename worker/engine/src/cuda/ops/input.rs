@@ -8,7 +8,7 @@ pub(in crate::cuda) use lockstep_data::device::ScaleTable;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::cuda) enum GatherMode {
     /// The control block's indices and augmentation parameters: bits 0 to 14 are the top of the crop window, bits 15 to 29 the
-    /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture if `reflects` is set, else it is black.
+    /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture if `reflects` is set, else is black.
     Augmented { crop_padding: u32, reflects: bool },
     /// As `Augmented`, with mixed pictures; see `gather_mixed.cu`.
     Mixed { crop_padding: u32, reflects: bool },
@@ -31,28 +31,28 @@ pub(in crate::cuda) struct BatchInput {
     pub(in crate::cuda) channels: u32,
     /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
     pub(in crate::cuda) to: Operand,
-    /// Number of output channels, 4 or 8 (4 if folded); those past `channels` are zeros.
+    /// Number of output channels, 4 or 8 (4 if folded). Channels past the first `channels` are zeros.
     pub(in crate::cuda) padded: u32,
     pub(in crate::cuda) folded: bool,
 }
 
-fn scale_args(table: &ScaleTable, at: Region) -> [Arg; 3] {
-    [Arg::In(Operand::whole(at)), Arg::U32(table.taps), Arg::U32(table.shift)]
+fn scale_args(table: &ScaleTable, region: Region) -> [Arg; 3] {
+    [Arg::In(Operand::whole(region)), Arg::U32(table.taps), Arg::U32(table.shift)]
 }
 
-/// Flag of a mode in `gather.cu`.
+/// Flag of `Source::mode` in `gather.cu`, which also documents the modes 0 to 2.
 const REFLECTS: u32 = 4;
 /// Maximum number of output rows of a block in kernels that scale.
 const BAND: u32 = 32;
-/// Dynamic shared memory that a block can use without opt-in, minus the normalisation table.
-const SHARED: u32 = 44 << 10;
+/// Bytes of dynamic shared memory that a block can use without opt-in: 48 KiB minus the normalisation table.
+const SHARED_BYTES: u32 = 44 << 10;
 
 impl Ops {
     /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling`: resampling tables from
     /// height and from width to side; `None` if height = width = side. Traffic: the pictures' bytes once (twice if
     /// they are mixed), the batch once.
     ///
-    /// Wide pictures, for which one output row reads more than 44 KB, need more shared memory than the default
+    /// Wide pictures, for which one output row reads more than 44 KiB, need more shared memory than the default
     /// limit: the launcher has to raise the kernel's limit to `shared_bytes`.
     pub(in crate::cuda) fn gather(
         &self,
@@ -93,7 +93,7 @@ impl Ops {
         };
         let shared_bytes = |band: u32| (rows.span(band) + sources * band) * width * 4;
         let mut band = BAND.min(p.side);
-        while band > 1 && shared_bytes(band) > SHARED {
+        while band > 1 && shared_bytes(band) > SHARED_BYTES {
             band /= 2;
         }
         while band > 4 && pictures * p.side.div_ceil(band) < self.multiprocessors * 2 {
@@ -127,9 +127,9 @@ impl Ops {
     /// [`Ops::pad_channels`] writes the other pixels, each from 2x2 pixels of the picture, row by row, with 4 channels each.
     /// The border is two pixels wide at the top and left, and one at the bottom and right.
     pub(in crate::cuda) fn fold_border(&self, to: Operand, pictures: u32, side: u32) -> Kernel {
-        let all = side / 2 + 3;
+        let folded_side = side / 2 + 3;
         let args = [Arg::Out(to), Arg::U32(side)];
-        let blocks = (all * all * 2).div_ceil(256).clamp(1, 8);
+        let blocks = (folded_side * folded_side * 2).div_ceil(256).clamp(1, 8);
         kernel("fold_border", plain([blocks, pictures.max(1), 1], [256, 1, 1]), args)
     }
 
@@ -149,7 +149,8 @@ mod tests {
         FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image, images::ImageRef,
     };
 
-    /// Scales `lines` of `from` pixels, `step` apart, along one axis, as the kernel does.
+    /// Scales `lines` lines of `source` to `to` pixels each, as the kernel does. Lines begin `line` values apart, and the pixels of a line
+    /// are `step` values apart.
     fn scaled(
         source: &[u8],
         table: &ScaleTable,
@@ -182,12 +183,12 @@ mod tests {
             let (rows, columns) =
                 (ScaleTable::new(height as u32, side as u32), ScaleTable::new(width as u32, side as u32));
             let vertical = scaled(&source, &rows, width, 1, width, side);
-            let ours = scaled(&vertical, &columns, side, width, 1, side);
+            let resized = scaled(&vertical, &columns, side, width, 1, side);
             let mut host = Image::new(side as u32, side as u32, PixelType::U8);
             let picture = ImageRef::new(width as u32, height as u32, &source, PixelType::U8).unwrap();
             let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Bilinear));
             Resizer::new().resize(&picture, &mut host, &options).unwrap();
-            assert!(host.buffer() == ours, "{height} x {width} to {side}");
+            assert!(host.buffer() == resized, "{height} x {width} to {side}");
         }
     }
 }

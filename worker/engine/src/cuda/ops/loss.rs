@@ -2,8 +2,8 @@
 
 use super::{Arg, CONTROL, Kernel, LOSS_COUNTER, Operand, Ops, SCALER, TOTALS, kernel, plain};
 
-/// Loss of `logits` + `bias`, its gradient, and totals: `f64 loss_sum; u64 correct; u64 samples`, of the real pictures. The gradient is multiplied
-/// by the loss scale in addition to the control block's grad_scale.
+/// Loss of `logits` + `bias`, its gradient, and totals: `f64 loss_sum; u64 correct; u64 samples`, of the real pictures. The gradient is
+/// multiplied by the loss scale in addition to the control block's grad_scale.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct CrossEntropy {
     /// T `[pictures, padded]`, without the bias.

@@ -77,7 +77,7 @@ impl Ops {
             Arg::U32(p.classes),
             Arg::U32(p.first),
             Arg::In(p.sample),
-            Arg::In(p.places),
+            Arg::In(p.label_positions),
             Arg::F32(margin.scale),
             Arg::F64(limit),
             Arg::F64(cos),

@@ -33,14 +33,14 @@ pub(in crate::cuda) struct Muon<'a> {
 }
 
 impl Ops {
-    /// Runs after [`Ops::gradient_norm`]. Traffic: weights and velocity twice, gradients once, and in each iteration the filters in 16 bits
-    /// about four times.
+    /// One step of all weights by Muon. Runs after [`Ops::gradient_norm`]. Traffic: weights and velocity twice, gradients once, and in each
+    /// iteration the filters in 16 bits about four times.
     pub(in crate::cuda) fn muon(&self, p: Muon<'_>) -> Vec<Kernel> {
         let (flat, rates, scaler) = (p.flat, p.rates, Arg::In(SCALER));
         let (filters, count) = (Arg::In(p.filters), p.shapes.len() as u32);
-        let tiles = |of: &dyn Fn(&Filter) -> [usize; 2]| {
+        let tiles = |sides: &dyn Fn(&Filter) -> [usize; 2]| {
             let of_filter =
-                |filter: &Filter| of(filter).map(|side| side.div_ceil(TILE)).iter().product::<usize>();
+                |filter: &Filter| sides(filter).map(|side| side.div_ceil(TILE)).iter().product::<usize>();
             plain([p.shapes.iter().map(of_filter).max().unwrap_or(0) as u32, count, 1], [THREADS, 1, 1])
         };
         let of_gram = tiles(&|filter| [filter.side(); 2]);

@@ -37,10 +37,11 @@ pub(in crate::cuda) struct NormSite {
     /// If absent, the running statistics are not updated.
     pub(in crate::cuda) running_mean: Operand,
     pub(in crate::cuda) running_var: Operand,
-    /// Share of a batch in the running statistics.
+    /// Share of a new batch in the running statistics, 0 to 1.
     pub(in crate::cuda) running_momentum: f32,
     /// Mean of the batch; written by the forward pass, read by the backward pass.
     pub(in crate::cuda) mean: Operand,
+    /// 1 / standard deviation of the batch, as `mean`.
     pub(in crate::cuda) inv_std: Operand,
     /// y = scale x + bias; written by the forward pass, read by the application and by the backward pass.
     pub(in crate::cuda) scale: Operand,
@@ -158,32 +159,32 @@ impl Ops {
     ///
     /// A cluster of `k` blocks owns 16 channels (32 if there would be too many blocks); a thread has
     /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) all clusters have to be resident at
-    /// once: the grid has fewer blocks than multiprocessors, minus those for NCCL's blocks.
+    /// once: the grid has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
     fn small(&self, shape: Shape, waits: bool) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
-        let all = self.multiprocessors;
-        let room = if waits { all.saturating_sub(nccl::MAX_BLOCKS) } else { all };
+        let reserved_blocks = if waits { nccl::MAX_BLOCKS } else { 0 };
+        let max_blocks = self.multiprocessors.saturating_sub(reserved_blocks);
         let x = match groups {
             0 => return None,
             1 => 1,
-            _ if groups.div_ceil(2) <= room => 2,
+            _ if groups.div_ceil(2) <= max_blocks => 2,
             _ => SMALL_GROUPS,
         };
-        let (columns, tall) = (groups.div_ceil(x), 512 / x);
-        let rows_per_thread = |k: u32| rows.div_ceil(tall * k);
+        let (columns, max_y) = (groups.div_ceil(x), 512 / x);
+        let rows_per_thread = |k: u32| rows.div_ceil(max_y * k);
         let mut k = 1;
         while self.has_clusters
             && k < 8
             && rows_per_thread(k) > in_flight(self.dtype)
-            && columns * k * 2 <= room
+            && columns * k * 2 <= max_blocks
         {
             k *= 2;
         }
-        if rows == 0 || columns * k > room || rows_per_thread(k) > SMALL_ROWS_PER_THREAD {
+        if rows == 0 || columns * k > max_blocks || rows_per_thread(k) > SMALL_ROWS_PER_THREAD {
             return None;
         }
         // At least two threads per channel, which finish a block's sums.
-        let y = rows.div_ceil(k).next_power_of_two().clamp(32 / x, tall).max(16);
+        let y = rows.div_ceil(k).next_power_of_two().clamp(32 / x, max_y).max(16);
         Some(Geometry { cluster: k, ..plain([k, columns, 1], [x, y, 1]) })
     }
 

@@ -48,10 +48,10 @@ impl Gradients {
     }
 }
 
-/// Operands of every optimizer's update.
+/// Weights, gradients and weight decay: operands of every optimizer's update.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Flat {
-    /// float32, like the optimizer's slots; if planar, the plane of differences from the nearest bfloat16.
+    /// float32, in the same order as the optimizer's slots; if planar, the plane of differences from the nearest bfloat16.
     pub(in crate::cuda) weights: Operand,
     /// The weights as T; may be absent.
     pub(in crate::cuda) low_precision: Operand,
@@ -63,7 +63,7 @@ pub(in crate::cuda) struct Flat {
 }
 
 impl Flat {
-    /// The weights and their copy. A step with non-finite gradients does not change them.
+    /// The weights and their low-precision copy. Both keep their values in a step with non-finite gradients, so neither is only written.
     pub(super) fn weights_args(&self) -> [Arg; 2] {
         [Arg::InOut(self.weights), Arg::InOut(self.low_precision)]
     }
@@ -237,16 +237,16 @@ impl Ops {
         kernel("average_values", self.items(length, 8), args)
     }
 
-    /// [`Ops::average`] for weights in two planes, given in the order second, first; `length` is a multiple of 8.
+    /// [`Ops::average`] for weights in two planes (`planes.rs`); `length` is a multiple of 8.
     pub(in crate::cuda) fn average_planes(
         &self,
         average: Operand,
-        [rests, nearest]: [Operand; 2],
+        [differences, nearest]: [Operand; 2],
         length: u64,
         decay: f64,
         steps: u32,
     ) -> Kernel {
-        let Kernel { mut args, .. } = self.average(average, rests, length, decay, steps);
+        let Kernel { mut args, .. } = self.average(average, differences, length, decay, steps);
         args.insert(2, Arg::In(nearest));
         kernel("average_planes", self.items(length / 8, 8), args)
     }
@@ -262,13 +262,13 @@ impl Ops {
         kernel("find_not_finite_nearest", geometry, args)
     }
 
-    /// Sets *found (`u32`) to 1 if any of `length` float32 values is not finite.
+    /// Sets `found` (`u32`) to 1 if any of `length` float32 values is not finite.
     pub(in crate::cuda) fn find_not_finite(&self, values: Operand, length: u64, found: Operand) -> Kernel {
         let args = [Arg::In(values), Arg::U64(length), Arg::InOut(found)];
         kernel("find_not_finite", self.items(length, 8), args)
     }
 
-    /// *sum (`u64`) += a checksum of `length` values of 4 bytes.
+    /// Adds a checksum of `length` values of 4 bytes to `sum` (`u64`).
     pub(in crate::cuda) fn add_checksum(&self, values: Operand, length: u64, sum: Operand) -> Kernel {
         let args = [Arg::In(values), Arg::U64(length), Arg::InOut(sum)];
         kernel("add_checksum", self.items(length, 4), args)

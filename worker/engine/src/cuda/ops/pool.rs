@@ -22,15 +22,16 @@ impl Pool {
 }
 
 impl Ops {
-    /// Chooses the length of strips: long enough to reuse rows, short enough for several strips per thread.
-    fn strips(&self, pool: Pool, threads: u32, resident: u32) -> (Geometry, [Arg; 6]) {
+    /// Chooses the number of output rows of a strip: enough to reuse input rows, few enough for several strips per thread.
+    fn strips(&self, pool: Pool, threads: u32, per_multiprocessor: u32) -> (Geometry, [Arg; 6]) {
         let (height, width) = pool.output();
         let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);
-        let all = u64::from(self.multiprocessors * threads * resident);
-        let wanted = (columns * u64::from(height) / (all * 4).max(1)) as u32;
-        let strip = wanted.clamp(1, STRIP.min(height.max(1)));
+        let all_threads = u64::from(self.multiprocessors * threads * per_multiprocessor);
+        // Four strips per thread.
+        let rows = (columns * u64::from(height) / (all_threads * 4).max(1)) as u32;
+        let strip = rows.clamp(1, STRIP.min(height.max(1)));
         let items = pool.pictures * width * height.div_ceil(strip);
-        let geometry = self.grid_stride(items, pool.channels, threads, resident);
+        let geometry = self.grid_stride(items, pool.channels, threads, per_multiprocessor);
         let args = [pool.pictures, pool.height, pool.width, height, width, strip].map(Arg::U32);
         (geometry, args)
     }
@@ -75,7 +76,7 @@ impl Ops {
         vec![sums, self.norm_backward_apply_max_pool(p, argmax, pool)]
     }
 
-    /// Only the second pass.
+    /// The second pass of [`Ops::norm_backward_max_pool`]: dx.
     pub(in crate::cuda) fn norm_backward_apply_max_pool(
         &self,
         p: NormBackward,

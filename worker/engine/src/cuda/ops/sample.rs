@@ -22,10 +22,10 @@ pub(in crate::cuda) struct SampleClasses {
     pub(in crate::cuda) seed: u64,
     /// The sample, [`SampleClasses::bytes`] long.
     pub(in crate::cuda) sample: Operand,
-    /// Two `u32` for each picture of the group: positions of its labels in the sample.
-    pub(in crate::cuda) places: Operand,
-    /// Four `u32` for each picture: scratch memory of the kernel.
-    pub(in crate::cuda) found: Operand,
+    /// Two `u32` for each picture of the group: positions of the picture's labels in the sample.
+    pub(in crate::cuda) label_positions: Operand,
+    /// Four `u32` for each picture of the group: scratch memory of the kernel.
+    pub(in crate::cuda) scratch: Operand,
 }
 
 impl SampleClasses {
@@ -66,11 +66,11 @@ impl Ops {
             Arg::U32(p.classes),
             Arg::U32(p.drawn),
             Arg::U64(p.seed),
-            // Has the number of updates.
+            // The number of updates determines the random classes.
             Arg::In(SCALER),
             Arg::Out(p.sample),
-            Arg::Out(p.places),
-            Arg::Out(p.found),
+            Arg::Out(p.label_positions),
+            Arg::Out(p.scratch),
         ];
         let blocks = 1 + p.drawn.div_ceil(THREADS).clamp(1, self.multiprocessors);
         kernel("sample_classes", plain([blocks, 1, 1], [THREADS, 1, 1]), args)

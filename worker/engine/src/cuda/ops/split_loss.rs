@@ -20,7 +20,7 @@ pub(in crate::cuda) struct SplitLogits {
     /// The sampled classes ([`Ops::sample_classes`]); absent if all classes are computed.
     pub(in crate::cuda) sample: Operand,
     /// Positions of the pictures' labels in `sample`.
-    pub(in crate::cuda) places: Operand,
+    pub(in crate::cuda) label_positions: Operand,
     /// Control blocks of all ranks of the group.
     pub(in crate::cuda) controls: Operand,
     /// Number of `u32` words of one control block.
@@ -67,8 +67,8 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// Reduces the logits of this rank's classes to one record per row in `records`: the largest logit and its class, the sum of exponentials,
-    /// the sum of logits, and the labels' logits. `parts`: scratch memory of [`SplitLogits::part_bytes`] bytes.
+    /// Reduces the logits of this rank's classes to one record per row in `records`: the largest logit and its class, the sum of
+    /// exponentials, the sum of logits, and the labels' logits. `parts`: scratch memory of [`SplitLogits::part_bytes`] bytes.
     /// `label_logits`: the result of [`Ops::put_margin`]; may be absent. Memory traffic: reads logits.
     pub(in crate::cuda) fn class_records(
         &self,
@@ -101,7 +101,7 @@ impl Ops {
             Arg::U32(p.classes),
             Arg::U32(p.first),
             Arg::In(p.sample),
-            Arg::In(p.places),
+            Arg::In(p.label_positions),
             Arg::Out(records),
             Arg::In(label_logits),
         ];
@@ -156,7 +156,7 @@ impl Ops {
             Arg::U32(p.first),
             Arg::F32(smoothing / p.all_classes as f32),
             Arg::In(p.sample),
-            Arg::In(p.places),
+            Arg::In(p.label_positions),
             Arg::out(dbias, accumulate),
             Arg::U32(accumulate.into()),
         ];

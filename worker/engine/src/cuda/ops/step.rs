@@ -2,30 +2,31 @@
 
 use super::{Arg, CONTROL, Kernel, Operand, Ops, Region, SCALER, kernel, plain};
 
-/// Copies of the values that a step's forward pass changes.
+/// Operands of the copy of the running statistics, which a step's forward pass changes.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Keep {
     /// Running statistics of all batch norms, whole groups of 4 float32.
     pub(in crate::cuda) running: Operand,
     /// The copy, with the length of `running`.
     pub(in crate::cuda) kept: Operand,
-    /// `u32` for each of [`Ops::keeping_blocks`]: number of finished steps at the time of the copy; initially not a valid number.
-    pub(in crate::cuda) kept_of: Operand,
+    /// `u32` for each of [`Ops::keeping_blocks`]: number of finished steps at the time of the copy; initially no valid number.
+    pub(in crate::cuda) kept_steps: Operand,
     /// [`Ops::record`]'s counter: number of finished steps so far.
     pub(in crate::cuda) finished: Operand,
 }
 
 impl Ops {
-    /// Copies the next control block from a ring in page-locked host memory: the n-th fetch takes slot n % `slots`. `words`: `u32` words of a
-    /// slot, a multiple of 4. `keeps` is set at the beginning of a step that may never be finished. Traffic: 4 bytes per word over PCIe.
+    /// Copies the next control block from a ring in page-locked host memory: the n-th fetch takes slot n % `slots`. `words`: `u32` words of
+    /// a slot, a multiple of 4. `keeps` is set at the beginning of a training step, because the step may never finish. Traffic: 4 bytes per
+    /// word over PCIe.
     pub(in crate::cuda) fn fetch(&self, slots: u32, words: u32, keeps: Option<Keep>) -> Kernel {
         let none = Keep {
             running: Operand::NONE,
             kept: Operand::NONE,
-            kept_of: Operand::NONE,
+            kept_steps: Operand::NONE,
             finished: Operand::NONE,
         };
-        let Keep { running, kept, kept_of, finished } = keeps.unwrap_or(none);
+        let Keep { running, kept, kept_steps, finished } = keeps.unwrap_or(none);
         let args = [
             Arg::Out(CONTROL),
             Arg::In(Operand::whole(Region::InputRing)),
@@ -35,7 +36,7 @@ impl Ops {
             Arg::U32(words),
             Arg::In(running),
             Arg::InOut(kept),
-            Arg::InOut(kept_of),
+            Arg::InOut(kept_steps),
             Arg::In(finished),
             Arg::U32((running.bytes / size_of::<[f32; 4]>()) as u32),
         ];

@@ -11,7 +11,7 @@ pub(in crate::cuda) const TILE_CHANNELS: u32 = 256;
 pub(in crate::cuda) const ROW_PADDING: u32 = 8;
 
 /// Sources of the gradient of a block's output: dy `[rows, inner]` of the next block's first convolution times that
-/// convolution's weights `[inner, channels]`, plus `more` of the shortcut.
+/// convolution's weights `[inner, channels]`, plus the shortcut's gradient `more`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Through {
     pub(in crate::cuda) dy: Operand,
@@ -19,6 +19,7 @@ pub(in crate::cuda) struct Through {
     pub(in crate::cuda) inner: u32,
     /// May be absent.
     pub(in crate::cuda) more: Operand,
+    /// The mask of the ReLU at the block's end.
     pub(in crate::cuda) mask: Operand,
 }
 
@@ -39,6 +40,7 @@ impl Ops {
     /// One block per multiprocessor, with columns of the weights, a tile of dy and a tile of the product in shared memory.
     fn tiles(&self, shape: Shape, inner: u32) -> Geometry {
         let values = inner * (TILE_CHANNELS + TILE_ROWS) + TILE_ROWS * (TILE_CHANNELS + ROW_PADDING);
+        // 1024 bytes to align the tiles.
         let shared_bytes = 1024 + values * self.dtype.size() as u32;
         let columns = shape.channels / TILE_CHANNELS;
         let max_blocks = (self.multiprocessors / columns).max(1);

@@ -11,7 +11,7 @@ use lockstep_protocol::spec::LossScale;
 const INITIAL_LOSS_SCALE: f32 = 65_536.0;
 
 impl Program {
-    #[allow(clippy::too_many_arguments)] // Everything from which an engine is built.
+    #[allow(clippy::too_many_arguments)] // All inputs of an engine's construction.
     pub(in crate::cuda) fn new(
         device: &Device,
         network: Arc<Network>,
@@ -31,8 +31,8 @@ impl Program {
         )?
         .with_loss(&config.loss);
         if plan.splits_operators && plan.sampled().is_some() {
-            let text = "loss.sample_share: GPUs sample classes where only the last layer is split. Leave other strategies ([[parallel.shard]]) \
-                        out, or set parallel.device = \"cpu\"";
+            let text = "loss.sample_share: GPUs sample classes where only the last layer is split. Leave other strategies \
+                        ([[parallel.shard]]) out, or set parallel.device = \"cpu\"";
             return Err(CudaError::Unsupported(text.into()).into());
         }
         let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
@@ -210,27 +210,28 @@ impl Program {
 
     /// Chooses cuDNN's algorithm for each convolution of the current size, for the forward pass or, if `trains`, for all passes.
     fn tune_convolutions(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
-        let mut wanted = Vec::new();
+        let mut convolutions = Vec::new();
         for op in &self.plan.ops {
             let Some((convolution, first)) = self.plan.convolution(op) else { continue };
-            wanted.push(Convolution { direction: Direction::Forward, ..convolution });
+            convolutions.push(Convolution { direction: Direction::Forward, ..convolution });
             if !trains {
                 continue;
             }
             let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
             let sampled = self.plan.sampled_convolution().filter(|_| is_head);
-            wanted.extend(sampled);
+            convolutions.extend(sampled);
             let convolution = sampled.unwrap_or(convolution);
-            if matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. })) && self.takes_sums(&convolution)
+            if matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. }))
+                && self.may_compute_sums(&convolution)
             {
-                wanted.push(Convolution { sums: true, ..convolution });
+                convolutions.push(Convolution { sums: true, ..convolution });
             }
-            wanted.push(Convolution { direction: Direction::Weight, ..convolution });
+            convolutions.push(Convolution { direction: Direction::Weight, ..convolution });
             if !first {
-                wanted.push(Convolution { direction: Direction::Input, ..convolution });
+                convolutions.push(Convolution { direction: Direction::Input, ..convolution });
             }
         }
-        Ok(self.tuner.prepare(device, &wanted)?)
+        Ok(self.tuner.prepare(device, &convolutions)?)
     }
 
     /// Allocates memory for activations, `bytes` for each micro-batch in flight, and the workspaces of all convolutions.
@@ -252,9 +253,9 @@ impl Program {
         Ok(())
     }
 
-    /// Whether a convolution may compute statistics: in float16, without groups, not in deterministic mode (cuDNN sums in the order in which
-    /// its blocks end), and not for small activations, for which batch norm's single kernel computes statistics.
-    fn takes_sums(&self, convolution: &Convolution) -> bool {
+    /// Whether a convolution may also compute the sums for the following batch norm: in float16, without groups, not in deterministic mode
+    /// (cuDNN sums in the order in which its blocks end), and not for small activations, whose sums batch norm's single kernel computes.
+    fn may_compute_sums(&self, convolution: &Convolution) -> bool {
         let shape = ops::Shape {
             pictures: convolution.batch as u32,
             pixels: (convolution.out_h * convolution.out_w) as u32,

@@ -20,10 +20,10 @@ mod stages;
 mod tests;
 mod update;
 
-/// Number of weight gradients on the side stream for which the backward pass does not wait in order to reuse their memory.
+/// Number of newest weight gradients that may still run on the side stream when the backward pass frees the memory of older ones.
 const PENDING_WEIGHT_GRADIENTS: usize = 4;
 
-/// Messages to or from other ranks, by each rank's index in its group.
+/// Messages to or from other ranks: the other rank's index in the group, and the memory.
 type Messages = Vec<(u32, Operand)>;
 
 /// A gradient of an activation, which the backward pass of the activation's producer will use.
@@ -33,11 +33,12 @@ enum Gradient {
     Whole(Allocation),
     /// The gradient of the mean over all pixels.
     Pooled(Allocation),
-    /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels. The batch norm's kernel computes the convolution's dgrad.
+    /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels. The batch norm's kernel computes the dgrad.
     ThroughConv { dy: Allocation, weights: Operand, outputs: usize },
     /// The gradient of a ReLU's input. The sums of the batch norm before the ReLU are already computed.
     Summed(Allocation),
-    /// The gradient `g` of a batch norm's output. The sums are already computed, and the convolution before the batch norm applies them.
+    /// The gradient `g` of the output of the batch norm with index `norm`, and the batch norm's input `x`. The sums over `g` are already
+    /// computed. The backward pass of the convolution before the batch norm computes the gradient of `x` from them.
     Deferred { g: Allocation, x: Allocation, norm: usize },
 }
 
@@ -80,13 +81,13 @@ struct GraphEmitter<'a> {
     shared: Vec<Allocation>,
     /// Number of buckets of gradients whose reduction has started.
     sent_buckets: usize,
-    /// The operands of the gradient of a split head's weights, if it is computed in the update.
+    /// The operands of the gradient of a split head's weights, if the update computes this gradient.
     features_and_dlogits: Option<[Allocation; 2]>,
     /// The sampled classes of a split head, in training.
     sampled: Option<sampled_head::SampledHead>,
     /// In training with a margin: the memory of the cosines.
     cosines: Option<margin::HeadCosines>,
-    /// The convolution output whose sums the convolution has computed.
+    /// The newest convolution output whose channel sums the convolution itself has computed, until a batch norm uses the sums.
     summed: Option<TensorId>,
     /// Number of commands of the forward pass, without the loss.
     forward_commands: usize,
@@ -100,7 +101,8 @@ pub(super) struct Emitted {
 }
 
 impl Emitted {
-    /// The commands of one pass, in its part of the memory: `part_bytes` gives the bytes of a part in each region.
+    /// The commands of one pass, in the pass's part of the memory. `part_bytes` returns the bytes of a part of a region; 0 if the region is
+    /// not divided.
     pub(super) fn into_pass(mut self, pass: StagePass, part_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
         let backward = self.commands.split_off(self.forward_commands);
         let mut commands = if pass.is_backward { backward } else { self.commands };
@@ -286,15 +288,15 @@ impl<'a> GraphEmitter<'a> {
             .ok_or_else(|| EngineError::Parameters(format!("tensor {tensor} is read before it is computed")))
     }
 
-    /// Frees an activation that nothing needs any more.
+    /// Frees an activation, unless it is already freed.
     fn drop_activation(&mut self, tensor: TensorId) {
         if let Some(allocation) = self.activations[tensor].take() {
             self.free_now(allocation);
         }
     }
 
-    /// In the backward pass: notes that an operation has read `tensor`, and frees the tensor after the last operation. A weight gradient on the
-    /// side stream may still read the tensor.
+    /// In the backward pass: notes that an operation has read `tensor`, and frees the tensor after the last operation. A weight gradient on
+    /// the side stream may still read the tensor.
     fn read_in_backward(&mut self, tensor: TensorId) {
         self.readers[tensor] -= 1;
         if self.readers[tensor] == 0

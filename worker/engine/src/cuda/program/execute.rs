@@ -32,12 +32,12 @@ impl Program {
             }
             Command::Exchange { stream, group, sends, receives, dtype } => {
                 let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
-                let places = |pieces: &[(u32, Operand)]| -> Result<Vec<_>, CudaError> {
-                    let place =
+                let messages = |pieces: &[(u32, Operand)]| -> Result<Vec<_>, CudaError> {
+                    let message =
                         |(rank, piece): &(u32, Operand)| Ok((*rank, at(*piece)?, piece.bytes / dtype.size()));
-                    pieces.iter().map(place).collect()
+                    pieces.iter().map(message).collect()
                 };
-                let [sends, receives] = [places(sends)?, places(receives)?];
+                let [sends, receives] = [messages(sends)?, messages(receives)?];
                 reducer.send_and_receive(self.stream(*stream)?, *group, [&sends, &receives], *dtype)?;
             }
         }
@@ -75,7 +75,7 @@ impl Program {
     }
 
     fn event(&self, event: EventId) -> Result<&Event, CudaError> {
-        let found = match (event, &self.reducer) {
+        let handle = match (event, &self.reducer) {
             (EventId::SideBegin, _) => Some(&self.side_begin),
             (EventId::SideEnd, _) => Some(&self.side_end),
             (EventId::WeightGradient(number), _) => self.side_done.get(number),
@@ -83,7 +83,7 @@ impl Program {
             (EventId::CollectivesDone, Some(reducer)) => Some(&reducer.done),
             (EventId::BucketReady(_) | EventId::CollectivesDone, None) => None,
         };
-        found.ok_or_else(|| absent(&format!("{event:?}")))
+        handle.ok_or_else(|| absent(&format!("{event:?}")))
     }
 
     fn address(&self, operand: Operand, pictures: Ptr) -> Result<Ptr, CudaError> {
@@ -97,7 +97,7 @@ impl Program {
     /// Address of a region, if it exists.
     fn region(&self, region: Region, pictures: Ptr) -> Option<Ptr> {
         let scaling =
-            |axis: usize| self.scalings.get(&self.plan.network.image_size).map(|scaled| &scaled[axis].at);
+            |axis: usize| self.scalings.get(&self.plan.network.image_size).map(|scaled| &scaled[axis].on_gpu);
         let buffer = match region {
             Region::Nowhere => return Some(0),
             Region::Pictures => return Some(pictures),
@@ -109,7 +109,7 @@ impl Program {
             | Region::OptimizerSlot(_)
             | Region::RunningStatistics
             | Region::KeptStatistics
-            | Region::KeptOf
+            | Region::KeptSteps
             | Region::AverageWeights
             | Region::AverageStatistics
             | Region::Scaler => return self.state.address(region),
@@ -125,7 +125,7 @@ impl Program {
             Region::Control => Some(&self.inputs.control),
             Region::ResultCounter => Some(&self.results.counter),
             Region::MatrixGradients => {
-                // Offsets count from the first matrix, but the buffer has no unstored gradients, which come first.
+                // Offsets count from the first matrix, but the buffer begins with the first stored gradient.
                 let absent_bytes = (self.unstored * self.plan.dtype.size()) as u64;
                 return Some(self.matrix_gradients.ptr.wrapping_sub(absent_bytes));
             }

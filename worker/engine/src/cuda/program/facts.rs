@@ -8,7 +8,7 @@ use crate::{
         command::{Operand, Region},
         convolution::Convolution,
         dtype::DType,
-        layout::{Layout, ParameterPlace},
+        layout::{Layout, ParameterLayout},
         ops::{self, NormSite, Ops, ScaleTable},
         running::Running,
         statistics::{NormPass, Statistics},
@@ -48,8 +48,8 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) data_ranks: usize,
     /// This rank among the ranks that divide the optimizer's state; `None` if each rank has the whole state.
     pub(in crate::cuda) share: Option<Share>,
-    /// Whether a convolution (with `sums` set) also computes statistics, because the tuner found this faster.
-    pub(in crate::cuda) takes_sums: &'a dyn Fn(&Convolution) -> bool,
+    /// Whether a convolution (with `sums` set) also computes the sums for the following batch norm, because the tuner found this faster.
+    pub(in crate::cuda) computes_sums: &'a dyn Fn(&Convolution) -> bool,
     /// Resampling tables, by height and by width, from the dataset's size to the network's; `None` if both are equal.
     pub(in crate::cuda) scaling: Option<[&'a ScaleTable; 2]>,
 }
@@ -131,7 +131,7 @@ impl Facts<'_> {
                 true => gradients.part(own.clone(), none),
                 false => gradients.part(none, own.clone()),
             };
-            let is_in_range = |parameter: &&ParameterPlace| range.contains(&parameter.range.start);
+            let is_in_range = |parameter: &&ParameterLayout| range.contains(&parameter.range.start);
             let count = layout.parameters_with_gradients().iter().filter(is_in_range).count();
             let of_parameters = |all: Operand, size: usize| all.part(first_parameter * size, count * size);
             let rates = ops::Rates {
@@ -171,7 +171,7 @@ impl Facts<'_> {
             low_precision,
             planar,
             gradients,
-            // The matrices are all weights of convolutions and linear layers, and nothing else.
+            // The matrices are exactly the weights of convolutions and linear layers.
             decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
         };
         let optimizer_slots =
@@ -196,7 +196,7 @@ impl Facts<'_> {
         ops::Rates { segments, count: count as u32, per_parameter, squares }
     }
 
-    /// The entries of filters, and the policies of trained parameters, in [`Region::Policies`].
+    /// The two parts of [`Region::Policies`]: the entries of `filters` filters, and the policies of all parameters with gradients.
     pub(super) fn policies(&self, filters: usize) -> [Operand; 2] {
         let (first, second) = (FILTER * filters, POLICY * self.layout.parameters_with_gradients().len());
         [Operand::new(Region::Policies, 0, first), Operand::new(Region::Policies, first, second)]
@@ -208,14 +208,14 @@ impl Facts<'_> {
         Operand::new(Region::Segments, bytes, bytes)
     }
 
-    /// The copy of the running statistics from before the step.
+    /// Operands of the kernel that copies the running statistics before a step changes them.
     pub(super) fn keep_statistics(&self) -> ops::Keep {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
         let bytes = Running::padded_bytes(end);
         ops::Keep {
             running: Operand::new(Region::RunningStatistics, 0, bytes),
             kept: Operand::new(Region::KeptStatistics, 0, bytes),
-            kept_of: Operand::whole(Region::KeptOf),
+            kept_steps: Operand::whole(Region::KeptSteps),
             finished: Operand::new(Region::ResultCounter, 0, 4),
         }
     }
@@ -239,8 +239,8 @@ impl Facts<'_> {
     }
 }
 
-/// Words of [`Region::Policies`]: for each filter `u64 offset; u32 rows, columns; u64 gram`, then for each trained parameter `f32 rate,
-/// decay; u32 filter, 0`.
+/// Words of [`Region::Policies`]: `u64 offset; u32 rows, columns; u64 gram` for each filter, then `f32 rate, decay; u32 filter, 0` for each
+/// parameter with a gradient (`Filter` and `Policy` in `muon.cu`).
 pub(super) fn policies(layout: &Layout, optimizer: &Optimizer) -> Vec<u64> {
     let filters = layout.filters();
     let pack = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;

@@ -12,14 +12,14 @@ use std::{ops::Range, sync::Arc};
 
 /// The input's channels are padded to a multiple of this number, as cuDNN's tensor-core engines
 /// require.
-const PADDED_INPUT: usize = 4;
+const INPUT_MULTIPLE: usize = 4;
 /// The classes are padded to a multiple of this number: the last linear layer runs as a 1x1 convolution.
-const PADDED_CLASSES: usize = 8;
-/// Channels that a thread of our kernels reads at a time.
-const CHANNELS: usize = 8;
-/// Maximum number of weights in a chunk of a split head: cuDNN's plans support tensors of less than 2^31 values, and most plans only less than
-/// 2^31 bytes. Tests use small chunks.
-const CHUNK: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
+const CLASSES_MULTIPLE: usize = 8;
+/// Number of channels that a thread of our kernels reads at a time.
+const CHANNELS_PER_LOAD: usize = 8;
+/// Maximum number of weights in a chunk of a split head: cuDNN's plans support tensors of less than 2^31 values, and most plans only less
+/// than 2^31 bytes. Tests use small chunks.
+const MAX_CHUNK_WEIGHTS: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
 
 /// A last layer whose classes are split over the ranks of a model group.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,8 +37,9 @@ pub(in crate::cuda) struct SplitHead {
 /// The classes of a rank that a training step samples: the classes of the labels, and classes drawn at random.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SampledClasses {
+    /// Number of classes drawn at random.
     pub(in crate::cuda) drawn: usize,
-    /// Maximum number of sampled classes, and number of chunks into which they are divided.
+    /// Maximum number of sampled classes, and number of chunks into which these classes are divided.
     pub(in crate::cuda) capacity: usize,
     pub(in crate::cuda) chunks: usize,
     pub(in crate::cuda) seed: u64,
@@ -67,7 +68,7 @@ impl SplitHead {
 /// Number of chunks into which `classes` classes are divided.
 fn chunk_count(network: &Network, classes: usize) -> usize {
     let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
-    (classes * inputs).div_ceil(CHUNK).max(1)
+    (classes * inputs).div_ceil(MAX_CHUNK_WEIGHTS).max(1)
 }
 
 /// The largest number of classes of a rank. The first ranks have one more class if the classes cannot be divided evenly.
@@ -77,7 +78,7 @@ fn max_classes(bounds: &[usize]) -> usize {
 
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct StepPlan {
-    /// This rank's network for the current image size, which is the key for everything else that depends on the size.
+    /// This rank's part of the network for the current image size.
     pub(super) network: Arc<Network>,
     capabilities: Capabilities,
     pub(super) ops: Vec<FusedOp>,
@@ -90,16 +91,16 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) model_ranks: usize,
     pub(super) model_rank: usize,
     pub(super) head: Option<SplitHead>,
-    /// Whether these ranks split other operators than the last layer over its classes.
+    /// Whether the ranks that share a copy also split other operators than the last layer, or the last layer over its inputs.
     pub(super) splits_operators: bool,
     /// The margin of the labels' logits, if logits are scaled cosines.
     pub(super) margin: Option<Margin>,
     /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels: with few channels
-    /// cuDNN is slow (1.9 ms of ResNet-50's 28 at batch 256).
+    /// cuDNN is slow (1.9 ms of the 28 ms of ResNet-50's step at batch 256).
     pub(super) folded: bool,
 }
 
-/// The fused kernels of this engine. `matrix_kernels`: including those with their own matrix multiplication.
+/// The fused kernels of this engine. `matrix_kernels`: whether kernels with their own matrix multiplication are included.
 pub(in crate::cuda) fn capabilities(matrix_kernels: bool) -> Capabilities {
     Capabilities {
         norm_add_relu: true,
@@ -122,10 +123,11 @@ impl StepPlan {
     ) -> Result<Self, CudaError> {
         check(&network)?;
         let splits_operators = split_operator(&network).is_some();
-        // Kernels that apply a batch norm inside a convolution store nothing in which padding between pictures could be cleared.
+        // With split operators, padding lies between the ranks' pictures and is cleared in memory. Kernels that apply a batch norm inside a
+        // convolution do not store the batch norm's output.
         let capabilities = Capabilities { wgmma: capabilities.wgmma && !splits_operators, ..capabilities };
         let ops = fuse(&network, &capabilities);
-        let padded_input = network.channels.next_multiple_of(PADDED_INPUT);
+        let padded_input = network.channels.next_multiple_of(INPUT_MULTIPLE);
         let is_moved = |op: &Op| matches!(op, Op::Redistribute { input, .. } if network.is_pictures(*input));
         let folded = padded_input == 4
             && network.image_size.is_multiple_of(2)
@@ -144,8 +146,8 @@ impl StepPlan {
         });
         // The same number on every rank.
         let padded_classes = match &head {
-            None => network.classes.next_multiple_of(PADDED_CLASSES),
-            Some(head) => head.max_classes().next_multiple_of(PADDED_CLASSES * head.chunks),
+            None => network.classes.next_multiple_of(CLASSES_MULTIPLE),
+            Some(head) => head.max_classes().next_multiple_of(CLASSES_MULTIPLE * head.chunks),
         };
         Ok(Self {
             network,
@@ -173,7 +175,7 @@ impl StepPlan {
             let capacity = loss.drawn(head.max_classes()) + 2 * head.ranks * self.batch;
             let (drawn, chunks) =
                 (loss.drawn(head.own_classes().len()), chunk_count(&self.network, capacity));
-            let capacity = capacity.next_multiple_of(PADDED_CLASSES * chunks);
+            let capacity = capacity.next_multiple_of(CLASSES_MULTIPLE * chunks);
             head.sampled = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });
         }
         self
@@ -208,7 +210,7 @@ impl StepPlan {
         self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1
     }
 
-    /// Number of pictures per micro-batch that this rank has of `tensor`: its own, or its model group's.
+    /// Number of pictures per micro-batch that this rank has of `tensor`: this rank's pictures, or the model group's pictures.
     pub(super) fn pictures(&self, tensor: TensorId) -> usize {
         match self.network.placement(tensor) {
             Placement::Batch => self.batch,
@@ -221,7 +223,7 @@ impl StepPlan {
         self.model_ranks > 1
     }
 
-    /// Name of the layer that computes the logits, also where ranks compute parts of their sum.
+    /// Name of the layer that computes the logits, also if each rank computes only a partial sum of the logits.
     pub(super) fn last_layer(&self) -> &str {
         last_layer(&self.network)
     }
@@ -242,8 +244,8 @@ impl StepPlan {
         self.is_split() && self.dtype == DType::Bf16
     }
 
-    /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: for the norm and for the
-    /// update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are summed over
+    /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: for the norm and for
+    /// the update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are summed over
     /// micro-batches or ranks, if classes are sampled, or if other weights are split.
     pub(super) fn recomputes_head_gradient(&self, accumulates: bool, data_ranks: usize) -> bool {
         self.chunks().0 > 1
@@ -263,6 +265,7 @@ impl StepPlan {
     pub(super) fn values(&self, tensor: TensorId) -> usize {
         let shape = self.network.tensors[tensor];
         if self.folded && tensor == self.network.input() {
+            // In units of 2x2 pixels, the padding of 3 pixels on each side adds 3 to the side.
             return (shape.height / 2 + 3) * (shape.width / 2 + 3) * 4 * self.padded_input;
         }
         let channels = match tensor {
@@ -273,7 +276,7 @@ impl StepPlan {
         shape.pixels() * channels
     }
 
-    /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk of classes.
+    /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk.
     pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
         let (input, output, kernel, stride, [row_padding, padding], groups, first) = match *op {
             FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {
@@ -365,9 +368,9 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     check_rows(network)?;
     for (tensor, shape) in network.tensors.iter().enumerate() {
         let padded = network.is_pictures(tensor) || network.has_logits(tensor);
-        if !padded && !shape.channels.is_multiple_of(CHANNELS) {
+        if !padded && !shape.channels.is_multiple_of(CHANNELS_PER_LOAD) {
             return refuse(format!(
-                "on GPUs, the number of channels must be a multiple of {CHANNELS}, but a tensor has {}",
+                "on GPUs, the number of channels must be a multiple of {CHANNELS_PER_LOAD}, but a tensor has {}",
                 shape.channels
             ));
         }
@@ -387,15 +390,15 @@ fn check_rows(network: &Network) -> Result<(), CudaError> {
         match network.rows(op.output()) {
             Some(rows) if rows.whole < ranks => {
                 return Err(CudaError::Unsupported(format!(
-                    "parallel.height: {ranks} GPUs cannot share the {} rows that {name} makes of a picture, since each needs one. Set \
-                     parallel.height to {} or less, train on larger pictures, or set parallel.device = \"cpu\"",
+                    "parallel.height: {ranks} GPUs cannot share the {} rows that {name} makes of a picture, since each GPU needs a row. \
+                     Set parallel.height to {} or less, train on larger pictures, or set parallel.device = \"cpu\"",
                     rows.whole, rows.whole
                 )));
             }
             None if matches!(op, Op::BatchNorm { .. }) => {
                 return Err(CudaError::Unsupported(format!(
-                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm after the global pooling. Leave the key out, \
-                     or set parallel.device = \"cpu\""
+                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm after the global pooling. Leave the key \
+                     out, or set parallel.device = \"cpu\""
                 )));
             }
             _ => {}
@@ -432,13 +435,14 @@ fn check_splits(network: &Network) -> Result<(), CudaError> {
             Op::Conv { name, input, output, .. } | Op::Linear { name, input, output } => {
                 let is_uneven = |tensor: &TensorId| {
                     let bounds = bounds_of(network.placement(*tensor)).unwrap_or_default();
-                    bounds.iter().any(|bound| !bound.is_multiple_of(CHANNELS)) && !network.has_logits(*tensor)
+                    bounds.iter().any(|bound| !bound.is_multiple_of(CHANNELS_PER_LOAD))
+                        && !network.has_logits(*tensor)
                 };
                 if let Some(uneven) = [*input, *output].into_iter().find(is_uneven) {
                     let part = network.tensors[uneven].channels;
                     return refuse(format!(
-                        "{name} is split, and GPUs compute multiples of {CHANNELS} channels, while a rank has {part}. Split it over fewer ranks \
-                         (parallel.model) or leave its strategy out"
+                        "{name} is split, and GPUs compute multiples of {CHANNELS_PER_LOAD} channels, while a rank has {part}. Split it \
+                         over fewer ranks (parallel.model) or leave its strategy out"
                     ));
                 }
             }

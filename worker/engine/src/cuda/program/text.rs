@@ -1,12 +1,12 @@
 //! Formats a list of commands as text.
 
 use super::*;
-use crate::cuda::command::{Names, Part, print};
+use crate::cuda::command::{Names, Part, to_text};
 
 /// The commands emitted from `facts`, grouped by the parts of the step.
 pub(super) fn text(facts: &Facts<'_>, commands: &[Command]) -> String {
     let ops = &facts.plan.ops;
-    print(commands, &names(facts), |part| match part {
+    to_text(commands, &names(facts), |part| match part {
         Part::Begin => "begin".into(),
         Part::Forward(index) => format!("forward {index} {}", ops[index]),
         Part::Loss => "loss".into(),

@@ -19,11 +19,11 @@ fn gpu_a_cifarnet_matches_the_cpu_engine() {
         let optimizer = Optimizer { kind, momentum: 0.85, ..Optimizer::default() };
         let config = EngineConfig { optimizer, ..config(32) };
         let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
-        let wanted = losses(a.as_mut(), &network, 32, 4, lr);
-        let ours = losses(b.as_mut(), &network, 32, 4, lr);
+        let expected = losses(a.as_mut(), &network, 32, 4, lr);
+        let actual = losses(b.as_mut(), &network, 32, 4, lr);
         let (start, end) = (initial(&network), b.parameters().unwrap());
         let distance = relative_distance(&end, &a.parameters().unwrap(), &start);
-        eprintln!("{kind:?}: losses {ours:?} / {wanted:?}; weights {distance:.1e} of their change apart");
+        eprintln!("{kind:?}: losses {actual:?} / {expected:?}; weights {distance:.1e} of their change apart");
         assert!(distance < bound, "{kind:?}: {distance}");
         for parameter in network.parameters().iter().filter(|p| p.role.is_trained()) {
             let changed = end[&parameter.name] != start[&parameter.name];
@@ -41,8 +41,8 @@ fn gpu_six_views_have_the_cpu_engine_s_logits() {
     let batch = pictures(&network, 6, 0);
     for view in View::of(6) {
         let of_view = view.apply(&batch, 32, 1);
-        let [wanted, ours] = [a.predict(&of_view), b.predict(&of_view)].map(Result::unwrap);
-        let logits_difference = difference(&ours, &wanted) / square(&wanted);
+        let [expected, actual] = [a.predict(&of_view), b.predict(&of_view)].map(Result::unwrap);
+        let logits_difference = difference(&actual, &expected) / square(&expected);
         assert!(logits_difference < 1e-8, "{view:?}: {logits_difference}");
     }
 }

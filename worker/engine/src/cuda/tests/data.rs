@@ -28,7 +28,7 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
         );
         let config = config(64);
         let plan = EpochPlan { epoch: 1, drop_remainder: true, threads: 2, ..EpochPlan::of(64) };
-        let mut wanted = Vec::new();
+        let mut results = Vec::new();
         for (format, on_gpu) in
             [(BatchFormat::Normalised, false), (BatchFormat::AugmentParams, true), (BatchFormat::Bytes, true)]
         {
@@ -49,25 +49,25 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
                 "{side} px, {format:?}: loss {}, gradient {}, {evaluated:?}",
                 result.loss, result.grad_norm
             );
-            wanted.push((result.loss, result.grad_norm, evaluated.loss_sum, of_views));
+            results.push((result.loss, result.grad_norm, evaluated.loss_sum, of_views));
         }
-        for ours in &wanted[1..] {
+        for actual in &results[1..] {
             // After scaling, a byte may be rounded differently.
             assert!(
-                (ours.0 - wanted[0].0).abs() < 2e-3 * wanted[0].0,
-                "{side} px: {ours:?} / {:?}",
-                wanted[0]
+                (actual.0 - results[0].0).abs() < 2e-3 * results[0].0,
+                "{side} px: {actual:?} / {:?}",
+                results[0]
             );
             assert!(
-                (ours.2 - wanted[0].2).abs() < 5e-3 * wanted[0].2,
-                "{side} px: {ours:?} / {:?}",
-                wanted[0]
+                (actual.2 - results[0].2).abs() < 5e-3 * results[0].2,
+                "{side} px: {actual:?} / {:?}",
+                results[0]
             );
-            for (ours, wanted) in ours.3.iter().zip(&wanted[0].3) {
-                assert!((ours - wanted).abs() < 5e-3 * wanted, "{side} px: {ours}, not {wanted}");
+            for (actual, expected) in actual.3.iter().zip(&results[0].3) {
+                assert!((actual - expected).abs() < 5e-3 * expected, "{side} px: {actual}, not {expected}");
             }
         }
         // The six views differ.
-        assert!(wanted[0].3.windows(2).all(|pair| pair[0] != pair[1]));
+        assert!(results[0].3.windows(2).all(|pair| pair[0] != pair[1]));
     }
 }

@@ -16,9 +16,9 @@ const STEPS: [&[usize]; 4] = [&[32], &[19], &[32, 32, 32], &[32, 32, 5]];
 fn gpu_default_operations_in_float32_match_the_cpu_engine() {
     for network in operations() {
         for counts in STEPS {
-            let found = compare_step(&network, 32, counts, &default_in(Precision::Fp32), 0);
-            assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{}", network.arch);
-            assert!(found.gradient < 1e-4, "{}: {} is {} apart", network.arch, found.name, found.gradient);
+            let apart = compare_step(&network, 32, counts, &default_in(Precision::Fp32), 0);
+            assert!(apart.logits < 1e-4 && apart.loss < 1e-4 && apart.statistics < 1e-4, "{}", network.arch);
+            assert!(apart.gradient < 1e-4, "{}: {} is {} apart", network.arch, apart.name, apart.gradient);
         }
     }
 }
@@ -31,10 +31,10 @@ fn gpu_default_operations_in_16_bits_are_close_to_the_cpu_engine() {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.
             let gradient = if network.arch.contains("pooling") { 0.3 } else { gradient };
             for (draw, counts) in STEPS.into_iter().enumerate() {
-                let found = compare_step(&network, 32, counts, &default_in(precision), draw);
-                assert!(found.logits < 1e-2 && found.loss < 1e-2, "{precision:?} {}", network.arch);
-                assert!(found.statistics < 1e-2, "{precision:?} {}", network.arch);
-                let (name, difference) = (&found.name, found.gradient);
+                let apart = compare_step(&network, 32, counts, &default_in(precision), draw);
+                assert!(apart.logits < 1e-2 && apart.loss < 1e-2, "{precision:?} {}", network.arch);
+                assert!(apart.statistics < 1e-2, "{precision:?} {}", network.arch);
+                let (name, difference) = (&apart.name, apart.gradient);
                 assert!(
                     difference < gradient,
                     "{precision:?} {}: {name} is {difference} apart",
@@ -65,15 +65,15 @@ fn gpu_default_networks_are_close_to_the_cpu_engine() {
             for (precision, near, gradient) in
                 [(Precision::Fp32, 1e-4, 4e-2), (Precision::Fp16, 2e-2, 0.5), (Precision::Bf16, 8e-2, 1.0)]
             {
-                let found = cpu.compare_with(&default_in(precision));
+                let apart = cpu.compare_with(&default_in(precision));
                 // With ResNet-50's default initialisation, 16-bit gradients are too inexact to test an engine. So the test
                 // compares the errors with every fusion and in deterministic mode.
                 let fixed = cpu.compare_with(&DeviceConfig { precision, ..deterministic() });
                 let gradient = f64::max(gradient, 1.5 * fixed.gradient);
-                let all = [found.logits, found.loss, found.statistics];
-                let is_near = all.iter().all(|difference| *difference < near) && found.gradient < gradient;
+                let all = [apart.logits, apart.loss, apart.statistics];
+                let is_near = all.iter().all(|difference| *difference < near) && apart.gradient < gradient;
                 if !is_near {
-                    let (name, difference) = (&found.name, found.gradient);
+                    let (name, difference) = (&apart.name, apart.gradient);
                     failures.push(format!(
                         "{precision:?} {arch:?} {counts:?}: {all:?}, gradient of {name} {difference}"
                     ));
@@ -93,14 +93,14 @@ fn gpu_default_losses_follow_the_cpu_engine() {
     {
         let (network, config) = (network(arch, stem, side), config(batch));
         let initial = init::initial_parameters(&network, true, 1);
-        let wanted = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 20, 0.002);
+        let expected = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 20, 0.002);
         for (precision, near) in [(Precision::Fp32, 1e-3), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)] {
             let mut gpu = cuda_as(&initial, &network, &config, default_in(precision));
-            let ours = losses(gpu.as_mut(), &network, batch, 20, 0.002);
-            let worst = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+            let actual = losses(gpu.as_mut(), &network, batch, 20, 0.002);
+            let worst = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
             eprintln!(
                 "{arch:?}, {precision:?}: 20 losses at most {worst:.1e} apart, last {} / {}",
-                ours[19], wanted[19]
+                actual[19], expected[19]
             );
             assert!(worst < near, "{arch:?}, {precision:?}: {worst}");
         }
@@ -125,7 +125,7 @@ fn gpu_any_number_of_micro_batches_matches_the_cpu_engine() {
     let ring = crate::cuda::rings::SLOTS;
     for accumulate in [1, 16, ring - 1, ring, ring + 1, 3 * ring, 4096] {
         let config = EngineConfig { accumulate, ..config(PICTURES) };
-        let mut wanted = Vec::new();
+        let mut all_losses = Vec::new();
         for (format, gpu) in [
             (BatchFormat::Normalised, None),
             (BatchFormat::AugmentParams, Some(deterministic())),
@@ -153,16 +153,16 @@ fn gpu_any_number_of_micro_batches_matches_the_cpu_engine() {
             results.extend(engine.finish_steps().unwrap());
             let losses: Vec<f32> = results.iter().map(|r| r.loss).collect();
             eprintln!("{accumulate} micro-batches, {format:?}: {losses:?}");
-            wanted.push(losses);
+            all_losses.push(losses);
         }
-        let cpu = wanted.remove(0);
+        let cpu = all_losses.remove(0);
         assert!(cpu.len() >= 2);
-        for ours in &wanted {
-            let worst = ours.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+        for actual in &all_losses {
+            let worst = actual.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
             // After scaling, a byte may be rounded differently.
             assert!(
-                ours.len() == cpu.len() && worst < 2e-3,
-                "{accumulate} micro-batches: {ours:?} / {cpu:?}"
+                actual.len() == cpu.len() && worst < 2e-3,
+                "{accumulate} micro-batches: {actual:?} / {cpu:?}"
             );
         }
     }

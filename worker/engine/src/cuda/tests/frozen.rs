@@ -12,8 +12,8 @@ fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw:
         counts.iter().enumerate().map(|(i, n)| pictures(network, *n, draw + 100 * i)).collect();
     let mut cpu = cpu_from(&initial, network, &config);
     let mut gpu = cuda_from(&initial, network, &config, precision);
-    let (wanted, ours) = (cpu.train_step(&step, 0.01).unwrap(), gpu.train_step(&step, 0.01).unwrap());
-    let loss = f64::from((ours.loss - wanted.loss).abs() / wanted.loss);
+    let (expected, actual) = (cpu.train_step(&step, 0.01).unwrap(), gpu.train_step(&step, 0.01).unwrap());
+    let loss = f64::from((actual.loss - expected.loss).abs() / expected.loss);
     // Momentum after the first step includes the decay, but not for frozen parameters.
     let (gradient, name) =
         worst_difference(&gpu.optimizer_state().unwrap().slots, &cpu.optimizer_state().unwrap().slots);
@@ -99,7 +99,7 @@ fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
     for kind in OptimizerKind::ALL {
         let optimizer = Optimizer { kind, weight_decay: 0.1, ..Optimizer::default() };
         let config = EngineConfig { optimizer, ..config(8) };
-        let [wanted, ours] = [false, true].map(|on_gpu| {
+        let [expected, actual] = [false, true].map(|on_gpu| {
             let mut engine = match on_gpu {
                 true => cuda_from(&initial, &network, &config, Precision::Fp32),
                 false => cpu_from(&initial, &network, &config),
@@ -114,15 +114,15 @@ fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
             }
             (engine.parameters().unwrap(), engine.optimizer_state().unwrap().slots)
         });
-        for (name, tensor) in &ours.0 {
+        for (name, tensor) in &actual.0 {
             assert_eq!(*tensor != initial[name], !is_of_norm(&network, name), "{kind:?}: {name}");
         }
-        for (slot, tensor) in &ours.1 {
+        for (slot, tensor) in &actual.1 {
             let (name, _) = slot.rsplit_once('.').unwrap();
             let is_unchanged = tensor.values.iter().all(|v| *v == 0.25);
             assert_eq!(is_unchanged, is_of_norm(&network, name), "{kind:?}: {slot}");
         }
-        let distance = relative_distance(&ours.0, &wanted.0, &initial);
+        let distance = relative_distance(&actual.0, &expected.0, &initial);
         let bound = if kind == OptimizerKind::Muon { 5e-2 } else { 1e-2 };
         assert!(distance < bound, "{kind:?}: weights are {distance} of their change apart");
     }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 const LR: f32 = 0.05;
 const STEPS: usize = 5;
-/// Number of finished steps before the unfinished one.
+/// Number of finished steps before the unfinished step.
 const FINISHED: usize = 3;
 /// The step that creates the average.
 const AVERAGED_FROM: usize = 2;
@@ -93,8 +93,8 @@ impl Run {
         self
     }
 
-    /// Starts the next step, with a gate before the first command that is `wanted`.
-    fn start_up_to(&mut self, wanted: impl Fn(&Command) -> bool) -> Gate {
+    /// Starts the next step, with a gate before the first command for which `is_gated` is true.
+    fn start_up_to(&mut self, is_gated: impl Fn(&Command) -> bool) -> Gate {
         let batches = self.next_batches();
         let engine = &mut self.engine;
         let Prologue { parts, gradient_scale } = Prologue::of(&batches, &engine.config, 1).unwrap();
@@ -105,7 +105,7 @@ impl Run {
         engine.program.inputs.send(control, part.batch);
         engine.started_steps += 1;
         let commands = engine.program.commands(phase, input, true).unwrap();
-        let at = commands.iter().position(wanted).unwrap();
+        let at = commands.iter().position(is_gated).unwrap();
         engine.program.start(&commands[..at], input.address()).unwrap();
         let gate = Gate::close(engine.program.main.0);
         engine.program.start(&commands[at..], input.address()).unwrap();
@@ -115,16 +115,16 @@ impl Run {
         gate
     }
 
-    /// Undoes unfinished steps, as after the loss of another rank. Checks that the state is that of step `finished`, and that the results of
-    /// all steps up to it are known.
+    /// Undoes unfinished steps, as after the loss of another rank. Checks that the state is that of step `finished`, and that the results
+    /// of all steps up to it are known.
     fn check_recovered(&mut self, finished: usize, uninterrupted: &[(StateDict, StepResult)]) -> StateDict {
         self.results.extend(self.engine.undo_unfinished_steps().expect("the state on the GPU is known"));
         let without_times =
             |result: &StepResult| StepResult { step_secs: 0.0, all_reduce_secs: 0.0, ..*result };
-        let ours: Vec<_> = self.results.iter().map(without_times).collect();
-        let theirs: Vec<_> =
+        let actual: Vec<_> = self.results.iter().map(without_times).collect();
+        let expected: Vec<_> =
             uninterrupted[..finished].iter().map(|(_, result)| without_times(result)).collect();
-        assert_eq!(format!("{ours:?}"), format!("{theirs:?}"));
+        assert_eq!(format!("{actual:?}"), format!("{expected:?}"));
         let state = self.engine.own_state().unwrap();
         assert!(state == uninterrupted[finished - 1].0, "the state of step {finished}");
         state

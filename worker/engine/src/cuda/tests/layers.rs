@@ -16,7 +16,7 @@ fn gpu_kept_gradients_match_the_cpu_engine() {
             let config = EngineConfig { accumulate, ..config(16) };
             let initial = if network.frozen_norm { trained_parameters(&network) } else { initial(&network) };
             let step: Vec<Batch> = (0..accumulate).map(|i| pictures(&network, 16, i)).collect();
-            let [wanted, ours] = [false, true].map(|on_gpu| {
+            let [expected, actual] = [false, true].map(|on_gpu| {
                 let mut engine = match on_gpu {
                     true => cuda_from(&initial, &network, &config, precision),
                     false => cpu_from(&initial, &network, &config),
@@ -24,21 +24,21 @@ fn gpu_kept_gradients_match_the_cpu_engine() {
                 // An earlier step, whose gradients are not kept.
                 engine.train_step(&step, 0.0).unwrap();
                 engine.keep_gradients().unwrap();
-                let found = engine.train_step(&step, 0.0).unwrap();
+                let result = engine.train_step(&step, 0.0).unwrap();
                 let gradients = engine.gradients().unwrap();
                 let norm = gradients.values().map(|t| square(&t.values)).sum::<f64>().sqrt();
-                let norm_difference = (norm - f64::from(found.grad_norm)).abs() / norm;
+                let norm_difference = (norm - f64::from(result.grad_norm)).abs() / norm;
                 assert!(
                     norm_difference < 1e-4,
                     "{}: {norm}, the step reports {}",
                     network.arch,
-                    found.grad_norm
+                    result.grad_norm
                 );
                 gradients
             });
-            assert!(ours.keys().eq(wanted.keys()), "{}", network.arch);
-            assert_eq!(ours.keys().any(|name| is_of_norm(&network, name)), !network.frozen_norm);
-            let (gradient, name) = worst_difference(&ours, &wanted);
+            assert!(actual.keys().eq(expected.keys()), "{}", network.arch);
+            assert_eq!(actual.keys().any(|name| is_of_norm(&network, name)), !network.frozen_norm);
+            let (gradient, name) = worst_difference(&actual, &expected);
             eprintln!("{} {precision:?}: {gradient:.1e} ({name}) apart", network.arch);
             assert!(gradient < near, "{} {precision:?}: {name} is {gradient} apart", network.arch);
         }

@@ -20,18 +20,19 @@ fn gpu_a_step_on_mixed_pictures_matches_the_cpu_engine() {
             let config = EngineConfig { accumulate: 2, ..config(16) };
             let step = [mixed(&network, 16, draw, lambda), pictures(&network, 16, 100 + draw)];
             let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, precision));
-            let (wanted, ours) = (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
-            let loss_difference = ((ours.loss - wanted.loss) / wanted.loss).abs();
+            let (expected, actual) =
+                (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
+            let loss_difference = ((actual.loss - expected.loss) / expected.loss).abs();
             assert!(
                 loss_difference < tolerance,
                 "{precision:?}, lambda {lambda}: {} {}",
-                ours.loss,
-                wanted.loss
+                actual.loss,
+                expected.loss
             );
-            let norms = ((ours.grad_norm - wanted.grad_norm) / wanted.grad_norm).abs();
+            let norms = ((actual.grad_norm - expected.grad_norm) / expected.grad_norm).abs();
             assert!(norms < tolerance.max(1e-3), "{precision:?}, lambda {lambda}: gradient {norms} apart");
             if precision == Precision::Fp32 {
-                assert_eq!(ours.correct, wanted.correct, "lambda {lambda}");
+                assert_eq!(actual.correct, expected.correct, "lambda {lambda}");
                 let bias = "fc.bias.momentum";
                 let [a, b] = [&gpu, &cpu].map(|e| e.optimizer_state().unwrap().slots[bias].values.clone());
                 assert!(difference(&a, &b) < 1e-8 * square(&b).max(1e-6), "lambda {lambda}: {a:?} {b:?}");
@@ -63,10 +64,11 @@ fn gpu_a_step_with_class_weights_matches_the_cpu_engine() {
                 }
             });
             let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, precision));
-            let (wanted, ours) = (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
-            let case = format!("{precision:?}, mixed: {is_mixed}: {ours:?} {wanted:?}");
-            assert!(((ours.loss - wanted.loss) / wanted.loss).abs() < tolerance, "{case}");
-            let norms = ((ours.grad_norm - wanted.grad_norm) / wanted.grad_norm).abs();
+            let (expected, actual) =
+                (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
+            let case = format!("{precision:?}, mixed: {is_mixed}: {actual:?} {expected:?}");
+            assert!(((actual.loss - expected.loss) / expected.loss).abs() < tolerance, "{case}");
+            let norms = ((actual.grad_norm - expected.grad_norm) / expected.grad_norm).abs();
             assert!(norms < tolerance.max(1e-3), "{case}");
             if precision == Precision::Fp32 {
                 let bias = "fc.bias.momentum";
@@ -177,7 +179,7 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
             let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
             let network = Arc::new(resnet::build(&model, side as usize, channels, 10).unwrap());
             let config = EngineConfig { accumulate, ..config(16) };
-            let [wanted, ours] = [false, true].map(|on_gpu| {
+            let [expected, actual] = [false, true].map(|on_gpu| {
                 let mut data = source(path, side, mixing);
                 let mut engine =
                     if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
@@ -193,18 +195,21 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
             });
             // After scaling, a byte may be rounded differently.
             let near = if [28, 32].contains(&side) { 1e-4 } else { 2e-3 };
-            for (step, (ours, wanted)) in ours.0.iter().zip(&wanted.0).enumerate() {
-                let loss_difference = (ours.loss - wanted.loss).abs() / wanted.loss;
-                eprintln!("{side} px, {mixing:?}, step {step}: {} / {}", ours.loss, wanted.loss);
-                assert!(loss_difference < near, "{side} px, {mixing:?}, step {step}: {ours:?} / {wanted:?}");
-                assert_eq!(ours.samples, wanted.samples);
+            for (step, (actual, expected)) in actual.0.iter().zip(&expected.0).enumerate() {
+                let loss_difference = (actual.loss - expected.loss).abs() / expected.loss;
+                eprintln!("{side} px, {mixing:?}, step {step}: {} / {}", actual.loss, expected.loss);
+                assert!(
+                    loss_difference < near,
+                    "{side} px, {mixing:?}, step {step}: {actual:?} / {expected:?}"
+                );
+                assert_eq!(actual.samples, expected.samples);
             }
-            let evaluation_difference = (ours.1.loss_sum - wanted.1.loss_sum).abs() / wanted.1.loss_sum;
+            let evaluation_difference = (actual.1.loss_sum - expected.1.loss_sum).abs() / expected.1.loss_sum;
             assert!(
                 evaluation_difference < 5e-3,
                 "{side} px, {mixing:?}: evaluation {:?} / {:?}",
-                ours.1,
-                wanted.1
+                actual.1,
+                expected.1
             );
         }
     }
@@ -221,14 +226,14 @@ fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
     let (network, config) = (Arc::new(network), config(16));
     let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     let plan = EpochPlan { drop_remainder: true, ..EpochPlan::of(16) };
-    let wanted: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
+    let expected: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
     // As if the dataset did not fit in GPU memory.
     gpu.take_data(&data).unwrap();
     data.set_format(BatchFormat::Bytes);
-    let ours: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
-    for (ours, wanted) in ours.iter().zip(&wanted) {
-        assert!(ours.augment_params.is_empty() && ours.bytes.len() == 16 * 28 * 28);
-        let [a, b] = [(&mut gpu, ours), (&mut cpu, wanted)]
+    let actual: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
+    for (actual, expected) in actual.iter().zip(&expected) {
+        assert!(actual.augment_params.is_empty() && actual.bytes.len() == 16 * 28 * 28);
+        let [a, b] = [(&mut gpu, actual), (&mut cpu, expected)]
             .map(|(engine, batch)| engine.train_step(std::slice::from_ref(batch), 0.0).unwrap().loss);
         assert!((a - b).abs() < 5e-3 * b, "{a} instead of {b}");
     }

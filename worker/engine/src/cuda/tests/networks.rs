@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Small networks that together have every operation and fusion.
+/// Small networks that together contain every operation and every fusion.
 pub(in crate::cuda) fn operations() -> Vec<Arc<Network>> {
     let mut all = Vec::new();
     let stems = [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)];

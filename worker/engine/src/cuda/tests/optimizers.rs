@@ -39,11 +39,11 @@ fn gpu_optimizers_match_the_cpu_engine() {
         let network = operations().swap_remove(0);
         let config = EngineConfig { optimizer, ..config(32) };
         let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
-        let wanted = losses(a.as_mut(), &network, 32, 5, lr);
-        let ours = losses(b.as_mut(), &network, 32, 5, lr);
+        let expected = losses(a.as_mut(), &network, 32, 5, lr);
+        let actual = losses(b.as_mut(), &network, 32, 5, lr);
         let start = initial(&network);
         let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
-        eprintln!("{name}: losses {ours:?} / {wanted:?}; weights {distance:.1e} of their change apart");
+        eprintln!("{name}: losses {actual:?} / {expected:?}; weights {distance:.1e} of their change apart");
         // Muon's matrices are bfloat16.
         let bound = if optimizer.is_muon() { 5e-2 } else { 1e-2 };
         assert!(distance < bound, "{name}: {distance}");
@@ -133,22 +133,22 @@ fn check_update(
             |state: &OptimizerState, slot: &str| state.slots[&slot_name(parameter, slot)].values.clone();
         let (m, v) = (slot(after, "exp_avg"), slot(after, "exp_avg_sq"));
         let (old_m, old_v) = (slot(before, "exp_avg"), slot(before, "exp_avg_sq"));
-        let wanted = expected_update(optimizer, lr, &old_weights[parameter], &m, &v, after.updates);
-        let largest = wanted.iter().fold(1e-3f64, |largest, w| largest.max(w.abs()));
-        for (w, wanted) in now.values.iter().zip(&wanted) {
-            let difference = (f64::from(*w) - wanted).abs();
-            assert!(difference < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
+        let expected = expected_update(optimizer, lr, &old_weights[parameter], &m, &v, after.updates);
+        let largest = expected.iter().fold(1e-3f64, |largest, w| largest.max(w.abs()));
+        for (w, expected) in now.values.iter().zip(&expected) {
+            let difference = (f64::from(*w) - expected).abs();
+            assert!(difference < 3e-6 * largest, "{name}: {parameter} is {w} instead of {expected}");
         }
         // The gradient follows from the first moment, and the second moment from the gradient.
         let (beta1, beta2) = (optimizer.beta1, optimizer.beta2);
         let largest = v.iter().fold(1e-30f64, |largest, v| largest.max(f64::from(*v)));
         for i in 0..m.len() {
             let g = (f64::from(m[i]) - beta1 * f64::from(old_m[i])) / (1.0 - beta1);
-            let wanted = beta2 * f64::from(old_v[i]) + (1.0 - beta2) * g * g;
-            let difference = (f64::from(v[i]) - wanted).abs();
+            let expected = beta2 * f64::from(old_v[i]) + (1.0 - beta2) * g * g;
+            let difference = (f64::from(v[i]) - expected).abs();
             assert!(
                 difference < 1e-4 * largest,
-                "{name}: {parameter}'s square is {} instead of {wanted}",
+                "{name}: {parameter}'s square is {} instead of {expected}",
                 v[i]
             );
         }
@@ -220,33 +220,33 @@ fn gpu_the_average_follows_weights_and_running_statistics_while_the_host_runs_ah
     for precision in [Precision::Fp32, Precision::Fp16] {
         let network = network(Arch::ResNet18, Stem::Imagenet, 64);
         let config = config(8);
-        let average = |wanted: &mut NamedTensors, now: &NamedTensors| {
-            for (name, average) in wanted.iter_mut() {
+        let average = |expected: &mut NamedTensors, now: &NamedTensors| {
+            for (name, average) in expected.iter_mut() {
                 let values = average.values.iter_mut().zip(&now[name].values);
                 values.for_each(|(a, v)| *a = 0.75 * *a + 0.25 * v);
             }
         };
         let (mut stepwise, mut ahead) =
             (cuda(&network, &config, precision), cuda(&network, &config, precision));
-        let mut wanted: Option<NamedTensors> = None;
+        let mut expected: Option<NamedTensors> = None;
         for step in 0..6 {
             let batch = [pictures(&network, 8, step)];
             stepwise.train_step(&batch, 0.02).unwrap();
             stepwise.average(0.75).unwrap();
             let now = stepwise.parameters().unwrap();
-            average(wanted.get_or_insert_with(|| now.clone()), &now);
+            average(expected.get_or_insert_with(|| now.clone()), &now);
             ahead.start_step(&batch, 0.02).unwrap();
             ahead.average(0.75).unwrap();
         }
         ahead.finish_steps().unwrap();
-        let (wanted, found) = (wanted.unwrap(), stepwise.averaged().unwrap().unwrap());
-        let (worst, name) = worst_difference(&found, &wanted);
+        let (expected, actual) = (expected.unwrap(), stepwise.averaged().unwrap().unwrap());
+        let (worst, name) = worst_difference(&actual, &expected);
         assert!(worst < 1e-6, "{precision:?}: {name} is {worst} apart");
-        assert!(ahead.averaged().unwrap().as_ref() == Some(&found), "{precision:?}");
+        assert!(ahead.averaged().unwrap().as_ref() == Some(&actual), "{precision:?}");
         let mut other = cuda(&network, &config, precision);
         assert!(!other.has_average());
-        other.set_averaged(&found).unwrap();
-        assert!(other.averaged().unwrap() == Some(found), "{precision:?}");
+        other.set_averaged(&actual).unwrap();
+        assert!(other.averaged().unwrap() == Some(actual), "{precision:?}");
     }
 }
 
@@ -264,9 +264,9 @@ fn gpu_checksums_cover_every_weight_and_match_across_engines() {
         let [one, other] = engines.each_ref().map(|engine| engine.checksum().unwrap());
         assert!(one == other && one != before, "{before:?} {one:?} {other:?}");
         let weights = engines[0].parameters().unwrap();
-        for (name, place) in [("conv1.weight", 0), ("layer2.0.conv1.weight", 77), ("fc.bias", 9)] {
+        for (name, index) in [("conv1.weight", 0), ("layer2.0.conv1.weight", 77), ("fc.bias", 9)] {
             let mut changed = weights.clone();
-            let value = &mut changed.get_mut(name).unwrap().values[place];
+            let value = &mut changed.get_mut(name).unwrap().values[index];
             *value = f32::from_bits(value.to_bits() ^ 1);
             engines[1].set_parameters(&changed).unwrap();
             assert_ne!(engines[1].checksum().unwrap(), one, "{name}");
@@ -284,18 +284,18 @@ fn gpu_the_average_is_unbiased_for_any_decay() {
     const STEPS: i32 = 100_000;
     let network = network(Arch::ResNet20, Stem::Cifar, 16);
     let mut engine = cuda(&network, &config(8), Precision::Fp32);
-    let mut wanted = engine.parameters().unwrap();
-    let mut zeros = wanted.clone();
+    let mut expected = engine.parameters().unwrap();
+    let mut zeros = expected.clone();
     zeros.values_mut().for_each(|tensor| tensor.values.fill(0.0));
     engine.set_averaged(&zeros).unwrap();
     for _ in 0..STEPS {
         engine.average(DECAY).unwrap();
     }
     let weight = 1.0 - DECAY.powi(STEPS);
-    for value in wanted.values_mut().flat_map(|tensor| &mut tensor.values) {
+    for value in expected.values_mut().flat_map(|tensor| &mut tensor.values) {
         *value = (f64::from(*value) * weight) as f32;
     }
-    let (worst, name) = worst_difference(&engine.averaged().unwrap().unwrap(), &wanted);
+    let (worst, name) = worst_difference(&engine.averaged().unwrap().unwrap(), &expected);
     assert!(worst < 5e-5, "{name} is {worst} apart");
 }
 
@@ -309,6 +309,6 @@ fn gpu_a_non_finite_second_moment_is_found() {
     let mut state = engine.optimizer_state().unwrap();
     state.slots.get_mut("fc.bias.exp_avg_sq").unwrap().values[9] = f32::INFINITY;
     engine.set_optimizer_state(&state).unwrap();
-    let found = engine.first_not_finite().unwrap().unwrap();
-    assert!(found.starts_with("fc.bias.exp_avg_sq contains inf at index 9"), "{found}");
+    let report = engine.first_not_finite().unwrap().unwrap();
+    assert!(report.starts_with("fc.bias.exp_avg_sq contains inf at index 9"), "{report}");
 }

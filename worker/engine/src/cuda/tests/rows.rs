@@ -1,12 +1,12 @@
-//! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages in the
-//! same bound.
+//! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages
+//! within the same bounds.
 
 use super::{split_head::on_gpus, *};
 use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};
 use lockstep_comm::ProcessGroup;
 
-/// Number of pictures of a set of ranks that share their rows.
-const OWN: usize = 8;
+/// Number of pictures of each set of ranks that share the rows of these pictures.
+const PER_SET: usize = 8;
 const STEPS: usize = 6;
 const LR: f32 = 0.001;
 /// Number of pixels by which pictures of the evaluation are larger.
@@ -79,14 +79,16 @@ impl Case {
 
     /// The pictures of a micro-batch: of the set `set` of ranks, or of all ranks.
     fn batch(&self, network: &Network, number: usize, is_ragged: bool, set: Option<usize>) -> Batch {
-        let all = pictures(network, self.sets() * OWN, number);
-        let count = |set: usize| if is_ragged { [OWN / 2, 3].get(set).copied().unwrap_or(0) } else { OWN };
+        let all = pictures(network, self.sets() * PER_SET, number);
+        let count = |set: usize| {
+            if is_ragged { [PER_SET / 2, 3].get(set).copied().unwrap_or(0) } else { PER_SET }
+        };
         let size = network.tensors[0].len();
         let mut batch = Batch::default();
         for other in 0..self.sets() {
             batch.global_samples += count(other);
             if set.is_none_or(|set| set == other) {
-                let range = other * OWN..other * OWN + count(other);
+                let range = other * PER_SET..other * PER_SET + count(other);
                 batch.images.extend(&all.images[range.start * size..range.end * size]);
                 batch.labels.extend(&all.labels[range.clone()]);
                 batch.indices.extend(&all.indices[range]);
@@ -118,7 +120,7 @@ struct Run {
     steps: Vec<StepResult>,
     checksum: [u64; 2],
     logits: Vec<f32>,
-    /// The loss of pictures of the network's size and of larger ones.
+    /// The loss of pictures of the network's size, and of larger pictures.
     evaluated: [f64; 2],
     state: Option<StateDict>,
 }
@@ -141,37 +143,41 @@ fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usiz
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
 }
 
-/// Trains a case on GPUs and on one CPU rank, and compares. Losses may differ by `loss`, and weights by `bound` relative to their change
-/// in training.
+/// Trains a case on GPUs and on one CPU rank, and compares. Losses may differ by `loss` (relative), and weights by `bound` relative to the
+/// weights' change in training.
 pub(super) fn compare(case: Case, loss: f32, bound: f64) {
     let network = Arc::new((case.network)());
     let config_of = |batch_size: usize| EngineConfig { accumulate: case.accumulate, ..config(batch_size) };
     let start = initial(&network);
     let Some(runs) = on_gpus(case.mesh().ranks() as u32, |comm| {
         let (gpu, set) = (case.gpu(&comm), case.set_of(comm.rank() as usize));
-        let mut engine = crate::cuda::build(network.clone(), &start, config_of(OWN), comm, &gpu).unwrap();
+        let mut engine = crate::cuda::build(network.clone(), &start, config_of(PER_SET), comm, &gpu).unwrap();
         run(&mut engine, &case, &network, Some(set))
     }) else {
         return;
     };
-    let mut single = cpu_from(&start, &network, &config_of(case.sets() * OWN));
-    let wanted = run(single.as_mut(), &case, &network, None);
+    let mut single = cpu_from(&start, &network, &config_of(case.sets() * PER_SET));
+    let expected = run(single.as_mut(), &case, &network, None);
     // Ranks that share rows have the same results, and the last stage has the logits.
     let mesh = case.mesh();
     let is_of_set = |rank: &usize| mesh.height_rank(*rank) == 0 && mesh.stage_rank(*rank) + 1 == mesh.stage;
     let sets: Vec<&Run> = (0..runs.len()).filter(is_of_set).map(|rank| &runs[rank]).collect();
-    for (step, theirs) in wanted.steps.iter().enumerate() {
+    for (step, expected_step) in expected.steps.iter().enumerate() {
         let samples: u32 = sets.iter().map(|run| run.steps[step].samples).sum();
         let sum: f32 = sets.iter().map(|run| run.steps[step].loss * run.steps[step].samples as f32).sum();
-        let ours = sum / samples as f32;
+        let actual_loss = sum / samples as f32;
         let norms: Vec<f32> = runs.iter().map(|run| run.steps[step].grad_norm).collect();
         eprintln!(
-            "{case:?}, step {step}: loss {ours} / {}, gradient {norms:?} / {}",
-            theirs.loss, theirs.grad_norm
+            "{case:?}, step {step}: loss {actual_loss} / {}, gradient {norms:?} / {}",
+            expected_step.loss, expected_step.grad_norm
         );
-        assert!(samples == theirs.samples && (ours - theirs.loss).abs() < loss * theirs.loss, "{case:?}");
+        assert_eq!(samples, expected_step.samples, "{case:?}");
+        assert!((actual_loss - expected_step.loss).abs() < loss * expected_step.loss, "{case:?}");
         assert!(norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
-        assert!((norms[0] - theirs.grad_norm).abs() < 100.0 * loss * theirs.grad_norm, "{case:?}");
+        assert!(
+            (norms[0] - expected_step.grad_norm).abs() < 100.0 * loss * expected_step.grad_norm,
+            "{case:?}"
+        );
         for (rank, run) in runs.iter().enumerate() {
             let set_loss = sets[case.set_of(rank)].steps[step].loss;
             assert!((run.steps[step].loss - set_loss).abs() <= loss * set_loss, "{case:?}, rank {rank}");
@@ -179,22 +185,22 @@ pub(super) fn compare(case: Case, loss: f32, bound: f64) {
     }
     for (rank, run) in runs.iter().enumerate() {
         let first = mesh.stage_rank(rank) * mesh.ranks_of_stage();
-        let wanted = [runs[first].checksum[0], runs[first + rank % case.mesh[2]].checksum[1]];
-        assert_eq!(run.checksum, wanted, "{case:?}: rank {rank}");
+        let expected = [runs[first].checksum[0], runs[first + rank % case.mesh[2]].checksum[1]];
+        assert_eq!(run.checksum, expected, "{case:?}: rank {rank}");
     }
     let logits: Vec<f32> = sets.iter().flat_map(|run| run.logits.iter().copied()).collect();
-    assert_eq!(logits.len(), wanted.logits.len(), "{case:?}");
-    let logits_distance = (difference(&logits, &wanted.logits) / square(&wanted.logits)).sqrt();
+    assert_eq!(logits.len(), expected.logits.len(), "{case:?}");
+    let logits_distance = (difference(&logits, &expected.logits) / square(&expected.logits)).sqrt();
     let evaluated = [0, 1].map(|of| sets.iter().map(|run| run.evaluated[of]).sum::<f64>());
     let state = runs[0].state.as_ref().unwrap();
-    let weights = relative_distance(&state.parameters, &wanted.state.unwrap().parameters, &start);
+    let weights = relative_distance(&state.parameters, &expected.state.unwrap().parameters, &start);
     eprintln!(
         "{case:?}: logits {logits_distance:.1e}, weights {weights:.1e} of their change apart; evaluated {evaluated:?} / {:?}",
-        wanted.evaluated
+        expected.evaluated
     );
     assert!(weights < bound && logits_distance < bound, "{case:?}");
-    for (ours, theirs) in evaluated.iter().zip(wanted.evaluated) {
-        assert!((ours - theirs).abs() < bound * theirs, "{case:?}");
+    for (actual, expected) in evaluated.iter().zip(expected.evaluated) {
+        assert!((actual - expected).abs() < bound * expected, "{case:?}");
     }
     // A single rank can continue from the checkpoint.
     single.load_state_dict(state).unwrap();
@@ -234,18 +240,18 @@ fn gpus_in_a_mesh_with_rows_train_as_one_rank() {
 #[ignore = "needs 2 GPUs"]
 fn gpus_that_share_rows_may_have_separate_statistics() {
     let network = Arc::new(block());
-    let (start, config) = (initial(&network), EngineConfig { sync_batch_norm: false, ..config(OWN) });
+    let (start, config) = (initial(&network), EngineConfig { sync_batch_norm: false, ..config(PER_SET) });
     on_gpus(2, |comm| {
         let gpu = CASE.gpu(&comm);
         let (network, config) = (network.clone(), config.clone());
         let mut cpu =
             crate::build_cpu_with(network.clone(), &start, config.clone(), comm.clone(), &gpu.plan).unwrap();
-        let mut ours = crate::cuda::build(network.clone(), &start, config, comm, &gpu).unwrap();
+        let mut engine = crate::cuda::build(network.clone(), &start, config, comm, &gpu).unwrap();
         for number in 0..STEPS {
             let step = CASE.step(&network, number, Some(0));
-            let [wanted, found] =
-                [cpu.train_step(&step, LR), ours.train_step(&step, LR)].map(|result| result.unwrap().loss);
-            assert!((found - wanted).abs() < 1e-5 * wanted, "step {number}: {found} / {wanted}");
+            let [expected, actual] =
+                [cpu.train_step(&step, LR), engine.train_step(&step, LR)].map(|result| result.unwrap().loss);
+            assert!((actual - expected).abs() < 1e-5 * expected, "step {number}: {actual} / {expected}");
         }
     });
 }

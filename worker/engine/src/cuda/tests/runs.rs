@@ -25,11 +25,14 @@ fn gpu_a_hundred_steps_in_float32_follow_the_cpu_engine() {
     ] {
         let (network, config) = (network(arch, stem, side), config(batch));
         let initial = init::initial_parameters(&network, zero_init_residual, 1);
-        let wanted = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 100, lr);
+        let expected = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 100, lr);
         let mut gpu = cuda_from(&initial, &network, &config, Precision::Fp32);
-        let ours = losses(gpu.as_mut(), &network, batch, 100, lr);
-        let worst = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
-        eprintln!("{arch:?}: 100 losses at most {worst:.1e} apart; the last {} / {}", ours[99], wanted[99]);
+        let actual = losses(gpu.as_mut(), &network, batch, 100, lr);
+        let worst = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+        eprintln!(
+            "{arch:?}: 100 losses at most {worst:.1e} apart; the last {} / {}",
+            actual[99], expected[99]
+        );
         assert!(worst < 1e-3, "{arch:?}: {worst}");
     }
 }
@@ -65,8 +68,8 @@ fn gpu_two_runs_are_the_same_bit_for_bit() {
 #[ignore = "needs a GPU"]
 fn gpu_losses_and_gradient_norms_match_recorded_ones() {
     const STEPS: usize = 10;
-    let recorded: Value = serde_json::from_str(include_str!("golden.json")).unwrap();
-    let mut found = serde_json::Map::new();
+    let golden: Value = serde_json::from_str(include_str!("golden.json")).unwrap();
+    let mut results = serde_json::Map::new();
     let mut name = String::new();
     for (arch, stem, side) in [(Arch::ResNet18, Stem::Cifar, 32), (Arch::ResNet50, Stem::Imagenet, 64)] {
         for precision in [Precision::Fp32, Precision::Bf16, Precision::Fp16] {
@@ -78,21 +81,21 @@ fn gpu_losses_and_gradient_norms_match_recorded_ones() {
                 json!([result.loss, result.grad_norm])
             };
             let steps: Vec<Value> = (0..STEPS).map(step).collect();
-            found.insert(format!("{}, {side} pixels, {precision:?}", network.arch), steps.into());
+            results.insert(format!("{}, {side} pixels, {precision:?}", network.arch), steps.into());
         }
     }
-    let wanted = &recorded[&name];
+    let recorded = &golden[&name];
     let is_near = |case: &str, step: usize, value: usize| {
-        let [ours, theirs] =
-            [&found[case], &wanted[case]].map(|all| all[step][value].as_f64().unwrap_or(f64::NAN));
+        let [actual, expected] =
+            [&results[case], &recorded[case]].map(|all| all[step][value].as_f64().unwrap_or(f64::NAN));
         let bound = if case.ends_with("Fp32") { 1e-4 } else { 1e-3 };
-        (ours - theirs).abs() <= bound * theirs.abs()
+        (actual - expected).abs() <= bound * expected.abs()
     };
     // cuDNN's plans are chosen by measured times, and round differently. In 16 bits, the difference grows to percents in two steps.
     let compared = |case: &str| if case.ends_with("Fp32") { STEPS } else { 1 };
-    let differ: Vec<&String> = found
+    let differ: Vec<&String> = results
         .keys()
         .filter(|case| !(0..compared(case)).all(|step| is_near(case, step, 0) && is_near(case, step, 1)))
         .collect();
-    assert!(differ.is_empty(), "{differ:?} differ; golden.json should have\n{}", json!({ name: found }));
+    assert!(differ.is_empty(), "{differ:?} differ; golden.json should have\n{}", json!({ name: results }));
 }

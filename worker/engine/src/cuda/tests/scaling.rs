@@ -3,7 +3,7 @@
 use super::*;
 use crate::LossScaling;
 
-/// Float16 with dynamic loss scaling, its default.
+/// Float16 with dynamic loss scaling, which is the default of float16.
 fn dynamic() -> DeviceConfig {
     let loss_scale = LossScale::Named("dynamic".into());
     DeviceConfig { precision: Precision::Fp16, loss_scale, ..deterministic() }
@@ -83,8 +83,8 @@ fn gpu_non_finite_values_are_reported_and_change_nothing() {
             let name = "layer2.0.conv1.weight";
             invalid.get_mut(name).unwrap().values[7] = value;
             let mut engine = cuda_as(&invalid, &network, &config, DeviceConfig { precision, ..dynamic() });
-            let found = engine.first_not_finite().unwrap().unwrap();
-            assert!(found.starts_with(name), "{found}");
+            let report = engine.first_not_finite().unwrap().unwrap();
+            assert!(report.starts_with(name), "{report}");
             let before = engine.parameters().unwrap();
             let batch = pictures(&network, 16, 0);
             let result = engine.train_step(std::slice::from_ref(&batch), 0.1).unwrap();

@@ -49,22 +49,22 @@ fn trained(
     };
     let mut results = on_ranks(2, work).into_iter();
     let (losses, checksum, states) = results.next().unwrap();
-    let (others, their_checksum, their_states) = results.next().unwrap();
-    assert_eq!(checksum, their_checksum, "both ranks have the same weights");
+    let (other_losses, other_checksum, other_states) = results.next().unwrap();
+    assert_eq!(checksum, other_checksum, "both ranks have the same weights");
     let [Contribution::Whole(state), Contribution::Part(mut part)] = states else { panic!("rank 0 has all") };
-    let [Contribution::Replica, Contribution::Part(their_part)] = their_states else {
+    let [Contribution::Replica, Contribution::Part(other_part)] = other_states else {
         panic!("rank 1 has a part")
     };
-    part.parameters.extend(their_part.parameters);
-    let their_slots = their_part.optimizer.unwrap().slots;
-    part.optimizer.as_mut().unwrap().slots.extend(their_slots);
+    part.parameters.extend(other_part.parameters);
+    let other_slots = other_part.optimizer.unwrap().slots;
+    part.optimizer.as_mut().unwrap().slots.extend(other_slots);
     let missing = state.parameters.iter().filter(|of| part.parameters.get(of.0) != Some(of.1));
     let missing: Vec<_> = missing.map(|(name, _)| name).collect();
     assert!(
         part == state,
         "the ranks' parts together are not the whole state; missing or different: {missing:?}"
     );
-    (losses.iter().zip(others).map(|(a, b)| (a + b) / 2.0).collect(), *state)
+    (losses.iter().zip(other_losses).map(|(a, b)| (a + b) / 2.0).collect(), *state)
 }
 
 #[test]
@@ -85,25 +85,25 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
             let whole = DeviceConfig { precision, plan: Plan::data(2), ..deterministic() };
             let divided = Plan { optimizer_sharding: true, ..Plan::data(2) };
             let divided = DeviceConfig { plan: divided, ..whole.clone() };
-            let (wanted, wanted_state) = trained(&network, &config, &whole, lr, None);
-            let (ours, state) = trained(&network, &config, &divided, lr, None);
+            let (expected, expected_state) = trained(&network, &config, &whole, lr, None);
+            let (actual, state) = trained(&network, &config, &divided, lr, None);
             let start = initial(&network);
-            let distance = relative_distance(&state.parameters, &wanted_state.parameters, &start);
-            let loss = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            let [slots, wanted_slots] =
-                [&state, &wanted_state].map(|state| &state.optimizer.as_ref().unwrap().slots);
-            let slot = worst_difference(slots, wanted_slots);
+            let distance = relative_distance(&state.parameters, &expected_state.parameters, &start);
+            let loss = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let [slots, expected_slots] =
+                [&state, &expected_state].map(|state| &state.optimizer.as_ref().unwrap().slots);
+            let slot = worst_difference(slots, expected_slots);
             eprintln!(
                 "{kind}, {precision:?}: losses {loss:.1e}, weights {distance:.1e} of their change, state {slot:?} apart"
             );
             let bound = if precision == Precision::Fp32 { 1e-3 } else { 5e-2 };
             assert!(distance < bound && f64::from(loss) < bound, "{kind}, {precision:?}: {loss} {distance}");
-            assert!(slots.keys().eq(wanted_slots.keys()));
+            assert!(slots.keys().eq(expected_slots.keys()));
 
             // Both can continue from a checkpoint of divided state.
-            let (wanted, _) = trained(&network, &config, &whole, lr, Some(&state));
-            let (ours, _) = trained(&network, &config, &divided, lr, Some(&state));
-            let loss = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let (expected, _) = trained(&network, &config, &whole, lr, Some(&state));
+            let (actual, _) = trained(&network, &config, &divided, lr, Some(&state));
+            let loss = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(f64::from(loss) < bound, "{kind}, {precision:?}: continued {loss}");
             if precision == Precision::Fp32 {
                 let mut cpu = cpu_from(&start, &network, &config);

@@ -75,7 +75,7 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
     let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, 28, 1, 10).unwrap());
     let config = config(64);
-    let mut wanted = Vec::new();
+    let mut results = Vec::new();
     for (format, on_gpu) in
         [(BatchFormat::Normalised, false), (BatchFormat::AugmentParams, true), (BatchFormat::Bytes, true)]
     {
@@ -97,12 +97,12 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
             reported.push(engine.eval_step(&checked).unwrap().loss_sum as f32 / 64.0);
         }
         eprintln!("{format:?}: {reported:?}");
-        wanted.push(reported);
+        results.push(reported);
     }
-    let cpu = wanted.remove(0);
-    for ours in &wanted {
-        let worst = ours.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+    let cpu = results.remove(0);
+    for actual in &results {
+        let worst = actual.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
         // After scaling, a byte may be rounded differently.
-        assert!(worst < 5e-3, "{ours:?} / {cpu:?}");
+        assert!(worst < 5e-3, "{actual:?} / {cpu:?}");
     }
 }

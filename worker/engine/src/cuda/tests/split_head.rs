@@ -11,7 +11,7 @@ use lockstep_protocol::spec::{ShardSpec, Split};
 use std::time::Duration;
 
 /// Pictures per rank.
-const OWN: usize = 16;
+const PER_RANK: usize = 16;
 const STEPS: usize = 6;
 const LR: f32 = 0.001;
 
@@ -98,16 +98,16 @@ impl Case {
         (self.network)(self.classes)
     }
 
-    /// The micro-batches of a step: `rank`'s own pictures, or all.
+    /// The micro-batches of a step, with the pictures of `rank` or, if it is `None`, of all ranks.
     fn step(&self, number: usize, rank: Option<usize>) -> Vec<Batch> {
         let of_micro_batch = |micro: usize| {
             let network = self.network();
-            let all = pictures(&network, self.ranks() * OWN, number * self.accumulate + micro);
+            let all = pictures(&network, self.ranks() * PER_RANK, number * self.accumulate + micro);
             let is_last = micro + 1 == self.accumulate;
             // In a ragged micro-batch, rank 0 has half of its pictures, rank 1 has three, and the other ranks have none.
             let count = |rank: usize| match (self.ragged && is_last && number % 2 == 1, rank) {
-                (false, _) => OWN,
-                (true, rank) => [OWN / 2, 3].get(rank).copied().unwrap_or(0),
+                (false, _) => PER_RANK,
+                (true, rank) => [PER_RANK / 2, 3].get(rank).copied().unwrap_or(0),
             };
             let size = network.tensors[0].len();
             let mut batch = Batch { lambda: self.lambda.unwrap_or(0.0), ..Batch::default() };
@@ -116,7 +116,7 @@ impl Case {
                 if rank.is_some_and(|rank| rank != other) {
                     continue;
                 }
-                let range = other * OWN..other * OWN + count(other);
+                let range = other * PER_RANK..other * PER_RANK + count(other);
                 batch.images.extend(&all.images[range.start * size..range.end * size]);
                 batch.labels.extend(&all.labels[range.clone()]);
                 if self.lambda.is_some() {
@@ -149,12 +149,12 @@ impl Case {
     fn run_on_cpu(&self) -> Vec<Run> {
         let network = self.network();
         if self.sample_share == 1.0 {
-            let mut engine = cpu_from(&initial(&network), &network, &self.config(self.ranks() * OWN));
+            let mut engine = cpu_from(&initial(&network), &network, &self.config(self.ranks() * PER_RANK));
             return vec![run(engine.as_mut(), self, None)];
         }
         on_ranks(self.ranks() as u32, |comm, _| {
             let (rank, initial) = (comm.rank() as usize, initial(&network));
-            let engine = build_cpu_with(network.clone(), &initial, self.config(OWN), comm, &self.plan());
+            let engine = build_cpu_with(network.clone(), &initial, self.config(PER_RANK), comm, &self.plan());
             run(engine.unwrap().as_mut(), self, Some(rank))
         })
     }
@@ -167,7 +167,7 @@ impl Case {
             precision: self.precision,
             ..deterministic()
         };
-        let config = self.config(OWN);
+        let config = self.config(PER_RANK);
         Box::new(crate::cuda::build(network.clone(), &initial(&network), config, comm, &gpu).unwrap())
     }
 }
@@ -203,12 +203,12 @@ fn step_totals(runs: &[Run], step: usize) -> (f32, u32) {
     (sum(&|s| s.loss * s.samples as f32) / samples, runs.iter().map(|run| run.steps[step].correct).sum())
 }
 
-/// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss`, and weights by `bound` relative to their change
-/// in training.
+/// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss` (relative), and weights by `bound` relative to the
+/// weights' change in training.
 fn compare(case: Case, loss: f32, bound: f64) {
     let network = case.network();
-    let config = case.config(case.ranks() * OWN);
-    let wanted = case.run_on_cpu();
+    let config = case.config(case.ranks() * PER_RANK);
+    let expected_runs = case.run_on_cpu();
     let Some(runs) = on_gpus(case.ranks() as u32, |comm| {
         let rank = comm.rank() as usize;
         run(case.engine(comm).as_mut(), &case, Some(rank))
@@ -216,16 +216,16 @@ fn compare(case: Case, loss: f32, bound: f64) {
         return;
     };
     for step in 0..STEPS {
-        let (ours, correct) = step_totals(&runs, step);
-        let (theirs, their_correct) = step_totals(&wanted, step);
-        let their_norm = wanted[0].steps[step].grad_norm;
+        let (actual, correct) = step_totals(&runs, step);
+        let (expected, expected_correct) = step_totals(&expected_runs, step);
+        let expected_norm = expected_runs[0].steps[step].grad_norm;
         let norms = runs.iter().map(|run| run.steps[step].grad_norm).collect::<Vec<_>>();
-        eprintln!("{case:?}, step {step}: loss {ours} / {theirs}, gradient {norms:?} / {their_norm}");
-        assert!((ours - theirs).abs() < loss * theirs, "{case:?}, step {step}");
+        eprintln!("{case:?}, step {step}: loss {actual} / {expected}, gradient {norms:?} / {expected_norm}");
+        assert!((actual - expected).abs() < loss * expected, "{case:?}, step {step}");
         assert!(norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
-        assert!((norms[0] - their_norm).abs() < 100.0 * loss * their_norm, "{case:?}, step {step}");
+        assert!((norms[0] - expected_norm).abs() < 100.0 * loss * expected_norm, "{case:?}, step {step}");
         if case.precision == Precision::Fp32 {
-            assert_eq!(correct, their_correct, "{case:?}, step {step}");
+            assert_eq!(correct, expected_correct, "{case:?}, step {step}");
         }
     }
     let sums: Vec<u64> = runs.iter().map(|run| run.checksum[0]).collect();
@@ -238,31 +238,31 @@ fn compare(case: Case, loss: f32, bound: f64) {
         );
     }
     let logits: Vec<f32> = runs.iter().flat_map(|run| run.logits.iter().copied()).collect();
-    let wanted_logits: Vec<f32> = wanted.iter().flat_map(|run| run.logits.iter().copied()).collect();
-    assert_eq!(logits.len(), wanted_logits.len(), "{case:?}");
-    let logits_distance = (difference(&logits, &wanted_logits) / square(&wanted_logits)).sqrt();
-    let [evaluated, wanted_evaluated] = [&runs, &wanted]
+    let expected_logits: Vec<f32> = expected_runs.iter().flat_map(|run| run.logits.iter().copied()).collect();
+    assert_eq!(logits.len(), expected_logits.len(), "{case:?}");
+    let logits_distance = (difference(&logits, &expected_logits) / square(&expected_logits)).sqrt();
+    let [evaluated, expected_evaluated] = [&runs, &expected_runs]
         .map(|runs| [0, 1].map(|value| runs.iter().map(|run| run.evaluated[value]).sum::<f64>()));
     let state = runs.into_iter().next().and_then(|run| run.state).unwrap();
-    let wanted_state = wanted.into_iter().next().and_then(|run| run.state).unwrap();
-    let weights = relative_distance(&state.parameters, &wanted_state.parameters, &initial(&network));
+    let expected_state = expected_runs.into_iter().next().and_then(|run| run.state).unwrap();
+    let weights = relative_distance(&state.parameters, &expected_state.parameters, &initial(&network));
     eprintln!(
         "{case:?}: logits {logits_distance:.1e}, weights {weights:.1e} of their change apart; \
-         evaluated {evaluated:?} / {wanted_evaluated:?}"
+         evaluated {evaluated:?} / {expected_evaluated:?}"
     );
     assert!(weights < bound && logits_distance < bound, "{case:?}");
     let running = |state: &StateDict| -> NamedTensors {
         let all = state.parameters.clone().into_iter();
         all.filter(|(name, _)| name.contains("running")).collect()
     };
-    let (statistics, name) = super::worst_difference(&running(&state), &running(&wanted_state));
+    let (statistics, name) = super::worst_difference(&running(&state), &running(&expected_state));
     assert!(statistics < bound, "{case:?}: {name} is {statistics} apart");
-    assert!((evaluated[0] - wanted_evaluated[0]).abs() < bound * wanted_evaluated[0], "{case:?}");
+    assert!((evaluated[0] - expected_evaluated[0]).abs() < bound * expected_evaluated[0], "{case:?}");
     let shapes = |state: &StateDict| {
         let slots = &state.optimizer.as_ref().unwrap().slots;
         slots.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect::<Vec<_>>()
     };
-    assert_eq!(shapes(&state), shapes(&wanted_state));
+    assert_eq!(shapes(&state), shapes(&expected_state));
     // The checkpoint has the whole state, so a single rank can continue from it.
     let mut single = cpu_from(&initial(&network), &network, &config);
     single.load_state_dict(&state).unwrap();
@@ -424,12 +424,12 @@ fn check_continuation(case: Case) {
             Contribution::Whole(state) => (Some(state.parameters), state.optimizer.map(|of| of.slots)),
             Contribution::Part(_) | Contribution::Replica => (None, None),
         };
-        // Rank 0 sends the other rank its part.
+        // Rank 0 sends the parameters and slots of rank 1 to rank 1.
         let (network, mut own) = (case.network(), engine.own_state().unwrap());
         let distribution = Distribution::new(&network, &case.plan(), comm.as_ref()).unwrap();
         let saved = own.clone();
         own.parameters = distribution.scatter(parameters, distribution.parameters()).unwrap();
-        let shapes = distribution.slots(&case.config(OWN).optimizer);
+        let shapes = distribution.slots(&case.config(PER_RANK).optimizer);
         own.optimizer.as_mut().unwrap().slots = distribution.scatter(slots, shapes).unwrap();
         assert!(own == saved, "the loaded state differs from the saved state");
         let next = case.step(1, Some(rank));

@@ -1,7 +1,7 @@
-//! The job `across` of `tests/gpu/e2e.py`, step by step: ResNet-20 on the bundled pictures with default settings. The training loss of its first
-//! epoch ends between 1.15 and 1.19 for any rounding. The validation loss varies much more: on CPUs it was 1.12 to 1.85 with learning rates that
-//! differed by up to 1 % (n = 42). So the tests compare values in which rounding errors cannot grow (running statistics of the same weights), and
-//! distributions over many runs.
+//! The job `across` of `tests/gpu/e2e.py`, step by step: ResNet-20 on the bundled pictures with default settings. The training loss of its
+//! first epoch ends between 1.15 and 1.19 for any rounding. The validation loss varies much more: on CPUs it was 1.12 to 1.85 with learning
+//! rates that differed by up to 1 % (n = 42). So the tests compare values in which rounding errors cannot grow (running statistics of the
+//! same weights), and distributions over many runs.
 
 use super::*;
 use lockstep_kernels::batch_norm::EPSILON;
@@ -89,13 +89,13 @@ fn validate(engine: &mut dyn Engine, batches: &[Batch]) -> (f64, f64) {
 
 /// Difference of running statistics in the worst layer: root mean square over channels, of means relative to the standard deviation, and of
 /// variances relative to the variance.
-fn statistics_difference(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
+fn statistics_difference(actual: &NamedTensors, expected: &NamedTensors) -> (f64, String) {
     let mut worst = (0.0, String::new());
-    for mean in wanted.keys().filter(|name| name.ends_with("running_mean")) {
+    for mean in expected.keys().filter(|name| name.ends_with("running_mean")) {
         let var = mean.replace("running_mean", "running_var");
-        let sizes: Vec<f64> = wanted[&var].values.iter().map(|v| f64::from(*v) + EPSILON).collect();
+        let sizes: Vec<f64> = expected[&var].values.iter().map(|v| f64::from(*v) + EPSILON).collect();
         let differences = |name: &str| -> Vec<f64> {
-            let pairs = ours[name].values.iter().zip(&wanted[name].values);
+            let pairs = actual[name].values.iter().zip(&expected[name].values);
             pairs.map(|(a, b)| f64::from(a - b)).collect()
         };
         let of_means: f64 = differences(mean).iter().zip(&sizes).map(|(d, var)| d * d / var).sum();
@@ -125,30 +125,30 @@ fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
             let mut gpu = job.gpu(precision, deterministic);
             let on_gpu = pictures_for(gpu.as_mut(), 100);
             cpu.set_parameters(&job.initial).unwrap();
-            let mut wanted = running_statistics(cpu.as_ref());
+            let mut expected = running_statistics(cpu.as_ref());
             let mut worst = (0.0, String::new());
-            for (step, (ours, theirs)) in on_gpu.training.iter().zip(&on_cores.training).enumerate() {
+            for (step, (gpu_batch, cpu_batch)) in on_gpu.training.iter().zip(&on_cores.training).enumerate() {
                 let mut before = gpu.parameters().unwrap();
-                before.extend(wanted);
+                before.extend(expected);
                 cpu.set_parameters(&before).unwrap();
-                cpu.train_step(from_ref(theirs), 0.0).unwrap();
-                gpu.train_step(from_ref(ours), LR).unwrap();
-                wanted = running_statistics(cpu.as_ref());
-                let (difference, name) = statistics_difference(&running_statistics(gpu.as_ref()), &wanted);
+                cpu.train_step(from_ref(cpu_batch), 0.0).unwrap();
+                gpu.train_step(from_ref(gpu_batch), LR).unwrap();
+                expected = running_statistics(cpu.as_ref());
+                let (difference, name) = statistics_difference(&running_statistics(gpu.as_ref()), &expected);
                 if difference > worst.0 {
                     worst = (difference, format!("{name} after step {}", step + 1));
                 }
             }
             cpu.set_parameters(&gpu.parameters().unwrap()).unwrap();
-            let ours = validate(gpu.as_mut(), &on_gpu.validation).0;
-            let theirs = validate(cpu.as_mut(), &on_cores.validation).0;
-            let (difference, place) = worst;
+            let gpu_loss = validate(gpu.as_mut(), &on_gpu.validation).0;
+            let cpu_loss = validate(cpu.as_mut(), &on_cores.validation).0;
+            let (difference, statistic) = worst;
             let line = format!(
-                "{precision:?}, deterministic {deterministic}: running statistics at most {difference:.1e} apart ({place}); \
-                 validation loss of the same weights {ours:.5}, on cores {theirs:.5}"
+                "{precision:?}, deterministic {deterministic}: running statistics at most {difference:.1e} apart ({statistic}); \
+                 validation loss of the same weights {gpu_loss:.5}, on cores {cpu_loss:.5}"
             );
             eprintln!("{line}");
-            if difference > near || (ours - theirs).abs() > near * theirs {
+            if difference > near || (gpu_loss - cpu_loss).abs() > near * cpu_loss {
                 failures.push(line);
             }
         }
@@ -197,21 +197,22 @@ fn summary(name: &str, runs: &[RunResult]) -> String {
 
 /// The rank sum of validation losses (Mann and Whitney 1947), as a distance in standard deviations from the mean for two samples of the
 /// same distribution.
-fn rank_sum(ours: &[RunResult], theirs: &[RunResult]) -> f64 {
-    let (m, n) = (ours.len() as f64, theirs.len() as f64);
-    let pairs = ours.iter().flat_map(|a| theirs.iter().map(move |b| (a.validation_loss, b.validation_loss)));
+fn rank_sum(first: &[RunResult], second: &[RunResult]) -> f64 {
+    let (m, n) = (first.len() as f64, second.len() as f64);
+    let pairs = first.iter().flat_map(|a| second.iter().map(move |b| (a.validation_loss, b.validation_loss)));
     let larger: f64 = pairs.map(|(a, b)| if a == b { 0.5 } else { f64::from(u8::from(a > b)) }).sum();
     (larger - m * n / 2.0) / (m * n * (m + n + 1.0) / 12.0).sqrt()
 }
 
-/// `RUNS` (30) runs in each format and `CPU_RUNS` on the CPU, with slightly different learning rates.
+/// As many runs in each format as the environment variable `RUNS` says (30 by default), and `CPU_RUNS` runs on the CPU, with slightly
+/// different learning rates.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
     let runs: usize = std::env::var("RUNS").map_or(30, |runs| runs.parse().unwrap());
     let lr = |run: usize, runs: usize| LR * (1.0 + SPREAD * (2.0 * run as f32 / (runs - 1) as f32 - 1.0));
     let job = Job::new();
-    let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let (next, results) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let pictures = pictures_for(job.cpu(1).as_mut(), EPOCH);
     std::thread::scope(|scope| {
         // One run per core: small steps do not become faster with more threads.
@@ -220,12 +221,12 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
                 while let Some(run) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < CPU_RUNS)
                 {
                     let ended = train(job.cpu(1).as_mut(), &pictures, lr(run, CPU_RUNS));
-                    found.lock().unwrap().push(ended);
+                    results.lock().unwrap().push(ended);
                 }
             });
         }
     });
-    let on_cores = found.into_inner().unwrap();
+    let on_cores = results.into_inner().unwrap();
     eprintln!("{}", summary("cores", &on_cores));
     let mut failures = Vec::new();
     for (precision, deterministic) in [

@@ -4,30 +4,31 @@ use super::*;
 use crate::unfused::{self, Tolerance, check_against_pytorch};
 
 fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)> {
-    let mut found = Vec::new();
+    let mut differences = Vec::new();
     for network in unfused::networks() {
         let initial = unfused::initial(&network);
         let config = EngineConfig { accumulate: micro_batches, ..unfused::config(16) };
-        // The last batch is ragged, so it is padded.
+        // The last micro-batch is ragged, so the engine pads it.
         let step: Vec<Batch> = (0..micro_batches)
             .map(|number| unfused::batch(&network, if number + 1 == micro_batches { 11 } else { 16 }))
             .collect();
         let mut cpu = cpu_from(&initial, &network, &config);
         let gpu = DeviceConfig { precision, ..deterministic() };
         let mut cuda = cuda_as(&initial, &network, &config, gpu);
-        let (ours, wanted) = (cuda.predict(&step[0]).unwrap(), cpu.predict(&step[0]).unwrap());
-        let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
+        let (actual, expected) = (cuda.predict(&step[0]).unwrap(), cpu.predict(&step[0]).unwrap());
+        let logits = (difference(&actual, &expected) / square(&expected)).sqrt();
         cuda.train_step(&step, 0.1).unwrap();
         cpu.train_step(&step, 0.1).unwrap();
-        let (ours, wanted) = (cuda.optimizer_state().unwrap().slots, cpu.optimizer_state().unwrap().slots);
-        let (gradient, name) = worst_difference(&ours, &wanted);
+        let (actual, expected) =
+            (cuda.optimizer_state().unwrap().slots, cpu.optimizer_state().unwrap().slots);
+        let (gradient, name) = worst_difference(&actual, &expected);
         eprintln!(
             "{} {precision:?}: logits {logits:.1e}, gradient {gradient:.1e} ({name}) apart",
             network.arch
         );
-        found.push((network.arch.clone(), logits, gradient));
+        differences.push((network.arch.clone(), logits, gradient));
     }
-    found
+    differences
 }
 
 #[test]

@@ -27,8 +27,8 @@ fn errors_name_a_broken_picture_with_any_decoder() {
         if content.is_none() {
             fs::write(&path, "I am no picture").unwrap();
         }
-        let found = data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).find_map(Result::err);
-        let error = found.expect("an error").to_string();
+        let failure = data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).find_map(Result::err);
+        let error = failure.expect("an error").to_string();
         assert!(error.contains(detail), "{error}");
     }
 }
@@ -48,9 +48,9 @@ fn broken_pictures_are_replaced_equally_with_any_decoder() {
     let mut on_device = open(dir.path(), &spec, BatchFormat::Bytes);
     on_device.set_decoder(Arc::new(HostDecoder::default()));
     fs::remove_file(home.join("11.jpg")).unwrap();
-    let wanted = batches(&on_cores);
-    assert!(batches(&on_device) == wanted);
-    assert!(wanted.iter().all(|batch| !batch.indices.contains(&5) && !batch.indices.contains(&11)));
+    let expected = batches(&on_cores);
+    assert!(batches(&on_device) == expected);
+    assert!(expected.iter().all(|batch| !batch.indices.contains(&5) && !batch.indices.contains(&11)));
     for data in [&on_cores, &on_device] {
         let (mut broken, count) = data.newly_broken();
         broken.sort();
@@ -62,9 +62,9 @@ fn broken_pictures_are_replaced_equally_with_any_decoder() {
     }
     let decoded = on_device.decoded().unwrap();
     assert!(decoded.by_device >= 14 && !decoded.given_up, "{decoded:?}");
-    // Broken pictures are known now, so no batch fails any more.
+    // The data source remembers the broken pictures, so no batch fails again.
     let failed = decoded.by_cores.get(&CpuDecodeReason::Failed).copied();
-    assert!(batches(&on_device) == wanted);
+    assert!(batches(&on_device) == expected);
     assert_eq!(on_device.decoded().unwrap().by_cores.get(&CpuDecodeReason::Failed).copied(), failed);
 }
 

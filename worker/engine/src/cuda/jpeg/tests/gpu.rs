@@ -47,15 +47,18 @@ fn gpu_crops_equal_the_host_s_bit_for_bit() {
             let (mut tables, mut host_tables) = (Vec::new(), Vec::new());
             let croppings: Vec<Cropping> =
                 (0..3).map(|to| Cropping::new(&encoded, on_device, to, &mut tables)).collect();
-            let wanted =
+            let expected =
                 crop(&samples, &tables, &Cropping::new(&encoded, on_host, 0, &mut host_tables), size);
             cropper.begin(&device, 3, size).unwrap();
             cropper.run(&device, &kernels, &croppings, &tables).unwrap();
             cropper.end(3).unwrap();
             cropper.stream.0.synchronize().unwrap();
-            let found = cropper.pixels(3 * wanted.len());
-            let differ =
-                found.chunks_exact(wanted.len()).flatten().zip(wanted.iter().cycle()).filter(|(a, b)| a != b);
+            let actual = cropper.pixels(3 * expected.len());
+            let differ = actual
+                .chunks_exact(expected.len())
+                .flatten()
+                .zip(expected.iter().cycle())
+                .filter(|(a, b)| a != b);
             assert_eq!(differ.count(), 0, "{width} x {height} to {size:?}, {stored:?}");
         }
     }
@@ -63,15 +66,19 @@ fn gpu_crops_equal_the_host_s_bit_for_bit() {
 
 /// Compares batches of a GPU's decoder with those of the CPU. Returns the data, and the mean and largest difference.
 fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
-    let wanted = batches(&open(dir, spec, BatchFormat::Bytes));
+    let expected = batches(&open(dir, spec, BatchFormat::Bytes));
     let mut data = open(dir, spec, BatchFormat::Bytes);
     data.set_decoder(super::super::open(0, DType::F16).unwrap());
-    let found = batches(&data);
+    let actual = batches(&data);
     let pairs = || {
-        wanted.iter().zip(&found).flat_map(|(a, b)| a.bytes.iter().zip(&b.bytes)).map(|(a, b)| a.abs_diff(*b))
+        expected
+            .iter()
+            .zip(&actual)
+            .flat_map(|(a, b)| a.bytes.iter().zip(&b.bytes))
+            .map(|(a, b)| a.abs_diff(*b))
     };
     let count = pairs().count();
-    assert_eq!(wanted.iter().map(|b| b.bytes.len()).sum::<usize>(), count);
+    assert_eq!(expected.iter().map(|b| b.bytes.len()).sum::<usize>(), count);
     let mean = pairs().map(u64::from).sum::<u64>() as f64 / count as f64;
     let largest = pairs().max().unwrap();
     eprintln!("{}: apart {mean:.3} of 255 on average, {largest} at most", data.decoded().unwrap());

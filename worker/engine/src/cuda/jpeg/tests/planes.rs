@@ -20,8 +20,8 @@ pub(super) fn encode(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec
     file
 }
 
-/// Whether, at a side of this length, decoders need no chroma beyond the border. Beyond the border, the CPU's decoder reads
-/// the content of the file's last block, which planes do not have.
+/// Whether, at a side of this length, decoders need no chroma beyond the border. `step`: pixels per chroma sample along the side. Beyond
+/// the border, the CPU's decoder reads the content of the file's last block, which planes do not have.
 pub(super) fn decoders_agree(side: u32, step: u32) -> bool {
     step == 1 || side % 2 == 1 || side.is_multiple_of(16)
 }
@@ -49,6 +49,7 @@ pub(super) fn pixel(memory: &[u8], p: &Planes, column: u32, row: u32) -> [u8; 3]
         });
         between(first, second) - 128
     };
+    // Full-range BT.601 in 14-bit fixed point, as in `planes.cu`.
     let luma = sample(p.luma, p.luma_pitch, column, row) * 16384 + 8191;
     let (cb, cr) = (chroma(p.cb), chroma(p.cr));
     [luma + 22970 * cr, luma - 11700 * cr - 5638 * cb, luma + 29032 * cb]
@@ -178,17 +179,18 @@ fn planes_become_the_pixels_that_cores_make() {
                 .enumerate()
         {
             let file = encode(&picture(number as u32, width, height), sampling);
-            let wanted = Picture::decode(&file).unwrap();
-            let (stored, found) = pixels(&file);
+            let expected = Picture::decode(&file).unwrap();
+            let (stored, actual) = pixels(&file);
             assert_eq!((stored.width, stored.height), (width, height));
             let Subsampling { columns, rows } = stored.subsampling;
             let mut compared = 0;
-            for (number, (found, wanted)) in found.iter().zip(wanted.pixels.chunks_exact(3)).enumerate() {
+            for (number, (actual, expected)) in actual.iter().zip(expected.pixels.chunks_exact(3)).enumerate()
+            {
                 let (x, y) = (number as u32 % width, number as u32 / width);
                 let at_the_border = (x + 1 == width && !decoders_agree(width, columns))
                     || (y + 1 == height && !decoders_agree(height, rows));
                 if !at_the_border {
-                    assert_eq!(found, wanted, "{sampling:?}, {width} x {height}, column {x}, row {y}");
+                    assert_eq!(actual, expected, "{sampling:?}, {width} x {height}, column {x}, row {y}");
                     compared += 1;
                 }
             }
@@ -208,10 +210,11 @@ fn pixels_of_planes_are_close_to_pillow_s_except_at_the_border() {
         ("4:2:2", fixture!("half-chroma.jpg"), fixture!("half-chroma.jpg.rgb.png")),
         ("4:2:0", fixture!("orientation-1.jpg"), fixture!("orientation-1.jpg.rgb.png")),
     ] {
-        let wanted = image::load_from_memory(pillow).unwrap().into_rgb8();
-        let (stored, found) = pixels(file);
-        assert_eq!(wanted.dimensions(), (stored.width, stored.height));
-        let largest = found.iter().flatten().zip(wanted.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+        let expected = image::load_from_memory(pillow).unwrap().into_rgb8();
+        let (stored, actual) = pixels(file);
+        assert_eq!(expected.dimensions(), (stored.width, stored.height));
+        let largest =
+            actual.iter().flatten().zip(expected.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
         assert!(largest <= 4, "{name}: {largest} of 255 apart");
     }
 }
@@ -236,9 +239,9 @@ fn gpu_pictures_of_odd_sizes_match_cpu_cores_except_at_the_border() {
                 image::Rgb([200 + (x * 40 / width) as u8, 20 + (y * 40 / height) as u8, 40])
             });
             let file = encode(&drawn, sampling);
-            let wanted = Picture::decode(&file).unwrap();
-            let found = super::decode(decoder.as_ref(), &[&file], (width, height)).remove(0);
-            let largest = found.map(|pixels| max_difference(&pixels, &wanted.pixels));
+            let expected = Picture::decode(&file).unwrap();
+            let actual = super::decode(decoder.as_ref(), &[&file], (width, height)).remove(0);
+            let largest = actual.map(|pixels| max_difference(&pixels, &expected.pixels));
             eprintln!("{sampling:?}, {width} x {height}: {largest:?} of 255 apart at most");
             assert!(
                 largest.is_none_or(|largest| largest <= 12),

@@ -22,8 +22,8 @@ fn gpu_concurrent_groups_decode_as_separate_groups() {
             scope.spawn(move || {
                 for round in 0..30 {
                     let number = (first + round * 5) % 6;
-                    let found = decode(decoder.as_ref(), &groups[number], (96, 80));
-                    assert!(found == separate[number], "group {number} in round {round}");
+                    let actual = decode(decoder.as_ref(), &groups[number], (96, 80));
+                    assert!(actual == separate[number], "group {number} in round {round}");
                 }
             });
         }

@@ -111,8 +111,8 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// Only the first pass: the sums, dgamma and dbeta, dz, then the reduction of `reduce`. Traffic: x, dy and more
-    /// once, dz once if present.
+    /// The first pass: dz, the sums, dgamma and dbeta; then the sums are reduced over ranks as `reduce` says. Traffic: x, dy
+    /// and more once, dz once if present.
     pub(in crate::cuda) fn norm_backward_sums(&self, p: NormBackward) -> Kernel {
         let [name, ..] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];
@@ -138,7 +138,7 @@ impl Ops {
         kernel("norm_backward_finish", per_channel(p.shape.channels), args)
     }
 
-    /// Only the second pass. Traffic: x and the gradient (dz, if present) once, dx once.
+    /// The second pass: dx. Traffic: x and the gradient (dz, if present) once, dx once.
     pub(in crate::cuda) fn norm_backward_apply(&self, p: NormBackward) -> Kernel {
         let gradient = if p.dz.is_none() { p.gradient } else { Gradient::All { dy: p.dz } };
         let [_, name, ..] = gradient.names();

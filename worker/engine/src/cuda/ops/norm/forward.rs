@@ -46,7 +46,7 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// Only the first pass: statistics of x, then the reduction of `reduce`. Uses only `x`, `control`, `shape`,
+    /// The first pass: the statistics of x, reduced over ranks as `reduce` says. Uses only `x`, `control`, `shape`,
     /// `site` and `reduce`. Used for a projection's batch norm, which [`Shortcut::Norm`] applies, and for batch
     /// norms that are applied later. Traffic: x once.
     pub(in crate::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
@@ -71,7 +71,7 @@ impl Ops {
     /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one kernel, which waits for no other rank. Traffic: x and the shortcut
     /// once, y and mask once.
     pub(in crate::cuda) fn norm_finish_apply(&self, sum: Operand, square: Operand, p: NormForward) -> Kernel {
-        let (name, resident) = match p.shortcut {
+        let (name, per_multiprocessor) = match p.shortcut {
             Shortcut::None => ("norm_finish_apply", 3),
             Shortcut::Plain(_) => ("norm_finish_apply_add", 3),
             Shortcut::Norm { .. } => ("norm_finish_apply_add_norm", 2),
@@ -81,13 +81,13 @@ impl Ops {
         args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.relu.into())]);
         args.extend(shape_args(p.control, p.shape));
         args.extend(p.site.forward_args(p.reduce));
-        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, resident);
+        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, per_multiprocessor);
         kernel(name, geometry, args)
     }
 
-    /// Only the second pass, and inference: applies the scale and bias of `site`. Traffic: x and the shortcut once, y and mask once.
+    /// The second pass, and inference: applies the scale and bias of `site`. Traffic: x and the shortcut once, y and mask once.
     pub(in crate::cuda) fn norm_apply(&self, p: NormForward) -> Kernel {
-        let (name, resident) = match p.shortcut {
+        let (name, per_multiprocessor) = match p.shortcut {
             Shortcut::None => ("norm_apply", 3),
             Shortcut::Plain(_) => ("norm_apply_add", 3),
             Shortcut::Norm { .. } => ("norm_apply_add_norm", 2),
@@ -101,7 +101,7 @@ impl Ops {
             Arg::U32(p.shape.rows()),
             Arg::U32(p.shape.channels),
         ]);
-        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, resident);
+        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, per_multiprocessor);
         kernel(name, geometry, args)
     }
 

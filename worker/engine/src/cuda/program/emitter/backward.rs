@@ -103,8 +103,8 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The backward pass of a batch norm and its ReLU. The gradient of the input replaces the input, is in new memory, or is left to the
-    /// preceding convolution.
+    /// The backward pass of a batch norm and of the ReLU after it. The gradient of the input overwrites the input, is in new memory, or is
+    /// computed by the preceding convolution's backward pass.
     fn norm_backward(
         &mut self,
         node: &Norm,
@@ -266,7 +266,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// Reduces the backward pass's sums over all ranks, if NCCL and not the kernels reduce them.
+    /// If NCCL and not the kernels reduce the backward pass's sums: reduces them over all ranks, and returns them.
     fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::Leave { sums } = reduce else { return None };
         self.add_statistics(sums, node);
@@ -298,7 +298,7 @@ impl<'a> GraphEmitter<'a> {
     }
 }
 
-/// The inputs of a batch norm's backward pass. [`Operand::NONE`] if absent.
+/// The inputs of a batch norm's backward pass; each may be [`Operand::NONE`].
 struct Incoming {
     dy: Operand,
     /// A second gradient, which is added to `dy`.

@@ -1,7 +1,7 @@
 //! Operators that the ranks of a model group split: the exchanges with which an activation, or its gradient, changes its placement.
 //!
-//! If an activation is not placed by pictures, each rank has the pictures of the whole group: `batch` pictures of each rank, in the order of
-//! ranks. Padding pictures are zeros and do not change sums, so the group's control block counts all pictures as real.
+//! If an activation is not placed by pictures, each rank has the pictures of the whole group: `batch` pictures of each rank, in the order
+//! of ranks. Padding pictures are zeros and do not change sums, so the group's control block counts all pictures as real.
 
 use super::{split_head::CONTROLS, *};
 use crate::net::Placement;
@@ -31,7 +31,7 @@ impl GraphEmitter<'_> {
         Operand::new(Region::GroupControls, self.plan.model_ranks * bytes, bytes)
     }
 
-    /// Zeros the padding of an activation of `tensor`, or of its gradient, if it has the group's pictures.
+    /// If this rank has the whole group's pictures of `tensor`: zeros the padding of the activation, or of the activation's gradient.
     pub(super) fn clear_padding(&mut self, tensor: TensorId, at: Option<Allocation>) {
         let (plan, network) = (self.plan, &self.plan.network);
         let is_of_group = *network.placement(tensor) != Placement::Batch && !network.is_pictures(tensor);
@@ -104,11 +104,11 @@ impl GraphEmitter<'_> {
             [Batch, Channels(bounds)] => self.send_channels(bounds, rows, [x, y]),
             [Channels(bounds), Batch] => self.join_channels(bounds, rows, false, [x, y]),
             [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, true, [x, y]),
-            [Channels(bounds), Channels(wanted)] => {
+            [Channels(bounds), Channels(new_bounds)] => {
                 let bytes = all_rows * all_channels(bounds) * dtype.size();
                 let all = self.alloc_bytes(bytes, Content::Channels);
                 self.join_channels(bounds, all_rows, true, [x, all]);
-                self.take_own(wanted, all_rows, [all, y]);
+                self.take_own(new_bounds, all_rows, [all, y]);
                 self.free_now(all);
             }
             // No plan has these pairs.
@@ -131,7 +131,7 @@ impl GraphEmitter<'_> {
         self.main(self.facts.ops.copy_channels(from, to, [rows, own], false));
     }
 
-    /// Batch to channels: of its own pictures (`rows` rows), each rank sends the receiver's channels to every other rank.
+    /// From batch to channels: each rank sends to every other rank the receiver's channels of the sender's pictures (`rows` rows).
     fn send_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * channels_of(bounds, rank);
@@ -155,8 +155,8 @@ impl GraphEmitter<'_> {
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 
-    /// Channels to batch or whole: each rank sends its own channels to every other rank, of the receiver's pictures or, with
-    /// `sends_all`, of all pictures (`rows` rows).
+    /// From channels to batch or whole: each rank sends to every other rank the sender's channels of the receiver's pictures or, with
+    /// `sends_all`, of all pictures. `rows`: number of rows of these pictures.
     fn join_channels(&mut self, bounds: &[usize], rows: usize, sends_all: bool, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * channels_of(bounds, rank);

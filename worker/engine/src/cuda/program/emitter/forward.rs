@@ -3,7 +3,7 @@
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// Reads the next micro-batch; its pictures are the network's input. Later stages receive the activation of the preceding stage.
+    /// Reads the next micro-batch, whose pictures are the network's input. Later stages receive the activation of the preceding stage.
     pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         if self.plan.network.stage().0 > 0 {
             self.receive_input(phase);
@@ -19,7 +19,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Fetches the next control block.
+    /// Fetches the next control block, and records the time at which the micro-batch begins.
     pub(super) fn fetch(&mut self, phase: Phase) {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
@@ -136,9 +136,9 @@ impl<'a> GraphEmitter<'a> {
         let with_sums = Convolution { sums: true, ..convolution };
         let is_full = matches!(phase, Phase::Train(MicroBatch { is_full: true, .. }));
         let feeds_norm = matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. }));
-        let takes_sums = is_full && feeds_norm && (self.facts.takes_sums)(&with_sums);
-        let convolution = if takes_sums { with_sums } else { convolution };
-        if takes_sums {
+        let computes_sums = is_full && feeds_norm && (self.facts.computes_sums)(&with_sums);
+        let convolution = if computes_sums { with_sums } else { convolution };
+        if computes_sums {
             self.summed = Some(output);
         }
         let (w, channel_sums) = (self.facts.matrix(name), self.facts.channel_sums(output));

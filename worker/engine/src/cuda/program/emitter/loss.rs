@@ -2,9 +2,9 @@
 
 use super::*;
 
-/// From this number of classes on, several blocks compute a picture's loss. [`ops::CrossEntropy`] computes it in one warp, which is faster for
-/// fewer classes.
-const WIDE: usize = 4096;
+/// From this number of classes on, several blocks compute a picture's loss. [`ops::CrossEntropy`] computes the loss of a picture in one
+/// warp, which is faster for fewer classes.
+const MANY_CLASSES: usize = 4096;
 
 impl GraphEmitter<'_> {
     pub(super) fn loss(&mut self, MicroBatch { first, pass, .. }: MicroBatch) -> Result<(), EngineError> {
@@ -17,7 +17,7 @@ impl GraphEmitter<'_> {
         }
         let logits = self.plan.network.logits();
         let allocation = self.activation(logits)?;
-        if self.plan.head.is_some() || self.is_wide() {
+        if self.plan.head.is_some() || self.uses_split_loss() {
             self.split_loss(self.facts.label_smoothing, Some(first))?;
             self.activations[logits] = None;
             self.gradients[logits].push(Gradient::Whole(allocation));
@@ -33,7 +33,7 @@ impl GraphEmitter<'_> {
                 true => Operand::whole(Region::ClassWeights),
                 false => Operand::NONE,
             },
-            label_logits: self.put_margin(all_classes(&loss)),
+            label_logits: self.put_margin(unsplit_logits(&loss)),
             ..loss
         };
         self.main(self.facts.ops.cross_entropy(loss));
@@ -52,7 +52,7 @@ impl GraphEmitter<'_> {
         }
         let allocation = self.activation(self.plan.network.logits())?;
         let loss = ops::CrossEntropy { smoothing: 0.0, ..self.cross_entropy(allocation) };
-        if self.is_wide() {
+        if self.uses_split_loss() {
             self.split_loss(0.0, None)?;
         } else {
             self.main(self.facts.ops.cross_entropy(loss));
@@ -62,8 +62,8 @@ impl GraphEmitter<'_> {
     }
 
     /// Whether [`Self::split_loss`] computes the loss although this rank has all classes.
-    fn is_wide(&self) -> bool {
-        self.plan.network.classes >= WIDE && !self.facts.has_class_weights
+    fn uses_split_loss(&self) -> bool {
+        self.plan.network.classes >= MANY_CLASSES && !self.facts.has_class_weights
     }
 
     /// The loss without gradients.
@@ -85,12 +85,12 @@ impl GraphEmitter<'_> {
 }
 
 /// The logits of a rank that has all classes, as one chunk.
-pub(super) fn all_classes(loss: &ops::CrossEntropy) -> ops::SplitLogits {
+pub(super) fn unsplit_logits(loss: &ops::CrossEntropy) -> ops::SplitLogits {
     ops::SplitLogits {
         logits: loss.logits,
         bias: loss.bias,
         sample: Operand::NONE,
-        places: Operand::NONE,
+        label_positions: Operand::NONE,
         controls: CONTROL,
         words: 0,
         batch: loss.pictures,

@@ -3,7 +3,8 @@
 
 use super::*;
 
-/// The cosines of a training step, until the gradient of the logits has been converted to the gradient of the products of features and weights.
+/// The cosines of a training step, which are needed until the gradient of the logits has been converted to the gradient of the products of
+/// features and weights.
 #[derive(Debug)]
 pub(super) struct HeadCosines {
     cosines: ops::Cosines,

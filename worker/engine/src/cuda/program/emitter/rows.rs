@@ -1,7 +1,7 @@
 //! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach; the
-//! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and computes
-//! the same values as the other ranks. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of the control block), because
-//! gradients are summed over all ranks.
+//! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and
+//! computes the same values as the other ranks. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of the control
+//! block), because gradients are summed over all ranks.
 
 use super::*;
 use crate::net::Rows;
@@ -22,7 +22,7 @@ impl Halo<'_> {
     }
 }
 
-/// Rows of each picture's activation, or of its gradient, in memory.
+/// The same rows of each picture's activation, or of the activation's gradient, in memory.
 struct Lines {
     at: Allocation,
     rows: Range<isize>,
@@ -83,11 +83,11 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// In training: drops the inputs and outputs of [`FusedOp::Halo`] that operation `index` is the last to read. The backward pass reads
-    /// neither an activation before it was extended nor the input of a pooling.
+    /// In training: frees the inputs and outputs of [`FusedOp::Halo`] that operation `index` is the last to read, if the backward pass does
+    /// not read them: activations before their extension, and inputs of poolings.
     pub(super) fn drop_rows(&mut self, index: usize) {
         let ops = &self.plan.ops;
-        // The next operation computes this batch norm and reads its inputs.
+        // The next operation computes this batch norm, and then reads the batch norm's inputs.
         if matches!(&ops[index], FusedOp::Norm(norm) if norm.forward != NormForward::Here) {
             return;
         }
@@ -103,7 +103,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The gradient of this rank's rows: the sum of the gradients from its own windows and from windows of other ranks.
+    /// The gradient of this rank's rows: the sum of the gradients from this rank's windows and from other ranks' windows.
     pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
         let batch = self.plan.batch;
         let (from, to) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
@@ -153,7 +153,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The gradient of this rank's mean, from its part (1 / ranks) of the gradient of the mean over all rows.
+    /// The gradient of this rank's mean, from this rank's part (1 / ranks) of the gradient of the mean over all rows.
     pub(super) fn mean_of_rows_backward(
         &mut self,
         input: TensorId,

@@ -12,7 +12,7 @@ use crate::cuda::program::facts::UpdatedRange;
 pub(super) struct SampledHead {
     sample: Allocation,
     /// Positions of the labels in the sample.
-    places: Allocation,
+    label_positions: Allocation,
     /// Rows of the weights, in the activations' format.
     weights: Allocation,
     /// Rows of the biases, float32.
@@ -27,14 +27,15 @@ impl GraphEmitter<'_> {
         self.plan.sampled_convolution().map_or(0, |convolution| convolution.in_c)
     }
 
-    /// If steps sample classes: gathers the labels of the group and samples the classes of the layer `name`.
+    /// If steps sample classes: gathers the labels of the group, samples classes of the layer `name`, and gathers their weights and biases.
     pub(super) fn sample_classes(&mut self, name: &str) {
         let (facts, plan) = (self.facts, self.plan);
         let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled()) else { return };
         self.gather_controls();
         let (capacity, labels) = (sampled.capacity, 2 * head.ranks * plan.batch);
         let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::Head);
-        let [places, found] = [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::Head));
+        let [label_positions, scratch] =
+            [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::Head));
         let own = head.own_classes();
         self.main(facts.ops.sample_classes(ops::SampleClasses {
             controls: CONTROLS,
@@ -46,15 +47,15 @@ impl GraphEmitter<'_> {
             drawn: sampled.drawn as u32,
             seed: sampled.seed,
             sample: sample.operand(),
-            places: places.operand(),
-            found: found.operand(),
+            label_positions: label_positions.operand(),
+            scratch: scratch.operand(),
         }));
-        self.free_now(found);
+        self.free_now(scratch);
         let row_bytes = plan.dtype.size() * self.row_values();
         let weights = self.gather_rows(sample, facts.matrix(name), row_bytes);
         let bias = self.gather_rows(sample, facts.layout.vector(name, "bias"), 4);
         let (gradient, bias_gradient) = (None, None);
-        self.sampled = Some(SampledHead { sample, places, weights, bias, gradient, bias_gradient });
+        self.sampled = Some(SampledHead { sample, label_positions, weights, bias, gradient, bias_gradient });
     }
 
     /// The sampled classes, for a pass over only these classes; `None` if classes are not sampled.
@@ -66,7 +67,7 @@ impl GraphEmitter<'_> {
             w: memory.weights.operand(),
             bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias.operand() },
             sample: memory.sample.operand(),
-            places: memory.places.operand(),
+            label_positions: memory.label_positions.operand(),
         })
     }
 
@@ -115,7 +116,7 @@ impl GraphEmitter<'_> {
             [(weight, true, memory.weights, gradient), (bias, false, memory.bias, bias_gradient)]
         {
             let width = if is_matrix { self.row_values() } else { 1 };
-            let all = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
+            let all_rows = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
             // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the
             // optimizer's slots.
             let mut rows = Vec::new();
@@ -124,7 +125,7 @@ impl GraphEmitter<'_> {
             if has_copy {
                 let (trained, bytes) = match planar {
                     true => (facts.layout.planes(range.clone())[1], 2 * width),
-                    false => (all(Operand::whole(Region::Weights)), 4 * width),
+                    false => (all_rows(Operand::whole(Region::Weights)), 4 * width),
                 };
                 rows.push((trained, self.gather_rows(memory.sample, trained, bytes), bytes));
             }
@@ -134,7 +135,7 @@ impl GraphEmitter<'_> {
             });
             let before_slots = rows.len();
             for slot in 0..facts.optimizer.slots().len() {
-                let slot = all(Operand::whole(Region::OptimizerSlot(slot)));
+                let slot = all_rows(Operand::whole(Region::OptimizerSlot(slot)));
                 rows.push((slot, self.gather_rows(memory.sample, slot, 4 * width), 4 * width));
             }
             let length = (sampled.capacity * width) as u64;
@@ -147,34 +148,34 @@ impl GraphEmitter<'_> {
             };
             let low_precision = if has_copy { own.operand() } else { Operand::NONE };
             let mut optimizer_slots = [Operand::NONE; 2];
-            for (slot, (_, some, _)) in optimizer_slots.iter_mut().zip(&rows[before_slots..]) {
-                *slot = some.operand();
+            for (slot, (_, gathered, _)) in optimizer_slots.iter_mut().zip(&rows[before_slots..]) {
+                *slot = gathered.operand();
             }
             let whole_range = facts.updated_range(gradients, range.start, range.start);
             let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..whole_range.flat };
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
-            for (all, some, row_bytes) in rows {
-                let rows = self.sampled_rows(all, some, row_bytes);
+            for (all, gathered, row_bytes) in rows {
+                let rows = self.sampled_rows(all, gathered, row_bytes);
                 self.main(facts.ops.scatter_rows(rows, memory.sample.operand()));
-                self.free_now(some);
+                self.free_now(gathered);
             }
             self.free_now(gradient);
         }
-        self.free_now(memory.places);
+        self.free_now(memory.label_positions);
         self.free_now(memory.sample);
     }
 
-    fn sampled_rows(&self, all: Operand, some: Allocation, row_bytes: usize) -> ops::Rows {
+    fn sampled_rows(&self, all: Operand, gathered: Allocation, row_bytes: usize) -> ops::Rows {
         let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
-        ops::Rows { all, sampled: some.operand(), row_bytes, capacity }
+        ops::Rows { all, sampled: gathered.operand(), row_bytes, capacity }
     }
 
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
     fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
         let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
-        let some = self.alloc_bytes(capacity * row_bytes, Content::Head);
-        let rows = self.sampled_rows(all, some, row_bytes);
+        let gathered = self.alloc_bytes(capacity * row_bytes, Content::Head);
+        let rows = self.sampled_rows(all, gathered, row_bytes);
         self.main(self.facts.ops.gather_rows(rows, sample.operand()));
-        some
+        gathered
     }
 }

@@ -1,7 +1,7 @@
 //! The last layer, if each rank of a model group has some of the classes, and the loss of many classes. Every rank multiplies the features
 //! of the whole group's pictures with the weights of its own classes, one chunk of classes at a time. Logits are not exchanged.
 
-use super::{loss::all_classes, *};
+use super::{loss::unsplit_logits, *};
 
 /// Memory with `count` sums of squares (f64).
 #[derive(Debug, Clone, Copy)]
@@ -80,7 +80,7 @@ impl GraphEmitter<'_> {
     /// The logits of this rank's classes.
     fn split_logits(&mut self, logits: Allocation) -> Option<ops::SplitLogits> {
         let plan = self.plan;
-        let Some(head) = &plan.head else { return Some(all_classes(&self.cross_entropy(logits))) };
+        let Some(head) = &plan.head else { return Some(unsplit_logits(&self.cross_entropy(logits))) };
         let part = self.head_part(plan.ops.last()?, plan.network.head())?;
         if self.sampled.is_none() && !plan.splits_operators {
             self.gather_controls();
@@ -90,7 +90,7 @@ impl GraphEmitter<'_> {
             logits: logits.operand(),
             bias: part.bias,
             sample: part.sample,
-            places: part.places,
+            label_positions: part.label_positions,
             controls: CONTROLS,
             words: self.words(),
             batch: plan.batch as u32,
@@ -167,7 +167,7 @@ impl GraphEmitter<'_> {
         Ok(Some(Squares { at, count: chunks + 1 }))
     }
 
-    /// Collective: replaces this rank's sums of squares by the sums of all ranks of the model group.
+    /// Collective: frees this rank's sums of squares, and returns the sums of all ranks of the model group.
     pub(super) fn gather_squares(&mut self, own: Squares) -> Squares {
         let ranks = self.plan.model_ranks;
         let all = self.alloc_bytes(8 * ranks * own.count, Content::Head);
@@ -216,12 +216,12 @@ impl GraphEmitter<'_> {
         };
         let weights = self.facts.matrix(self.plan.network.head());
         for chunk in 0..self.plan.chunks().0 {
-            let place = (chunk, self.plan.chunks().0);
-            let y = piece(dy.operand(), place, of_y);
+            let position = (chunk, self.plan.chunks().0);
+            let y = piece(dy.operand(), position, of_y);
             let tensors = Tensors { x: x.operand(), w: at.operand(), y, channel_sums: Operand::NONE };
             self.convolve(StreamId::Main, wgrad, tensors);
             let size = [wgrad.out_c, wgrad.in_c];
-            self.remove_along(StreamId::Main, piece(weights, place, bytes), at.operand(), size);
+            self.remove_along(StreamId::Main, piece(weights, position, bytes), at.operand(), size);
             use_gradient(self, chunk, gradients);
         }
         self.free_now(at);
@@ -249,7 +249,7 @@ impl GraphEmitter<'_> {
         let (convolution, _) = self.plan.convolution(op)?;
         let (w, bias) = (self.facts.matrix(name), self.facts.head_bias());
         let chunks = self.plan.chunks().0;
-        Some(HeadPart { convolution, chunks, w, bias, sample: Operand::NONE, places: Operand::NONE })
+        Some(HeadPart { convolution, chunks, w, bias, sample: Operand::NONE, label_positions: Operand::NONE })
     }
 
     /// Number of `u32` words of a control block.
@@ -277,19 +277,20 @@ pub(super) struct HeadPart {
     /// The sampled classes; [`Operand::NONE`] for all classes.
     pub(super) sample: Operand,
     /// Positions of the labels in `sample`.
-    pub(super) places: Operand,
+    pub(super) label_positions: Operand,
 }
 
-/// The operands of a chunk of the classes: `x`, and the chunk's parts of the weights and of the logits, or of their gradients.
+/// The operands of a chunk of the classes: `x`, and the chunk's parts of the weights and of the logits, or of their gradients. `position`:
+/// index of the chunk, and number of chunks.
 fn chunk_tensors(
     convolution: &Convolution,
-    place: (usize, usize),
+    position: (usize, usize),
     x: Operand,
     w: Operand,
     y: Operand,
 ) -> Tensors<Operand> {
     let [_, of_w, of_y] = convolution.bytes();
-    Tensors { x, w: piece(w, place, of_w), y: piece(y, place, of_y), channel_sums: Operand::NONE }
+    Tensors { x, w: piece(w, position, of_w), y: piece(y, position, of_y), channel_sums: Operand::NONE }
 }
 
 /// The piece with index `index` of `count` pieces of `bytes` bytes each. The last piece includes the remaining bytes.

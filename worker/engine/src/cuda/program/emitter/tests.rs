@@ -122,7 +122,7 @@ impl Setting {
             statistics: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
             share: self.share,
-            takes_sums: &|convolution| self.sums && convolution.groups == 1,
+            computes_sums: &|convolution| self.sums && convolution.groups == 1,
             scaling: None,
         })
     }
@@ -141,8 +141,8 @@ impl Setting {
         assert_eq!(checked, Ok(()), "{name}, {:?}, {phase:?}\n{}", self.plan.dtype, self.text(&emitted));
         let logits = Content::Activation(self.plan.network.logits());
         let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
-        let wanted: &[Content] = if has_logits { &[logits] } else { &[] };
-        assert_eq!(live(&emitted.commands), wanted, "{name}, {phase:?}");
+        let expected: &[Content] = if has_logits { &[logits] } else { &[] };
+        assert_eq!(live(&emitted.commands), expected, "{name}, {phase:?}");
         for command in &emitted.commands {
             if let Command::Kernel { kernel, .. } = command {
                 signatures::check(kernel);
@@ -169,8 +169,8 @@ fn live(commands: &[Command]) -> Vec<Content> {
     live.into_iter().map(|(_, content)| content).collect()
 }
 
-/// Checks lists of commands in every number format, on GPUs with and without matrix kernels, for one rank and for groups. Memory that is read
-/// must be written before and not freed, and streams must wait for each other where necessary.
+/// Checks lists of commands in every number format, on GPUs with and without matrix kernels, for one rank and for groups. Memory that is
+/// read must be written before and not freed, and streams must wait for each other where necessary.
 fn check_commands(networks: &[Arc<Network>]) {
     for network in networks {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
@@ -401,16 +401,17 @@ fn check_plan(dtype: DType) {
         std::fs::create_dir_all(folder).unwrap();
         std::fs::write(&path, &text).unwrap();
     }
-    let wanted = std::fs::read_to_string(&path).unwrap();
-    let differs = text.lines().zip(wanted.lines()).enumerate().find(|(_, (ours, theirs))| ours != theirs);
-    if let Some((line, (ours, theirs))) = differs {
+    let expected = std::fs::read_to_string(&path).unwrap();
+    let differs =
+        text.lines().zip(expected.lines()).enumerate().find(|(_, (actual, expected))| actual != expected);
+    if let Some((line, (actual, expected))) = differs {
         panic!(
-            "{} has another plan, first in line {}:\n{theirs}\nNow it is:\n{ours}",
+            "{} has another plan, first in line {}:\n{expected}\nNow it is:\n{actual}",
             path.display(),
             line + 1
         );
     }
-    assert_eq!(text.len(), wanted.len(), "{} has another plan", path.display());
+    assert_eq!(text.len(), expected.len(), "{} has another plan", path.display());
 }
 
 #[test]

@@ -81,8 +81,8 @@ impl GraphEmitter<'_> {
         let split = self.sampled_gradients().unwrap_or(split);
         if accumulates {
             let size = self.plan.dtype.size();
-            let own = Operand::new(Region::MatrixGradients, 0, size * layout.matrices);
-            self.main(ops.accumulate_gradients(gradients.first, own, layout.matrices as u64, first));
+            let latest = Operand::new(Region::MatrixGradients, 0, size * layout.matrices);
+            self.main(ops.accumulate_gradients(gradients.first, latest, layout.matrices as u64, first));
         }
         if !last {
             return Ok(());
@@ -226,14 +226,14 @@ impl GraphEmitter<'_> {
         iterates.into_iter().chain(grams).for_each(|allocation| self.free_now(allocation));
     }
 
-    /// Sums the squares of parameters' norms over ranks, if each rank has only the squares of its parts.
+    /// If each rank has only the squares of its parts of parameters: sums the squares over ranks, for the parameters' norms.
     fn add_up_norms(&mut self, rates: ops::Rates) {
         if self.facts.share.is_some() {
             self.all_reduce(StreamId::Main, rates.squares, DataType::F64);
         }
     }
 
-    /// Gathers the new weights of all ranks, matrices in the network's number format. If this is a 16-bit format, the float32 weights are
+    /// Gathers the new weights of all ranks, matrices in the activations' format. If this is a 16-bit format, the float32 weights are
     /// gathered only on request ([`Program::gather_weights`]).
     fn gather_weights(&mut self, share: Share) {
         let (layout, dtype) = (self.facts.layout, self.plan.dtype);

@@ -272,10 +272,10 @@ fn activations_and_gradients_change_their_placement() {
                         Command::Alloc { content: of, at } if *of == content => Some(at.offset / 4),
                         _ => None,
                     });
-                    let wanted =
+                    let expected =
                         values_of(&to, (rank, model), [pixels, channels], |of| total_weight * value(of));
                     assert!(
-                        memory[offset.unwrap()..][..wanted.len()] == wanted,
+                        memory[offset.unwrap()..][..expected.len()] == expected,
                         "{shards:?}, {model} ranks: {from:?} to {to:?}, rank {rank}"
                     );
                 }

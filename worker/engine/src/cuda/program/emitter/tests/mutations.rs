@@ -26,13 +26,13 @@ fn without(commands: &[Command], number: usize) -> Vec<Command> {
     [&commands[..number], &commands[number + 1..]].concat()
 }
 
-/// The indices of the commands that are `wanted`, in order.
-fn numbers(commands: &[Command], wanted: impl Fn(&Command) -> bool) -> Vec<usize> {
-    (0..commands.len()).filter(|number| wanted(&commands[*number])).collect()
+/// The indices of the commands for which `predicate` is true, in order.
+fn numbers(commands: &[Command], predicate: impl Fn(&Command) -> bool) -> Vec<usize> {
+    (0..commands.len()).filter(|number| predicate(&commands[*number])).collect()
 }
 
-/// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and in
-/// groups a wait of a collective for which another command waits. A needed wait is also refused without its recorded event.
+/// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and
+/// in groups a wait of a collective for which another command waits. A needed wait is also refused without its recorded event.
 #[test]
 fn a_missing_wait_is_refused() {
     for setting in settings() {
@@ -183,7 +183,7 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
         let [at] = numbers(&commands, announces_update)[..] else {
             panic!("a step announces its update once")
         };
-        assert!(refusal(&without(&commands, at)).unwrap().contains("does not know that it changes weights"));
+        assert!(refusal(&without(&commands, at)).unwrap().contains("it changes weights before"));
         let Some(last) = commands.iter().rposition(|c| matches!(c, Command::Collective { .. })) else {
             continue;
         };
@@ -203,8 +203,8 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
 #[test]
 fn a_step_saves_running_statistics_before_they_change() {
     for setting in settings() {
-        let changes = |c: &Command, wanted: Region| {
-            c.accesses().iter().any(|(o, access)| o.region == wanted && *access != Access::Read)
+        let changes = |c: &Command, region: Region| {
+            c.accesses().iter().any(|(o, access)| o.region == region && *access != Access::Read)
         };
         let setting = Setting { accumulates: true, ..setting };
         for (first, last) in [(true, true), (true, false), (false, false), (false, true)] {

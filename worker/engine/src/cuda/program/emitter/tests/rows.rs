@@ -187,13 +187,13 @@ fn simulate(
         rank.run_before_exchange();
     }
     let pieces = |rank: &Rank, peer: usize, receives: bool| -> Vec<Operand> {
-        let found = rank.commands.iter().find_map(|command| match command {
+        let messages = rank.commands.iter().find_map(|command| match command {
             Command::Exchange { sends, receives: received, .. } => {
                 Some(if receives { received } else { sends })
             }
             _ => None,
         });
-        let of_peer = found.into_iter().flatten().filter(|(of, _)| *of as usize == peer);
+        let of_peer = messages.into_iter().flatten().filter(|(of, _)| *of as usize == peer);
         of_peer.map(|(_, at)| *at).collect()
     };
     for rank in 0..ranks.len() {
@@ -241,18 +241,18 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
                     .collect()
             };
             let value = |picture: usize, row: isize| (1000 * picture) as f32 + row as f32;
-            let found =
+            let actual =
                 simulate(&mut ranks(Part::Forward(index)), [own, reached], length, |_, picture, row| {
                     value(picture, row)
                 });
             let outside = if lowest { f32::NEG_INFINITY } else { 0.0 };
-            for (rank, found) in found.iter().enumerate() {
+            for (rank, actual) in actual.iter().enumerate() {
                 let inside = 0..own.whole as isize;
-                let wanted: Vec<f32> = (0..PICTURES)
+                let expected: Vec<f32> = (0..PICTURES)
                     .flat_map(|picture| reached.of_rank[rank].clone().map(move |row| (picture, row)))
                     .map(|(picture, row)| if inside.contains(&row) { value(picture, row) } else { outside })
                     .collect();
-                assert_eq!(*found, wanted, "{}, {index}, rank {rank} of {height}", network.arch);
+                assert_eq!(*actual, expected, "{}, {index}, rank {rank} of {height}", network.arch);
             }
             (halos, lowest_halos) = (halos + 1, lowest_halos + usize::from(lowest));
             if plan.network.is_pictures(input) {
@@ -261,17 +261,17 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
             let gradient =
                 |rank: usize, picture: usize, row: isize| (1 + rank * 100 + picture * 10) as f32 + row as f32;
             let back = [reached, own];
-            let found = simulate(&mut ranks(Part::Backward(index)), back, length, gradient);
-            for (rank, found) in found.iter().enumerate() {
+            let actual = simulate(&mut ranks(Part::Backward(index)), back, length, gradient);
+            for (rank, actual) in actual.iter().enumerate() {
                 let of_all = |picture: usize, row: isize| -> f32 {
                     let reach = (0..height).filter(|peer| reached.of_rank[*peer].contains(&row));
                     reach.map(|peer| gradient(peer, picture, row)).sum()
                 };
-                let wanted: Vec<f32> = (0..PICTURES)
+                let expected: Vec<f32> = (0..PICTURES)
                     .flat_map(|picture| own.of_rank[rank].clone().map(move |row| (picture, row)))
                     .map(|(picture, row)| of_all(picture, row))
                     .collect();
-                assert_eq!(*found, wanted, "{}, {index}, rank {rank} of {height}", network.arch);
+                assert_eq!(*actual, expected, "{}, {index}, rank {rank} of {height}", network.arch);
             }
         }
         assert!(halos > 4 && lowest_halos > 0, "{halos} {lowest_halos}");

@@ -126,11 +126,11 @@ fn fits(kernel: &Kernel, index: usize, declared: Declared) -> bool {
 }
 
 pub(super) fn check(kernel: &Kernel) {
-    let Signature { parameters: wanted, threads } = &DECLARED[kernel.name];
+    let Signature { parameters, threads } = &DECLARED[kernel.name];
     let block: u32 = kernel.geometry.block.iter().product();
     assert!(block <= *threads, "{}: {block} threads in a block, compiled for {threads}", kernel.name);
-    assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
-    for (index, declared) in wanted.iter().enumerate() {
+    assert_eq!(kernel.args.len(), parameters.len(), "{}", kernel.name);
+    for (index, declared) in parameters.iter().enumerate() {
         assert!(fits(kernel, index, *declared), "{} {index}: {:?}", kernel.name, kernel.args[index]);
     }
 }

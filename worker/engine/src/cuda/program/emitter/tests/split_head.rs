@@ -129,14 +129,14 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                     let commands = setting.emit_valid(Phase::Train(ONLY), side_stream).commands;
                     // Of the matrix: the trained weights, their low-precision copy, and the optimizer's slots.
                     let copies = if dtype == DType::F32 { 1 } else { 2 };
-                    for (name, wanted) in [
+                    for (name, expected) in [
                         ("sample_classes", 1),
                         ("gather_rows", copies + slots),
                         ("scatter_rows", copies + slots),
                         ("gather_values", 1 + slots),
                         ("scatter_values", 1 + slots),
                     ] {
-                        assert_eq!(count(&commands, name), wanted, "{name}, {dtype:?}, {optimizer:?}");
+                        assert_eq!(count(&commands, name), expected, "{name}, {dtype:?}, {optimizer:?}");
                     }
                 }
                 let evaluated = setting.emit_valid(Phase::Evaluate, true).commands;
@@ -167,11 +167,11 @@ fn a_margin_changes_labels_logits_and_gradients_of_features_and_weights() {
             let loss = LossConfig { sample_share, margin, ..LossConfig::default() };
             setting.plan = setting.plan.clone().with_loss(&loss);
             for side_stream in [false, true] {
-                for (phase, wanted) in [(Phase::Train(ONLY), [2, 2, 1]), (Phase::Evaluate, [2, 1, 0])] {
+                for (phase, expected) in [(Phase::Train(ONLY), [2, 2, 1]), (Phase::Evaluate, [2, 1, 0])] {
                     let commands = setting.emit_valid(phase, side_stream).commands;
-                    let found =
+                    let actual =
                         ["row_factors", "scale_cosines", "put_margin"].map(|name| count(&commands, name));
-                    assert_eq!(found, wanted, "{model} {dtype:?} {phase:?}");
+                    assert_eq!(actual, expected, "{model} {dtype:?} {phase:?}");
                     // A gradient that is computed twice is corrected twice, chunk by chunk.
                     let corrected = match phase {
                         Phase::Evaluate => 0,

@@ -297,7 +297,7 @@ mod tests {
             [(damaged, true, true), (last, true, false), (damaged, false, false)]
         {
             let dir = tempfile::tempdir().unwrap();
-            let (remote, _) = super::super::asked::server_that(answer);
+            let (remote, _) = super::super::test_server::server_with(answer);
             let mut start = StartAttempt::local(JobSpec::default(), "/none", 1);
             match is_own {
                 true => start.resume = Some("1-20".into()),

@@ -3,8 +3,6 @@
 //! folder adopts them.
 
 mod address;
-#[cfg(test)]
-mod asked;
 mod attempt;
 mod attempts;
 mod cpu_slots;
@@ -27,6 +25,8 @@ mod slots;
 mod socket;
 mod spares;
 pub mod state_dir;
+#[cfg(test)]
+mod test_server;
 mod uploads;
 
 pub use options::{AgentError, Options, Warm};

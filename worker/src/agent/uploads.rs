@@ -321,7 +321,7 @@ mod tests {
     async fn checkpoints_of_earlier_attempts_are_offered_for_upload() {
         for has_rank_0 in [true, false] {
             let dir = tempfile::tempdir().unwrap();
-            let (remote, asked) = super::super::asked::server();
+            let (remote, requests) = super::super::test_server::server();
             let attempt =
                 AttemptRef { job: JobId::generate(), attempt: 2, fencing_token: FencingToken::NONE };
             let job_dir = dir.path().join("jobs").join(attempt.job.as_str());
@@ -338,7 +338,7 @@ mod tests {
             let mut uploads =
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             let is_done = uploads.round().await;
-            assert_eq!(*asked.lock().unwrap(), ["GET uploads/1-10"]);
+            assert_eq!(*requests.lock().unwrap(), ["GET uploads/1-10"]);
             assert_eq!(is_done, !has_rank_0, "without rank 0, no report of the attempt is in flight");
         }
     }
@@ -348,7 +348,7 @@ mod tests {
         for damage in [Some("abd"), Some("ab"), None] {
             let damaged_here = damage.is_some();
             let dir = tempfile::tempdir().unwrap();
-            let (remote, asked) = super::super::asked::server_that(|method| match method {
+            let (remote, requests) = super::super::test_server::server_with(|method| match method {
                 "GET" => ("200 OK", r#"{"received":{},"needed":"nothing"}"#),
                 "POST" => {
                     ("422 Unprocessable Entity", r#"{"code":"checkpoint_damaged","detail":"it differs"}"#)
@@ -377,7 +377,7 @@ mod tests {
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             uploads.round().await;
             let job = uploads.jobs.values().next().unwrap();
-            assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", asked.lock().unwrap());
+            assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", requests.lock().unwrap());
             assert_eq!(job.wait.is_none(), damaged_here, "the upload is retried after a pause");
             // This also holds after a restart of the agent.
             for jobs in [std::mem::take(&mut uploads.jobs), HashMap::new()] {

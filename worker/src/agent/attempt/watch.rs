@@ -118,8 +118,8 @@ impl Watch {
 
     async fn launch(&self, context: &AttemptContext, ranks: &mut RankGroup<RecordSummary>) -> io::Result<()> {
         let start = &self.stored.start;
-        let all = configs(start, &context.devices_of(start), Some(&context.fence), &self.stored.job_dir);
-        for config in all {
+        let devices = context.devices_of(start);
+        for config in configs(start, &devices, Some(&context.fence), &self.stored.job_dir) {
             let config = RankConfig { stop_within_secs: context.stop_within_secs, ..config };
             let (program, spare) = (context.program.clone(), context.spares.take(config.slot));
             // Waits for the end of a spare that cannot become the rank.
@@ -233,7 +233,7 @@ impl Policy for Watch {
     }
 }
 
-/// How an attempt ends whose agent ended before it started any rank.
+/// The ending of an attempt whose agent ended before it started any rank.
 fn restart_ending(context: &AttemptContext) -> Ending {
     let agent = context.remote.as_ref().map_or_else(lockstep_host::hostname, |remote| remote.name.clone());
     Ending::Failed { reason: ReasonKind::AgentRestarted { agent: agent.into() }.into(), retriable: true }

@@ -13,15 +13,15 @@ use std::{
 /// The length of the lease until the server has sent it.
 const DEFAULT_LENGTH: Duration = Duration::from_secs(20);
 
-/// Margin, because ranks read their deadline at intervals and take a moment to end.
+/// Margin (at most a fifth of the lease), because ranks read their deadline at intervals and take a moment to end.
 const MARGIN: Duration = Duration::from_secs(4);
 
 /// Interval between two extensions of the ranks' deadline.
 const FENCE_EVERY: Duration = Duration::from_millis(500);
 
-/// The agent's lease, renewed by every `Welcome` and `HeartbeatAck`, and while the server has certainly ended. After
-/// the lease has expired, the server may have given the work to another agent, so the ranks of this agent must end. The
-/// lease uses the monotonic clock, so changing the time of day does not affect it.
+/// The agent's lease. Every `Welcome` and `HeartbeatAck` renews it, and so does the agent while the server has certainly
+/// ended. After the lease has expired, the server may have given the work to another agent, so the ranks of this agent
+/// must end. The lease uses the monotonic clock, so changing the time of day does not affect it.
 #[derive(Debug)]
 pub(super) struct Lease {
     state: Mutex<State>,
@@ -87,7 +87,7 @@ impl Lease {
     }
 }
 
-/// Extends the ranks' deadline periodically while the server is in contact.
+/// Extends the ranks' deadline periodically until the lease has expired.
 pub(super) async fn keep_fence(lease: Arc<Lease>) {
     loop {
         lease.extend();

@@ -135,7 +135,7 @@ impl Uploads {
     }
 
     /// Whether ranks of the attempt run on this machine, or the server has not acknowledged all reports of the attempt.
-    fn is_held(&self, here: &OwnDiskNote) -> bool {
+    fn is_active(&self, here: &OwnDiskNote) -> bool {
         attempt_path(&self.dir, &here.attempt).exists()
     }
 
@@ -148,7 +148,7 @@ impl Uploads {
         job_uploads: &mut JobUploads,
     ) -> Result<bool, Failed> {
         // Read before the folder, because checkpoints are written before they are reported.
-        let is_held = self.is_held(here);
+        let is_active = self.is_active(here);
         let mut done = true;
         let folder = job_dir.join("checkpoints");
         let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
@@ -160,7 +160,7 @@ impl Uploads {
             // On a machine without rank 0, checkpoints from before this attempt belong to earlier attempts. They were
             // reported before this attempt began, so a refusal of the server is final.
             let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
-            let may_be_reported = is_held && !is_earlier;
+            let may_be_reported = is_active && !is_earlier;
             let sum = hex::encode(Sha256::digest(&manifest_json));
             if job_uploads.done.get(name) == Some(&sum) {
                 continue;
@@ -187,12 +187,12 @@ impl Uploads {
             return Ok(done);
         }
         let pause = if job_uploads.is_unknown { ASK_UNKNOWN_EVERY } else { ASK_EVERY };
-        if is_held || !done || job_uploads.asked.is_some_and(|asked| asked.elapsed() < pause) {
+        if is_active || !done || job_uploads.asked.is_some_and(|asked| asked.elapsed() < pause) {
             return Ok(done);
         }
         job_uploads.asked = Some(Instant::now());
         // Files are removed only if the server itself has responded.
-        let needed = self.remote.client(&here.attempt)?.needed().await?;
+        let needed = self.remote.client(&here.attempt)?.what_is_needed().await?;
         let is_unknown = needed == WhatIsNeeded::Unknown;
         if is_unknown && !job_uploads.is_unknown {
             tracing::warn!(
@@ -205,7 +205,7 @@ impl Uploads {
         job_uploads.is_unknown = is_unknown;
         // A new attempt may have begun meanwhile.
         let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *here);
-        if needed == WhatIsNeeded::Nothing && is_same && !self.is_held(here) {
+        if needed == WhatIsNeeded::Nothing && is_same && !self.is_active(here) {
             tracing::info!(job = %here.attempt.job, "the job no longer needs its folder on this machine");
             if let Err(error) = fs::remove_dir_all(job_dir) {
                 tracing::warn!(%error, folder = %job_dir.display(), "the job's folder cannot be removed");
@@ -241,7 +241,7 @@ async fn upload(
     let began = Instant::now();
     let mut received = state.received;
     if state.manifest.as_deref() != Some(sum) {
-        client.piece(name, MANIFEST, 0, manifest_json.to_vec()).await.map_err(later)?;
+        client.upload_piece(name, MANIFEST, 0, manifest_json.to_vec()).await.map_err(later)?;
         received.clear();
     }
     for (file, wanted) in &manifest.files {
@@ -255,15 +255,15 @@ async fn upload(
                 let is_damaged = is_same && is_damaged(folder.to_owned()).await;
                 return Ok(if is_damaged { Sent::Damaged } else { Sent::NotYet });
             };
-            client.piece(name, file, offset, piece).await.map_err(later)?;
+            client.upload_piece(name, file, offset, piece).await.map_err(later)?;
             offset += size;
         }
         // An empty file must be sent as well.
         if wanted.size_bytes == 0 && !received.contains_key(file) {
-            client.piece(name, file, 0, Vec::new()).await.map_err(later)?;
+            client.upload_piece(name, file, 0, Vec::new()).await.map_err(later)?;
         }
     }
-    if let Err(failed) = client.upload_done(name).await {
+    if let Err(failed) = client.finish_upload(name).await {
         if matches!(failed, Failed::Never(..)) && is_damaged(folder.to_owned()).await {
             return Ok(Sent::Damaged);
         }
@@ -295,7 +295,7 @@ async fn is_damaged(folder: PathBuf) -> bool {
     matches!(checked, Ok(Err(CheckpointError::Damaged { .. })))
 }
 
-/// Makes any failure temporary: the next round asks the server again what it has.
+/// Makes any failure temporary: the next round asks the server again which files it has.
 fn later(failed: Failed) -> Failed {
     Failed::Later(failed.words().to_owned())
 }
@@ -397,9 +397,9 @@ mod tests {
         }
         assert_eq!(handle_refusal(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true), Ok(Sent::Done));
         // Another machine uploads the same checkpoint. If that machine is lost, this machine uploads it.
-        for is_held in [true, false] {
+        for may_be_reported in [true, false] {
             let later = Failed::Later("503".into());
-            assert_eq!(handle_refusal(later.clone(), "1-17", is_held), Err(later));
+            assert_eq!(handle_refusal(later.clone(), "1-17", may_be_reported), Err(later));
         }
     }
 }

@@ -162,7 +162,7 @@ pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTenso
     read_wanted(path, opened, &|_| true)
 }
 
-/// Reads the tensors whose names are `wanted`, as [`read_opened`]. Other tensors are not read, so they may be larger than
+/// Reads the tensors for whose names `wanted` is true, as [`read_opened`]. Other tensors are not read, so they may be larger than
 /// the memory.
 pub(super) fn read_wanted(
     path: &Path,

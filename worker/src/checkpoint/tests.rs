@@ -378,22 +378,22 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
     let mut saved = snapshot(1, 9, Some(0.5));
     saved.average = Some(saved.parameters.clone());
     write(whole.path(), &saved, None).unwrap();
-    let write_parts = |deals_average: bool| {
-        let unique = format!("x.{deals_average}");
+    let write_parts = |shards_average: bool| {
+        let unique = format!("x.{shards_average}");
         let folder = parts_folder(sharded.path(), &saved.state, &unique);
         let part_of = |of_first: bool| {
             let mut own = saved.clone();
             let keeps = |name: &str| name.starts_with("fc.") != of_first;
             own.parameters.retain(|name, _| keeps(name));
             own.optimizer.retain(|name, _| keeps(name));
-            own.average = own.average.filter(|_| deals_average || of_first);
-            if let Some(average) = own.average.as_mut().filter(|_| deals_average) {
+            own.average = own.average.filter(|_| shards_average || of_first);
+            if let Some(average) = own.average.as_mut().filter(|_| shards_average) {
                 average.retain(|name, _| keeps(name));
             }
             own
         };
         let parts = [(1, true), (2, false)].map(|(number, of_first)| {
-            write_part(&folder, &part_of(of_first), (number, 2), deals_average).unwrap()
+            write_part(&folder, &part_of(of_first), (number, 2), shards_average).unwrap()
         });
         let files = parts.into_iter().flatten().collect();
         let size = complete_parts(sharded.path(), &folder, &saved.state, None, files).unwrap();
@@ -403,10 +403,10 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
         );
         assert_eq!(fs::read_dir(sharded.path()).unwrap().count(), 1, "no temporary file is left");
     };
-    for deals_average in [false, true] {
-        write_parts(deals_average);
+    for shards_average in [false, true] {
+        write_parts(shards_average);
         let folder = sharded.path().join("1-9");
-        assert_eq!(folder.join(AVERAGE).exists(), !deals_average);
+        assert_eq!(folder.join(AVERAGE).exists(), !shards_average);
         let Loaded { state, parameters, optimizer } = load(&folder).unwrap();
         assert_eq!(
             (state, parameters, optimizer),

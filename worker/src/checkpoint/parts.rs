@@ -45,7 +45,7 @@ pub fn parts_folder(directory: &Path, state: &State, unique: &str) -> PathBuf {
 }
 
 /// Writes a rank's tensors to `folder`, as part `number` (from 1) of `count`. The average is written as a whole
-/// unless `shards_average`.
+/// unless `divides_average`.
 ///
 /// # Errors
 /// The disk is full or not writable.
@@ -53,12 +53,12 @@ pub fn write_part(
     folder: &Path,
     snapshot: &Snapshot,
     (number, count): (usize, usize),
-    shards_average: bool,
+    divides_average: bool,
 ) -> Result<Files, CheckpointError> {
     fault::point("checkpoint.begin").map_err(at(folder))?;
     fs::create_dir_all(folder).map_err(at(folder))?;
     write_tensors(folder, snapshot, |kind| match kind {
-        AVERAGE if !shards_average => AVERAGE.into(),
+        AVERAGE if !divides_average => AVERAGE.into(),
         kind => checkpoint_files::part(kind, number, count),
     })
 }
@@ -164,6 +164,6 @@ pub(crate) fn read_wanted(files: &[PathBuf], wanted: &dyn Fn(&str) -> bool) -> R
 ///
 /// # Errors
 /// As [`metadata`](super::metadata).
-pub fn about(folder: &Path) -> Result<HashMap<String, String>, String> {
+pub fn folder_metadata(folder: &Path) -> Result<HashMap<String, String>, String> {
     files_of(folder, MODEL)?.first().map_or_else(|| Ok(HashMap::new()), |file| tensors::metadata(file))
 }

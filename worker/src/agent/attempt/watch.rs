@@ -131,7 +131,7 @@ impl Watch {
 
     /// Whether an earlier agent ended before it started any of the ranks.
     fn has_started_no_rank(&self) -> bool {
-        !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::was_begun(&self.dir, *rank))
+        !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::has_begun(&self.dir, *rank))
     }
 
     fn watch_rank(&self, process: RankProcess) -> Rank<RecordSummary> {
@@ -216,7 +216,7 @@ impl Policy for Watch {
             let stopping =
                 if self.is_leaving { self.leave_within } else { OTHERS_END_LIMIT.max(self.leave_within) };
             let delays = EndDelays { certain: Duration::ZERO, provisional: PROVISIONAL_DELAY, stopping };
-            if !ranks.is_to_end(delays) {
+            if !ranks.must_end(delays) {
                 return;
             }
             self.peer_died = ranks.ends().any(RankEnd::is_death);

@@ -32,7 +32,7 @@ pub(super) struct Lease {
 #[derive(Debug)]
 struct State {
     /// The time of the last contact with the server, or of the agent's start if there was none.
-    last: Instant,
+    last_contact: Instant,
     length: Duration,
     /// Whether there was contact with the server since this agent started.
     renewed: bool,
@@ -41,7 +41,7 @@ struct State {
 impl Lease {
     /// `fence` is the file in which ranks read their deadline.
     pub(super) fn new(fence: Fence) -> Self {
-        let state = State { last: Instant::now(), length: DEFAULT_LENGTH, renewed: false };
+        let state = State { last_contact: Instant::now(), length: DEFAULT_LENGTH, renewed: false };
         Self { state: Mutex::new(state), fence, has_logged_error: AtomicBool::new(false) }
     }
 
@@ -51,7 +51,7 @@ impl Lease {
     pub(super) fn renew(&self, sent: Instant) {
         {
             let mut state = lock(&self.state);
-            (state.last, state.renewed) = (sent, true);
+            (state.last_contact, state.renewed) = (sent, true);
         }
         self.extend();
     }
@@ -63,17 +63,17 @@ impl Lease {
 
     /// How long the server has been silent, if the lease has expired.
     pub(super) fn overdue(&self) -> Option<Duration> {
-        let State { last, length, .. } = *lock(&self.state);
-        Some(last.elapsed()).filter(|silent| *silent > length)
+        let State { last_contact, length, .. } = *lock(&self.state);
+        Some(last_contact.elapsed()).filter(|silent| *silent > length)
     }
 
     /// How long ranks may continue without further contact. This is a little less than the server's own limit, so that
     /// ranks have ended when the server gives the work to other agents. `None` before the first contact: the ranks of an
     /// earlier agent keep their deadline. Otherwise, they could train forever if the agent is restarted repeatedly.
     fn remaining(&self) -> Option<Duration> {
-        let State { last, length, renewed } = *lock(&self.state);
+        let State { last_contact, length, renewed } = *lock(&self.state);
         let length = length.saturating_sub((length / 5).min(MARGIN));
-        length.checked_sub(last.elapsed()).filter(|_| renewed)
+        length.checked_sub(last_contact.elapsed()).filter(|_| renewed)
     }
 
     /// Writes the ranks' new deadline.

@@ -108,12 +108,12 @@ impl Uploads {
         let found: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
         self.jobs.retain(|job, _| found.iter().any(|path| path.ends_with(job.as_str())));
         for job_dir in found {
-            let Some(here) = OwnDiskNote::read(&job_dir) else { continue };
-            let mut job_uploads = self.jobs.remove(&here.attempt.job).unwrap_or_default();
+            let Some(note) = OwnDiskNote::read(&job_dir) else { continue };
+            let mut job_uploads = self.jobs.remove(&note.attempt.job).unwrap_or_default();
             if job_uploads.wait.is_some_and(|(until, _)| Instant::now() < until) {
                 all_done = false;
             } else {
-                match self.upload_job(&here, &job_dir, &mut job_uploads).await {
+                match self.upload_job(&note, &job_dir, &mut job_uploads).await {
                     Ok(done) => {
                         all_done &= done;
                         job_uploads.wait = None;
@@ -122,33 +122,33 @@ impl Uploads {
                         all_done = false;
                         let mut backoff = job_uploads.wait.map_or(RETRY, |(_, backoff)| backoff);
                         if job_uploads.wait.is_none() {
-                            let job = here.attempt.job.as_str();
+                            let job = note.attempt.job.as_str();
                             tracing::warn!(job, why = failed.words(), "checkpoints are not uploaded for now");
                         }
                         job_uploads.wait = Some((Instant::now() + backoff.pause(), backoff));
                     }
                 }
             }
-            self.jobs.insert(here.attempt.job.clone(), job_uploads);
+            self.jobs.insert(note.attempt.job.clone(), job_uploads);
         }
         all_done
     }
 
     /// Whether ranks of the attempt run on this machine, or the server has not acknowledged all reports of the attempt.
-    fn is_active(&self, here: &OwnDiskNote) -> bool {
-        attempt_path(&self.dir, &here.attempt).exists()
+    fn is_active(&self, note: &OwnDiskNote) -> bool {
+        attempt_path(&self.dir, &note.attempt).exists()
     }
 
     /// Uploads the checkpoints of one job that the server lacks. Removes the job's folder when the server no longer
     /// needs it. Returns whether nothing is left to do.
     async fn upload_job(
         &self,
-        here: &OwnDiskNote,
+        note: &OwnDiskNote,
         job_dir: &Path,
         job_uploads: &mut JobUploads,
     ) -> Result<bool, Failed> {
         // Read before the folder, because checkpoints are written before they are reported.
-        let is_active = self.is_active(here);
+        let is_active = self.is_active(note);
         let mut done = true;
         let folder = job_dir.join("checkpoints");
         let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
@@ -159,13 +159,13 @@ impl Uploads {
             let Ok(manifest_json) = fs::read(&path) else { continue };
             // On a machine without rank 0, checkpoints from before this attempt belong to earlier attempts. They were
             // reported before this attempt began, so a refusal of the server is final.
-            let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
+            let is_earlier = !note.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
             let may_be_reported = is_active && !is_earlier;
             let sum = hex::encode(Sha256::digest(&manifest_json));
             if job_uploads.done.get(name) == Some(&sum) {
                 continue;
             }
-            let client = self.remote.client(&here.attempt)?;
+            let client = self.remote.client(&note.attempt)?;
             match upload(&client, &folder.join(name), name, &manifest_json, &sum, may_be_reported).await? {
                 Sent::Done => {
                     job_uploads.done.insert(name.clone(), sum);
@@ -192,11 +192,11 @@ impl Uploads {
         }
         job_uploads.asked = Some(Instant::now());
         // Files are removed only if the server itself has responded.
-        let needed = self.remote.client(&here.attempt)?.what_is_needed().await?;
+        let needed = self.remote.client(&note.attempt)?.what_is_needed().await?;
         let is_unknown = needed == WhatIsNeeded::Unknown;
         if is_unknown && !job_uploads.is_unknown {
             tracing::warn!(
-                job = %here.attempt.job,
+                job = %note.attempt.job,
                 folder = %job_dir.display(),
                 "the server's database lacks this attempt, as after the restore of an older backup; the job's folder stays here until \
                  somebody removes it"
@@ -204,9 +204,9 @@ impl Uploads {
         }
         job_uploads.is_unknown = is_unknown;
         // A new attempt may have begun meanwhile.
-        let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *here);
-        if needed == WhatIsNeeded::Nothing && is_same && !self.is_active(here) {
-            tracing::info!(job = %here.attempt.job, "the job no longer needs its folder on this machine");
+        let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *note);
+        if needed == WhatIsNeeded::Nothing && is_same && !self.is_active(note) {
+            tracing::info!(job = %note.attempt.job, "the job no longer needs its folder on this machine");
             if let Err(error) = fs::remove_dir_all(job_dir) {
                 tracing::warn!(%error, folder = %job_dir.display(), "the job's folder cannot be removed");
             }

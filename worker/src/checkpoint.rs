@@ -20,7 +20,7 @@ pub use folders::{
 };
 pub use manifest::{Files, Manifest, ManifestFile, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
-pub(crate) use parts::read_wanted;
+pub(crate) use parts::read_selected;
 pub use parts::{
     complete_parts, files_of, folder_metadata, model_files, parts_folder, read_files, write_part,
 };

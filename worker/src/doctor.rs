@@ -29,7 +29,7 @@ use std::{
 const GIB: u64 = 1 << 30;
 /// The minimum free disk space. With less, a job's checkpoints and logs soon fill the disk.
 const MIN_FREE_DISK: u64 = 5 * GIB;
-/// The minimum free memory: about that of a rank of ResNet-50 with a batch size of 32.
+/// The minimum free memory. A rank of ResNet-50 with a batch size of 32 needs about as much.
 const MIN_FREE_MEMORY: u64 = 2 * GIB;
 /// The size of `/dev/shm` that NCCL recommends.
 const MIN_SHM: u64 = GIB;

@@ -208,7 +208,7 @@ async fn check_with_files(
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let on_own_disk = context.remote.as_ref().filter(|_| is_own_disk(stored));
-    // This precedes the copy of the dataset, which may take hours, so that the server knows at once which machine has
+    // The report precedes the copy of the dataset, which may take hours, so that the server knows at once which machine has
     // the checkpoints on this disk.
     if let Some(remote) = on_own_disk {
         fetch::begin(stored, remote).await?;

@@ -82,7 +82,7 @@ impl Agent {
         }
         let (mut stored, created) = place::choose_job_dir(&self.state_dir, start);
         if !is_mapped && !place::is_own_disk(&stored) {
-            // These are the server's own files, which may have changed since they were registered.
+            // The ranks read the server's own files, which may have changed since they were registered.
             stored.start.files.registered = None;
         }
         // Ranks without a record on disk could not be adopted after this process ends.

@@ -67,7 +67,7 @@ impl Lease {
         Some(last_contact.elapsed()).filter(|silent| *silent > length)
     }
 
-    /// How long ranks may continue without further contact. This is a little less than the server's own limit, so that
+    /// How long ranks may continue without further contact. The time is a little less than the server's own limit, so that
     /// ranks have ended when the server gives the work to other agents. `None` before the first contact: the ranks of an
     /// earlier agent keep their deadline. Otherwise, they could train forever if the agent is restarted repeatedly.
     fn remaining(&self) -> Option<Duration> {

@@ -112,7 +112,7 @@ impl Session {
                     socket: self.socket,
                     outboxes: HashMap::new(),
                     acknowledged,
-                    unwanted: HashSet::new(),
+                    revoked: HashSet::new(),
                     stopped_late: HashMap::new(),
                     announced_leaving: false,
                     reported_ready: HashSet::new(),
@@ -150,7 +150,7 @@ struct Connected {
     /// The acknowledged records in `Welcome`.
     acknowledged: Vec<Acknowledged>,
     /// Attempts that the server has given to other agents. Their ranks are ended, and their records are not reported.
-    unwanted: HashSet<AttemptRef>,
+    revoked: HashSet<AttemptRef>,
     /// Attempts that had already ended when the server ordered their end: either the order crossed their last report,
     /// or the server accepts no more reports of these attempts.
     stopped_late: HashMap<AttemptRef, Instant>,
@@ -182,7 +182,7 @@ impl Connected {
             if let Some(found) = agent.find_attempt(&attempt) {
                 found.order(Order::Stop { patient: false });
             }
-            self.unwanted.insert(attempt);
+            self.revoked.insert(attempt);
         }
         self.check_machine(agent);
         let mut heartbeat = time::interval(self.heartbeat);
@@ -266,7 +266,7 @@ impl Connected {
             let attempt_ref = attempt.attempt();
             // Checked before the files are read, so that all records from before the end are read.
             let over = attempt.is_over();
-            if self.unwanted.contains(attempt_ref) {
+            if self.revoked.contains(attempt_ref) {
                 if over {
                     done.push((attempt_ref.clone(), true));
                 }
@@ -287,7 +287,7 @@ impl Connected {
         }
         for (attempt, is_refused) in done {
             self.outboxes.remove(&attempt);
-            self.unwanted.remove(&attempt);
+            self.revoked.remove(&attempt);
             self.stopped_late.remove(&attempt);
             self.reported_ready.remove(&attempt);
             agent.forget(&attempt, is_refused);

@@ -244,10 +244,10 @@ async fn upload(
         client.upload_piece(name, MANIFEST, 0, manifest_json.to_vec()).await.map_err(later)?;
         received.clear();
     }
-    for (file, wanted) in &manifest.files {
+    for (file, entry) in &manifest.files {
         let mut offset = received.get(file).copied().unwrap_or(0);
-        while offset < wanted.size_bytes {
-            let size = (wanted.size_bytes - offset).min(PIECE_BYTES);
+        while offset < entry.size_bytes {
+            let size = (entry.size_bytes - offset).min(PIECE_BYTES);
             let Ok(piece) = read(&folder.join(file), offset, size).await else {
                 // The checkpoint may be damaged, or retention has removed it, or a newer checkpoint of the same step
                 // has replaced it. The next round checks again.
@@ -259,7 +259,7 @@ async fn upload(
             offset += size;
         }
         // An empty file must be sent as well.
-        if wanted.size_bytes == 0 && !received.contains_key(file) {
+        if entry.size_bytes == 0 && !received.contains_key(file) {
             client.upload_piece(name, file, 0, Vec::new()).await.map_err(later)?;
         }
     }
@@ -379,7 +379,7 @@ mod tests {
             let job = uploads.jobs.values().next().unwrap();
             assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", requests.lock().unwrap());
             assert_eq!(job.wait.is_none(), damaged_here, "the upload is retried after a pause");
-            // This also holds after a restart of the agent.
+            // The files also stay after a restart of the agent.
             for jobs in [std::mem::take(&mut uploads.jobs), HashMap::new()] {
                 uploads.jobs = jobs;
                 uploads.round().await;

@@ -108,7 +108,7 @@ pub(super) fn rename_to_final(
                 fs::rename(replaced, final_path)?;
                 return Err(error);
             }
-            // If this cannot be removed now, the next start removes it.
+            // If the folder cannot be removed now, the next start removes it.
             let _ = fs::remove_dir_all(replaced);
             Ok(true)
         }

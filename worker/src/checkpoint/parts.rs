@@ -148,14 +148,17 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 /// # Errors
 /// As [`read_tensors`](super::read_tensors).
 pub fn read_files(files: &[PathBuf]) -> Result<NamedTensors, String> {
-    read_wanted(files, &|_| true)
+    read_selected(files, &|_| true)
 }
 
-/// Reads those tensors of several files for whose names `wanted` is true.
-pub(crate) fn read_wanted(files: &[PathBuf], wanted: &dyn Fn(&str) -> bool) -> Result<NamedTensors, String> {
+/// Reads from several files the tensors whose names `select` accepts.
+pub(crate) fn read_selected(
+    files: &[PathBuf],
+    select: &dyn Fn(&str) -> bool,
+) -> Result<NamedTensors, String> {
     let mut all = NamedTensors::new();
     for file in files {
-        all.extend(tensors::read_wanted(file, tensors::open(file)?, wanted)?);
+        all.extend(tensors::read_selected(file, tensors::open(file)?, select)?);
     }
     Ok(all)
 }

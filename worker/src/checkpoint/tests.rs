@@ -441,7 +441,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
         fs::remove_dir_all(&folder).unwrap();
     }
     // An index must not name files outside its folder.
-    let folder = sharded.path().join("theirs");
+    let folder = sharded.path().join("foreign");
     fs::create_dir(&folder).unwrap();
     for (text, detail) in [
         (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "not a plain file name"),

@@ -111,7 +111,7 @@ impl ModelFile {
             Output::Embedding => {
                 let head = format!("{}.", network.head());
                 network = network.without_head();
-                checkpoint::read_wanted(&files, &|name| !name.starts_with(&head))?
+                checkpoint::read_selected(&files, &|name| !name.starts_with(&head))?
             }
         };
         if let Some(found) = lockstep_engine::first_not_finite(&weights) {
@@ -126,8 +126,8 @@ impl ModelFile {
     }
 }
 
-/// Converts the model at `path` (a checkpoint's folder, or a safetensors file) to an ONNX file, whose metadata is that of
-/// the model's file: `classes`, `mean`, `std`, `image_size` and so on. With `embed`, the output is the embedding, and the
+/// Converts the model at `path` (a checkpoint's folder, or a safetensors file) to an ONNX file with the metadata of the
+/// model's file: `classes`, `mean`, `std`, `image_size` and so on. With `embed`, the output is the embedding, and the
 /// last layer is not read. `fold_batch_norm`: see [`onnx::encode`].
 ///
 /// # Errors

@@ -46,7 +46,7 @@ impl Run<'_> {
     fn validate(&mut self) -> Result<bool, TrainError> {
         self.throughput.report("evaluating");
         if !self.training.spec.parallel.sync_batch_norm {
-            // Running statistics differ between ranks. The checkpoint has those of rank 0.
+            // Running statistics differ between ranks. The checkpoint has the statistics of rank 0.
             self.engine.broadcast_statistics()?;
         }
         let Some(evaluation) = self.validation_pass("the validation's loss")? else { return Ok(false) };

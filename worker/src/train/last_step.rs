@@ -51,7 +51,7 @@ impl Run<'_> {
     /// steps up to it are reported.
     fn has_whole_step(&mut self) -> Result<bool, TrainError> {
         let spec = self.training.spec;
-        // Only rank 0 has the average. If running statistics differ between ranks, those of rank 0 count.
+        // Only rank 0 has the average. If running statistics differ between ranks, the statistics of rank 0 count.
         let is_state_shared =
             spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
         // The engine is absent during the change to bfloat16.

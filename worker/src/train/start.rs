@@ -288,7 +288,7 @@ fn resume(
     let divisions = add_own(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
-        // The recorded step numbers are those of another batch size.
+        // The recorded step numbers belong to another batch size.
         skipped.recent.clear();
     }
     let is_evaluation_missing = step == state.step && state.val_accuracy.is_none();
@@ -438,7 +438,7 @@ fn distribution<'a>(training: &'a Training<'_>, plan: &'a RunPlan) -> Result<Dis
     Ok(Distribution::new(&plan.network, &Plan::of(&training.spec.parallel), training.group.as_ref())?)
 }
 
-/// Sends each rank its parts of the tensors that rank 0 has loaded. They must have the `expected` names and shapes.
+/// Sends each rank its parts of the tensors that rank 0 has loaded. The tensors must have the `expected` names and shapes.
 /// `what`: the name of the tensors in the error.
 fn scatter(
     distribution: &Distribution<'_>,

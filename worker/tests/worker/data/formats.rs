@@ -236,7 +236,7 @@ fn errors_for_folders_without_a_dataset_give_advice() {
              move them to train/<class>/",
         ),
         (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, but "),
-        // Folders with a split's name in theirs are not classes.
+        // Folders whose names contain the name of a split are not classes.
         (
             &["train2017/1.jpg", "val2017/2.jpg"],
             "train2017/, val2017/ hold pictures: put each class of training pictures into a folder train/<class>/",

@@ -148,7 +148,7 @@ async fn a_copy_abandoned_by_its_job_stays_locked_until_it_ends() {
             })
             .await
     });
-    // The work has begun, and no one waits for it any more.
+    // The work has begun, and nothing waits for its result.
     assert!(futures_util::poll!(work.as_mut()).is_pending());
     drop(work);
     let mut next = Box::pin(copies.lock_copy(&entry));

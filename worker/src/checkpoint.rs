@@ -20,8 +20,10 @@ pub use folders::{
 };
 pub use manifest::{Files, Manifest, ManifestFile, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
-pub(crate) use parts::read_wanted;
-pub use parts::{about, complete_parts, files_of, model_files, parts_folder, read_files, write_part};
+pub(crate) use parts::read_selected;
+pub use parts::{
+    complete_parts, files_of, folder_metadata, model_files, parts_folder, read_files, write_part,
+};
 pub use read::{Loaded, infos, load, load_average, verified_info};
 pub use state::{
     Best, DataPosition, OptimizerNote, RandomState, Snapshot, State, StopProgress, unverified_state,

@@ -29,7 +29,7 @@ use std::{
 const GIB: u64 = 1 << 30;
 /// The minimum free disk space. With less, a job's checkpoints and logs soon fill the disk.
 const MIN_FREE_DISK: u64 = 5 * GIB;
-/// The minimum free memory: about that of a rank of ResNet-50 with a batch size of 32.
+/// The minimum free memory. A rank of ResNet-50 with a batch size of 32 needs about as much.
 const MIN_FREE_MEMORY: u64 = 2 * GIB;
 /// The size of `/dev/shm` that NCCL recommends.
 const MIN_SHM: u64 = GIB;
@@ -138,12 +138,13 @@ fn disk(dir: &Path) -> Finding {
 fn shared_memory() -> Finding {
     match rustix::fs::statvfs("/dev/shm") {
         Ok(s) if s.f_blocks * s.f_frsize < MIN_SHM => {
-            let advice = "NCCL uses it between GPUs of one machine. Enlarge it: docker run --shm-size=1g.";
+            let advice =
+                "NCCL uses /dev/shm between GPUs of one machine. Enlarge it: docker run --shm-size=1g.";
             finding("/dev/shm", Grade::Note, gib(s.f_blocks * s.f_frsize), advice)
         }
         Ok(s) => finding("/dev/shm", Grade::Ok, gib(s.f_blocks * s.f_frsize), ""),
         Err(error) => {
-            let advice = "NCCL uses it between GPUs of one machine. Mount a tmpfs at /dev/shm.";
+            let advice = "NCCL uses /dev/shm between GPUs of one machine. Mount a tmpfs at /dev/shm.";
             finding("/dev/shm", Grade::Note, error.to_string(), advice)
         }
     }
@@ -172,9 +173,11 @@ fn loopback() -> Finding {
         Ok(began.elapsed())
     };
     match connect() {
-        Ok(_) => finding("loopback", Grade::Ok, "programs here can connect to each other".into(), ""),
+        Ok(_) => {
+            finding("loopback", Grade::Ok, "programs on this machine can connect to each other".into(), "")
+        }
         Err(error) => {
-            let advice = "Ranks meet on 127.0.0.1: bring the loopback interface up (ip link set lo up) and \
+            let advice = "Ranks connect on 127.0.0.1: bring the loopback interface up (ip link set lo up) and \
                           look for a firewall that blocks it.";
             finding("loopback", Grade::Problem, error.to_string(), advice)
         }

@@ -116,7 +116,7 @@ pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>
 /// Runs this executable with `arguments`, one process per member, and returns the output of rank 0.
 ///
 /// # Errors
-/// A member fails (the message is that of the first failure), or `limit` has passed. The other members are killed.
+/// A member fails (the error describes the first failure), or `limit` has passed. The other members are killed.
 pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Result<Vec<u8>, String> {
     // Dropping `ranks` kills its processes, so they end with this call.
     let mut ranks = RankGroup::new(Orphans::Kill);

@@ -45,7 +45,7 @@ pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: 
             ..spec.model.clone()
         },
         image_size: network.image_size,
-        // As many rows as a rank has.
+        // As many rows of pixels as a rank has with `parallel.height`.
         pictures: (spec.micro_batch_size() / spec.parallel.height.max(1)).clamp(1, max_pictures) as usize,
         precision: spec.train.precision,
         threads,
@@ -101,7 +101,7 @@ fn name_and_memory(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
     slot.map_or((String::new(), u64::MAX), |slot| (slot.name, slot.memory_bytes))
 }
 
-/// The name in the cache of the figures of `ranks` ranks for `sample`.
+/// The cache file of the figures that were measured with `sample` and `ranks` ranks.
 fn figures_name(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<String> {
     let key = (sample, device.backend.name(), name_and_memory(device, 1), ranks);
     let digest = Sha256::digest(serde_json::to_vec(&key).ok()?);
@@ -110,13 +110,13 @@ fn figures_name(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Str
 
 /// The stored figures that include the sample's heads, if there are any.
 pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
-    let with = |heads: usize| -> Option<Machine> {
+    let read_with = |heads: usize| -> Option<Machine> {
         let sample = Sample { heads: WIDE[..heads].to_vec(), ..sample.clone() };
         let text = cache::read(&figures_name(&sample, device, ranks)?)?;
         let machine: Machine = serde_json::from_slice(&text).ok()?;
         machine.check().ok().map(|()| machine)
     };
-    (sample.heads.len()..=WIDE.len()).find_map(with)
+    (sample.heads.len()..=WIDE.len()).find_map(read_with)
 }
 
 /// Stores figures. Without a cache directory they are measured again each time.
@@ -172,10 +172,10 @@ impl Planned {
         };
         // Some settings make results depend on how pictures are distributed over ranks. Only data parallelism is used
         // then.
-        let is_free = parallel.gradients_mean && (parallel.sync_batch_norm || spec.model.freeze_norm);
-        let may_run = |plan: &Plan| (is_free || plan.is_data()) && check_plan_runs(plan).is_ok();
-        let free = ParallelSpec::default();
-        let pinned = if parallel.is_auto() { parallel } else { &free };
+        let allows_hybrid = parallel.gradients_mean && (parallel.sync_batch_norm || spec.model.freeze_norm);
+        let may_run = |plan: &Plan| (allows_hybrid || plan.is_data()) && check_plan_runs(plan).is_ok();
+        let unconstrained = ParallelSpec::default();
+        let pinned = if parallel.is_auto() { parallel } else { &unconstrained };
         let considered = search(network, ranks, (machine, &work), pinned, may_run);
         let chosen = match parallel.is_auto() {
             true => considered.first().cloned().ok_or_else(|| {
@@ -216,12 +216,12 @@ impl Planned {
     pub fn describe(&self, network: &Network) -> NetworkDescription {
         let Candidate { plan, cost } = &self.chosen;
         let (mut description, _) = network.describe();
-        for (layer, of) in description.layers.iter_mut().zip(&cost.operators) {
+        for (layer, operator) in description.layers.iter_mut().zip(&cost.operators) {
             layer.plan = Some(LayerPlan {
-                placement: placement(of, plan.mesh),
-                memory_bytes: of.memory_bytes as u64,
-                sent_bytes: of.sent_bytes as u64,
-                time_us: (of.ms * 1e3) as f32,
+                placement: placement(operator, plan.mesh),
+                memory_bytes: operator.memory_bytes as u64,
+                sent_bytes: operator.sent_bytes as u64,
+                time_us: (operator.ms * 1e3) as f32,
             });
         }
         let predicted = PlanPrediction {
@@ -289,9 +289,9 @@ fn with_plan(spec: &JobSpec, plan: &Plan, machine: &Machine) -> JobSpec {
 fn can_run(spec: &JobSpec, machine: &Machine) -> Result<(), String> {
     let document = serde_json::to_value(spec).map_err(|e| e.to_string())?;
     from_json(&document).map_err(|mistakes| {
-        let first =
-            mistakes.first().map(|of| (of.pointer.trim_start_matches('/').replace('/', "."), &of.detail));
-        first.map(|(key, detail)| format!("{key} {detail}")).unwrap_or_default()
+        let first = mistakes.first();
+        let key = first.map(|mistake| mistake.pointer.trim_start_matches('/').replace('/', "."));
+        key.zip(first).map(|(key, mistake)| format!("{key} {}", mistake.detail)).unwrap_or_default()
     })?;
     registry::named(&machine.backend).map_or(Ok(()), |backend| backend.check(spec))
 }
@@ -303,7 +303,8 @@ fn explain(
     parallel: &ParallelSpec,
     machine: &Machine,
 ) -> String {
-    let timed = |of: &Candidate| format!("{} ({:.1} ms per step)", of.plan, of.cost.step_ms);
+    let timed =
+        |candidate: &Candidate| format!("{} ({:.1} ms per step)", candidate.plan, candidate.cost.step_ms);
     if parallel.ranks == 1 {
         return "there is one rank".into();
     }
@@ -316,12 +317,12 @@ fn explain(
         return "the memory of a rank does not suffice for the whole optimizer state".into();
     }
     if !parallel.is_auto() || chosen.plan.is_data() {
-        let next = considered.iter().find(|of| of.plan.mesh != chosen.plan.mesh);
+        let next = considered.iter().find(|other| other.plan.mesh != chosen.plan.mesh);
         return next.map_or("these ranks can run no other plan".into(), |next| {
             format!("no other plan is 2 % faster; the next best is {}", timed(next))
         });
     }
-    match considered.iter().find(|of| of.plan.is_data()) {
+    match considered.iter().find(|other| other.plan.is_data()) {
         Some(data) if !data.fits(machine) => format!(
             "data parallel needs {} per rank, which has {}",
             gigabytes(data.cost.memory_bytes),
@@ -340,7 +341,7 @@ fn name_limit(
     machine: &Machine,
 ) -> &'static str {
     let shards_optimizer = chosen.plan.optimizer_sharding && !parallel.optimizer_sharding;
-    let data_fits = considered.iter().filter(|of| of.plan.is_data()).all(|data| data.fits(machine));
+    let data_fits = considered.iter().filter(|other| other.plan.is_data()).all(|data| data.fits(machine));
     let cost = &chosen.cost;
     if !chosen.fits(machine) || shards_optimizer || !data_fits && !chosen.plan.is_data() {
         "memory"
@@ -351,20 +352,20 @@ fn name_limit(
     }
 }
 
-fn placement(of: &OperatorCost, mesh: Mesh) -> String {
-    let mut words = match &of.placement {
+fn placement(operator: &OperatorCost, mesh: Mesh) -> String {
+    let mut words = match &operator.placement {
         Placement::Batch => "own pictures".to_owned(),
         Placement::Whole => "all pictures of the group".into(),
         Placement::Channels(_) => format!("1/{} of the channels", mesh.model),
         Placement::Partial => "a part of the sum".into(),
     };
-    if of.shares_rows {
+    if operator.shares_rows {
         words += &format!(", 1/{} of the rows", mesh.height);
     }
     words
 }
 
-/// For example, `3.21 GB`.
+/// The size in gigabytes, such as `3.21 GB`.
 pub fn gigabytes(bytes: f64) -> String {
     format!("{:.2} GB", bytes / 1e9)
 }

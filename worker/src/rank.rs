@@ -270,11 +270,12 @@ fn check_backends(store: &Store, own_backend: &str) -> Result<(), RankError> {
 fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     let mut sum = [f64::from(comm.rank())];
     comm.all_reduce((&mut sum).into()).map_err(TrainError::from)?;
-    let n = f64::from(comm.size());
-    if sum[0] == n * (n - 1.0) / 2.0 {
+    let ranks = f64::from(comm.size());
+    let expected = ranks * (ranks - 1.0) / 2.0;
+    if sum[0] == expected {
         return Ok(());
     }
-    let error = format!("the ranks' first all-reduce returned {} instead of {}", sum[0], n * (n - 1.0) / 2.0);
+    let error = format!("the ranks' first all-reduce returned {} instead of {expected}", sum[0]);
     Err(RankError::System(std::io::Error::other(error)))
 }
 
@@ -354,7 +355,9 @@ pub fn end_by_force_within(within: Duration) {
 /// State shared by the training thread and the threads for signals and the watchdog.
 #[derive(Default)]
 struct RankState {
+    /// Whether the rank was asked to stop.
     stop: Arc<AtomicBool>,
+    /// Number of completed steps of the run.
     progress: Arc<AtomicU64>,
     /// The step of the newest checkpoint known to this rank.
     checkpointed_step: AtomicU64,

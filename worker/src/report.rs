@@ -32,7 +32,7 @@ const FLUSH_AFTER: Duration = Duration::from_millis(20);
 const FLUSH_AT: usize = 4096;
 /// Maximum length of a log line in bytes, as documented for `LogLine`.
 const MAX_LINE_BYTES: usize = 4096;
-/// A longer record is considered damaged.
+/// Maximum size of a record's payload. A larger record is considered damaged.
 const MAX_RECORD_BYTES: u32 = 64 << 20;
 const HEADER_BYTES: usize = 8;
 

@@ -16,10 +16,10 @@ const DEVICE: &str = "TOY-";
 pub(crate) const VISIBLE: &str = "LOCKSTEP_TOY_DEVICES";
 
 /// The calls of the backend in this process, in order.
-pub(crate) static ASKED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+pub(crate) static CALLS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn note(what: String) {
-    ASKED.lock().unwrap().push(what);
+    CALLS.lock().unwrap().push(what);
 }
 
 /// Adds the backend to the registry, and returns the UUID of its device `name`.

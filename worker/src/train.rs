@@ -190,7 +190,7 @@ fn train_with<'a>(
         best: beginning.best,
         stop_progress: beginning.stop_progress,
         divisions: beginning.divisions,
-        has_own_weights: true,
+        has_trained_weights: true,
         in_flight: VecDeque::new(),
         not_finite: None,
         skipped: beginning.skipped,
@@ -257,7 +257,7 @@ struct Run<'a> {
     /// See [`State::divisions`](crate::checkpoint::State::divisions).
     divisions: Vec<ValidationDivision>,
     /// Whether the engine has the weights of the last step. False while their average is evaluated instead.
-    has_own_weights: bool,
+    has_trained_weights: bool,
     /// Steps that were started and whose results have not been reported yet, oldest first.
     in_flight: VecDeque<InFlight>,
     not_finite: Option<NotFinite>,

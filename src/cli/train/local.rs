@@ -132,7 +132,7 @@ impl Policy for Command {
     }
 
     fn decide(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
-        if ranks.is_to_end(END_DELAYS) {
+        if ranks.must_end(END_DELAYS) {
             ranks.stop(Stop::Terminate);
         }
     }

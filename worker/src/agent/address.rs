@@ -80,7 +80,7 @@ pub(super) fn parse(options: &Options) -> Result<Address, String> {
     Ok(address)
 }
 
-/// Whether `host` is a loopback address, so that data for it never leaves this machine.
+/// Whether `host` is a loopback address, so that data sent to it never leaves this machine.
 fn is_loopback(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost")
         || host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
@@ -92,12 +92,13 @@ fn is_loopback(host: &str) -> bool {
 pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
     const ROOT: u32 = 0;
     if listeners.is_empty() && !owners.is_empty() {
-        return Err("nothing listens there".into());
+        return Err("nothing listens at the server's address".into());
     }
     match listeners.iter().find(|uid| **uid != ROOT && !owners.is_empty() && !owners.contains(uid)) {
         None => Ok(()),
         Some(uid) => {
-            Err(format!("another account (user id {uid}) listens there now; the token is not sent to it"))
+            let why = "listens at the server's address; the token is not sent to it";
+            Err(format!("another account (user id {uid}) {why}"))
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One attempt on this machine: starts or adopts its ranks, watches and ends them, and records how the attempt ended.
 
 use super::{
-    dataset_copy::{self, Copies, HINT},
+    dataset_copy::{self, Copies, DATASET_PATH_HINT},
     fetch,
     lease::Lease,
     place::is_own_disk,
@@ -178,26 +178,26 @@ async fn run_checks(
 ) -> StartMode {
     let StartMode::Launch { refusal: None } = mode else { return mode };
     let cancelled = Arc::new(AtomicBool::new(false));
-    let found = {
+    let port = {
         let ready = async {
             check_with_files(&mut *stored, context, &cancelled).await?;
             match gang {
-                Some(gang) => gang.meet(&stored.start).await,
+                Some(gang) => gang.wait_for_machines(&stored.start).await,
                 None => Ok(stored.start.master_port),
             }
         };
         tokio::select! {
-            found = ready => found,
+            port = ready => port,
             Some(order) = orders.recv() => {
                 cancelled.store(true, Ordering::Relaxed);
                 return StartMode::Over(order.ending());
             }
         }
     };
-    if let Ok(port) = found {
+    if let Ok(port) = port {
         stored.start.master_port = port;
     }
-    StartMode::Launch { refusal: found.err() }
+    StartMode::Launch { refusal: port.err() }
 }
 
 /// Runs the preflight check. An agent with its own disk first notifies the server and fetches missing files, and
@@ -208,7 +208,7 @@ async fn check_with_files(
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let on_own_disk = context.remote.as_ref().filter(|_| is_own_disk(stored));
-    // This precedes the copy of the dataset, which may take hours, so that the server knows at once which machine has
+    // The report precedes the copy of the dataset, which may take hours, so that the server knows at once which machine has
     // the checkpoints on this disk.
     if let Some(remote) = on_own_disk {
         fetch::begin(stored, remote).await?;
@@ -242,7 +242,7 @@ async fn check_with_files(
 fn add_machine_name(refusal: Refusal, name: &str) -> Refusal {
     match refusal {
         Refusal::DatasetUnusable(why) => {
-            Refusal::DatasetUnusable(format!("on the machine {name}: {why} ({HINT})"))
+            Refusal::DatasetUnusable(format!("on the machine {name}: {why} ({DATASET_PATH_HINT})"))
         }
         other => other,
     }

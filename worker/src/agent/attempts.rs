@@ -70,8 +70,8 @@ impl Agent {
         let mut context = self.context.clone();
         let mapped = self.datasets.local_path(&start.spec.data.dataset, &start.dataset_path);
         let is_mapped = mapped.is_some();
-        if let Some(here) = mapped {
-            start.dataset_path = here.to_string_lossy().into_owned();
+        if let Some(local_path) = mapped {
+            start.dataset_path = local_path.to_string_lossy().into_owned();
             // The agent's options, not the server, say where the dataset is.
             start.files.dataset_in = None;
             // The dataset's path is given by an option, so it is not copied.
@@ -82,7 +82,7 @@ impl Agent {
         }
         let (mut stored, created) = place::choose_job_dir(&self.state_dir, start);
         if !is_mapped && !place::is_own_disk(&stored) {
-            // These are the server's own files, which may have changed since they were registered.
+            // The ranks read the server's own files, which may have changed since they were registered.
             stored.start.files.registered = None;
         }
         // Ranks without a record on disk could not be adopted after this process ends.
@@ -100,7 +100,7 @@ impl Agent {
         self.add_attempt(Attempt::start(stored, refusal, context));
     }
 
-    /// Probes the folder, and accepts new work only while the folder is writable. An agent without a writable folder would
+    /// Probes the agent's folder, and accepts new work only while the folder is writable. An agent without a writable folder would
     /// fail every job, although other agents could run it.
     pub(super) fn check_folder(&mut self) {
         match self.state_dir.probe() {
@@ -169,7 +169,7 @@ impl Agent {
             if self.only_job.as_ref() == Some(&attempt.attempt().job) {
                 let start = &attempt.stored().start;
                 self.only_job_failed = attempt.has_failed();
-                // Another attempt may follow if this attempt has failed, was stopped because its part on another
+                // Another attempt may follow if this attempt has failed, was stopped because its ranks on another
                 // machine failed, or lost its lease while this agent was unreachable.
                 let may_follow = self.only_job_failed || start.is_shared() || is_refused;
                 self.next_attempt_wait =

@@ -31,7 +31,7 @@ const MAX_RESTARTS: u32 = 3;
 /// Maximum number of consecutive attempts in which the server responds but no new data arrives.
 const MAX_TRIES_WITHOUT_PROGRESS: u32 = 10;
 /// Tells the user how to configure a dataset's path on a machine.
-pub(super) const HINT: &str =
+pub(super) const DATASET_PATH_HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
 
 /// Opens the copies of datasets. `None` if datasets are not copied.
@@ -82,9 +82,9 @@ async fn blocking<T: Send + 'static>(
     done.unwrap_or_else(|e| Err(CopyError::Disk(PathBuf::new(), io::Error::other(e))))
 }
 
-/// Copies the dataset of an attempt from the server, if this machine lacks it. If the server lacks it too, this
-/// succeeds, and the preflight check reports the missing dataset. While the server is unreachable, this retries. Drop
-/// the future to stop waiting.
+/// Copies the dataset of an attempt from the server, if this machine lacks it. If the server lacks it too, the
+/// call succeeds, and the preflight check reports the missing dataset. While the server is unreachable, the call retries.
+/// Drop the future to stop waiting.
 ///
 /// # Errors
 /// The dataset cannot be copied, and a retry would not help.
@@ -223,7 +223,7 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal
     let (machine, dataset) = (&remote.name, &stored.start.spec.data.dataset);
     let unusable = |why: &str| {
         Refusal::DatasetUnusable(format!(
-            "on the machine {machine}: the dataset {dataset} is missing and cannot be copied from the server: {why} ({HINT})"
+            "on the machine {machine}: the dataset {dataset} is missing and cannot be copied from the server: {why} ({DATASET_PATH_HINT})"
         ))
     };
     match error {

@@ -42,8 +42,8 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
     move |error| FetchError::Disk(path.into(), error)
 }
 
-/// Reports to the server that this attempt has its own disk. While the server is unreachable, this retries. Drop the
-/// future to stop waiting.
+/// Reports to the server that this attempt has its own disk. While the server is unreachable, the call retries. Drop
+/// the future to stop waiting.
 ///
 /// # Errors
 /// The server refuses the report, and a retry would not help.
@@ -56,8 +56,8 @@ pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(),
     Ok(())
 }
 
-/// Fetches missing files to the agent's own disk. While the server is unreachable, this retries. Drop the future to
-/// stop waiting.
+/// Fetches missing files to the agent's own disk. While the server is unreachable, the call retries. Drop the future
+/// to stop waiting.
 ///
 /// # Errors
 /// A file cannot be fetched, and a retry would not help.
@@ -126,12 +126,12 @@ async fn ensure_checkpoint(
     }
     tracing::info!(checkpoint = id, "fetching a checkpoint from the server");
     let mut tries = Retries::of(remote);
-    let mut damaged = 0;
+    let mut refetches = 0;
     while let Err(error) = fetch(stored, remote, id, target).await {
         tries
             .wait(match error {
-                FetchError::Damaged(why) if damaged < MAX_REFETCHES => {
-                    damaged += 1;
+                FetchError::Damaged(why) if refetches < MAX_REFETCHES => {
+                    refetches += 1;
                     Failed::Later(why).into()
                 }
                 // The server has set the checkpoint aside. A checkpoint of another job has no replacement.
@@ -151,7 +151,7 @@ async fn ensure_checkpoint(
 /// Sends the fingerprint. Returns the server's description of its own fingerprint of the job's dataset if the two
 /// differ, and `None` if they are equal or the server had none.
 async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<Option<String>, FetchError> {
-    match remote.client(&stored.start.attempt)?.dataset(note.to_vec()).await {
+    match remote.client(&stored.start.attempt)?.send_fingerprint(note.to_vec()).await {
         Err(Failed::Never(StatusCode::CONFLICT, words)) => {
             // Strips the prefix "the server answered STATUS: ".
             Ok(Some(words.split_once(": ").map_or(words.as_str(), |(_, detail)| detail).to_owned()))
@@ -175,24 +175,24 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, target: &Path)
         fs::create_dir_all(&partial).map_err(on_disk(&partial))?;
         fs::write(&path, &manifest_json).map_err(on_disk(&path))?;
     }
-    for (file, wanted) in &manifest.files {
+    for (file, expected) in &manifest.files {
         if Path::new(file).file_name() != Some(file.as_ref()) {
             return Err(FetchError::Damaged(format!("{MANIFEST} names {file:?}")));
         }
         let path = partial.join(file);
         let mut output = File::options().create(true).append(true).open(&path).map_err(on_disk(&path))?;
         let mut received = output.metadata().map_err(on_disk(&path))?.len();
-        if received > wanted.size_bytes {
+        if received > expected.size_bytes {
             output.set_len(0).map_err(on_disk(&path))?;
             received = 0;
         }
-        if received == wanted.size_bytes {
+        if received == expected.size_bytes {
             continue;
         }
         let mut download = client.file(id, file, received).await?;
         while let Some(bytes) = download.next().await? {
             received += bytes.len() as u64;
-            if received > wanted.size_bytes {
+            if received > expected.size_bytes {
                 break;
             }
             output.write_all(&bytes).map_err(on_disk(&path))?;
@@ -298,7 +298,7 @@ mod tests {
             [(damaged, true, true), (last, true, false), (damaged, false, false)]
         {
             let dir = tempfile::tempdir().unwrap();
-            let (remote, _) = super::super::asked::server_that(answer);
+            let (remote, _) = super::super::test_server::server_with(answer);
             let mut start = StartAttempt::local(JobSpec::default(), "/none", 1);
             match is_own {
                 true => start.resume = Some("1-20".into()),

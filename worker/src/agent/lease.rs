@@ -13,15 +13,15 @@ use std::{
 /// The length of the lease until the server has sent it.
 const DEFAULT_LENGTH: Duration = Duration::from_secs(20);
 
-/// Margin, because ranks read their deadline at intervals and take a moment to end.
+/// Margin (at most a fifth of the lease), because ranks read their deadline at intervals and take a moment to end.
 const MARGIN: Duration = Duration::from_secs(4);
 
 /// Interval between two extensions of the ranks' deadline.
 const FENCE_EVERY: Duration = Duration::from_millis(500);
 
-/// The agent's lease, renewed by every `Welcome` and `HeartbeatAck`, and while the server has certainly ended. After
-/// the lease has expired, the server may have given the work to another agent, so the ranks of this agent must end. The
-/// lease uses the monotonic clock, so changing the time of day does not affect it.
+/// The agent's lease. Every `Welcome` and `HeartbeatAck` renews it, and so does the agent while the server has certainly
+/// ended. After the lease has expired, the server may have given the work to another agent, so the ranks of this agent
+/// must end. The lease uses the monotonic clock, so changing the time of day does not affect it.
 #[derive(Debug)]
 pub(super) struct Lease {
     state: Mutex<State>,
@@ -32,7 +32,7 @@ pub(super) struct Lease {
 #[derive(Debug)]
 struct State {
     /// The time of the last contact with the server, or of the agent's start if there was none.
-    last: Instant,
+    last_contact: Instant,
     length: Duration,
     /// Whether there was contact with the server since this agent started.
     renewed: bool,
@@ -41,7 +41,7 @@ struct State {
 impl Lease {
     /// `fence` is the file in which ranks read their deadline.
     pub(super) fn new(fence: Fence) -> Self {
-        let state = State { last: Instant::now(), length: DEFAULT_LENGTH, renewed: false };
+        let state = State { last_contact: Instant::now(), length: DEFAULT_LENGTH, renewed: false };
         Self { state: Mutex::new(state), fence, has_logged_error: AtomicBool::new(false) }
     }
 
@@ -51,7 +51,7 @@ impl Lease {
     pub(super) fn renew(&self, sent: Instant) {
         {
             let mut state = lock(&self.state);
-            (state.last, state.renewed) = (sent, true);
+            (state.last_contact, state.renewed) = (sent, true);
         }
         self.extend();
     }
@@ -63,17 +63,17 @@ impl Lease {
 
     /// How long the server has been silent, if the lease has expired.
     pub(super) fn overdue(&self) -> Option<Duration> {
-        let State { last, length, .. } = *lock(&self.state);
-        Some(last.elapsed()).filter(|silent| *silent > length)
+        let State { last_contact, length, .. } = *lock(&self.state);
+        Some(last_contact.elapsed()).filter(|silent| *silent > length)
     }
 
-    /// How long ranks may continue without further contact. This is a little less than the server's own limit, so that
+    /// How long ranks may continue without further contact. The time is a little less than the server's own limit, so that
     /// ranks have ended when the server gives the work to other agents. `None` before the first contact: the ranks of an
     /// earlier agent keep their deadline. Otherwise, they could train forever if the agent is restarted repeatedly.
     fn remaining(&self) -> Option<Duration> {
-        let State { last, length, renewed } = *lock(&self.state);
+        let State { last_contact, length, renewed } = *lock(&self.state);
         let length = length.saturating_sub((length / 5).min(MARGIN));
-        length.checked_sub(last.elapsed()).filter(|_| renewed)
+        length.checked_sub(last_contact.elapsed()).filter(|_| renewed)
     }
 
     /// Writes the ranks' new deadline.
@@ -87,7 +87,7 @@ impl Lease {
     }
 }
 
-/// Extends the ranks' deadline periodically while the server is in contact.
+/// Extends the ranks' deadline periodically until the lease has expired.
 pub(super) async fn keep_fence(lease: Arc<Lease>) {
     loop {
         lease.extend();

@@ -3,8 +3,6 @@
 //! folder adopts them.
 
 mod address;
-#[cfg(test)]
-mod asked;
 mod attempt;
 mod attempts;
 mod cpu_slots;
@@ -27,6 +25,8 @@ mod slots;
 mod socket;
 mod spares;
 pub mod state_dir;
+#[cfg(test)]
+mod test_server;
 mod uploads;
 
 pub use options::{AgentError, Options, Warm};
@@ -161,7 +161,7 @@ const MAX_LOGGED_REASONS: usize = 16;
 /// The state of the agent, connected or not.
 struct Agent {
     name: String,
-    /// Random, see `Hello`.
+    /// Random id of this agent process, see `Hello`.
     process: String,
     slots: Vec<Slot>,
     nvlink_groups: Vec<Vec<u32>>,
@@ -237,7 +237,7 @@ impl Agent {
             let limit = if self.leaving.is_some() { FINAL_REPORT_TIMEOUT } else { CONNECTION_TIMEOUT };
             let session = tokio::select! {
                 session = tokio::time::timeout(limit, connecting) => {
-                    session.unwrap_or_else(|_| Err("it does not answer".to_owned().into()))
+                    session.unwrap_or_else(|_| Err("the server does not answer".to_owned().into()))
                 }
                 signal = signals.next() => {
                     if self.handle_signal(signal).is_break() {

@@ -65,7 +65,7 @@ impl Stream {
         }
     }
 
-    /// The next records to send, if there are any and the limits allow it.
+    /// The number of the next record to send, and the records from there on. `None` if there are none or a limit is reached.
     fn next(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
         if self.broken || self.in_flight.len() >= MAX_IN_FLIGHT {
             return None;
@@ -108,7 +108,8 @@ impl Stream {
         self.in_flight.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    fn is_sent(&self) -> bool {
+    /// Whether no record is left to be sent, after [`Stream::next`] has returned `None`.
+    fn is_all_sent(&self) -> bool {
         self.broken || self.failing.is_none() && self.in_flight.len() < MAX_IN_FLIGHT
     }
 }
@@ -154,7 +155,7 @@ impl Outbox {
             {
                 report(stream.source, batch);
             }
-            all_sent &= stream.is_sent() && has_room(stream);
+            all_sent &= stream.is_all_sent() && has_room(stream);
             total_bytes = total_bytes - bytes_before + stream.bytes_in_flight();
         }
         if over && all_sent {
@@ -191,9 +192,9 @@ mod tests {
 
     fn stored_attempt(job_dir: &std::path::Path) -> StoredAttempt {
         let start = StartAttempt::local(JobSpec::default(), "/none", 2);
-        let held = StoredAttempt { start, job_dir: job_dir.into() };
-        std::fs::create_dir_all(held.attempt_dir()).unwrap();
-        held
+        let attempt = StoredAttempt { start, job_dir: job_dir.into() };
+        std::fs::create_dir_all(attempt.attempt_dir()).unwrap();
+        attempt
     }
 
     fn sources(reports: &[FromAgent]) -> Vec<(Source, u64, usize)> {
@@ -206,85 +207,85 @@ mod tests {
             .collect()
     }
 
-    fn stored(held: &StoredAttempt, source: Source, records: u64) -> Acknowledged {
-        Acknowledged { attempt: held.start.attempt.clone(), source, records, watched: false }
+    fn stored(attempt: &StoredAttempt, source: Source, records: u64) -> Acknowledged {
+        Acknowledged { attempt: attempt.start.attempt.clone(), source, records, watched: false }
     }
 
     #[test]
     fn the_end_is_sent_last_and_no_record_twice_after_reconnecting() {
         let dir = tempfile::tempdir().unwrap();
-        let held = stored_attempt(dir.path());
-        let attempt_dir = held.attempt_dir();
+        let attempt = stored_attempt(dir.path());
+        let attempt_dir = attempt.attempt_dir();
         for rank in 0..2 {
             let reporter = Reporter::create(&attempt_dir, rank).unwrap();
             for step in 1..=3 {
                 reporter.event(&AttemptEvent::CheckpointRemoved { epoch: 1, step });
             }
         }
-        let mut outbox = Outbox::new(&held, &[]);
+        let mut outbox = Outbox::new(&attempt, &[]);
         let mut reports = Vec::new();
-        outbox.fill(&held, false, Instant::now(), &mut reports);
+        outbox.fill(&attempt, false, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [(Source::Rank(0), 0, 3), (Source::Rank(1), 0, 3)]);
 
-        let mut records = Records::append_to(&agent_events_path(&held)).unwrap();
+        let mut records = Records::append_to(&agent_events_path(&attempt)).unwrap();
         records.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
         // The agent reconnects to a server that has two records of rank 1 and none of rank 0.
-        let mut outbox = Outbox::new(&held, &[stored(&held, Source::Rank(1), 2)]);
+        let mut outbox = Outbox::new(&attempt, &[stored(&attempt, Source::Rank(1), 2)]);
         let mut reports = Vec::new();
-        outbox.fill(&held, true, Instant::now(), &mut reports);
+        outbox.fill(&attempt, true, Instant::now(), &mut reports);
         assert_eq!(
             sources(&reports),
             [(Source::Rank(0), 0, 3), (Source::Rank(1), 2, 1), (Source::Agent, 0, 1)]
         );
         for (source, records) in [(Source::Rank(0), 3), (Source::Agent, 1)] {
-            outbox.acknowledge(&stored(&held, source, records));
+            outbox.acknowledge(&stored(&attempt, source, records));
             assert!(!outbox.is_delivered());
         }
-        outbox.acknowledge(&stored(&held, Source::Rank(1), 3));
+        outbox.acknowledge(&stored(&attempt, Source::Rank(1), 3));
         assert!(outbox.is_delivered());
     }
 
     #[test]
     fn an_unreadable_file_delays_the_end_without_loss() {
         let dir = tempfile::tempdir().unwrap();
-        let held = stored_attempt(dir.path());
-        let path = events_path(&held.attempt_dir(), 0);
+        let attempt = stored_attempt(dir.path());
+        let path = events_path(&attempt.attempt_dir(), 0);
         let mut records = Records::append_to(&path).unwrap();
         records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 }).unwrap();
-        let mut agent = Records::append_to(&agent_events_path(&held)).unwrap();
+        let mut agent = Records::append_to(&agent_events_path(&attempt)).unwrap();
         agent.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
         // A folder in place of the file: it can be opened, but reading it fails (for root as well).
         let aside = dir.path().join("aside");
         std::fs::rename(&path, &aside).unwrap();
         std::fs::create_dir(&path).unwrap();
-        let mut outbox = Outbox::new(&held, &[]);
+        let mut outbox = Outbox::new(&attempt, &[]);
         let mut reports = Vec::new();
-        outbox.fill(&held, true, Instant::now(), &mut reports);
+        outbox.fill(&attempt, true, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [], "the end waits for earlier reports");
 
         std::fs::remove_dir(&path).unwrap();
         std::fs::rename(&aside, &path).unwrap();
-        outbox.fill(&held, true, Instant::now(), &mut reports);
+        outbox.fill(&attempt, true, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [(Source::Rank(0), 0, 1), (Source::Agent, 0, 1)]);
     }
 
     #[test]
     fn a_slow_server_limits_the_reports_in_flight() {
         let dir = tempfile::tempdir().unwrap();
-        let held = stored_attempt(dir.path());
-        let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
-        let mut outbox = Outbox::new(&held, &[]);
+        let attempt = stored_attempt(dir.path());
+        let mut records = Records::append_to(&events_path(&attempt.attempt_dir(), 0)).unwrap();
+        let mut outbox = Outbox::new(&attempt, &[]);
         let mut sent = 0;
         for step in 0..20 {
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
             let mut reports = Vec::new();
-            outbox.fill(&held, true, Instant::now(), &mut reports);
+            outbox.fill(&attempt, true, Instant::now(), &mut reports);
             sent += reports.len();
         }
         assert_eq!(sent, MAX_IN_FLIGHT);
-        outbox.acknowledge(&stored(&held, Source::Rank(0), 8));
+        outbox.acknowledge(&stored(&attempt, Source::Rank(0), 8));
         let mut reports = Vec::new();
-        outbox.fill(&held, true, Instant::now(), &mut reports);
+        outbox.fill(&attempt, true, Instant::now(), &mut reports);
         // Records that arrived meanwhile are sent together.
         assert_eq!(sources(&reports), [(Source::Rank(0), 8, 12)]);
     }
@@ -292,9 +293,9 @@ mod tests {
     #[test]
     fn points_are_collected_unless_the_job_is_watched() {
         let dir = tempfile::tempdir().unwrap();
-        let held = stored_attempt(dir.path());
-        let mut records = Records::append_to(&events_path(&held.attempt_dir(), 0)).unwrap();
-        let mut outbox = Outbox::new(&held, &[]);
+        let attempt = stored_attempt(dir.path());
+        let mut records = Records::append_to(&events_path(&attempt.attempt_dir(), 0)).unwrap();
+        let mut outbox = Outbox::new(&attempt, &[]);
         let begin = Instant::now();
         let mut step = 0;
         // The reports sent after this number of milliseconds, with one more record each time.
@@ -302,7 +303,7 @@ mod tests {
             step += 1;
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
             let mut reports = Vec::new();
-            outbox.fill(&held, false, begin + Duration::from_millis(after), &mut reports);
+            outbox.fill(&attempt, false, begin + Duration::from_millis(after), &mut reports);
             sources(&reports).into_iter().map(|(_, first, records)| (first, records)).collect::<Vec<_>>()
         };
         assert_eq!(sent(&mut outbox, 0), [(0, 1)], "the first at once");
@@ -310,21 +311,21 @@ mod tests {
         assert_eq!(sent(&mut outbox, 249), []);
         assert_eq!(sent(&mut outbox, 250), [(1, 3)], "the others together");
         assert_eq!(sent(&mut outbox, 600), [(4, 1)], "slow steps at once");
-        outbox.acknowledge(&Acknowledged { watched: true, ..stored(&held, Source::Rank(0), 5) });
+        outbox.acknowledge(&Acknowledged { watched: true, ..stored(&attempt, Source::Rank(0), 5) });
         assert_eq!(sent(&mut outbox, 620), [(5, 1)]);
         assert_eq!(sent(&mut outbox, 640), [(6, 1)]);
-        outbox.acknowledge(&stored(&held, Source::Rank(0), 7));
+        outbox.acknowledge(&stored(&attempt, Source::Rank(0), 7));
         assert_eq!(sent(&mut outbox, 660), []);
     }
 
     #[test]
     fn bytes_in_flight_are_limited_per_attempt() {
         let dir = tempfile::tempdir().unwrap();
-        let mut held = stored_attempt(dir.path());
-        held.start.ranks = (0..4).map(|rank| (rank, rank)).collect();
+        let mut attempt = stored_attempt(dir.path());
+        attempt.start.ranks = (0..4).map(|rank| (rank, rank)).collect();
         let text = "x".repeat(1 << 20);
         for rank in 0..4 {
-            let mut records = Records::append_to(&events_path(&held.attempt_dir(), rank)).unwrap();
+            let mut records = Records::append_to(&events_path(&attempt.attempt_dir(), rank)).unwrap();
             for step in 0..6 {
                 let reason = text.clone();
                 let failed = AttemptEvent::RankFailed {
@@ -339,10 +340,10 @@ mod tests {
                 records.append(&failed).unwrap();
             }
         }
-        let mut outbox = Outbox::new(&held, &[]);
+        let mut outbox = Outbox::new(&attempt, &[]);
         let fill = |outbox: &mut Outbox| {
             let mut reports = Vec::new();
-            outbox.fill(&held, true, Instant::now(), &mut reports);
+            outbox.fill(&attempt, true, Instant::now(), &mut reports);
             sources(&reports)
         };
         let sent = fill(&mut outbox);
@@ -350,10 +351,10 @@ mod tests {
         assert_eq!(sent.len() as u64, MAX_IN_FLIGHT_BYTES >> 20);
         assert_eq!(sent.last(), Some(&(Source::Rank(2), 3, 1)));
         assert_eq!(fill(&mut outbox), []);
-        outbox.acknowledge(&stored(&held, Source::Rank(0), 2));
+        outbox.acknowledge(&stored(&attempt, Source::Rank(0), 2));
         assert_eq!(fill(&mut outbox), [(Source::Rank(2), 4, 1), (Source::Rank(2), 5, 1)]);
         for rank in 0..3 {
-            outbox.acknowledge(&stored(&held, Source::Rank(rank), 6));
+            outbox.acknowledge(&stored(&attempt, Source::Rank(rank), 6));
         }
         assert_eq!(fill(&mut outbox).len(), 6, "no report is left out");
     }

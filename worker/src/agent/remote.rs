@@ -85,9 +85,9 @@ impl AttemptClient<'_> {
         let problem: Value = serde_json::from_str(&text).unwrap_or_default();
         let detail = problem.get("detail").and_then(Value::as_str).unwrap_or(&text);
         let words = format!("the server answered {status}: {detail}");
-        // A response without a code of Lockstep comes from a proxy in between.
-        let is_ours = problem.get("code").is_some_and(Value::is_string);
-        let is_temporary = !is_ours
+        // A response without a Lockstep error code comes from a proxy.
+        let is_from_lockstep = problem.get("code").is_some_and(Value::is_string);
+        let is_temporary = !is_from_lockstep
             || status.is_server_error()
             || [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS, StatusCode::UNAUTHORIZED]
                 .contains(&status);
@@ -104,12 +104,12 @@ impl AttemptClient<'_> {
         self.send(self.request(Method::POST, "")).await.map(drop)
     }
 
-    pub(super) async fn needed(&self) -> Result<WhatIsNeeded> {
+    pub(super) async fn what_is_needed(&self) -> Result<WhatIsNeeded> {
         self.json(self.request(Method::GET, "")).await
     }
 
     /// Sends the fingerprint of the dataset at the job's first start.
-    pub(super) async fn dataset(&self, note: Vec<u8>) -> Result<()> {
+    pub(super) async fn send_fingerprint(&self, note: Vec<u8>) -> Result<()> {
         let request = self.request(Method::POST, "/dataset").header(header::CONTENT_TYPE, "application/json");
         self.send(request.body(note)).await.map(drop)
     }
@@ -120,8 +120,8 @@ impl AttemptClient<'_> {
     }
 
     /// Parts of the dataset's files, one after the other.
-    pub(super) async fn dataset_parts(&self, wanted: &DatasetParts) -> Result<Download> {
-        self.send(self.request(Method::POST, "/dataset/files").json(wanted)).await.map(Download)
+    pub(super) async fn dataset_parts(&self, parts: &DatasetParts) -> Result<Download> {
+        self.send(self.request(Method::POST, "/dataset/files").json(parts)).await.map(Download)
     }
 
     /// A file of a checkpoint, starting at byte `from`.
@@ -141,13 +141,19 @@ impl AttemptClient<'_> {
         self.json(self.request(Method::GET, &format!("/uploads/{name}"))).await
     }
 
-    pub(super) async fn piece(&self, name: &str, file: &str, offset: u64, piece: Vec<u8>) -> Result<()> {
+    pub(super) async fn upload_piece(
+        &self,
+        name: &str,
+        file: &str,
+        offset: u64,
+        piece: Vec<u8>,
+    ) -> Result<()> {
         let request = self.request(Method::PUT, &format!("/uploads/{name}/{file}?offset={offset}"));
         let request = request.header(header::CONTENT_TYPE, "application/octet-stream");
         self.send(request.body(piece)).await.map(drop)
     }
 
-    pub(super) async fn upload_done(&self, name: &str) -> Result<()> {
+    pub(super) async fn finish_upload(&self, name: &str) -> Result<()> {
         self.send(self.request(Method::POST, &format!("/uploads/{name}"))).await.map(drop)
     }
 }

@@ -35,7 +35,7 @@ impl Reported {
     }
 
     /// The checkpoints in `directory` that this attempt wrote up to `recorded_step` and did not report. All ranks
-    /// have recorded their results up to that step, so continuing from such a checkpoint skips no step.
+    /// have recorded their results up to that step, so continuing from such a checkpoint leaves no gap in the results.
     pub(super) fn unreported(&self, directory: &Path, recorded_step: u64) -> Vec<CheckpointInfo> {
         let Some(start) = self.start_step else { return Vec::new() };
         let Ok(on_disk) = checkpoint::list(directory) else { return Vec::new() };

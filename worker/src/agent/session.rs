@@ -32,7 +32,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// The silence after which a connection counts as lost, if this is longer than three heartbeats.
 const MIN_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// By this time after a `Stop`, acknowledgements that crossed the `Stop` have arrived.
+/// Maximum time after a `Stop` until acknowledgements arrive that were in flight when the server sent the `Stop`.
 const MAX_CROSSING: Duration = Duration::from_secs(5);
 
 /// Why a session ended.
@@ -66,7 +66,7 @@ impl Session {
         let request = address.request().clone();
         let connecting = tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
-            Err(_) => Err("it does not answer".to_owned().into()),
+            Err(_) => Err("the server does not answer".to_owned().into()),
             Ok(Ok((socket, _))) => Ok(Self { socket, local }),
             Ok(Err(tungstenite::Error::Http(answer))) => Err(NoSession::from_response(&answer)),
             Ok(Err(error)) => {
@@ -98,7 +98,7 @@ impl Session {
             receive(&mut self.socket, &mut PartialMessages::default()).await
         };
         let welcome = match time::timeout(CONNECT_TIMEOUT, answer).await {
-            Err(_) => Err("it does not answer".to_owned()),
+            Err(_) => Err("the server does not answer".to_owned()),
             Ok(answer) => answer,
         };
         match welcome {
@@ -111,8 +111,8 @@ impl Session {
                 let connected = Connected {
                     socket: self.socket,
                     outboxes: HashMap::new(),
-                    stored: acknowledged,
-                    unwanted: HashSet::new(),
+                    acknowledged,
+                    revoked: HashSet::new(),
                     stopped_late: HashMap::new(),
                     announced_leaving: false,
                     reported_ready: HashSet::new(),
@@ -132,9 +132,12 @@ impl Session {
             }
             Ok(Some(ToAgent::Refused { reason, .. })) => Outcome::Refused(reason),
             Ok(Some(_)) => {
-                Outcome::Lost { reason: "it sent a message other than Welcome first".into(), welcomed: false }
+                let reason = "the first message of the server is not Welcome".into();
+                Outcome::Lost { reason, welcomed: false }
             }
-            Ok(None) => Outcome::Lost { reason: "it sent an unknown message".into(), welcomed: false },
+            Ok(None) => {
+                Outcome::Lost { reason: "the server sent an unknown message".into(), welcomed: false }
+            }
             Err(reason) => Outcome::Lost { reason, welcomed: false },
         }
     }
@@ -145,9 +148,9 @@ struct Connected {
     socket: Socket,
     outboxes: HashMap<AttemptRef, Outbox>,
     /// The acknowledged records in `Welcome`.
-    stored: Vec<Acknowledged>,
-    /// Attempts that the server has given to other agents. Their ranks are ended, and their records no longer reported.
-    unwanted: HashSet<AttemptRef>,
+    acknowledged: Vec<Acknowledged>,
+    /// Attempts that the server has given to other agents. Their ranks are ended, and their records are not reported.
+    revoked: HashSet<AttemptRef>,
     /// Attempts that had already ended when the server ordered their end: either the order crossed their last report,
     /// or the server accepts no more reports of these attempts.
     stopped_late: HashMap<AttemptRef, Instant>,
@@ -179,7 +182,7 @@ impl Connected {
             if let Some(found) = agent.find_attempt(&attempt) {
                 found.order(Order::Stop { patient: false });
             }
-            self.unwanted.insert(attempt);
+            self.revoked.insert(attempt);
         }
         self.check_machine(agent);
         let mut heartbeat = time::interval(self.heartbeat);
@@ -263,7 +266,7 @@ impl Connected {
             let attempt_ref = attempt.attempt();
             // Checked before the files are read, so that all records from before the end are read.
             let over = attempt.is_over();
-            if self.unwanted.contains(attempt_ref) {
+            if self.revoked.contains(attempt_ref) {
                 if over {
                     done.push((attempt_ref.clone(), true));
                 }
@@ -272,7 +275,7 @@ impl Connected {
             let outbox = self
                 .outboxes
                 .entry(attempt_ref.clone())
-                .or_insert_with(|| Outbox::new(attempt.stored(), &self.stored));
+                .or_insert_with(|| Outbox::new(attempt.stored(), &self.acknowledged));
             outbox.fill(attempt.stored(), over, Instant::now(), &mut reports);
             let is_refused = self.stopped_late.get(attempt_ref).is_some_and(|at| at.elapsed() > MAX_CROSSING);
             if over && (outbox.is_delivered() || is_refused) {
@@ -284,7 +287,7 @@ impl Connected {
         }
         for (attempt, is_refused) in done {
             self.outboxes.remove(&attempt);
-            self.unwanted.remove(&attempt);
+            self.revoked.remove(&attempt);
             self.stopped_late.remove(&attempt);
             self.reported_ready.remove(&attempt);
             agent.forget(&attempt, is_refused);
@@ -339,7 +342,7 @@ impl Connected {
         Ok(())
     }
 
-    /// Runs the quick checks once in the agent's life, and reports the findings on each connection.
+    /// Runs `doctor`'s quick checks once in the agent's life, and reports the findings on each connection.
     fn check_machine(&mut self, agent: &Agent) {
         let (cell, program) = (agent.findings.clone(), agent.context.program.clone());
         let (dir, idle) = (agent.state_dir.dir().to_owned(), agent.attempts.is_empty());

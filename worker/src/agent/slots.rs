@@ -28,7 +28,7 @@ pub(super) fn slots(options: &Options) -> Result<Vec<Slot>, String> {
     Ok(slots)
 }
 
-/// Groups of slots whose GPUs are all connected to each other by NVLink. Empty if NVML does not report it.
+/// Groups of slots whose GPUs are all connected to each other by NVLink. Empty if NVML is not available.
 pub(super) fn nvlink_groups(slots: &[Slot]) -> Vec<Vec<u32>> {
     let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.as_deref()?))).collect();
     if gpus.len() < 2 {

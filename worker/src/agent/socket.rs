@@ -28,7 +28,7 @@ pub(super) fn jittered(pause: Duration) -> Duration {
 /// Opens a connection to the server, without sending anything.
 pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
     match time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address.host_and_port())).await {
-        Err(_) => Err("it does not answer".into()),
+        Err(_) => Err("the server does not answer".into()),
         Ok(Err(error)) => Err(format!("IO error: {error}")),
         Ok(Ok(stream)) => {
             stream.set_nodelay(true).map_err(|error| error.to_string())?;
@@ -49,11 +49,12 @@ pub(super) enum NoSession {
 impl NoSession {
     pub(super) fn from_response(answer: &tungstenite::http::Response<Option<Vec<u8>>>) -> Self {
         let body = answer.body().as_deref().unwrap_or_default();
-        // A problem document (RFC 9457). A response without a code of Lockstep comes from a proxy in between.
+        // A problem document (RFC 9457). A response without a Lockstep error code comes from a proxy.
         let problem: Value = serde_json::from_slice(body).unwrap_or_default();
         let text = |key: &str| problem.get(key).and_then(Value::as_str);
         let body = String::from_utf8_lossy(body);
-        let words = format!("it answered {} {}", answer.status(), text("detail").unwrap_or(body.trim()));
+        let words =
+            format!("the server answered {} {}", answer.status(), text("detail").unwrap_or(body.trim()));
         match text("code") {
             Some("unauthorized") => Self::Unauthorized(words),
             _ => Self::Other(words),

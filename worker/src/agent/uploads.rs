@@ -108,12 +108,12 @@ impl Uploads {
         let found: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
         self.jobs.retain(|job, _| found.iter().any(|path| path.ends_with(job.as_str())));
         for job_dir in found {
-            let Some(here) = OwnDiskNote::read(&job_dir) else { continue };
-            let mut job_uploads = self.jobs.remove(&here.attempt.job).unwrap_or_default();
+            let Some(note) = OwnDiskNote::read(&job_dir) else { continue };
+            let mut job_uploads = self.jobs.remove(&note.attempt.job).unwrap_or_default();
             if job_uploads.wait.is_some_and(|(until, _)| Instant::now() < until) {
                 all_done = false;
             } else {
-                match self.upload_job(&here, &job_dir, &mut job_uploads).await {
+                match self.upload_job(&note, &job_dir, &mut job_uploads).await {
                     Ok(done) => {
                         all_done &= done;
                         job_uploads.wait = None;
@@ -122,33 +122,33 @@ impl Uploads {
                         all_done = false;
                         let mut backoff = job_uploads.wait.map_or(RETRY, |(_, backoff)| backoff);
                         if job_uploads.wait.is_none() {
-                            let job = here.attempt.job.as_str();
+                            let job = note.attempt.job.as_str();
                             tracing::warn!(job, why = failed.words(), "checkpoints are not uploaded for now");
                         }
                         job_uploads.wait = Some((Instant::now() + backoff.pause(), backoff));
                     }
                 }
             }
-            self.jobs.insert(here.attempt.job.clone(), job_uploads);
+            self.jobs.insert(note.attempt.job.clone(), job_uploads);
         }
         all_done
     }
 
     /// Whether ranks of the attempt run on this machine, or the server has not acknowledged all reports of the attempt.
-    fn is_held(&self, here: &OwnDiskNote) -> bool {
-        attempt_path(&self.dir, &here.attempt).exists()
+    fn is_active(&self, note: &OwnDiskNote) -> bool {
+        attempt_path(&self.dir, &note.attempt).exists()
     }
 
     /// Uploads the checkpoints of one job that the server lacks. Removes the job's folder when the server no longer
     /// needs it. Returns whether nothing is left to do.
     async fn upload_job(
         &self,
-        here: &OwnDiskNote,
+        note: &OwnDiskNote,
         job_dir: &Path,
         job_uploads: &mut JobUploads,
     ) -> Result<bool, Failed> {
         // Read before the folder, because checkpoints are written before they are reported.
-        let is_held = self.is_held(here);
+        let is_active = self.is_active(note);
         let mut done = true;
         let folder = job_dir.join("checkpoints");
         let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
@@ -159,13 +159,13 @@ impl Uploads {
             let Ok(manifest_json) = fs::read(&path) else { continue };
             // On a machine without rank 0, checkpoints from before this attempt belong to earlier attempts. They were
             // reported before this attempt began, so a refusal of the server is final.
-            let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
-            let may_be_reported = is_held && !is_earlier;
+            let is_earlier = !note.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
+            let may_be_reported = is_active && !is_earlier;
             let sum = hex::encode(Sha256::digest(&manifest_json));
             if job_uploads.done.get(name) == Some(&sum) {
                 continue;
             }
-            let client = self.remote.client(&here.attempt)?;
+            let client = self.remote.client(&note.attempt)?;
             match upload(&client, &folder.join(name), name, &manifest_json, &sum, may_be_reported).await? {
                 Sent::Done => {
                     job_uploads.done.insert(name.clone(), sum);
@@ -187,16 +187,16 @@ impl Uploads {
             return Ok(done);
         }
         let pause = if job_uploads.is_unknown { ASK_UNKNOWN_EVERY } else { ASK_EVERY };
-        if is_held || !done || job_uploads.asked.is_some_and(|asked| asked.elapsed() < pause) {
+        if is_active || !done || job_uploads.asked.is_some_and(|asked| asked.elapsed() < pause) {
             return Ok(done);
         }
         job_uploads.asked = Some(Instant::now());
         // Files are removed only if the server itself has responded.
-        let needed = self.remote.client(&here.attempt)?.needed().await?;
+        let needed = self.remote.client(&note.attempt)?.what_is_needed().await?;
         let is_unknown = needed == WhatIsNeeded::Unknown;
         if is_unknown && !job_uploads.is_unknown {
             tracing::warn!(
-                job = %here.attempt.job,
+                job = %note.attempt.job,
                 folder = %job_dir.display(),
                 "the server's database lacks this attempt, as after the restore of an older backup; the job's folder stays here until \
                  somebody removes it"
@@ -204,9 +204,9 @@ impl Uploads {
         }
         job_uploads.is_unknown = is_unknown;
         // A new attempt may have begun meanwhile.
-        let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *here);
-        if needed == WhatIsNeeded::Nothing && is_same && !self.is_held(here) {
-            tracing::info!(job = %here.attempt.job, "the job no longer needs its folder on this machine");
+        let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *note);
+        if needed == WhatIsNeeded::Nothing && is_same && !self.is_active(note) {
+            tracing::info!(job = %note.attempt.job, "the job no longer needs its folder on this machine");
             if let Err(error) = fs::remove_dir_all(job_dir) {
                 tracing::warn!(%error, folder = %job_dir.display(), "the job's folder cannot be removed");
             }
@@ -241,13 +241,13 @@ async fn upload(
     let began = Instant::now();
     let mut received = state.received;
     if state.manifest.as_deref() != Some(sum) {
-        client.piece(name, MANIFEST, 0, manifest_json.to_vec()).await.map_err(later)?;
+        client.upload_piece(name, MANIFEST, 0, manifest_json.to_vec()).await.map_err(later)?;
         received.clear();
     }
-    for (file, wanted) in &manifest.files {
+    for (file, entry) in &manifest.files {
         let mut offset = received.get(file).copied().unwrap_or(0);
-        while offset < wanted.size_bytes {
-            let size = (wanted.size_bytes - offset).min(PIECE_BYTES);
+        while offset < entry.size_bytes {
+            let size = (entry.size_bytes - offset).min(PIECE_BYTES);
             let Ok(piece) = read(&folder.join(file), offset, size).await else {
                 // The checkpoint may be damaged, or retention has removed it, or a newer checkpoint of the same step
                 // has replaced it. The next round checks again.
@@ -255,15 +255,15 @@ async fn upload(
                 let is_damaged = is_same && is_damaged(folder.to_owned()).await;
                 return Ok(if is_damaged { Sent::Damaged } else { Sent::NotYet });
             };
-            client.piece(name, file, offset, piece).await.map_err(later)?;
+            client.upload_piece(name, file, offset, piece).await.map_err(later)?;
             offset += size;
         }
         // An empty file must be sent as well.
-        if wanted.size_bytes == 0 && !received.contains_key(file) {
-            client.piece(name, file, 0, Vec::new()).await.map_err(later)?;
+        if entry.size_bytes == 0 && !received.contains_key(file) {
+            client.upload_piece(name, file, 0, Vec::new()).await.map_err(later)?;
         }
     }
-    if let Err(failed) = client.upload_done(name).await {
+    if let Err(failed) = client.finish_upload(name).await {
         if matches!(failed, Failed::Never(..)) && is_damaged(folder.to_owned()).await {
             return Ok(Sent::Damaged);
         }
@@ -295,7 +295,7 @@ async fn is_damaged(folder: PathBuf) -> bool {
     matches!(checked, Ok(Err(CheckpointError::Damaged { .. })))
 }
 
-/// Makes any failure temporary: the next round asks the server again what it has.
+/// Makes any failure temporary: the next round asks the server again which files it has.
 fn later(failed: Failed) -> Failed {
     Failed::Later(failed.words().to_owned())
 }
@@ -321,7 +321,7 @@ mod tests {
     async fn checkpoints_of_earlier_attempts_are_offered_for_upload() {
         for has_rank_0 in [true, false] {
             let dir = tempfile::tempdir().unwrap();
-            let (remote, asked) = super::super::asked::server();
+            let (remote, requests) = super::super::test_server::server();
             let attempt =
                 AttemptRef { job: JobId::generate(), attempt: 2, fencing_token: FencingToken::NONE };
             let job_dir = dir.path().join("jobs").join(attempt.job.as_str());
@@ -338,7 +338,7 @@ mod tests {
             let mut uploads =
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             let is_done = uploads.round().await;
-            assert_eq!(*asked.lock().unwrap(), ["GET uploads/1-10"]);
+            assert_eq!(*requests.lock().unwrap(), ["GET uploads/1-10"]);
             assert_eq!(is_done, !has_rank_0, "without rank 0, no report of the attempt is in flight");
         }
     }
@@ -348,7 +348,7 @@ mod tests {
         for damage in [Some("abd"), Some("ab"), None] {
             let damaged_here = damage.is_some();
             let dir = tempfile::tempdir().unwrap();
-            let (remote, asked) = super::super::asked::server_that(|method| match method {
+            let (remote, requests) = super::super::test_server::server_with(|method| match method {
                 "GET" => ("200 OK", r#"{"received":{},"needed":"nothing"}"#),
                 "POST" => {
                     ("422 Unprocessable Entity", r#"{"code":"checkpoint_damaged","detail":"it differs"}"#)
@@ -377,9 +377,9 @@ mod tests {
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             uploads.round().await;
             let job = uploads.jobs.values().next().unwrap();
-            assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", asked.lock().unwrap());
+            assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", requests.lock().unwrap());
             assert_eq!(job.wait.is_none(), damaged_here, "the upload is retried after a pause");
-            // This also holds after a restart of the agent.
+            // The files also stay after a restart of the agent.
             for jobs in [std::mem::take(&mut uploads.jobs), HashMap::new()] {
                 uploads.jobs = jobs;
                 uploads.round().await;
@@ -397,9 +397,9 @@ mod tests {
         }
         assert_eq!(handle_refusal(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true), Ok(Sent::Done));
         // Another machine uploads the same checkpoint. If that machine is lost, this machine uploads it.
-        for is_held in [true, false] {
+        for may_be_reported in [true, false] {
             let later = Failed::Later("503".into());
-            assert_eq!(handle_refusal(later.clone(), "1-17", is_held), Err(later));
+            assert_eq!(handle_refusal(later.clone(), "1-17", may_be_reported), Err(later));
         }
     }
 }

@@ -108,7 +108,7 @@ pub(super) fn rename_to_final(
                 fs::rename(replaced, final_path)?;
                 return Err(error);
             }
-            // If this cannot be removed now, the next start removes it.
+            // If the folder cannot be removed now, the next start removes it.
             let _ = fs::remove_dir_all(replaced);
             Ok(true)
         }
@@ -168,11 +168,11 @@ pub(super) fn complete(
     sync_directory(temporary)?;
     let size_bytes = size_of(temporary, &manifest);
     fault_point("checkpoint.synced", temporary)?;
-    let is_placed = rename_to_final(temporary, &final_path, exchange).map_err(at(&final_path))?;
+    let is_renamed = rename_to_final(temporary, &final_path, exchange).map_err(at(&final_path))?;
     fault_point("checkpoint.renamed", &final_path)?;
     sync_directory(directory)?;
     fault_point("checkpoint.written", &final_path)?;
-    if is_placed {
+    if is_renamed {
         Ok(size_bytes)
     } else {
         validate(&final_path).map(|manifest| size_of(&final_path, &manifest))

@@ -77,7 +77,7 @@ pub(super) fn read(mut file: impl Read, file_bytes: u64) -> Result<Header, NoHea
     }
 }
 
-/// `first` has the first bytes of the file, [`LENGTH_BYTES`] if it is long enough.
+/// `first` has the first [`LENGTH_BYTES`] bytes of the file, or all bytes of a shorter file.
 fn read_after(first: &[u8], file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
     let invalid = |detail: String| NoHeader::Other(detail);
     let bytes_after_length = file_bytes.saturating_sub(LENGTH_BYTES);
@@ -116,10 +116,10 @@ impl Header {
     /// # Errors
     /// The first invalid tensor, by name.
     pub(super) fn check_layout(&self) -> Result<(), String> {
-        let mut places: Vec<_> =
+        let mut ranges: Vec<_> =
             self.tensors.iter().map(|(name, entry)| (entry.data_offsets, name)).collect();
-        places.sort();
-        let furthest = places.iter().max_by_key(|([_, end], _)| *end);
+        ranges.sort();
+        let furthest = ranges.iter().max_by_key(|([_, end], _)| *end);
         if let Some(([_, end], name)) = furthest.filter(|([_, end], _)| *end > self.data_bytes) {
             return Err(format!(
                 "it has {} bytes of tensors, and {name} ends at byte {end} of them; it was cut off, or its header is wrong",
@@ -128,17 +128,18 @@ impl Header {
         }
         for (name, entry) in &self.tensors {
             let [begin, end] = entry.data_offsets;
-            let wanted = entry.bytes();
-            if end.checked_sub(begin).is_none_or(|file_bytes| Some(file_bytes) != wanted) {
-                let wanted = wanted.map_or_else(|| "no number of bytes".into(), |w| format!("{w} bytes"));
+            let bytes = entry.bytes();
+            if end.checked_sub(begin).is_none_or(|file_bytes| Some(file_bytes) != bytes) {
+                let size =
+                    bytes.map_or_else(|| "an unknown number of bytes".into(), |n| format!("{n} bytes"));
                 return Err(format!(
-                    "{name} is {:?} of {}, which takes {wanted}, and lies from byte {begin} to {end}",
+                    "{name} is {:?} of {}, which takes {size}, and lies from byte {begin} to {end}",
                     entry.shape, entry.dtype
                 ));
             }
         }
         let (mut previous, mut previous_end) = ("the header", 0);
-        for ([begin, end], name) in places {
+        for ([begin, end], name) in ranges {
             if begin < previous_end {
                 return Err(format!(
                     "{name} begins at byte {begin}, before {previous} ends (byte {previous_end})"
@@ -170,7 +171,7 @@ mod tests {
         bytes
     }
 
-    fn places(header: &str, data: usize) -> Result<(), String> {
+    fn check_layout(header: &str, data: usize) -> Result<(), String> {
         let bytes = file(header, data);
         read(&bytes[..], bytes.len() as u64).unwrap().check_layout()
     }
@@ -183,8 +184,8 @@ mod tests {
 
     #[test]
     fn a_tensor_with_invalid_offsets_is_named() {
-        assert_eq!(places(&two([0, 8], [8, 20], "[3]"), 12 + 8), Ok(()));
-        assert_eq!(places(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "tensors may be in any order");
+        assert_eq!(check_layout(&two([0, 8], [8, 20], "[3]"), 12 + 8), Ok(()));
+        assert_eq!(check_layout(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "tensors may be in any order");
         for (header, data, detail) in [
             (two([0, 8], [4, 16], "[3]"), 20, "b begins at byte 4, before a ends (byte 8)"),
             (two([0, 8], [0, 8], "[2]"), 8, "b begins at byte 0, before a ends (byte 8)"),
@@ -205,10 +206,10 @@ mod tests {
             (
                 two([0, 8], [8, 20], "[4294967296,4294967296,4]"),
                 20,
-                "which takes no number of bytes, and lies from byte 8 to 20",
+                "which takes an unknown number of bytes, and lies from byte 8 to 20",
             ),
         ] {
-            let message = places(&header, data).unwrap_err();
+            let message = check_layout(&header, data).unwrap_err();
             assert!(message.contains(detail), "{detail:?} in {message}");
         }
     }

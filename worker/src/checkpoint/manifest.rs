@@ -23,12 +23,12 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// [`CheckpointError::Io`]: a file cannot be read now, and the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
-    for (file, wanted) in &manifest.files {
+    for (file, expected) in &manifest.files {
         if Path::new(file).file_name() != Some(file.as_ref()) {
             let detail = format!("{MANIFEST} names {file:?}, which is not a plain file name");
             return Err(CheckpointError::Damaged { name, detail });
         }
-        check(folder, &name, file, wanted)?;
+        check(folder, &name, file, expected)?;
     }
     Ok(manifest)
 }
@@ -68,17 +68,17 @@ pub(super) fn check(
     folder: &Path,
     name: &str,
     file: &str,
-    wanted: &ManifestFile,
+    expected: &ManifestFile,
 ) -> Result<(), CheckpointError> {
     let damaged = |detail: String| Err(CheckpointError::Damaged { name: name.into(), detail });
     let found = checksum(&folder.join(file)).map_err(|e| unreadable(folder, name, file, e))?;
-    if found.size_bytes != wanted.size_bytes {
+    if found.size_bytes != expected.size_bytes {
         return damaged(format!(
             "{file} has {} bytes, but {} were written",
-            found.size_bytes, wanted.size_bytes
+            found.size_bytes, expected.size_bytes
         ));
     }
-    if found.sha256 != wanted.sha256 {
+    if found.sha256 != expected.sha256 {
         return damaged(format!("{file}: its checksum does not match"));
     }
     Ok(())

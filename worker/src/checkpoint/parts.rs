@@ -23,7 +23,7 @@ use std::{
 struct Index {
     metadata: IndexMetadata,
     #[serde(flatten)]
-    places: Places,
+    map: WeightMap,
 }
 
 #[derive(Serialize)]
@@ -33,7 +33,7 @@ struct IndexMetadata {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Places {
+struct WeightMap {
     /// Maps the names of tensors to files.
     weight_map: BTreeMap<String, String>,
 }
@@ -45,7 +45,7 @@ pub fn parts_folder(directory: &Path, state: &State, unique: &str) -> PathBuf {
 }
 
 /// Writes a rank's tensors to `folder`, as part `number` (from 1) of `count`. The average is written as a whole
-/// unless `deals_average`.
+/// unless `divides_average`.
 ///
 /// # Errors
 /// The disk is full or not writable.
@@ -53,12 +53,12 @@ pub fn write_part(
     folder: &Path,
     snapshot: &Snapshot,
     (number, count): (usize, usize),
-    deals_average: bool,
+    divides_average: bool,
 ) -> Result<Files, CheckpointError> {
     fault::point("checkpoint.begin").map_err(at(folder))?;
     fs::create_dir_all(folder).map_err(at(folder))?;
     write_tensors(folder, snapshot, |kind| match kind {
-        AVERAGE if !deals_average => AVERAGE.into(),
+        AVERAGE if !divides_average => AVERAGE.into(),
         kind => checkpoint_files::part(kind, number, count),
     })
 }
@@ -90,7 +90,7 @@ pub fn complete_parts(
         if !weight_map.is_empty() {
             let name = checkpoint_files::index(kind);
             let path = temporary.join(&name);
-            let index = Index { metadata: IndexMetadata { total_size }, places: Places { weight_map } };
+            let index = Index { metadata: IndexMetadata { total_size }, map: WeightMap { weight_map } };
             files.insert(name, write_json(&path, &index).map_err(at(&path))?);
         }
     }
@@ -109,8 +109,8 @@ pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
     }
     let invalid_index = |detail: String| format!("{}: {detail}", index.display());
     let json = files::read(&index, HEADER_BYTES).map_err(|detail| format!("{} {detail}", index.display()))?;
-    let places: Places = serde_json::from_slice(&json).map_err(|e| invalid_index(e.to_string()))?;
-    let names = BTreeSet::from_iter(places.weight_map.into_values());
+    let map: WeightMap = serde_json::from_slice(&json).map_err(|e| invalid_index(e.to_string()))?;
+    let names = BTreeSet::from_iter(map.weight_map.into_values());
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
         Some(name) => Err(invalid_index(format!("it names {name:?}, which is not a plain file name"))),
         None if names.is_empty() => Err(invalid_index("it names no file".into())),
@@ -134,10 +134,10 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     if folder.join(MANIFEST).exists() {
         let (checkpoint_name, manifest) = manifest(folder)?;
         name = checkpoint_name;
-        for (file, wanted) in
+        for (file, expected) in
             manifest.files.iter().filter(|(file, _)| checkpoint_files::kind(file) == Some(kind))
         {
-            check(folder, &name, file, wanted)?;
+            check(folder, &name, file, expected)?;
         }
     }
     files_of(folder, kind).map_err(|detail| CheckpointError::Damaged { name, detail })
@@ -148,14 +148,17 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 /// # Errors
 /// As [`read_tensors`](super::read_tensors).
 pub fn read_files(files: &[PathBuf]) -> Result<NamedTensors, String> {
-    read_wanted(files, &|_| true)
+    read_selected(files, &|_| true)
 }
 
-/// Reads the tensors of several files whose names are `wanted`.
-pub(crate) fn read_wanted(files: &[PathBuf], wanted: &dyn Fn(&str) -> bool) -> Result<NamedTensors, String> {
+/// Reads from several files the tensors whose names `select` accepts.
+pub(crate) fn read_selected(
+    files: &[PathBuf],
+    select: &dyn Fn(&str) -> bool,
+) -> Result<NamedTensors, String> {
     let mut all = NamedTensors::new();
     for file in files {
-        all.extend(tensors::read_wanted(file, tensors::open(file)?, wanted)?);
+        all.extend(tensors::read_selected(file, tensors::open(file)?, select)?);
     }
     Ok(all)
 }
@@ -164,6 +167,6 @@ pub(crate) fn read_wanted(files: &[PathBuf], wanted: &dyn Fn(&str) -> bool) -> R
 ///
 /// # Errors
 /// As [`metadata`](super::metadata).
-pub fn about(folder: &Path) -> Result<HashMap<String, String>, String> {
+pub fn folder_metadata(folder: &Path) -> Result<HashMap<String, String>, String> {
     files_of(folder, MODEL)?.first().map_or_else(|| Ok(HashMap::new()), |file| tensors::metadata(file))
 }

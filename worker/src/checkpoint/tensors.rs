@@ -159,19 +159,19 @@ pub fn read(path: &Path) -> Result<NamedTensors, String> {
 
 /// As [`read`], for an opened file with its size.
 pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTensors, String> {
-    read_wanted(path, opened, &|_| true)
+    read_selected(path, opened, &|_| true)
 }
 
-/// Reads the tensors whose names are `wanted`, as [`read_opened`]. Other tensors are not read, so they may be larger than
+/// Reads the tensors whose names `select` accepts, as [`read_opened`]. Other tensors are not read, so they may be larger than
 /// the memory.
-pub(super) fn read_wanted(
+pub(super) fn read_selected(
     path: &Path,
     (file, file_bytes): (File, u64),
-    wanted: &dyn Fn(&str) -> bool,
+    select: &dyn Fn(&str) -> bool,
 ) -> Result<NamedTensors, String> {
     let with_path = |e: String| format!("{}: {e}", path.display());
     let mut header = checked_header(path, &file, file_bytes)?;
-    header.tensors.retain(|name, _| !name.ends_with(BATCHES_TRACKED) && wanted(name));
+    header.tensors.retain(|name, _| !name.ends_with(BATCHES_TRACKED) && select(name));
     let bytes: u64 = header.tensors.values().filter_map(Entry::bytes).sum();
     if bytes > MAX_TENSOR_BYTES {
         return Err(with_path(format!(

@@ -378,22 +378,22 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
     let mut saved = snapshot(1, 9, Some(0.5));
     saved.average = Some(saved.parameters.clone());
     write(whole.path(), &saved, None).unwrap();
-    let write_parts = |deals_average: bool| {
-        let unique = format!("x.{deals_average}");
+    let write_parts = |divides_average: bool| {
+        let unique = format!("x.{divides_average}");
         let folder = parts_folder(sharded.path(), &saved.state, &unique);
         let part_of = |of_first: bool| {
             let mut own = saved.clone();
             let keeps = |name: &str| name.starts_with("fc.") != of_first;
             own.parameters.retain(|name, _| keeps(name));
             own.optimizer.retain(|name, _| keeps(name));
-            own.average = own.average.filter(|_| deals_average || of_first);
-            if let Some(average) = own.average.as_mut().filter(|_| deals_average) {
+            own.average = own.average.filter(|_| divides_average || of_first);
+            if let Some(average) = own.average.as_mut().filter(|_| divides_average) {
                 average.retain(|name, _| keeps(name));
             }
             own
         };
         let parts = [(1, true), (2, false)].map(|(number, of_first)| {
-            write_part(&folder, &part_of(of_first), (number, 2), deals_average).unwrap()
+            write_part(&folder, &part_of(of_first), (number, 2), divides_average).unwrap()
         });
         let files = parts.into_iter().flatten().collect();
         let size = complete_parts(sharded.path(), &folder, &saved.state, None, files).unwrap();
@@ -403,17 +403,17 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
         );
         assert_eq!(fs::read_dir(sharded.path()).unwrap().count(), 1, "no temporary file is left");
     };
-    for deals_average in [false, true] {
-        write_parts(deals_average);
+    for divides_average in [false, true] {
+        write_parts(divides_average);
         let folder = sharded.path().join("1-9");
-        assert_eq!(folder.join(AVERAGE).exists(), !deals_average);
+        assert_eq!(folder.join(AVERAGE).exists(), !divides_average);
         let Loaded { state, parameters, optimizer } = load(&folder).unwrap();
         assert_eq!(
             (state, parameters, optimizer),
             (saved.state.clone(), saved.parameters.clone(), saved.optimizer.clone())
         );
         assert_eq!(load_average(&folder).unwrap(), saved.average);
-        assert_eq!(about(&folder).unwrap()["mean"], "[mean]");
+        assert_eq!(folder_metadata(&folder).unwrap()["mean"], "[mean]");
         for (kind, files) in [(MODEL, model_files(&folder)), (AVERAGE, model_files(&folder.join(AVERAGE)))] {
             let joined = folder.join("joined");
             join(&files.unwrap(), &joined).unwrap();
@@ -441,7 +441,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
         fs::remove_dir_all(&folder).unwrap();
     }
     // An index must not name files outside its folder.
-    let folder = sharded.path().join("theirs");
+    let folder = sharded.path().join("foreign");
     fs::create_dir(&folder).unwrap();
     for (text, detail) in [
         (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "not a plain file name"),

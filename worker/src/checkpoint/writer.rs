@@ -24,7 +24,7 @@ pub enum CheckpointEvent {
     Written(CheckpointInfo),
     /// An older checkpoint was removed according to `checkpoint.keep`.
     Removed { epoch: u32, step: u64 },
-    /// The checkpoint was replaced by a newer one, because an earlier checkpoint was still being written.
+    /// A newer snapshot replaced the waiting snapshot of this step, because an earlier checkpoint was still being written.
     Dropped { epoch: u32, step: u64 },
     /// The checkpoint could not be written (for example, the disk is full). The previous checkpoint is kept.
     Failed {
@@ -63,8 +63,8 @@ impl Queue {
         next
     }
 
-    /// Puts a snapshot into the queue when there is room. After `patience`, replaces the waiting snapshot and returns
-    /// the replaced one.
+    /// Puts a snapshot into the queue when no snapshot waits. After `patience`, replaces the waiting snapshot and
+    /// returns the replaced snapshot.
     fn put(&self, snapshot: Snapshot, patience: Duration) -> Option<Snapshot> {
         let waited =
             self.changed.wait_timeout_while(lock(&self.state), patience, |state| state.waiting.is_some());
@@ -172,8 +172,8 @@ impl CheckpointWriter {
         Duration::from_millis(self.took_ms.load(Ordering::Relaxed))
     }
 
-    /// Closes the queue of snapshots. Returns `None` when all are on disk and reported, otherwise the events after a
-    /// short wait. Writes to a full disk are retried; drop the writer to give up.
+    /// Closes the queue of snapshots. Returns `None` when all snapshots are on disk and reported, otherwise the events
+    /// after a short wait. Writes to a full disk are retried; drop the writer to give up.
     pub fn finish(&mut self) -> Option<Vec<CheckpointEvent>> {
         self.queue.close();
         match self.events.recv_timeout(Duration::from_millis(500)) {

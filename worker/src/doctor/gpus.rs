@@ -71,12 +71,11 @@ fn gpu_finding(gpu: &Gpu) -> Finding {
     let used = gib(*memory_used_bytes);
     let found = format!("{name}, {used} in use of {}, {pci}, {uuid}", gib(*memory_bytes));
     if *divided {
-        let advice = "It is divided (MIG), which Lockstep does not use: `nvidia-smi -mig 0` as root ends the division.";
+        let advice = "This GPU is divided (MIG), and Lockstep uses only undivided GPUs: `nvidia-smi -mig 0` as root ends the division.";
         return finding(&what, Grade::Note, found, advice);
     }
     if *memory_used_bytes > memory_bytes / 10 {
-        let advice =
-            "Other programs use its memory (nvidia-smi shows them): jobs may run out of memory or slow down.";
+        let advice = "Other programs use this GPU's memory (nvidia-smi shows them): jobs may run out of memory or slow down.";
         return finding(&what, Grade::Note, found, advice);
     }
     finding(&what, Grade::Ok, found, "")
@@ -87,7 +86,7 @@ fn visible_finding(libraries: &Libraries, gpu_count: usize) -> Option<Finding> {
     let shown = format!("{}={}", devices::VISIBLE, value.to_string_lossy());
     Some(match devices::visible(libraries) {
         Ok(gpus) if gpus.is_empty() => {
-            let advice = "Unset it, or jobs train on the CPU.";
+            let advice = "Unset the variable, or jobs train on the CPU.";
             finding("visible", Grade::Note, format!("{shown} hides all GPUs"), advice)
         }
         Ok(gpus) => {
@@ -95,7 +94,10 @@ fn visible_finding(libraries: &Libraries, gpu_count: usize) -> Option<Finding> {
             let found = format!("{} of {gpu_count}: {} ({shown})", gpus.len(), indices.join(", "));
             finding("visible", Grade::Ok, found, "")
         }
-        Err(error) => finding("visible", Grade::Problem, error, "Correct it, or unset it to use all GPUs."),
+        Err(error) => {
+            let advice = "Correct the variable, or unset it to use all GPUs.";
+            finding("visible", Grade::Problem, error, advice)
+        }
     })
 }
 

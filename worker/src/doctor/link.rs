@@ -28,7 +28,7 @@ const MAX_ROUND_TRIPS_TIME: Duration = Duration::from_secs(1);
 /// Time for TCP's slow start, excluded from the measurement.
 const WARM_UP: Duration = Duration::from_millis(400);
 const MEASURE_TIME: Duration = Duration::from_millis(600);
-const BLOCK: usize = 256 << 10;
+const BLOCK_BYTES: usize = 256 << 10;
 /// Maximum number of concurrent callers. A measurement needs only one.
 const MAX_CALLERS: usize = 8;
 /// Maximum time to serve one caller.
@@ -110,7 +110,7 @@ fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
         match request[0] {
             CLOCK => stream.write_all(&now_ns().to_le_bytes())?,
             DATA => {
-                let block = vec![0x5a; BLOCK];
+                let block = vec![0x5a; BLOCK_BYTES];
                 while began.elapsed() < MAX_SERVE_TIME {
                     stream.write_all(&block)?;
                 }
@@ -191,7 +191,7 @@ fn measure_clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
 /// The throughput in bytes per second, after TCP has adapted its speed.
 fn measure_throughput(stream: &mut TcpStream) -> io::Result<f64> {
     stream.write_all(&[DATA])?;
-    let mut block = vec![0; BLOCK];
+    let mut block = vec![0; BLOCK_BYTES];
     // The measurement begins after the first bytes have arrived.
     if stream.read(&mut block)? == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());

@@ -120,8 +120,8 @@ pub(super) fn open_dataset(
     Ok((data, listed))
 }
 
-/// Describes the validation pictures: how many of them were trained on, if known, and whether they differ from those of
-/// the checkpoint's run.
+/// Describes the validation pictures: how many of them were trained on, if known, and whether the checkpoint's run
+/// was validated with other pictures.
 pub(super) fn compare(
     model: &Path,
     data: &DataSource,

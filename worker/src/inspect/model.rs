@@ -111,7 +111,7 @@ impl ModelFile {
             Output::Embedding => {
                 let head = format!("{}.", network.head());
                 network = network.without_head();
-                checkpoint::read_wanted(&files, &|name| !name.starts_with(&head))?
+                checkpoint::read_selected(&files, &|name| !name.starts_with(&head))?
             }
         };
         if let Some(found) = lockstep_engine::first_not_finite(&weights) {
@@ -126,8 +126,8 @@ impl ModelFile {
     }
 }
 
-/// Converts the model at `path` (a checkpoint's folder, or a safetensors file) to an ONNX file, whose metadata is that of
-/// the model's file: `classes`, `mean`, `std`, `image_size` and so on. With `embed`, the output is the embedding, and the
+/// Converts the model at `path` (a checkpoint's folder, or a safetensors file) to an ONNX file with the metadata of the
+/// model's file: `classes`, `mean`, `std`, `image_size` and so on. With `embed`, the output is the embedding, and the
 /// last layer is not read. `fold_batch_norm`: see [`onnx::encode`].
 ///
 /// # Errors
@@ -168,7 +168,7 @@ impl Model {
     }
 
     /// Computes the output of each picture. Labels must be 0 for embeddings. If the weights are so large that sums are
-    /// not finite, the result is an error with the reason.
+    /// not finite, the result of the picture is an error with the reason.
     pub(super) fn outputs(&mut self, batch: &Batch) -> Result<Vec<Result<Vec<f32>, String>>, String> {
         let outputs = self.engine.predict(batch).map_err(|e| e.to_string())?;
         let check = |values: &[f32]| match values.iter().position(|v| !v.is_finite()) {
@@ -188,7 +188,7 @@ impl Model {
     }
 }
 
-/// Checks the sizes against the limits of a job. They determine the memory that is allocated.
+/// Checks the sizes against the limits of a job, because they determine the memory that is allocated.
 fn check_sizes(
     image_size: usize,
     channels: usize,
@@ -212,7 +212,7 @@ fn check_sizes(
     }
     let is_valid = |values: &[f32]| values.len() == channels && lockstep_engine::all_finite(values);
     if !is_valid(mean) || !is_valid(std) || std.iter().any(|s| *s <= 0.0) {
-        return Err(format!("its mean and std are not those of {}", plural(channels as u64, "channel")));
+        return Err(format!("its mean and std are not valid for {}", plural(channels as u64, "channel")));
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! Evaluates embeddings by k nearest neighbours, as Wu et al. 2018 (arXiv 1805.01978) and DINO do: each validation picture gets the class
-//! for which its `k` most similar training pictures vote. Similarity is the cosine of embeddings. A vote counts `exp(similarity / 0.07)`, or 1.
+//! for which its `k` most similar training pictures vote. Similarity is the cosine of embeddings. Votes are weighted by `exp(similarity / 0.07)`, or counted.
 
 use super::{
     evaluate::{compare, open_dataset},

@@ -19,14 +19,14 @@ pub(super) fn find_mistake(request: &FitWeights) -> Option<String> {
     let FitWeights { model, image_size, channels, classes, .. } = request;
     // Validation of the job reports a network that cannot be built.
     let network = net::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
-    let wanted: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
-    let problems = compare(&given, &wanted, Some(network.head())).err()?;
+    let expected: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
+    let problems = compare(&given, &expected, Some(network.head())).err()?;
     Some(format!(
-        "{} does not fit a {} as this job builds it: it has {} tensors of {}; {problems}",
+        "{} does not fit a {} as this job builds it: the file has {} tensors, the network {}; {problems}",
         file.display(),
         model.arch.as_str(),
         given.len(),
-        wanted.len(),
+        expected.len(),
     ))
 }
 
@@ -88,23 +88,25 @@ mod tests {
     #[test]
     fn matching_weights_fit_with_other_classes_and_others_are_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let ours = model(Arch::ResNet20, Stem::Auto);
-        let file = write(dir.path(), &ours, |_| {});
-        assert_eq!(find_mistake(&fit_request(&file, ours.clone(), 10)), None);
-        assert_eq!(find_mistake(&fit_request(&file, ours.clone(), 131)), None, "the head may differ");
+        let resnet20 = model(Arch::ResNet20, Stem::Auto);
+        let file = write(dir.path(), &resnet20, |_| {});
+        assert_eq!(find_mistake(&fit_request(&file, resnet20.clone(), 10)), None);
+        assert_eq!(find_mistake(&fit_request(&file, resnet20.clone(), 131)), None, "the head may differ");
         let message = find_mistake(&fit_request(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
-        for part in ["does not fit a resnet32", "tensors of", "layer1.3.bn1.bias, ", "more are missing"] {
+        for part in
+            ["does not fit a resnet32", "tensors, the network", "layer1.3.bn1.bias, ", "more are missing"]
+        {
             assert!(message.contains(part), "{part:?} in {message}");
         }
         let message = find_mistake(&fit_request(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
         assert!(message.contains("(set model.stem = \"cifar\")"), "{message}");
         let tensor =
             |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
-        let file = write(dir.path(), &ours, |tensors| {
+        let file = write(dir.path(), &resnet20, |tensors| {
             tensors.insert("bn1.bias".into(), tensor(&[9]));
             tensors.insert("layer9.bias".into(), tensor(&[1]));
         });
-        let message = find_mistake(&fit_request(&file, ours, 10)).unwrap();
+        let message = find_mistake(&fit_request(&file, resnet20, 10)).unwrap();
         assert!(
             message.contains("bn1.bias is [9], wanted [16]; layer9.bias is not in this network"),
             "{message}"
@@ -114,23 +116,23 @@ mod tests {
     #[test]
     fn a_link_out_of_the_allowed_folders_is_not_read() {
         let dir = tempfile::tempdir().unwrap();
-        let ours = || model(Arch::ResNet20, Stem::Auto);
-        let outside = write(dir.path(), &ours(), |_| {});
+        let resnet20 = || model(Arch::ResNet20, Stem::Auto);
+        let outside = write(dir.path(), &resnet20(), |_| {});
         let root = dir.path().join("root");
         std::fs::create_dir_all(root.join("folder")).unwrap();
         let allowed = AllowedFolders { below: vec![root.display().to_string()], except: Vec::new() };
-        let weigh = |file: &Path| {
-            find_mistake(&FitWeights { allowed: Some(allowed.clone()), ..fit_request(file, ours(), 10) })
+        let check = |file: &Path| {
+            find_mistake(&FitWeights { allowed: Some(allowed.clone()), ..fit_request(file, resnet20(), 10) })
         };
         let inside = root.join("w.safetensors");
         std::fs::copy(&outside, &inside).unwrap();
-        assert_eq!(weigh(&inside), None);
+        assert_eq!(check(&inside), None);
         std::fs::remove_file(&inside).unwrap();
         for link in [&inside, &root.join("folder/model.safetensors")] {
             std::os::unix::fs::symlink(&outside, link).unwrap();
         }
         for path in [inside, root.join("folder"), outside] {
-            let why = weigh(&path).unwrap();
+            let why = check(&path).unwrap();
             assert!(why.contains("--dataset-root"), "{why}");
         }
     }
@@ -138,8 +140,8 @@ mod tests {
     #[test]
     fn another_file_format_is_named_in_the_error() {
         let dir = tempfile::tempdir().unwrap();
-        let ours = || model(Arch::ResNet20, Stem::Auto);
-        let whole = std::fs::read(write(dir.path(), &ours(), |_| {})).unwrap();
+        let resnet20 = || model(Arch::ResNet20, Stem::Auto);
+        let whole = std::fs::read(write(dir.path(), &resnet20(), |_| {})).unwrap();
         let file = dir.path().join("other.safetensors");
         let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
         let numbers =
@@ -158,11 +160,11 @@ mod tests {
             (&whole_numbers[..], "is of type I32; supported are float32, float64, bfloat16 and float16"),
         ] {
             std::fs::write(&file, content).unwrap();
-            let message = find_mistake(&fit_request(&file, ours(), 10)).unwrap();
+            let message = find_mistake(&fit_request(&file, resnet20(), 10)).unwrap();
             assert!(message.contains(detail), "{detail:?} in {message}");
         }
         std::fs::remove_file(&file).unwrap();
-        let message = find_mistake(&fit_request(&file, ours(), 10)).unwrap();
+        let message = find_mistake(&fit_request(&file, resnet20(), 10)).unwrap();
         assert!(message.contains("other.safetensors"), "{message}");
     }
 }

@@ -28,7 +28,7 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let shape = &source.shape;
             let split_size = if validation { shape.validation_samples } else { shape.train_samples };
             // Positions after the last picture are dropped from a page of augmented pictures, unless the first position
-            // is invalid too.
+            // is invalid too: the request then fails.
             if !epochs.is_empty() && places.first().is_some_and(|first| *first < split_size) {
                 places.retain(|place| *place < split_size);
             }
@@ -36,8 +36,8 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let epochs: Vec<Option<u32>> =
                 if epochs.is_empty() { vec![None] } else { epochs.into_iter().map(Some).collect() };
             let mut samples = Vec::new();
-            let wanted = places.into_iter().flat_map(|place| epochs.iter().map(move |e| (place, *e)));
-            for (index, epoch) in wanted.take(MAX_PICTURES) {
+            let requested = places.into_iter().flat_map(|place| epochs.iter().map(move |e| (place, *e)));
+            for (index, epoch) in requested.take(MAX_PICTURES) {
                 let (label, picture) = source.picture(validation, index, epoch)?;
                 samples.push(Sample { index, label, epoch, file: None, png: png(picture)? });
             }

@@ -39,7 +39,7 @@ pub fn run_spare(gpu: &RankGpu) -> ! {
     run(&path)
 }
 
-/// Connects the standard streams as those of a new rank.
+/// Connects the standard streams to `/dev/null` and the rank's output file, as of a new rank.
 fn redirect(config_path: &Path) -> io::Result<()> {
     let output = File::options().append(true).open(config_path.with_extension("stderr"))?;
     dup2_stdin(File::open("/dev/null")?)?;

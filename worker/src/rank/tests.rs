@@ -122,7 +122,7 @@ fn a_third_backend_trains_a_rank_on_its_own_device() {
     let weights = train_with(Some(gpu));
     // Another test may record a call of `about_to_exit` at any time.
     let calls = || {
-        let all = toy::ASKED.lock().unwrap().clone();
+        let all = toy::CALLS.lock().unwrap().clone();
         all.into_iter().filter(|call| !call.starts_with("abort")).collect::<Vec<_>>()
     };
     assert_eq!(calls(), ["preflight for 1 ranks", "warm-up of device 1 for 1 ranks", "engine on device 1"]);
@@ -136,11 +136,11 @@ fn a_third_backend_trains_a_rank_on_its_own_device() {
 fn ending_a_rank_ends_work_on_a_third_backend() {
     let why = "steps have stopped for 60 s";
     let aborts =
-        || toy::ASKED.lock().unwrap().iter().filter(|call| **call == format!("abort: {why}")).count();
+        || toy::CALLS.lock().unwrap().iter().filter(|call| **call == format!("abort: {why}")).count();
     toy::device("");
     assert_eq!(aborts(), 0);
     RankState::default().abort(why);
-    assert_eq!(aborts(), 1, "{:?}", toy::ASKED.lock().unwrap());
+    assert_eq!(aborts(), 1, "{:?}", toy::CALLS.lock().unwrap());
     assert!(
         registry::may_run_exit_handlers(Duration::ZERO),
         "a backend still waits, though it had nothing to end"

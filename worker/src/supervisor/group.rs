@@ -124,7 +124,7 @@ impl<N: RecordSink> RankGroup<N> {
     }
 
     /// Whether a rank failed so long ago that the other ranks must be asked to end.
-    pub fn is_to_end(&mut self, delays: EndDelays) -> bool {
+    pub fn must_end(&mut self, delays: EndDelays) -> bool {
         let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
         let limit = match cause.provisional {
             false => delays.certain,
@@ -188,8 +188,8 @@ impl<N: RecordSink> RankGroup<N> {
         let until = Instant::now() + UNKILLABLE_AFTER;
         loop {
             // `count` sweeps every rank, even if processes of another rank remain.
-            let unswept = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(()));
-            if unswept.count() == 0 {
+            let swept = self.ranks.iter_mut().map(|rank| rank.process.sweep());
+            if swept.filter(|is_swept| !is_swept).count() == 0 {
                 return None;
             }
             if self.is_unkillable() || Instant::now() > until {

@@ -145,7 +145,7 @@ impl RankProcess {
     }
 
     /// Whether an earlier agent was about to start a rank, or has started it.
-    pub fn was_begun(attempt_dir: &Path, rank: u32) -> bool {
+    pub fn has_begun(attempt_dir: &Path, rank: u32) -> bool {
         rank_file(attempt_dir, rank, "json").exists()
     }
 

@@ -50,11 +50,11 @@ pub(super) fn all() -> impl Iterator<Item = (i32, Stat)> {
 
 /// The leader of a process group that was started with the arguments `rank <config_path>`.
 pub(super) fn find_rank(config_path: &Path) -> Option<(i32, Stat)> {
-    let wanted = config_path.as_os_str().as_encoded_bytes();
+    let path = config_path.as_os_str().as_encoded_bytes();
     pids().find_map(|pid| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let arguments: Vec<_> = line.split(|b| *b == 0).collect();
-        arguments.windows(2).any(|pair| pair == [&b"rank"[..], wanted]).then_some(())?;
+        arguments.windows(2).any(|pair| pair == [&b"rank"[..], path]).then_some(())?;
         // Excludes a forked child of the rank, which has the same arguments until it executes another program.
         stat(pid).filter(|s| s.group == pid).map(|s| (pid, s))
     })

@@ -29,7 +29,7 @@ impl fmt::Display for Exit {
         match self {
             Exit::Status(status) => write!(f, "{}", ExitStatus::from_raw(status << 8)),
             Exit::Signal(signal) => write!(f, "{}", ExitStatus::from_raw(*signal)),
-            Exit::Unseen => f.write_str("ended unseen"),
+            Exit::Unseen => f.write_str("the end was not observed"),
         }
     }
 }
@@ -67,7 +67,7 @@ pub struct RankProcess {
     pub(super) rank: u32,
     group: UnixProcessGroup,
     pub(super) identity: Identity,
-    /// `None` if an earlier process started it.
+    /// `None` if an earlier supervisor started the process.
     child: Option<Child>,
     exit: Option<Exit>,
 }
@@ -151,16 +151,16 @@ impl RankProcess {
     /// The ids and states of the rank's remaining processes: the process itself, and all of its group if the group is
     /// separate. States are those of proc_pid_stat(5); `D` means blocked in the kernel.
     pub fn remaining(&self) -> Vec<(i32, char)> {
-        let Identity { pid: own, start_time, .. } = self.identity;
+        let Identity { pid: rank_pid, start_time, .. } = self.identity;
         // The id of a process group is not reused while the group has members. So if the process id has been reused, no
         // process of this group is left.
-        if own == 0 || stat(own).is_some_and(|s| s.start_time != start_time) {
+        if rank_pid == 0 || stat(rank_pid).is_some_and(|s| s.start_time != start_time) {
             return Vec::new();
         }
         proc_fs::all()
             .filter(|(pid, s)| match self.group {
-                _ if *pid == own => true,
-                UnixProcessGroup::Own => s.group == own,
+                _ if *pid == rank_pid => true,
+                UnixProcessGroup::Own => s.group == rank_pid,
                 UnixProcessGroup::Inherited => false,
             })
             .filter(|(_, s)| !s.has_ended())

@@ -43,6 +43,7 @@ pub struct Rank<N> {
     pub end: RankEnd,
     /// When the rank last recorded anything.
     pub last_report: Instant,
+    /// The store of the caller for the rank's records.
     pub notes: N,
     /// The description of the damage, if the records are damaged and cannot be read any further.
     pub damaged: Option<String>,

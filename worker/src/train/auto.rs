@@ -40,9 +40,7 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
         let resolved = planned.resolve(spec, &machine);
         planned.lacks_memory(&machine).map_or(Ok((planned, resolved)), Err)
     });
-    let resolved = planned
-        .as_ref()
-        .map(|planned| planned.as_ref().map(|(_, resolved)| resolved.clone()).map_err(Clone::clone));
+    let resolved = planned.clone().map(|planned| planned.map(|(_, resolved)| resolved));
     let spec = broadcast_json::<Result<JobSpec, String>>(group, resolved)?.map_err(TrainError::Impossible)?;
     Ok(Choice { spec, planned: planned.and_then(Result::ok).map(|(planned, _)| planned) })
 }

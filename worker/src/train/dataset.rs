@@ -22,7 +22,7 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     if spec.train.deterministic && mixing.is_on() {
         data.keep_on_host();
     }
-    // A GPU shifts the views of resident pictures before scaling, and the host after scaling.
+    // With 6 views, a GPU shifts resident pictures before scaling, and the host after scaling.
     let side = data.shape.image_size;
     let is_scaled = data.resident().is_some_and(|all| (all.height, all.width) != (side, side));
     if spec.evaluate.views == 6 && is_scaled {
@@ -72,7 +72,7 @@ fn describe(shape: &Shape) -> Vec<String> {
 fn share_normalisation(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
     let (spec, channels) = (&training.spec.data, data.shape.channels);
     let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
-        let metadata = checkpoint::about(training.resume?).ok()?;
+        let metadata = checkpoint::folder_metadata(training.resume?).ok()?;
         let values: Vec<f32> = serde_json::from_str(metadata.get(key)?).ok()?;
         (values.len() == channels && values.iter().all(|v| v.is_finite())).then_some(values)
     };
@@ -112,9 +112,9 @@ fn check_same_dataset(training: &Training<'_>, data: &DataSource) -> Result<(), 
     })
 }
 
-/// A broken file as one line of a log. File names may contain line feeds.
-fn one_line(file: &impl std::fmt::Display) -> String {
-    file.to_string().replace('\n', "\\n").replace('\r', "\\r")
+/// A name or description in one line of a log, because names of files and classes may contain line feeds.
+fn one_line(text: &impl std::fmt::Display) -> String {
+    text.to_string().replace('\n', "\\n").replace('\r', "\\r")
 }
 
 /// Logs which pictures could not be read since the last call.

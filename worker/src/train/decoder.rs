@@ -57,9 +57,9 @@ pub(super) fn choose_decoder(
 ) -> Result<Option<String>, TrainError> {
     let choice = DecoderChoice::of(std::env::var_os(DECODER).as_deref()).map_err(TrainError::Impossible)?;
     let DeviceChoice { backend, ordinal } = training.device;
-    let wanted =
+    let checked =
         choice.check_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
-    let opened = wanted.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
+    let opened = checked.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
     Ok(match opened {
         Ok(decoder) => {
             let line = format!("JPEG files are decoded by the GPU ({})", decoder.name());

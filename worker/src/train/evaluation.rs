@@ -46,7 +46,7 @@ impl Run<'_> {
     fn validate(&mut self) -> Result<bool, TrainError> {
         self.throughput.report("evaluating");
         if !self.training.spec.parallel.sync_batch_norm {
-            // Running statistics differ between ranks. The checkpoint has those of rank 0.
+            // Running statistics differ between ranks. The checkpoint has the statistics of rank 0.
             self.engine.broadcast_statistics()?;
         }
         let Some(evaluation) = self.validation_pass("the validation's loss")? else { return Ok(false) };
@@ -101,17 +101,17 @@ impl Run<'_> {
         Ok(ranks_with_average != [0.0])
     }
 
-    /// As [`Run::validation_pass`], for the averaged weights. Afterwards the engine has its own weights again.
+    /// As [`Run::validation_pass`], for the averaged weights. Afterwards the engine has the trained weights again.
     fn average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
         let average = if self.keeps_average() { self.engine.averaged()? } else { None };
-        let own = average.is_some().then(|| self.engine.parameters()).transpose()?;
-        self.has_own_weights = false;
+        let trained = average.is_some().then(|| self.engine.parameters()).transpose()?;
+        self.has_trained_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
         let measured = self.validation_pass("the loss of the averaged weights in validation");
         // After any other error, the other ranks join no further collective calls.
         if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
-            self.set_parameters_everywhere(own.as_ref())?;
-            self.has_own_weights = true;
+            self.set_parameters_everywhere(trained.as_ref())?;
+            self.has_trained_weights = true;
         }
         measured
     }

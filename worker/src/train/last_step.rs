@@ -51,11 +51,13 @@ impl Run<'_> {
     /// steps up to it are reported.
     fn has_whole_step(&mut self) -> Result<bool, TrainError> {
         let spec = self.training.spec;
-        // Only rank 0 has the average. If running statistics differ between ranks, those of rank 0 count.
+        // Only rank 0 has the average. If running statistics differ between ranks, the statistics of rank 0 count.
         let is_state_shared =
             spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
         // The engine is absent during the change to bfloat16.
-        if !self.has_own_weights || self.engine.0.is_none() || !(is_state_shared || self.training.is_first())
+        if !self.has_trained_weights
+            || self.engine.0.is_none()
+            || !(is_state_shared || self.training.is_first())
         {
             return Ok(false);
         }
@@ -86,7 +88,7 @@ impl Run<'_> {
         let directory = self.training.checkpoints;
         let (epoch, step) = (self.plan.epoch_of(self.step), self.step);
         fs::create_dir_all(directory)?;
-        let Some(_one_at_a_time) = lock(directory, WRITE_TIMEOUT.saturating_sub(began.elapsed()))? else {
+        let Some(_lock) = lock(directory, WRITE_TIMEOUT.saturating_sub(began.elapsed()))? else {
             return Ok(());
         };
         if directory.join(checkpoint::folder_name(epoch, step)).exists() {

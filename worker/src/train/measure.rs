@@ -54,8 +54,8 @@ impl<'a> ThroughputMeter<'a> {
         self.times.secs += times.secs;
         self.times.data_secs += times.data_secs;
         self.times.all_reduce_secs += times.all_reduce_secs;
-        if let Some(of_step) = times.axis_secs {
-            self.times.axis_secs.get_or_insert_default().add(of_step, 1.0);
+        if let Some(axis_secs) = times.axis_secs {
+            self.times.axis_secs.get_or_insert_default().add(axis_secs, 1.0);
         }
         self.samples += u64::from(samples);
         if is_first || self.last.elapsed() >= REPORT_EVERY {

@@ -54,18 +54,19 @@ impl RequiredMemory {
     /// The machine has less memory. The message tells the required and the available memory, and which settings to
     /// lower.
     pub(super) fn check(&self, spec: &JobSpec, network: &Network, available: u64) -> Result<(), TrainError> {
-        let all = self.rank_bytes.saturating_mul(self.ranks.into()).saturating_add(self.shared_bytes);
-        if all <= available {
+        let machine_bytes =
+            self.rank_bytes.saturating_mul(self.ranks.into()).saturating_add(self.shared_bytes);
+        if machine_bytes <= available {
             return Ok(());
         }
-        let of_ranks = match self.ranks {
+        let for_ranks = match self.ranks {
             1 => String::new(),
-            ranks => format!(", {} for the {ranks} ranks of this machine", gigabytes(all)),
+            ranks => format!(", {} for the {ranks} ranks of this machine", gigabytes(machine_bytes)),
         };
         let batch_key =
             if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" };
         Err(TrainError::Memory(format!(
-            "a rank's {} pictures of {side} x {side} pixels take at least {} in {}{of_ranks}, and this machine has {}: lower \
+            "a rank's {} pictures of {side} x {side} pixels take at least {} in {}{for_ranks}, and this machine has {}: lower \
              data.image_size or train.{batch_key}, or split the batch (train.accumulate)",
             self.pictures,
             gigabytes(self.rank_bytes),

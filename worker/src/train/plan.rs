@@ -21,7 +21,7 @@ use std::sync::Arc;
 pub(super) struct RunPlan {
     /// The network for the smallest training pictures. It is [resized](Network::resized) for other sizes.
     pub(super) network: Network,
-    /// Sides of training pictures in ascending order, and the side of validation pictures.
+    /// Sides of training pictures in ascending order, and the side of validation pictures, in pixels.
     training_sizes: Vec<usize>,
     evaluation_size: usize,
     /// The number of ranks that see different pictures of a step, and this rank's index among them.
@@ -55,9 +55,9 @@ impl RunPlan {
         let Training { spec, group, .. } = training;
         let impossible = |text: String| Err(TrainError::Impossible(text));
         if group.size() != spec.parallel.ranks {
-            let (started, wanted) = (group.size(), spec.parallel.ranks);
+            let (started, required) = (group.size(), spec.parallel.ranks);
             return impossible(format!(
-                "{started} ranks were started, but the job has parallel.ranks = {wanted}"
+                "{started} ranks were started, but the job has parallel.ranks = {required}"
             ));
         }
         let (replica, replicas) = (spec.parallel.data_rank(group.rank()), spec.parallel.data_ranks());

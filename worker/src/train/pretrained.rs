@@ -160,10 +160,10 @@ mod tests {
         ] {
             let (weights, mapping) = replace_weights(given, small(10, 2), "fc").unwrap();
             assert_eq!(mapping.notes("fc"), notes);
-            let (theirs, ours) = (small(10, 1), small(10, 2));
-            assert!(weights.keys().eq(ours.keys()));
+            let (pretrained, initial) = (small(10, 1), small(10, 2));
+            assert!(weights.keys().eq(initial.keys()));
             for (name, tensor) in &weights {
-                let from = if head(name) && !takes_head { &ours } else { &theirs };
+                let from = if head(name) && !takes_head { &initial } else { &pretrained };
                 assert!(*tensor == from[name], "{name}: {notes:?}");
             }
         }
@@ -179,7 +179,7 @@ mod tests {
         let put = |name: &'static str, shape: &'static [usize]| {
             problems(&|given| drop(given.insert(name.into(), tensor(shape))))
         };
-        for (problem, wanted) in [
+        for (problem, expected) in [
             (
                 put("layer1.0.conv2.weight", &[128, 128, 3, 3]),
                 "layer1.0.conv2.weight is [128, 128, 3, 3], wanted [16, 16, 3, 3]",
@@ -203,7 +203,7 @@ mod tests {
                 "it contains several networks, under \"\" and \"ema.\": keep the tensors of one",
             ),
         ] {
-            assert!(problem.ends_with(wanted), "{problem}");
+            assert!(problem.ends_with(expected), "{problem}");
         }
         let deeper = with_prefix("module.", network(Arch::ResNet32, Stem::Cifar, 3, 10, 1));
         let problem = replace_weights(deeper, small(10, 2), "fc").unwrap_err();
@@ -219,14 +219,14 @@ mod tests {
         let (weights, mapping) =
             replace_weights(weights_of(Stem::Imagenet, 3), weights_of(Stem::Imagenet, 1), "fc").unwrap();
         assert!(mapping.notes("fc")[0].contains("conv1.weight takes RGB and the pictures are grey"));
-        let (theirs, ours) = (&weights_of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
-        assert_eq!(ours.shape, [64, 1, 7, 7]);
-        for (index, sum) in ours.values.iter().enumerate() {
+        let (colour, grey) = (&weights_of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
+        assert_eq!(grey.shape, [64, 1, 7, 7]);
+        for (index, sum) in grey.values.iter().enumerate() {
             let (filter, position) = (index / 49, index % 49);
-            let channels = [0, 1, 2].map(|channel| theirs.values[(filter * 3 + channel) * 49 + position]);
+            let channels = [0, 1, 2].map(|channel| colour.values[(filter * 3 + channel) * 49 + position]);
             assert_eq!(*sum, channels.iter().sum::<f32>());
         }
-        for (given, wanted, problem) in [
+        for (given, initial, problem) in [
             (
                 weights_of(Stem::Imagenet, 3),
                 weights_of(Stem::Cifar, 3),
@@ -244,7 +244,7 @@ mod tests {
                  those of data.dataset have 3)",
             ),
         ] {
-            assert_eq!(replace_weights(given, wanted, "fc").unwrap_err(), problem);
+            assert_eq!(replace_weights(given, initial, "fc").unwrap_err(), problem);
         }
     }
 }

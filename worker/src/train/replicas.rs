@@ -17,7 +17,7 @@ pub(super) fn compare_replicas(
     let own = engine.checksum()?.map(u64::to_le_bytes);
     let mut all = vec![0u8; 16 * group.size() as usize];
     group.all_gather(own.as_flattened().into(), (&mut all).into())?;
-    // Of the weights that all ranks of a stage have, and of each rank's part of the split weights.
+    // Checksums of the weights that all ranks of a stage have, and of each rank's part of the split weights.
     let (common, split): (Vec<_>, Vec<_>) =
         all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[common, split]| (*common, *split)).unzip();
     let parallel = &training.spec.parallel;
@@ -70,7 +70,7 @@ mod tests {
             (&[7, 7, 8, 9, 7][..], Some("the weights of ranks 2 and 3 differ from those of the others")),
             (&[7, 7, 8, 8][..], Some("the weights of ranks 0, 1, 2 and 3 differ from each other")),
         ] {
-            let checksums: Vec<_> = checksums.iter().map(|of: &u64| of.to_le_bytes()).collect();
+            let checksums: Vec<_> = checksums.iter().map(|checksum: &u64| checksum.to_le_bytes()).collect();
             assert_eq!(describe_differing_ranks(&checksums, |_| (0, 0)).as_deref(), named);
         }
         let of_two_parts: Vec<_> = [7, 8, 7, 8, 7, 9].map(u64::to_le_bytes).to_vec();

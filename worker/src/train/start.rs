@@ -110,7 +110,7 @@ pub(super) fn initialize(
         engine.set_parameters(&weights)?;
     }
     let parallel = &training.spec.parallel;
-    let sends = match pretrained {
+    let needs_broadcast = match pretrained {
         // The ranks have set their parts of the same weights above.
         Some(_) => !parallel.is_hybrid(),
         None if whitened.is_some() => true,
@@ -123,7 +123,7 @@ pub(super) fn initialize(
         }
         None => false,
     };
-    if sends {
+    if needs_broadcast {
         engine.broadcast_parameters()?;
     }
     let mut divisions = Vec::new();
@@ -288,7 +288,7 @@ fn resume(
     let divisions = add_own(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
-        // The recorded step numbers are those of another batch size.
+        // The recorded step numbers belong to another batch size.
         skipped.recent.clear();
     }
     let is_evaluation_missing = step == state.step && state.val_accuracy.is_none();
@@ -324,7 +324,7 @@ fn schedule_change(
     plan: &RunPlan,
     step: u64,
 ) -> Option<String> {
-    let metadata = checkpoint::about(folder).ok()?;
+    let metadata = checkpoint::folder_metadata(folder).ok()?;
     let (old, _) = read_leniently(&serde_json::from_str(metadata.get("spec")?).ok()?);
     let epochs = u64::from(old.train.epochs());
     let total = old.train.steps.unwrap_or(state.steps_per_epoch * epochs);
@@ -370,8 +370,8 @@ fn load_newest_valid(
     training: &Training<'_>,
     folder: &Path,
 ) -> Result<(PathBuf, checkpoint::Loaded), TrainError> {
-    let wanted = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
-    let Some((epoch, step)) = wanted.filter(|_| folder.parent() == Some(training.checkpoints)) else {
+    let requested = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
+    let Some((epoch, step)) = requested.filter(|_| folder.parent() == Some(training.checkpoints)) else {
         // The user's own folder, given on the command line.
         return Ok((folder.into(), checkpoint::load(folder)?));
     };
@@ -423,7 +423,7 @@ fn check_compatible(
     };
     // Comparing tensors is not enough, because another dataset may have the same number of classes. Not every file
     // contains class names.
-    if let Ok(metadata) = checkpoint::about(folder)
+    if let Ok(metadata) = checkpoint::folder_metadata(folder)
         && let Some(text) = metadata.get("classes")
         && let Ok(trained) = serde_json::from_str::<Vec<String>>(text)
         && let Some(difference) = classes_differ(&trained, classes)
@@ -438,20 +438,20 @@ fn distribution<'a>(training: &'a Training<'_>, plan: &'a RunPlan) -> Result<Dis
     Ok(Distribution::new(&plan.network, &Plan::of(&training.spec.parallel), training.group.as_ref())?)
 }
 
-/// Sends each rank its parts of the tensors that rank 0 has loaded. They must have the `wanted` names and shapes.
+/// Sends each rank its parts of the tensors that rank 0 has loaded. The tensors must have the `expected` names and shapes.
 /// `what`: the name of the tensors in the error.
 fn scatter(
     distribution: &Distribution<'_>,
     what: &str,
     loaded: Option<NamedTensors>,
-    wanted: Shapes,
+    expected: Shapes,
 ) -> Result<NamedTensors, TrainError> {
-    if loaded.as_ref().is_some_and(|loaded| shapes(loaded) != wanted) {
+    if loaded.as_ref().is_some_and(|loaded| shapes(loaded) != expected) {
         return Err(TrainError::Impossible(format!(
             "the {what} of the checkpoint does not fit this network"
         )));
     }
-    Ok(distribution.scatter(loaded, wanted)?)
+    Ok(distribution.scatter(loaded, expected)?)
 }
 
 /// Sends rank 0's `value` to every rank, as JSON.

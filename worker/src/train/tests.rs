@@ -142,7 +142,7 @@ impl TestJob {
         resume: Option<&str>,
     ) -> Result<RunResult, TrainError> {
         let stop: Arc<AtomicBool> = Arc::default();
-        let is_asked = rank + 1 == self.ranks;
+        let is_asked_to_stop = rank + 1 == self.ranks;
         let timeout = Duration::from_secs(60);
         let store = (self.ranks > 1).then(|| {
             let config = rendezvous_config(port, rank, self.ranks);
@@ -159,7 +159,7 @@ impl TestJob {
             let precision = if plan.precision == Precision::Auto { Precision::Fp16 } else { plan.precision };
             engines.lock().unwrap().push(precision);
             if generation == 1 {
-                if is_asked && stop_in == StopIn::Fallback {
+                if is_asked_to_stop && stop_in == StopIn::Fallback {
                     training.stop.store(true, Ordering::Relaxed);
                 }
                 // Engines on GPUs have this barrier, too.
@@ -168,7 +168,7 @@ impl TestJob {
                 }
             }
             let (evaluated, stop) = (evaluated.clone(), stop.clone());
-            let stops = is_asked && stop_in == StopIn::Validation;
+            let stops = is_asked_to_stop && stop_in == StopIn::Validation;
             let mut batches = 0;
             let distribution = Distribution::new(&plan.network, &Plan::data(1), &SingleRank)?;
             let mut weights = zeros(distribution.parameters());
@@ -206,7 +206,7 @@ impl TestJob {
             checkpoints: &checkpoints,
             resume: resume.as_deref(),
             pause_after: self.pause_after,
-            // An engine that computes in 16 bits.
+            // A device whose engines may compute in 16 bits.
             device: registry::device_of(Some(&gpu), Device::Auto),
             local_ranks: 1,
             threads: 1,
@@ -317,8 +317,8 @@ fn differing_weights_end_the_run_before_a_checkpoint() {
         let job = TestJob { differs: Some(differs), change, ..TestJob::new(ranks) };
         for ended in job.all_ranks(Overflow::Nothing, StopIn::Never, None) {
             let error = ended.unwrap_err();
-            let wanted = format!("the weights of {named} differ from ");
-            assert!(error.to_string().starts_with(&wanted), "{error}");
+            let expected = format!("the weights of {named} differ from ");
+            assert!(error.to_string().starts_with(&expected), "{error}");
             assert!(error.to_string().contains("No checkpoint of these weights is written"), "{error}");
             assert!(error.is_retriable() && !error.is_secondary());
         }

@@ -102,7 +102,7 @@ const INSPECTS: &str = r#"[ "$1" = doctor ] && exit
 /// A job whose ranks are this shell script; `$8` is the rank.
 fn fake_job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     let program = dir.join("program");
-    // Written by another process: nobody here holds it open for writing when it is started.
+    // Another process writes the file, because a file that is open for writing cannot be executed (ETXTBSY).
     let written = std::process::Command::new("sh")
         .args([
             "-c",

@@ -46,19 +46,19 @@ fn compare(case: &str, network: Network, weights: &NamedTensors, margin: Option<
     let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
     let config = EngineConfig { loss: LossConfig { margin, ..LossConfig::default() }, ..config(2, sgd(0.0)) };
     let mut engine = build_cpu(Arc::new(network), weights, config, Arc::new(SingleRank)).unwrap();
-    let ours = engine.predict(&batch).unwrap();
+    let computed = engine.predict(&batch).unwrap();
 
     let mut python = Command::new("python3");
     python.env("PYTHONPATH", &packages).args(["-c", SCRIPT]).arg(folder.path());
     let ran = python.args([channels, side, width].map(|n| n.to_string())).arg(case).output().unwrap();
     assert!(ran.status.success(), "{case}: {}", String::from_utf8_lossy(&ran.stderr));
-    let theirs = fs::read(folder.path().join("outputs")).unwrap();
-    let theirs: Vec<f32> = bytemuck::pod_collect_to_vec(&theirs);
-    let expected = [&ours[..width], &ours[..]].concat().repeat(2);
-    assert_eq!(theirs.len(), expected.len());
-    let largest = ours.iter().fold(0.0, |largest: f32, value| largest.max(value.abs()));
-    for (theirs, ours) in theirs.iter().zip(&expected) {
-        assert!((theirs - ours).abs() <= 1e-4 * largest, "{case}: {theirs}, not {ours}");
+    let outputs = fs::read(folder.path().join("outputs")).unwrap();
+    let outputs: Vec<f32> = bytemuck::pod_collect_to_vec(&outputs);
+    let expected = [&computed[..width], &computed[..]].concat().repeat(2);
+    assert_eq!(outputs.len(), expected.len());
+    let largest = computed.iter().fold(0.0, |largest: f32, value| largest.max(value.abs()));
+    for (output, expected) in outputs.iter().zip(&expected) {
+        assert!((output - expected).abs() <= 1e-4 * largest, "{case}: {output}, not {expected}");
     }
 }
 

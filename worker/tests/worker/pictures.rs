@@ -121,11 +121,11 @@ fn inspections_and_jobs_name_the_same_unusable_files_without_blocking() {
         assert!(all.iter().any(|text| fits(&text)), "{name} {detail} is not in {all:#?}");
     }
     assert_eq!((all.len(), info.broken_count), (expected.len(), expected.len() as u64), "{all:#?}");
-    // A job leaves out the same, or refuses all of it.
+    // A job leaves out the same files, or refuses the dataset.
     assert_eq!(skipped_files(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
     let message = open_error(dir.path());
     assert!(message.starts_with("17 broken files: "), "{message}");
-    // And the check before it starts neither refuses nor waits.
+    // The check before a job starts neither refuses the dataset nor blocks.
     assert!(fingerprint(dir.path(), ChangeDetection::Files).is_ok());
 }
 

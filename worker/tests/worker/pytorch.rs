@@ -39,16 +39,16 @@ enum Parameters {
 
 impl Parameters {
     fn check(&self, network: &Network, name: &str) {
-        let ours: Vec<_> = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
+        let computed: Vec<_> = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
         match self {
-            Parameters::Parameters(theirs) => assert_eq!(ours, *theirs, "{name}"),
-            Parameters::ParametersSha256(theirs) => {
+            Parameters::Parameters(pytorch) => assert_eq!(computed, *pytorch, "{name}"),
+            Parameters::ParametersSha256(pytorch) => {
                 let line = |(parameter, shape): &(String, Vec<usize>)| {
                     let shape: Vec<_> = shape.iter().map(usize::to_string).collect();
                     format!("{parameter} {}\n", shape.join("x"))
                 };
-                let text: String = ours.iter().map(line).collect();
-                assert_eq!(hex::encode(Sha256::digest(&text)), *theirs, "{name}:\n{text}");
+                let text: String = computed.iter().map(line).collect();
+                assert_eq!(hex::encode(Sha256::digest(&text)), *pytorch, "{name}:\n{text}");
             }
         }
     }
@@ -143,9 +143,9 @@ fn compare_architectures(file: &str, count: usize) {
             let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
             let logits = engine(network, 2, sgd(0.0)).predict(&batch).unwrap();
             let largest = expected.logits.iter().flatten().fold(0.0f32, |m, v| m.max(v.abs()));
-            for (ours, theirs) in logits.chunks(classes).zip(&expected.logits) {
-                for (a, b) in ours.iter().zip(theirs) {
-                    assert!((a - b).abs() <= 1e-4 * largest, "{arch}, {stem} stem: {ours:?} {theirs:?}");
+            for (computed, pytorch) in logits.chunks(classes).zip(&expected.logits) {
+                for (a, b) in computed.iter().zip(pytorch) {
+                    assert!((a - b).abs() <= 1e-4 * largest, "{arch}, {stem} stem: {computed:?} {pytorch:?}");
                 }
             }
         }
@@ -267,15 +267,18 @@ fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
             batch.labels.extend(batch.labels.last().copied());
             batch.indices = vec![0; batch.labels.len()];
             let batch = mix.apply(batch, side, 3);
-            for (i, theirs) in expected.pixels[step].iter().enumerate() {
-                let ours = batch.images[i * (batch.images.len() - 1) / 15];
-                assert!((ours - theirs).abs() < 1e-6, "{name}, step {step}, value {i}: {ours}, not {theirs}");
+            for (i, pytorch) in expected.pixels[step].iter().enumerate() {
+                let computed = batch.images[i * (batch.images.len() - 1) / 15];
+                assert!(
+                    (computed - pytorch).abs() < 1e-6,
+                    "{name}, step {step}, value {i}: {computed}, not {pytorch}"
+                );
             }
-            let (loss, wanted) =
+            let (loss, pytorch) =
                 (engine.train_step(&[batch], expected.run.lr).unwrap().loss, expected.run.losses[step]);
             assert!(
-                (loss - wanted).abs() <= 1e-4 * wanted,
-                "{name}, step {step}: {loss} instead of {wanted}"
+                (loss - pytorch).abs() <= 1e-4 * pytorch,
+                "{name}, step {step}: {loss} instead of {pytorch}"
             );
         }
     }
@@ -286,22 +289,22 @@ fn averaged_weights_of_twenty_steps_match_pytorch() {
     let runs: BTreeMap<String, SmoothedRun> = fixture("mixing.json");
     let expected = &runs["average"];
     let (mut engine, every) = (expected.engine(), expected.every.unwrap());
-    for (step, wanted) in expected.run.losses.iter().enumerate() {
+    for (step, pytorch) in expected.run.losses.iter().enumerate() {
         let batch = batch("resnet20", expected.run.batch_size, expected.run.image_size, step);
         let loss = engine.train_step(&[batch], expected.run.lr).unwrap().loss;
-        assert!((loss - wanted).abs() <= 1e-4 * wanted, "step {step}: {loss} instead of {wanted}");
+        assert!((loss - pytorch).abs() <= 1e-4 * pytorch, "step {step}: {loss} instead of {pytorch}");
         if (step + 1) % every == 0 {
             engine.average(expected.decay.unwrap()).unwrap();
         }
     }
     let average = engine.averaged().unwrap().unwrap();
     assert!(expected.tensors.len() > 40, "{} tensors", expected.tensors.len());
-    for (name, wanted) in &expected.tensors {
-        let ours = &average[name].values;
-        for (i, value) in wanted.values.iter().enumerate() {
-            let found = f64::from(ours[i * (ours.len() - 1) / 15]);
+    for (name, pytorch) in &expected.tensors {
+        let computed = &average[name].values;
+        for (i, value) in pytorch.values.iter().enumerate() {
+            let found = f64::from(computed[i * (computed.len() - 1) / 15]);
             let difference = (found - value).abs();
-            assert!(difference <= 1e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
+            assert!(difference <= 1e-4 * pytorch.norm, "{name}, value {i}: {found} instead of {value}");
         }
     }
 }
@@ -350,22 +353,26 @@ fn a_step_of_a_grouped_network_matches_pytorch() {
     }
     let mut engine = engine_with(&weights, network, expected.batch_size, sgd(5e-4));
     assert!(expected.losses.len() == 3 && expected.momentum.len() == 8);
-    for (step, wanted) in expected.losses.iter().enumerate() {
+    for (step, pytorch) in expected.losses.iter().enumerate() {
         let batch = batch(&expected.arch, expected.batch_size, expected.image_size, step);
         let loss = engine.train_step(&[batch], expected.lr).unwrap().loss;
-        assert!((loss - wanted).abs() <= 1e-5 * wanted, "step {}: loss {loss} instead of {wanted}", step + 1);
+        assert!(
+            (loss - pytorch).abs() <= 1e-5 * pytorch,
+            "step {}: loss {loss} instead of {pytorch}",
+            step + 1
+        );
         if step > 0 {
             continue;
         }
         let momentum = engine.optimizer_state().unwrap().slots;
-        for (name, wanted) in &expected.momentum {
-            let ours = &momentum[&format!("{name}.momentum")].values;
-            let norm = ours.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
-            assert!((norm / wanted.norm - 1.0).abs() <= 1e-3, "{name}: norm {norm}, not {}", wanted.norm);
-            for (i, value) in wanted.values.iter().enumerate() {
-                let found = f64::from(ours[i * (ours.len() - 1) / (wanted.values.len() - 1)]);
+        for (name, pytorch) in &expected.momentum {
+            let computed = &momentum[&format!("{name}.momentum")].values;
+            let norm = computed.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
+            assert!((norm / pytorch.norm - 1.0).abs() <= 1e-3, "{name}: norm {norm}, not {}", pytorch.norm);
+            for (i, value) in pytorch.values.iter().enumerate() {
+                let found = f64::from(computed[i * (computed.len() - 1) / (pytorch.values.len() - 1)]);
                 let difference = (found - value).abs();
-                assert!(difference <= 3e-4 * wanted.norm, "{name}, value {i}: {found} instead of {value}");
+                assert!(difference <= 3e-4 * pytorch.norm, "{name}, value {i}: {found} instead of {value}");
             }
         }
     }

@@ -67,35 +67,39 @@ fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
         (Arch::ResNet18, Stem::Imagenet, [24, 32], 40),
     ] {
         let model = ModelSpec { arch, stem, ..ModelSpec::default() };
-        let mut one = engine(network(&model, sides[1]));
-        one.add_image_sizes(&sides[..1], &[checked]).expect("room");
+        let mut resized = engine(network(&model, sides[1]));
+        resized.add_image_sizes(&sides[..1], &[checked]).expect("room");
         // The size changes back and forth, and a smaller batch follows. Values of another size must not remain in any buffer.
         for (visit, side) in [sides[0], sides[1], sides[0], sides[1]].into_iter().enumerate() {
             let mut fresh = engine(network(&model, side));
-            fresh.set_parameters(&one.parameters().unwrap()).unwrap();
-            fresh.set_optimizer_state(&one.optimizer_state().unwrap()).unwrap();
-            one.set_image_size(side).expect("a size of this engine");
+            fresh.set_parameters(&resized.parameters().unwrap()).unwrap();
+            fresh.set_optimizer_state(&resized.optimizer_state().unwrap()).unwrap();
+            resized.set_image_size(side).expect("a size of this engine");
             for (step, pictures) in [BATCH, BATCH, BATCH - 3].into_iter().enumerate() {
                 let batch = [batch(side, 10 * visit + step, pictures)];
-                let (ours, theirs) = (one.train_step(&batch, 0.05), fresh.train_step(&batch, 0.05));
-                let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
-                assert_eq!((ours.loss, ours.grad_norm), (theirs.loss, theirs.grad_norm), "{arch:?} {side}");
+                let (found, expected) = (resized.train_step(&batch, 0.05), fresh.train_step(&batch, 0.05));
+                let (found, expected) = (found.unwrap(), expected.unwrap());
+                assert_eq!(
+                    (found.loss, found.grad_norm),
+                    (expected.loss, expected.grad_norm),
+                    "{arch:?} {side}"
+                );
             }
-            let weights = one.parameters().unwrap();
+            let weights = resized.parameters().unwrap();
             assert!(weights == fresh.parameters().unwrap(), "{arch:?} at {side}, visit {visit}");
-            assert!(one.optimizer_state().unwrap() == fresh.optimizer_state().unwrap());
+            assert!(resized.optimizer_state().unwrap() == fresh.optimizer_state().unwrap());
 
             let mut measures = engine(network(&model, checked));
             measures.set_parameters(&weights).unwrap();
-            one.set_image_size(checked).expect("a size of this engine");
+            resized.set_image_size(checked).expect("a size of this engine");
             let validation = batch(checked, 99, BATCH);
-            assert_eq!(one.eval_step(&validation).unwrap(), measures.eval_step(&validation).unwrap());
-            assert_eq!(one.predict(&validation).unwrap(), measures.predict(&validation).unwrap());
+            assert_eq!(resized.eval_step(&validation).unwrap(), measures.eval_step(&validation).unwrap());
+            assert_eq!(resized.predict(&validation).unwrap(), measures.predict(&validation).unwrap());
         }
-        let error = one.set_image_size(48).expect_err("an unknown size").to_string();
+        let error = resized.set_image_size(48).expect_err("an unknown size").to_string();
         assert!(error.contains("48 pixels"), "{error}");
         let error =
-            one.train_step(&[batch(sides[0], 0, BATCH)], 0.05).expect_err("of another size").to_string();
+            resized.train_step(&[batch(sides[0], 0, BATCH)], 0.05).expect_err("of another size").to_string();
         assert!(error.contains("8 labels"), "{error}");
     }
 }
@@ -132,9 +136,9 @@ fn epochs_and_validation_have_pictures_of_their_sizes() {
             }
             let reference = fixed(side);
             // These batches begin in the middle of the epoch, as after a restart.
-            let ours: Vec<Batch> = scheduled.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
-            let theirs: Vec<Batch> = reference.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
-            assert!(ours.len() == 2 && ours == theirs, "epoch {epoch}");
+            let found: Vec<Batch> = scheduled.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
+            let expected: Vec<Batch> = reference.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
+            assert!(found.len() == 2 && found == expected, "epoch {epoch}");
             let seen = scheduled.picture(false, 7, Some(epoch)).unwrap();
             assert_eq!((seen.1.width, seen.1.height), (side, side));
             assert!(seen == reference.picture(false, 7, Some(epoch)).unwrap(), "epoch {epoch}");

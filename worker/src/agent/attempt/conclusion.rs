@@ -127,7 +127,7 @@ impl Watch {
         }
     }
 
-    /// Writes the last records. A full disk delays this, but no record is lost.
+    /// Writes the last records. A full disk delays the write, but no record is lost.
     async fn write(&self, events: &[AttemptEvent]) {
         let path = agent_events_path(&self.stored);
         let mut written = 0;

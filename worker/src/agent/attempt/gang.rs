@@ -44,7 +44,7 @@ impl Gang {
     ///
     /// # Errors
     /// Why the ranks cannot be started.
-    pub(super) async fn meet(&self, start: &StartAttempt) -> Result<u16, Refusal> {
+    pub(super) async fn wait_for_machines(&self, start: &StartAttempt) -> Result<u16, Refusal> {
         let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
         let port = has_rank_0.then(|| free_port(&start.master_addr)).transpose().map_err(|error| {
             Refusal::NotStarted(format!("{} has no free port for the ranks: {error}", start.master_addr))

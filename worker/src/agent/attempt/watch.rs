@@ -118,8 +118,8 @@ impl Watch {
 
     async fn launch(&self, context: &AttemptContext, ranks: &mut RankGroup<RecordSummary>) -> io::Result<()> {
         let start = &self.stored.start;
-        let all = configs(start, &context.devices_of(start), Some(&context.fence), &self.stored.job_dir);
-        for config in all {
+        let devices = context.devices_of(start);
+        for config in configs(start, &devices, Some(&context.fence), &self.stored.job_dir) {
             let config = RankConfig { stop_within_secs: context.stop_within_secs, ..config };
             let (program, spare) = (context.program.clone(), context.spares.take(config.slot));
             // Waits for the end of a spare that cannot become the rank.
@@ -131,7 +131,7 @@ impl Watch {
 
     /// Whether an earlier agent ended before it started any of the ranks.
     fn has_started_no_rank(&self) -> bool {
-        !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::was_begun(&self.dir, *rank))
+        !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::has_begun(&self.dir, *rank))
     }
 
     fn watch_rank(&self, process: RankProcess) -> Rank<RecordSummary> {
@@ -216,7 +216,7 @@ impl Policy for Watch {
             let stopping =
                 if self.is_leaving { self.leave_within } else { OTHERS_END_LIMIT.max(self.leave_within) };
             let delays = EndDelays { certain: Duration::ZERO, provisional: PROVISIONAL_DELAY, stopping };
-            if !ranks.is_to_end(delays) {
+            if !ranks.must_end(delays) {
                 return;
             }
             self.peer_died = ranks.ends().any(RankEnd::is_death);
@@ -233,7 +233,7 @@ impl Policy for Watch {
     }
 }
 
-/// How an attempt ends whose agent ended before it started any rank.
+/// The ending of an attempt whose agent ended before it started any rank.
 fn restart_ending(context: &AttemptContext) -> Ending {
     let agent = context.remote.as_ref().map_or_else(lockstep_host::hostname, |remote| remote.name.clone());
     Ending::Failed { reason: ReasonKind::AgentRestarted { agent: agent.into() }.into(), retriable: true }

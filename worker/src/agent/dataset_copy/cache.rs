@@ -6,7 +6,7 @@
 
 use super::{
     CopyError, blocking,
-    list::{LISTED, List},
+    list::{LIST_PREFIX, List},
     on_disk,
     size::{megabytes, sizes},
 };
@@ -24,13 +24,13 @@ use std::{
 };
 
 /// Prefix of the names of entries that are incomplete or about to be removed.
-const HIDDEN: &str = ".";
+const HIDDEN_PREFIX: &str = ".";
 /// The content of an attempt's file in `uses/` after it has found the copy complete. The file is empty while the
 /// attempt waits for the copy.
 const READS: &str = "reads";
-const LOCK: &str = ".lock";
-const NEW: &str = ".new-";
-const GONE: &str = ".gone-";
+const LOCK_FILE: &str = ".lock";
+const NEW_PREFIX: &str = ".new-";
+const GONE_PREFIX: &str = ".gone-";
 /// The mode of folders. Other accounts of the machine may not be allowed to read the dataset.
 const MODE: u32 = 0o700;
 
@@ -163,7 +163,7 @@ fn use_name(attempt: &AttemptRef) -> String {
 /// Whether this is the name of an entry that a killed agent left behind. Entries with other names are not removed.
 fn is_leftover(name: &OsStr) -> bool {
     let name = name.to_string_lossy();
-    [NEW, GONE, LISTED].iter().any(|kind| name.starts_with(kind))
+    [NEW_PREFIX, GONE_PREFIX, LIST_PREFIX].iter().any(|kind| name.starts_with(kind))
 }
 
 /// Creates a folder that other accounts cannot read. An existing folder is left unchanged.
@@ -183,7 +183,7 @@ impl Copies {
         fs::create_dir_all(parent).map_err(|error| CacheError::Io(parent.into(), error))?;
         create_private_dir(dir).map_err(failed)?;
         let dir = dir.canonicalize().map_err(failed)?;
-        let lock = open_lock(&dir.join(LOCK)).map_err(failed)?;
+        let lock = open_lock(&dir.join(LOCK_FILE)).map_err(failed)?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(CacheError::Taken(dir)),
@@ -217,8 +217,8 @@ impl Copies {
         &self.dir
     }
 
-    /// Whether the folder belongs to this account and contains only copies. Other accounts may need a folder with other
-    /// files.
+    /// Whether the folder belongs to this account and contains only copies. A folder with other files may have to stay
+    /// readable to other accounts.
     fn is_own(&self) -> io::Result<bool> {
         if fs::metadata(&self.dir)?.uid() != rustix::process::geteuid().as_raw() {
             return Ok(false);
@@ -226,7 +226,7 @@ impl Copies {
         for found in fs::read_dir(&self.dir)? {
             let found = found?;
             let name = found.file_name();
-            let belongs_to_copies = name == LOCK || is_leftover(&name);
+            let belongs_to_copies = name == LOCK_FILE || is_leftover(&name);
             if !belongs_to_copies && (Entry { dir: found.path() }).about().is_none() {
                 return Ok(false);
             }
@@ -250,7 +250,7 @@ impl Copies {
             let found = found?;
             let entry = Entry { dir: found.path() };
             if let Some(about) = entry.about()
-                && !found.file_name().to_string_lossy().starts_with(HIDDEN)
+                && !found.file_name().to_string_lossy().starts_with(HIDDEN_PREFIX)
             {
                 all.push((entry, about));
             }
@@ -271,7 +271,7 @@ impl Copies {
     ) -> Result<(Entry, Vec<PathBuf>), CopyError> {
         let _changes = lock(&self.changes);
         let failed = on_disk(&self.dir);
-        self.forget(attempt).map_err(&failed)?;
+        self.remove_uses(attempt).map_err(&failed)?;
         let entry = Entry { dir: self.dir.join(&list.key) };
         let mut evicted = Vec::new();
         // Evict an older state of the same dataset that no attempt uses.
@@ -301,7 +301,7 @@ impl Copies {
         }
         let create = || -> io::Result<()> {
             if entry.about().is_none() {
-                let new = self.dir.join(format!("{NEW}{}", uuid::Uuid::new_v4().simple()));
+                let new = self.dir.join(format!("{NEW_PREFIX}{}", uuid::Uuid::new_v4().simple()));
                 create_private_dir(&new)?;
                 fs::create_dir(new.join("uses"))?;
                 list.file.persist(new.join("list"))?;
@@ -354,7 +354,7 @@ impl Copies {
 
     /// Renames a copy to a hidden name, so that it disappears at once. Its files are removed later.
     fn hide(&self, entry: &Entry) -> io::Result<PathBuf> {
-        let hidden = self.dir.join(format!("{GONE}{}", uuid::Uuid::new_v4().simple()));
+        let hidden = self.dir.join(format!("{GONE_PREFIX}{}", uuid::Uuid::new_v4().simple()));
         fs::rename(&entry.dir, &hidden)?;
         tracing::info!(path = %entry.dir.display(), "a copy of a dataset is evicted");
         Ok(hidden)
@@ -363,12 +363,12 @@ impl Copies {
     /// Releases the copy of an attempt whose ranks have ended.
     pub(in crate::agent) fn release(&self, attempt: &AttemptRef) {
         let _changes = lock(&self.changes);
-        if let Err(error) = self.forget(attempt) {
+        if let Err(error) = self.remove_uses(attempt) {
             tracing::warn!(%error, job = %attempt.job, "a copy of a dataset counts as used until the agent's next start");
         }
     }
 
-    fn forget(&self, attempt: &AttemptRef) -> io::Result<()> {
+    fn remove_uses(&self, attempt: &AttemptRef) -> io::Result<()> {
         for (entry, _) in self.entries()? {
             match fs::remove_file(entry.use_path(attempt)) {
                 Ok(()) => entry.note_used()?,

@@ -13,7 +13,7 @@ use tempfile::NamedTempFile;
 /// Maximum length of a line. Paths have at most 4096 bytes.
 const LINE_BYTES: usize = 64 << 10;
 /// Prefix of a list's file name until the list is complete.
-pub(super) const LISTED: &str = ".list-";
+pub(super) const LIST_PREFIX: &str = ".list-";
 /// Maximum size of a list: about a hundred million files.
 const LIST_BYTES: u64 = 8 << 30;
 
@@ -40,7 +40,7 @@ pub(super) async fn fetch(
 ) -> Result<List, CopyError> {
     let mut download = client.dataset_list().await?;
     progress.answered = true;
-    let mut file = NamedTempFile::with_prefix_in(LISTED, dir).map_err(on_disk(dir))?;
+    let mut file = NamedTempFile::with_prefix_in(LIST_PREFIX, dir).map_err(on_disk(dir))?;
     let mut reading = ListReader::new(path, LIST_BYTES);
     let mut out = BufWriter::new(file.as_file_mut());
     while let Some(chunk) = download.next().await? {
@@ -55,7 +55,7 @@ pub(super) async fn fetch(
 /// Parses a list while it arrives.
 struct ListReader {
     /// The number of bytes that may still arrive.
-    left: u64,
+    remaining_bytes: u64,
     hash: Sha256,
     /// The beginning of an incomplete line.
     line: Vec<u8>,
@@ -66,19 +66,19 @@ struct ListReader {
 }
 
 impl ListReader {
-    fn new(path: &str, max_bytes: u64) -> Self {
+    fn new(path: &str, remaining_bytes: u64) -> Self {
         let mut hash = Sha256::new();
         hash.update(path.as_bytes());
         hash.update([0]);
-        Self { left: max_bytes, hash, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
+        Self { remaining_bytes, hash, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
     }
 
     fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
-        let left = self.left.checked_sub(chunk.len() as u64).ok_or_else(|| {
+        let remaining = self.remaining_bytes.checked_sub(chunk.len() as u64).ok_or_else(|| {
             let why = "the list of its files is too long; put the data into fewer files, such as shards";
             CopyError::Unusable(why.into())
         })?;
-        self.left = left;
+        self.remaining_bytes = remaining;
         self.hash.update(chunk);
         for piece in chunk.split_inclusive(|byte| *byte == b'\n') {
             self.line.extend_from_slice(piece);

@@ -77,7 +77,7 @@ pub(super) async fn complete(
         copied_bytes += bytes;
         unsynced += bytes;
         if unsynced >= SYNC_BYTES {
-            let (entry, lines) = (entry.clone(), work.done());
+            let (entry, lines) = (entry.clone(), work.complete_lines());
             copy_lock
                 .blocking(move || sync(&entry).and_then(|()| Synced::in_this_boot(lines).note(&entry)))
                 .await?;
@@ -224,7 +224,7 @@ fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> Stri
     let [left, spare, short] =
         [missing.disk_bytes, SPARE_BYTES, needed.saturating_sub(free)].map(megabytes_up);
     format!(
-        "the copy of the dataset {dataset} needs {left} more on the disk of {}, with {spare} to be left free, and {} are free: free \
+        "the copy of the dataset {dataset} needs {left} more on the disk of {}, where {spare} must stay free, but only {} are free: free \
          {short} there, or give the agent a folder on another disk with --dataset-cache, and retry the job",
         folder.display(),
         megabytes_down(free),
@@ -249,7 +249,7 @@ impl Work {
     }
 
     /// The number of lines of the list whose files are complete.
-    fn done(&self) -> u64 {
+    fn complete_lines(&self) -> u64 {
         self.lines - u64::from(self.current.is_some())
     }
 
@@ -294,7 +294,7 @@ impl Work {
                 let path = self.part.join(path);
                 let received_bytes = received_bytes(&path, *size);
                 if received_bytes.is_none() {
-                    // With a pattern, files may be in folders that are not in the list.
+                    // If the dataset's path is a glob pattern, files may be in folders that are not in the list.
                     if let Some(folder) = path.parent() {
                         fs::create_dir_all(folder).map_err(on_disk(folder))?;
                     }

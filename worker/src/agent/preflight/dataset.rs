@@ -99,7 +99,7 @@ fn store_note(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
     let temporary = stored.job_dir.join(format!("dataset.{first_rank}.json"));
     let json = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
     write_atomically(&temporary, &json).map_err(|e| format!("{}: {e}", temporary.display()))?;
-    let kept = match fs::hard_link(&temporary, &note) {
+    let stored = match fs::hard_link(&temporary, &note) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match read_note(&note) {
             Some(first_note) if first_note.fingerprint != own.fingerprint => {
                 let _ = fs::remove_file(&temporary);
@@ -113,7 +113,7 @@ fn store_note(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
         // The file system does not support links.
         Err(_) => fs::rename(&temporary, &note),
     };
-    kept.map_err(|e| format!("{}: {e}", note.display()))
+    stored.map_err(|e| format!("{}: {e}", note.display()))
 }
 
 /// The error if two machines of a job have different datasets. `other` describes the dataset of the other machine.

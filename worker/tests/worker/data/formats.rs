@@ -54,7 +54,7 @@ fn cifar_planes_become_pixels_and_a_truncated_file_is_named() {
     assert_contains(&open_error(dir.path(), &DataSpec::default()), &["record 1 has label 11", "0 to 9"]);
 }
 
-/// Writes a folder of bundled pictures for each of `classes`, as PNG and JPEG files, in turn of each of `sizes`.
+/// Writes a folder of `each` bundled pictures for each of `classes`, alternately as PNG and JPEG files, with `sizes` in turn.
 fn write_folder(dir: &Path, split: &str, classes: &[&str], each: usize, sizes: &[u32]) {
     let spec = DataSpec { mean: Some(vec![0.0]), std: Some(vec![1.0 / 255.0]), ..DataSpec::default() };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
@@ -236,7 +236,7 @@ fn errors_for_folders_without_a_dataset_give_advice() {
              move them to train/<class>/",
         ),
         (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, but "),
-        // Folders with a split's name in theirs are not classes.
+        // Folders whose names contain the name of a split are not classes.
         (
             &["train2017/1.jpg", "val2017/2.jpg"],
             "train2017/, val2017/ hold pictures: put each class of training pictures into a folder train/<class>/",

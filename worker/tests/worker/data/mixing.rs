@@ -126,22 +126,22 @@ fn an_engine_with_resident_pictures_can_mix_them() {
                 ..last_steps()
             };
             let source = open_mixed(&spec);
-            let wanted = batches(&source, plan);
-            for (number, (ours, wanted)) in batches(&drawn, plan).iter().zip(&wanted).enumerate() {
-                assert!(ours.images.is_empty() && ours.bytes.is_empty());
-                assert_eq!((&ours.labels, &ours.indices), (&wanted.labels, &wanted.indices));
-                assert_eq!((&ours.mixed_labels, ours.lambda), (&wanted.mixed_labels, wanted.lambda));
-                assert_eq!((ours.augment_params.len(), &wanted.mix_params), (ours.labels.len(), &None));
-                let MixParams { mix, before_index, before_params } = ours.mix_params.clone().expect("mixed");
-                assert_eq!(mix.lambda, ours.lambda);
+            let expected = batches(&source, plan);
+            for (number, (batch, expected)) in batches(&drawn, plan).iter().zip(&expected).enumerate() {
+                assert!(batch.images.is_empty() && batch.bytes.is_empty());
+                assert_eq!((&batch.labels, &batch.indices), (&expected.labels, &expected.indices));
+                assert_eq!((&batch.mixed_labels, batch.lambda), (&expected.mixed_labels, expected.lambda));
+                assert_eq!((batch.augment_params.len(), &expected.mix_params), (batch.labels.len(), &None));
+                let MixParams { mix, before_index, before_params } = batch.mix_params.clone().expect("mixed");
+                assert_eq!(mix.lambda, batch.lambda);
                 let given =
-                    ours.indices.iter().zip(&ours.augment_params).chain([(&before_index, &before_params)]);
+                    batch.indices.iter().zip(&batch.augment_params).chain([(&before_index, &before_params)]);
                 for (index, draw) in given {
                     assert_eq!(draws[index], *draw, "picture {index}");
                 }
                 let mut before = before_index;
-                for (index, wanted) in ours.indices.iter().zip(wanted.images.chunks_exact(size)) {
-                    for (place, wanted) in wanted.iter().enumerate() {
+                for (index, expected) in batch.indices.iter().zip(expected.images.chunks_exact(size)) {
+                    for (place, expected) in expected.iter().enumerate() {
                         let (y, x) = (place / 28, place % 28);
                         let [own, other] = [index, &before].map(|index| pictures[index][place]);
                         let value = match &mix.cut {
@@ -149,7 +149,7 @@ fn an_engine_with_resident_pictures_can_mix_them() {
                             Some(_) => own,
                             None => own * mix.lambda + other * (1.0 - mix.lambda),
                         };
-                        assert_eq!(value, *wanted, "batch {number}, picture {index}, {y} {x}");
+                        assert_eq!(value, *expected, "batch {number}, picture {index}, {y} {x}");
                     }
                     before = *index;
                 }

@@ -163,10 +163,10 @@ fn a_fraction_is_held_out_and_never_trained_on() {
     let spec = DataSpec { validation: Validation::Fraction(0.1), ..DataSpec::default() };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
     assert_eq!((source.shape.train_samples, source.shape.validation_samples), (7159, 841));
-    let held: BTreeSet<u64> =
+    let held_out: BTreeSet<u64> =
         source.validation(0, 1, 100, 1).flat_map(|b| b.expect("readable").indices).collect();
-    assert!(batches(&source, plan(0, 1)).iter().flat_map(|b| &b.indices).all(|i| !held.contains(i)));
-    assert_eq!(held.len(), 841);
+    assert!(batches(&source, plan(0, 1)).iter().flat_map(|b| &b.indices).all(|i| !held_out.contains(i)));
+    assert_eq!(held_out.len(), 841);
 }
 
 #[test]

@@ -58,8 +58,8 @@ fn write_model(folder: &Path, fixture: &Expected) {
 fn write_changed_model(
     folder: &Path,
     fixture: &Expected,
-    about: impl Fn(&mut serde_json::Value),
-    change: impl Fn(&str, &mut Vec<f32>),
+    change_metadata: impl Fn(&mut serde_json::Value),
+    change_values: impl Fn(&str, &mut Vec<f32>),
 ) {
     let spec = spec(fixture);
     let network = resnet::build(&spec.model, fixture.side, 1, 10).unwrap();
@@ -70,7 +70,7 @@ fn write_changed_model(
         "mean": json!([fixture.mean]).to_string(), "std": json!([fixture.std]).to_string(),
         "spec": serde_json::to_string(&spec).unwrap(),
     });
-    about(&mut metadata);
+    change_metadata(&mut metadata);
     header.insert("__metadata__".into(), metadata);
     let mut data: Vec<u8> = Vec::new();
     let mut weights = weights(&network);
@@ -81,7 +81,7 @@ fn write_changed_model(
             "fc.bias" => values.clone_from(&fixture.bias),
             _ => {}
         }
-        change(&p.name, &mut values);
+        change_values(&p.name, &mut values);
         let start = data.len();
         data.extend(values.iter().flat_map(|v| v.to_le_bytes()));
         header.insert(p.name, json!({"dtype": "F32", "shape": p.shape, "data_offsets": [start, data.len()]}));
@@ -146,11 +146,11 @@ fn predictions_match_pytorch_to_four_digits() {
     for (prediction, expected) in found.iter().zip(&fixture.probabilities) {
         assert_eq!(prediction.classes.len(), 10);
         assert!(prediction.classes.is_sorted_by(|a, b| a.probability >= b.probability));
-        for one in &prediction.classes {
-            let theirs = expected[one.class.parse::<usize>().unwrap()];
+        for predicted in &prediction.classes {
+            let pytorch = expected[predicted.class.parse::<usize>().unwrap()];
             assert!(
-                (one.probability - theirs).abs() < 1e-4,
-                "{}: {one:?}, PyTorch says {theirs}",
+                (predicted.probability - pytorch).abs() < 1e-4,
+                "{}: {predicted:?}, PyTorch says {pytorch}",
                 prediction.name
             );
         }
@@ -166,18 +166,18 @@ fn predictions_with_a_margin_use_cosines() {
     let predicted = |kind: LossKind, changed: bool| {
         let dir = tempfile::tempdir().unwrap();
         let loss = LossSpec { kind, ..LossSpec::default() };
-        let about = |about: &mut serde_json::Value| {
-            about["spec"] =
+        let change_metadata = |metadata: &mut serde_json::Value| {
+            metadata["spec"] =
                 serde_json::to_string(&JobSpec { loss: loss.clone(), ..spec(&fixture) }).unwrap().into();
         };
-        let change = |name: &str, values: &mut Vec<f32>| match name {
+        let change_values = |name: &str, values: &mut Vec<f32>| match name {
             "fc.weight" if changed => {
                 values.iter_mut().enumerate().for_each(|(at, v)| *v *= (2 << (at / 64)) as f32)
             }
             "fc.bias" if changed => values.fill(7.0),
             _ => {}
         };
-        write_changed_model(dir.path(), &fixture, about, change);
+        write_changed_model(dir.path(), &fixture, change_metadata, change_values);
         let found = inspect::predict(dir.path(), vec![("0.png".into(), png(&fixture, 0))]).unwrap();
         let of_classes = found[0].classes.iter();
         of_classes.map(|one| (one.class.clone(), one.probability)).collect::<Vec<_>>()
@@ -331,15 +331,15 @@ fn errors_for_invalid_model_metadata_name_the_file() {
         ("image_size", "4097", "4097 pixels"),
         ("image_size", "7", "7 pixels"),
         ("channels", "2", "2 channels"),
-        ("mean", "[]", "not those of 1 channel"),
-        ("std", "[0.0]", "not those of 1 channel"),
+        ("mean", "[]", "not valid for 1 channel"),
+        ("std", "[0.0]", "not valid for 1 channel"),
         ("resize", "8193", "resized to 8193 pixels"),
         ("resize", "7", "resized to 7 pixels"),
         ("resize", "large", "its resize is not a number"),
         ("classes", "[]", "0 classes"),
         ("classes", "no JSON", "metadata"),
     ] {
-        write_changed_model(dir.path(), &fixture, |about| about[key] = json!(value), |_, _| {});
+        write_changed_model(dir.path(), &fixture, |metadata| metadata[key] = json!(value), |_, _| {});
         let message = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]).unwrap_err();
         assert!(
             message.contains("model.safetensors") && message.contains(detail),
@@ -367,13 +367,16 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
                 + row.iter().zip(embedding).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>()
         };
         let sum: f64 = (0..10).map(|class| logit(class).exp()).sum();
-        for (class, theirs) in expected.iter().enumerate() {
-            let ours = logit(class).exp() / sum;
-            assert!((ours - f64::from(*theirs)).abs() < 1e-4, "{class}: {ours}, PyTorch says {theirs}");
+        for (class, pytorch) in expected.iter().enumerate() {
+            let computed = logit(class).exp() / sum;
+            assert!(
+                (computed - f64::from(*pytorch)).abs() < 1e-4,
+                "{class}: {computed}, PyTorch says {pytorch}"
+            );
         }
     }
     // A head that predictions cannot use: invalid class names, and weights that are NaN.
-    let many = |about: &mut serde_json::Value| about["classes"] = json!("no list");
+    let many = |metadata: &mut serde_json::Value| metadata["classes"] = json!("no list");
     write_changed_model(dir.path(), &fixture, many, |name, values| {
         if name.starts_with("fc.") {
             values.fill(f32::NAN);

@@ -4,8 +4,8 @@ use super::*;
 use lockstep_protocol::agent::AllowedFolders;
 use std::os::unix::fs::symlink;
 
-/// Evaluates a packed set of pictures half as high as wide, with a model in the same folder. PNG files of these pictures get the same
-/// predictions.
+/// Evaluates IDX files of pictures that are half as high as wide, with a model in the same folder. Checks that PNG files of these
+/// pictures get the same predictions.
 fn evaluate_and_predict(dir: &Path, fixture: &Expected, job: JobSpec) -> ModelEvaluation {
     let (height, width, count) = (fixture.side / 2, fixture.side, 40);
     let size = height * width;
@@ -28,7 +28,7 @@ fn evaluate_and_predict(dir: &Path, fixture: &Expected, job: JobSpec) -> ModelEv
 fn non_square_pictures_are_classified_with_training_s_transforms() {
     let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_changed_model(dir.path(), &fixture, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    write_changed_model(dir.path(), &fixture, |meta| meta["whole_pictures"] = json!("true"), |_, _| {});
     // Jobs scale such pictures to a square as a whole.
     let mut job = spec(&fixture);
     job.data.image_size = Some((fixture.side as u32).into());
@@ -40,14 +40,14 @@ fn pictures_are_resized_and_cropped_as_in_training() {
     let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
     let resize = fixture.side + 5;
-    write_changed_model(dir.path(), &fixture, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
-    // Whatever has become of the job's own keys since.
+    write_changed_model(dir.path(), &fixture, |meta| meta["resize"] = json!(resize.to_string()), |_, _| {});
+    // The job's own keys may have changed since the training.
     let mut job = spec(&fixture);
     job.data.resize_size = Some(2 * fixture.side as u32);
     let evaluated = evaluate_and_predict(dir.path(), &fixture, job.clone());
 
     // A model without `resize` was trained on stretched pictures, so the job's `resize_size` is ignored.
-    write_changed_model(dir.path(), &fixture, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    write_changed_model(dir.path(), &fixture, |meta| meta["whole_pictures"] = json!("true"), |_, _| {});
     let scaled = evaluate(dir.path(), JobSpec { data: spec(&fixture).data, ..job.clone() });
     job.data.image_size = Some((fixture.side as u32).into());
     job.data.random_resized_crop = true;
@@ -94,7 +94,7 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
         .map(inspect::answer)
     };
     assert!(ask("root/set").iter().all(Result::is_ok));
-    // As a dataset that was registered before folders were restricted. No part of its path is a link.
+    // Like a dataset that was registered before folders were restricted. No part of its path is a link.
     assert_eq!(ask("outside").map(|response| response.is_ok()), [false, true, true]);
     std::fs::remove_dir_all(at("root/set")).unwrap();
     symlink(at("root/other"), at("root/set")).unwrap();

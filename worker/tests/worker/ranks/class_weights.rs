@@ -33,12 +33,12 @@ fn class_weights_give_equal_steps_on_any_ranks_and_micro_batches() {
             (result, own_weight, engine.parameters().unwrap())
         })
     };
-    let (single, all, after) = &run(1, 1, Some(weights.clone()))[0];
+    let (single, total_weight, after) = &run(1, 1, Some(weights.clone()))[0];
     assert!(single.grad_norm != run(1, 1, None)[0].0.grad_norm, "class weights change the gradient");
     for (ranks, accumulate) in [(2, 1), (1, 2), (2, 2), (4, 1)] {
         let of_ranks = run(ranks, accumulate, Some(weights.clone()));
         let sum: f64 = of_ranks.iter().map(|(result, weight, _)| f64::from(result.loss) * weight).sum();
-        let loss = sum / all / f64::from(single.loss);
+        let loss = sum / total_weight / f64::from(single.loss);
         assert!((loss - 1.0).abs() < 1e-5, "{ranks} x {accumulate}: {loss}");
         for (result, _, parameters) in &of_ranks {
             let difference = max_difference(parameters, after);

@@ -20,18 +20,18 @@ fn eight_ranks_with_any_plan_train_as_one_rank() {
         ("fc", Split::Out),
     ];
     let network = network();
-    let divided = |plan: Plan| Plan { optimizer_sharding: true, ..plan };
+    let sharded = |plan: Plan| Plan { optimizer_sharding: true, ..plan };
     let plans = [
         Plan::data(8),
-        divided(Plan::data(8)),
+        sharded(Plan::data(8)),
         plan([1, 1, 8], &[]),
         plan([1, 8, 1], &[]),
-        divided(plan([2, 4, 1], &[])),
-        divided(plan([4, 1, 2], &layers)),
+        sharded(plan([2, 4, 1], &[])),
+        sharded(plan([4, 1, 2], &layers)),
         plan([2, 2, 2], &layers),
-        divided(staged(2, plan([2, 1, 2], &layers))),
+        sharded(staged(2, plan([2, 1, 2], &layers))),
         staged(2, plan([1, 2, 2], &layers)),
-        divided(staged(4, Plan::data(2))),
+        sharded(staged(4, Plan::data(2))),
         staged(8, Plan::data(1)),
     ];
     // Weights are compared after few steps, losses after many.

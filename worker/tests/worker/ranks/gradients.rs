@@ -101,8 +101,11 @@ fn gradients_of_every_plan_match_finite_differences() {
             };
             let (losses, _) = losses_and_gradient(&plan, &[moved(H), moved(-H)]);
             let found = (losses[0] - losses[1]) / (2.0 * H);
-            let wanted: f32 = trained.iter().enumerate().map(|(n, name)| sign(n) * length(name)).sum();
-            assert!((found - wanted).abs() < 0.02 * sum, "{plan}, every {every}: {found} {wanted} of {sum}");
+            let expected: f32 = trained.iter().enumerate().map(|(n, name)| sign(n) * length(name)).sum();
+            assert!(
+                (found - expected).abs() < 0.02 * sum,
+                "{plan}, every {every}: {found} {expected} of {sum}"
+            );
         }
     }
 }

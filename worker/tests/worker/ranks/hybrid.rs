@@ -34,9 +34,11 @@ pub(super) fn part_of_state(
     state: &StateDict,
 ) -> StateDict {
     let distribution = Distribution::new(network, plan, comm).unwrap();
-    let part = |of: &NamedTensors| distribution.scatter(Some(of.clone()), shapes(of)).unwrap();
-    let optimizer =
-        state.optimizer.as_ref().map(|of| OptimizerState { slots: part(&of.slots), updates: of.updates });
+    let part = |whole: &NamedTensors| distribution.scatter(Some(whole.clone()), shapes(whole)).unwrap();
+    let optimizer = state
+        .optimizer
+        .as_ref()
+        .map(|whole| OptimizerState { slots: part(&whole.slots), updates: whole.updates });
     StateDict { parameters: part(&state.parameters), optimizer, ..StateDict::default() }
 }
 
@@ -162,16 +164,16 @@ fn ranks_that_share_a_network_train_as_one_rank() {
             single.push((*network, train_with_plan(network, &Plan::data(1), &sgd)));
         }
         let (_, (losses, state)) = single.iter().find(|(other, _)| Arc::ptr_eq(other, network)).unwrap();
-        let (theirs, their_state) = train_with_plan(network, &plan(*mesh, shards), &sgd);
+        let (shared, shared_state) = train_with_plan(network, &plan(*mesh, shards), &sgd);
         let case = format!("{} on {mesh:?}, {shards:?}", network.arch);
-        let loss = losses.iter().zip(&theirs).map(|(loss, theirs)| (loss - theirs).abs()).fold(0.0, f32::max);
-        let (excess, name) = max_excess(&their_state.parameters, &state.parameters);
+        let loss = losses.iter().zip(&shared).map(|(loss, shared)| (loss - shared).abs()).fold(0.0, f32::max);
+        let (excess, name) = max_excess(&shared_state.parameters, &state.parameters);
         if loss >= 1e-4 || excess > 0.0 {
             failures.push(format!("{case}: losses differ by {loss:e}, {name} by {excess:e} more than 1e-6"));
         }
-        let [ours, theirs] = [state, &their_state].map(|state| state.optimizer.as_ref().unwrap());
-        assert_eq!(ours.updates, theirs.updates);
-        assert!(ours.slots.keys().eq(theirs.slots.keys()));
+        let [single_rank, shared] = [state, &shared_state].map(|state| state.optimizer.as_ref().unwrap());
+        assert_eq!(single_rank.updates, shared.updates);
+        assert!(single_rank.slots.keys().eq(shared.slots.keys()));
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
@@ -219,29 +221,30 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
         ] {
             let several = run(&plan);
             let of_stage = &several[..plan.mesh.ranks_of_stage()];
-            for (step, wanted) in single[0].0.iter().enumerate() {
+            for (step, expected) in single[0].0.iter().enumerate() {
                 let sum = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
                     of_stage.iter().map(|(results, _)| value(&results[step])).sum()
                 };
                 let samples = sum(&|r| r.samples as f32);
                 let loss = sum(&|r| r.loss * r.samples as f32) / samples;
-                assert!((loss - wanted.loss).abs() < 1e-4, "{kind:?} {plan:?}: {loss} {}", wanted.loss);
+                assert!((loss - expected.loss).abs() < 1e-4, "{kind:?} {plan:?}: {loss} {}", expected.loss);
                 assert_eq!(
                     (samples, sum(&|r| r.correct as f32)),
-                    (wanted.samples as f32, wanted.correct as f32)
+                    (expected.samples as f32, expected.correct as f32)
                 );
                 for (results, _) in &several {
-                    let norm = results[step].grad_norm / wanted.grad_norm;
+                    let norm = results[step].grad_norm / expected.grad_norm;
                     // Sums are added in another order, and batch norms of few pictures amplify the rounding.
                     let tolerance = if step == 0 { 1e-5 } else { 5e-3 };
                     assert!((norm - 1.0).abs() < tolerance, "{kind:?} {plan:?}, step {step}: {norm}");
                 }
             }
-            let (Contribution::Whole(ours), Contribution::Whole(theirs)) = (&single[0].1, &several[0].1)
+            let (Contribution::Whole(single_rank), Contribution::Whole(shared)) =
+                (&single[0].1, &several[0].1)
             else {
                 panic!("rank 0 has all")
             };
-            let difference = max_difference(&theirs.parameters, &ours.parameters);
+            let difference = max_difference(&shared.parameters, &single_rank.parameters);
             assert!(difference < 1e-3, "{kind:?} {plan:?}: {difference}");
         }
     }
@@ -299,11 +302,11 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
         staged(3, Plan::data(2)),
         Plan::data(2),
     ] {
-        let (their_correct, their_loss, their_logits, theirs) = next(&plan);
-        assert_eq!(their_correct, correct, "{plan:?}");
-        assert!((their_loss - loss).abs() < 1e-4, "{plan:?}: {their_loss} instead of {loss}");
-        assert!(logits.iter().zip(&their_logits).all(|(a, b)| (a - b).abs() < 1e-4), "{plan:?}");
-        let difference = max_difference(&theirs.parameters, &after.parameters);
+        let (shared_correct, shared_loss, shared_logits, shared) = next(&plan);
+        assert_eq!(shared_correct, correct, "{plan:?}");
+        assert!((shared_loss - loss).abs() < 1e-4, "{plan:?}: {shared_loss} instead of {loss}");
+        assert!(logits.iter().zip(&shared_logits).all(|(a, b)| (a - b).abs() < 1e-4), "{plan:?}");
+        let difference = max_difference(&shared.parameters, &after.parameters);
         assert!(difference < 1e-3, "{plan:?}: {difference}");
     }
 }
@@ -323,10 +326,10 @@ fn other_settings_work_as_in_data_parallelism() {
     ] {
         let (losses, state) = train_with_plan(&network, &Plan::data(4), &config);
         for plan in [plan([2, 1, 2], shards), staged(2, Plan::data(4))] {
-            let (theirs, their_state) = train_with_plan(&network, &plan, &config);
+            let (shared, shared_state) = train_with_plan(&network, &plan, &config);
             let relative = |(a, b): (&f32, &f32)| (a - b).abs() / a.max(1.0);
-            let loss = losses.iter().zip(&theirs).map(relative).fold(0.0, f32::max);
-            let difference = max_difference(&their_state.parameters, &state.parameters);
+            let loss = losses.iter().zip(&shared).map(relative).fold(0.0, f32::max);
+            let difference = max_difference(&shared_state.parameters, &state.parameters);
             let frozen = network.frozen_norm;
             assert!(
                 loss < 1e-4 && difference < 1e-2,
@@ -335,10 +338,10 @@ fn other_settings_work_as_in_data_parallelism() {
         }
     }
     let (losses, _) = train_with_plan(&frozen, &Plan::data(1), &config(0));
-    let (theirs, _) = train_with_plan(&frozen, &plan([1, 3, 1], &[]), &config(0));
+    let (shared, _) = train_with_plan(&frozen, &plan([1, 3, 1], &[]), &config(0));
     assert!(
-        losses.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-4 * a.max(1.0)),
-        "{losses:?} {theirs:?}"
+        losses.iter().zip(&shared).all(|(a, b)| (a - b).abs() < 1e-4 * a.max(1.0)),
+        "{losses:?} {shared:?}"
     );
 }
 
@@ -371,7 +374,7 @@ fn a_shared_network_supports_other_image_sizes() {
             losses.push(engine.eval_step(&of_size(11)).unwrap().loss_sum);
             counts.then_some(losses)
         });
-        let sum = |place: usize| of_ranks.iter().flatten().map(|losses| losses[place]).sum::<f64>() / 16.0;
+        let sum = |index: usize| of_ranks.iter().flatten().map(|losses| losses[index]).sum::<f64>() / 16.0;
         (0..4).map(sum).collect::<Vec<_>>()
     };
     let single = run(&Plan::data(1));
@@ -476,13 +479,13 @@ fn random_networks_under_random_plans_train_as_one_rank() {
         let shards: Vec<_> = shards.iter().map(|(name, split)| (name.as_str(), *split)).collect();
         let (network, config) = (Arc::new(network), config(0));
         let (losses, state) = train_with_plan(&network, &Plan::data(1), &config);
-        let (theirs, their_state) = train_with_plan(&network, &plan(mesh, &shards), &config);
+        let (shared, shared_state) = train_with_plan(&network, &plan(mesh, &shards), &config);
         let case = format!("seed {seed}, {mesh:?}, {shards:?}, {:?}", network.ops);
         assert!(
-            losses.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-4),
-            "{case}: {losses:?} {theirs:?}"
+            losses.iter().zip(&shared).all(|(a, b)| (a - b).abs() < 1e-4),
+            "{case}: {losses:?} {shared:?}"
         );
-        let difference = max_difference(&their_state.parameters, &state.parameters);
+        let difference = max_difference(&shared_state.parameters, &state.parameters);
         assert!(difference < 1e-2, "{case}: {difference}");
     }
 }

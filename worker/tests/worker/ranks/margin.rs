@@ -65,10 +65,10 @@ fn gradients_with_a_margin_match_finite_differences() {
                     train_one_step(kind, &moved).0.loss
                 };
                 let measured = (loss(H) - loss(-H)) / (2.0 * H);
-                let wanted: f32 = gradient.iter().zip(&direction).map(|(g, d)| g * d).sum();
+                let expected: f32 = gradient.iter().zip(&direction).map(|(g, d)| g * d).sum();
                 assert!(
-                    (measured - wanted).abs() < 0.01 * length,
-                    "{kind:?} {name}: {measured} where the gradient says {wanted}, of length {length}"
+                    (measured - expected).abs() < 0.01 * length,
+                    "{kind:?} {name}: {measured} where the gradient says {expected}, of length {length}"
                 );
             }
         }
@@ -114,22 +114,22 @@ fn train_with_plan(kind: LossKind, plan: &Plan) -> Run {
 #[test]
 fn ranks_that_share_the_classes_train_as_one_rank() {
     for kind in [LossKind::ArcFace, LossKind::CosFace] {
-        let wanted = train_with_plan(kind, &Plan::data(1));
-        let last = f64::from(wanted.steps[STEPS - 1].0) * GLOBAL as f64;
+        let expected = train_with_plan(kind, &Plan::data(1));
+        let last = f64::from(expected.steps[STEPS - 1].0) * GLOBAL as f64;
         assert!(
-            last > wanted.evaluated.0 + 1.0,
+            last > expected.evaluated.0 + 1.0,
             "an evaluation has no margin: {last} {:?}",
-            wanted.evaluated
+            expected.evaluated
         );
         for plan in [Plan::data(2), plan([1, 1, 2], &[]), plan([2, 1, 2], &[])] {
             let Run { steps, evaluated, state } = train_with_plan(kind, &plan);
-            for ((loss, correct), (wanted, wanted_correct)) in steps.iter().zip(&wanted.steps) {
-                assert!((loss - wanted).abs() < 1e-5 * wanted, "{kind:?} {plan:?}: {loss} {wanted}");
-                assert_eq!(correct, wanted_correct, "{kind:?} {plan:?}");
+            for ((loss, correct), (expected, expected_correct)) in steps.iter().zip(&expected.steps) {
+                assert!((loss - expected).abs() < 1e-5 * expected, "{kind:?} {plan:?}: {loss} {expected}");
+                assert_eq!(correct, expected_correct, "{kind:?} {plan:?}");
             }
-            let (excess, name) = max_excess(&state.parameters, &wanted.state.parameters);
+            let (excess, name) = max_excess(&state.parameters, &expected.state.parameters);
             assert!(excess <= 1e-6, "{kind:?} {plan:?}: {name} by {excess:e}");
-            let (loss, correct) = wanted.evaluated;
+            let (loss, correct) = expected.evaluated;
             assert!(
                 (evaluated.0 - loss).abs() < 1e-4 * loss && evaluated.1 == correct,
                 "{kind:?} {plan:?}: {evaluated:?}"

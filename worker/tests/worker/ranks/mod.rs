@@ -80,9 +80,9 @@ fn pictures(step: usize, from: usize, to: usize) -> Batch {
     Batch { images, labels, ..Batch::default() }
 }
 
-/// `batch` as a part of a global micro-batch of `all` pictures.
-fn part_of(all: usize, batch: Batch) -> Batch {
-    Batch { global_samples: all, ..batch }
+/// `batch` as a part of a global micro-batch of `global_samples` pictures.
+fn part_of(global_samples: usize, batch: Batch) -> Batch {
+    Batch { global_samples, ..batch }
 }
 
 /// The part of rank `rank` of `ranks` in a step's batch of `all` pictures.
@@ -166,9 +166,9 @@ fn a_global_batch_of_64_gives_equal_results_on_1_2_and_4_ranks() {
             let mean = of_ranks.iter().map(|(l, _)| l[step]).sum::<f32>() / ranks as f32;
             assert!((mean - single).abs() < 1e-6 * single, "{ranks} ranks, step {step}: {mean} {single}");
         }
-        for (rank, (_, theirs)) in of_ranks.iter().enumerate() {
+        for (rank, (_, parameters)) in of_ranks.iter().enumerate() {
             for (name, tensor) in weights {
-                assert_eq!(tensor, &theirs[name], "{name} of rank {rank} of {ranks}");
+                assert_eq!(tensor, &parameters[name], "{name} of rank {rank} of {ranks}");
             }
         }
     }
@@ -177,15 +177,15 @@ fn a_global_batch_of_64_gives_equal_results_on_1_2_and_4_ranks() {
 #[test]
 fn every_run_has_the_same_bits_with_any_number_of_threads() {
     assert_eq!(train(2, 16, 4, 0.1), train(2, 16, 4, 0.1));
-    let with = |threads| {
+    let train_with = |threads| {
         let mut engine = engine(EngineConfig { threads, ..config(16) }, Arc::new(SingleRank));
         let losses: Vec<_> =
             (0..4).map(|s| engine.train_step(&[pictures(s, 0, 16)], 0.1).unwrap().loss).collect();
         (losses, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
     };
-    let one = with(1);
+    let one = train_with(1);
     for threads in [2, 3, 4] {
-        assert_eq!(with(threads), one, "{threads} threads");
+        assert_eq!(train_with(threads), one, "{threads} threads");
     }
 }
 

@@ -134,24 +134,24 @@ fn errors_name_foreign_and_non_finite_optimizer_state() {
 fn averages_follow_weights_and_statistics_and_are_read_back_unchanged() {
     let mut engine = engine(config(8), Arc::new(SingleRank));
     assert!(!engine.has_average() && engine.averaged().unwrap().is_none());
-    let mut wanted: Option<NamedTensors> = None;
+    let mut expected: Option<NamedTensors> = None;
     for step in 0..4 {
         engine.train_step(&[pictures(step, 0, 8)], 0.1).unwrap();
         engine.average(0.75).unwrap();
         let now = engine.parameters().unwrap();
-        let wanted = wanted.get_or_insert_with(|| now.clone());
-        for (name, average) in wanted.iter_mut() {
+        let expected = expected.get_or_insert_with(|| now.clone());
+        for (name, average) in expected.iter_mut() {
             let values = average.values.iter_mut().zip(&now[name].values);
             values.for_each(|(a, v)| *a += 0.25 * (v - *a));
         }
-        assert!(engine.averaged().unwrap().as_ref() == Some(wanted), "step {step}");
+        assert!(engine.averaged().unwrap().as_ref() == Some(expected), "step {step}");
     }
-    let wanted = wanted.unwrap();
+    let expected = expected.unwrap();
     let name = "layer3.2.bn2.running_var";
-    assert!(wanted[name] != engine.parameters().unwrap()[name], "statistics are averaged, too");
+    assert!(expected[name] != engine.parameters().unwrap()[name], "statistics are averaged, too");
     let mut other = self::engine(config(8), Arc::new(SingleRank));
-    other.set_averaged(&wanted).unwrap();
-    assert!(other.averaged().unwrap() == Some(wanted));
+    other.set_averaged(&expected).unwrap();
+    assert!(other.averaged().unwrap() == Some(expected));
     assert!(other.parameters().unwrap() != engine.parameters().unwrap());
     for engine in [&mut other, &mut engine] {
         engine.average(0.0).unwrap();

@@ -82,18 +82,18 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             single.push((*network, *accumulate, results, state));
         }
         let (.., results, state) = single.iter().find(|result| is_case(result)).unwrap();
-        let (theirs, their_state) =
+        let (pipelined, pipelined_state) =
             train_with_plan(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
         let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
-        for (step, wanted) in results[0].iter().enumerate() {
+        for (step, expected) in results[0].iter().enumerate() {
             let mean = |value: &dyn Fn(&StepResult) -> f32| {
-                theirs.iter().map(|results| value(&results[step])).sum::<f32>() / theirs.len() as f32
+                pipelined.iter().map(|results| value(&results[step])).sum::<f32>() / pipelined.len() as f32
             };
             let loss = mean(&|result| result.loss);
             let accuracy = mean(&|result| result.correct as f32 / result.samples as f32);
             // A stage may have nothing that is split over an axis, such as rows after the global pooling.
             let (mut axes, mesh) = (AxisTimes::default(), plan.mesh);
-            for of_rank in theirs.iter().map(|results| &results[step]) {
+            for of_rank in pipelined.iter().map(|results| &results[step]) {
                 let times = of_rank.axis_secs.unwrap();
                 assert!((times.sum() - of_rank.all_reduce_secs).abs() < 1e-9, "{case}: {of_rank:?}");
                 axes.add(times, 1.0);
@@ -106,28 +106,31 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             ] {
                 assert!(size == 1 || secs > 0.0, "{case}: {axes:?}");
             }
-            let norm = theirs.iter().map(|results| (results[step].grad_norm / wanted.grad_norm - 1.0).abs());
+            let norm =
+                pipelined.iter().map(|results| (results[step].grad_norm / expected.grad_norm - 1.0).abs());
             let norm = norm.fold(0.0, f32::max);
-            let wanted_accuracy = wanted.correct as f32 / wanted.samples as f32;
-            if (loss - wanted.loss).abs() >= 1e-4 || (accuracy - wanted_accuracy).abs() > 1e-6 || norm > 1e-4
+            let expected_accuracy = expected.correct as f32 / expected.samples as f32;
+            if (loss - expected.loss).abs() >= 1e-4
+                || (accuracy - expected_accuracy).abs() > 1e-6
+                || norm > 1e-4
             {
                 failures.push(format!(
-                    "{case}, step {step}: loss {loss} {}, accuracy {accuracy} {wanted_accuracy}, norm {norm:e}",
-                    wanted.loss
+                    "{case}, step {step}: loss {loss} {}, accuracy {accuracy} {expected_accuracy}, norm {norm:e}",
+                    expected.loss
                 ));
             }
         }
         let slots = |state: &StateDict| state.optimizer.as_ref().unwrap().slots.clone();
-        for (kind, (theirs, ours)) in [
-            ("weights", (&their_state.parameters, &state.parameters)),
-            ("average", (their_state.average.as_ref().unwrap(), state.average.as_ref().unwrap())),
+        for (kind, (pipelined, expected)) in [
+            ("weights", (&pipelined_state.parameters, &state.parameters)),
+            ("average", (pipelined_state.average.as_ref().unwrap(), state.average.as_ref().unwrap())),
         ] {
-            let (excess, name) = max_excess(theirs, ours);
+            let (excess, name) = max_excess(pipelined, expected);
             if excess > 0.0 {
                 failures.push(format!("{case}: {kind} of {name} differ by {excess:e} more than 1e-6"));
             }
         }
-        let difference = max_difference(&slots(&their_state), &slots(state));
+        let difference = max_difference(&slots(&pipelined_state), &slots(state));
         if difference > 1e-3 {
             failures.push(format!("{case}: momentum differs by {difference:e}"));
         }
@@ -155,7 +158,10 @@ fn stages_with_long_messages_do_not_deadlock() {
     };
     let (single, _) =
         train_with_plan(&network, &Plan::data(1), Run { accumulate: 4, steps: 1, ..RUN }, batch);
-    let (theirs, _) =
+    let (pipelined, _) =
         train_with_plan(&network, &staged(3, Plan::data(1)), Run { accumulate: 4, steps: 1, ..RUN }, batch);
-    assert!(theirs.iter().all(|of_rank| (of_rank[0].loss - single[0][0].loss).abs() < 1e-4), "{theirs:?}");
+    assert!(
+        pipelined.iter().all(|of_rank| (of_rank[0].loss - single[0][0].loss).abs() < 1e-4),
+        "{pipelined:?}"
+    );
 }

@@ -179,19 +179,22 @@ fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
             let mut plain =
                 build_cpu(network, &before.parameters, all.clone(), Arc::new(SingleRank)).unwrap();
             plain.load_state_dict(&before).unwrap();
-            let (wanted, ours) = (plain.train_step(&batches, LR).unwrap(), trained.results[number]);
+            let (expected, result) = (plain.train_step(&batches, LR).unwrap(), trained.results[number]);
             let near = |a: f32, b: f32| (a - b).abs() < 1e-5 * b;
             assert!(
-                near(ours.loss, wanted.loss) && near(ours.grad_norm, wanted.grad_norm),
-                "{case}: {ours:?} {wanted:?}"
+                near(result.loss, expected.loss) && near(result.grad_norm, expected.grad_norm),
+                "{case}: {result:?} {expected:?}"
             );
-            assert_eq!(ours.correct, wanted.correct, "{case}");
-            let wanted = plain.own_state().unwrap();
-            assert_eq!(after.optimizer.as_ref().unwrap().updates, wanted.optimizer.as_ref().unwrap().updates);
+            assert_eq!(result.correct, expected.correct, "{case}");
+            let expected = plain.own_state().unwrap();
+            assert_eq!(
+                after.optimizer.as_ref().unwrap().updates,
+                expected.optimizer.as_ref().unwrap().updates
+            );
             if plan.mesh.ranks() == 1 {
-                assert!(after == wanted, "{case}: other bits");
+                assert!(after == expected, "{case}: other bits");
             } else {
-                let (excess, name) = max_excess(&after.parameters, &wanted.parameters);
+                let (excess, name) = max_excess(&after.parameters, &expected.parameters);
                 assert!(excess <= 0.0, "{case}: {name} by {excess:e} more than 1e-6");
             }
             chosen.push(classes);
@@ -201,9 +204,9 @@ fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
         // All classes take part in a prediction.
         let last = trained.states.last().unwrap();
         let mut plain = build_cpu(wide(CLASSES), &last.parameters, all, Arc::new(SingleRank)).unwrap();
-        let wanted = plain.predict(&part(0, 0..GLOBAL, GLOBAL)).unwrap();
-        assert_eq!(trained.logits.len(), wanted.len());
-        let difference = trained.logits.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let expected = plain.predict(&part(0, 0..GLOBAL, GLOBAL)).unwrap();
+        assert_eq!(trained.logits.len(), expected.len());
+        let difference = trained.logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(difference < 1e-4, "{plan:?}: {difference}");
     }
 }

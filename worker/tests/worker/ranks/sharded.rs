@@ -69,12 +69,12 @@ fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -
 }
 
 /// Describes how two runs differ, unless only by rounding.
-fn difference(ours: &(Vec<f32>, StateDict), theirs: &(Vec<f32>, StateDict)) -> Option<String> {
-    let loss = ours.0.iter().zip(&theirs.0).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    let [optimizer, their_optimizer] = [&ours.1, &theirs.1].map(|state| state.optimizer.as_ref().unwrap());
-    let weights = max_excess(&ours.1.parameters, &theirs.1.parameters);
-    let slots = max_excess(&optimizer.slots, &their_optimizer.slots);
-    assert_eq!(optimizer.updates, their_optimizer.updates);
+fn difference(divided: &(Vec<f32>, StateDict), whole: &(Vec<f32>, StateDict)) -> Option<String> {
+    let loss = divided.0.iter().zip(&whole.0).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let [optimizer, whole_optimizer] = [&divided.1, &whole.1].map(|state| state.optimizer.as_ref().unwrap());
+    let weights = max_excess(&divided.1.parameters, &whole.1.parameters);
+    let slots = max_excess(&optimizer.slots, &whole_optimizer.slots);
+    assert_eq!(optimizer.updates, whole_optimizer.updates);
     let is_near = loss < 1e-4 && weights.0 <= 0.0 && slots.0 <= 0.0;
     (!is_near).then(|| format!("losses by {loss:e}, weights {weights:?}, optimizer state {slots:?}"))
 }
@@ -156,7 +156,7 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
         let (Contribution::Whole(state), _, gradients) = of_ranks.swap_remove(0) else { panic!("rank 0") };
         (*state, gradients)
     };
-    let (single, wanted) = next(&Plan::data(1));
+    let (single, expected) = next(&Plan::data(1));
     for plan in [
         sharded(Plan::data(1)),
         sharded(Plan::data(2)),
@@ -168,7 +168,7 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
         let (excess, name) = max_excess(&state.parameters, &single.parameters);
         assert!(excess <= 0.0, "{plan:?}: {name} {excess:e}");
         if plan.is_data() {
-            let (excess, name) = max_excess(&gradients, &wanted);
+            let (excess, name) = max_excess(&gradients, &expected);
             assert!(excess <= 0.0, "{plan:?}: the gradient of {name} {excess:e}");
         }
     }

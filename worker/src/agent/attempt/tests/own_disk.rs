@@ -1,13 +1,13 @@
 //! Attempts on a disk that the server does not share.
 
 use super::*;
-use crate::agent::{asked, place};
+use crate::agent::{place, test_server};
 use lockstep_protocol::agent::StartFiles;
 
 #[tokio::test]
 async fn the_disk_is_reported_before_the_dataset_is_copied() {
     let mut fixture = fixture(1, "exit 0");
-    let (remote, asked) = asked::server();
+    let (remote, requests) = test_server::server();
     let copies = Copies::open(&fixture.dir.path().join("copies"), 1000, &[]).unwrap();
     fixture.context.remote = Some(Arc::new(remote));
     fixture.context.copies = Some(Arc::new(copies));
@@ -19,5 +19,5 @@ async fn the_disk_is_reported_before_the_dataset_is_copied() {
     assert!(is_own_disk(&fixture.stored));
     let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
     fixture.wait_for_end(&attempt).await;
-    assert_eq!(asked.lock().unwrap()[..2], ["POST ", "GET dataset/files"]);
+    assert_eq!(requests.lock().unwrap()[..2], ["POST ", "GET dataset/files"]);
 }

@@ -21,7 +21,7 @@ fn about(path: &str, bytes: u64) -> About {
 
 /// Reserves the copy of `key` and completes it. Returns the copy, or why there is no space.
 fn add_copy(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<Entry, String> {
-    let mut file = tempfile::NamedTempFile::with_prefix_in(LISTED, copies.dir()).unwrap();
+    let mut file = tempfile::NamedTempFile::with_prefix_in(LIST_PREFIX, copies.dir()).unwrap();
     file.write_all(b"list").unwrap();
     let list = List { file, key: key.into(), within: String::new(), files: 1, bytes: about.bytes };
     match copies.reserve(list, about, attempt) {

@@ -8,9 +8,9 @@ use sha2::{Digest, Sha256};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
 /// Number of bytes to buffer before they are written together.
-const HELD_BYTES: usize = 4 << 20;
+const BUFFER_BYTES: usize = 4 << 20;
 /// Maximum length of a reason that the server sends instead of a part.
-const WORDS_BYTES: usize = 64 << 10;
+const MAX_REASON_BYTES: usize = 64 << 10;
 
 /// A part, its bytes, and the checksum sent with it.
 pub(super) type Part = (DatasetPart, BytesMut, BytesMut);
@@ -49,7 +49,7 @@ impl Incoming {
     async fn reason(&mut self) -> Result<String, CopyError> {
         let size = self.take(4).await?;
         let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
-        if size > WORDS_BYTES {
+        if size > MAX_REASON_BYTES {
             return Err(unexpected_response());
         }
         Ok(String::from_utf8_lossy(&self.take(size).await?).into_owned())
@@ -80,7 +80,7 @@ pub(super) async fn receive(
                 return Err(error);
             }
         }
-        if buffered_bytes >= HELD_BYTES {
+        if buffered_bytes >= BUFFER_BYTES {
             store(std::mem::take(&mut buffered), to, progress).await?;
             buffered_bytes = 0;
         }

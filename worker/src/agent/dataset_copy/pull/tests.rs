@@ -55,7 +55,7 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let first = next_parts(&mut work);
     assert_eq!(first[..2], [("a/1".into(), 0, 3), ("b".into(), 0, DATASET_PART_BYTES)]);
     assert_eq!(first.iter().map(|(_, _, length)| length).sum::<u64>(), DATASET_PARTS_BYTES);
-    assert_eq!(work.done(), 4, "b is not done");
+    assert_eq!(work.complete_lines(), 4, "b is not done");
     let offset = DATASET_PARTS_BYTES - 3;
     assert_eq!(next_parts(&mut work), [("b".into(), offset, 8), ("c".into(), 0, 2)]);
     assert!(next_parts(&mut work).is_empty());
@@ -148,7 +148,7 @@ async fn a_copy_abandoned_by_its_job_stays_locked_until_it_ends() {
             })
             .await
     });
-    // The work has begun, and no one waits for it any more.
+    // The work has begun, and nothing waits for its result.
     assert!(futures_util::poll!(work.as_mut()).is_pending());
     drop(work);
     let mut next = Box::pin(copies.lock_copy(&entry));
@@ -169,7 +169,7 @@ fn unsynced_files_are_fetched_again_after_a_power_failure() {
     next_parts(&mut work);
     write(&make_part("a", 0, b"a"), &entry.part()).unwrap();
     write(&make_part("b", 0, b"b"), &entry.part()).unwrap();
-    // The file is on the second line, after the line of the beginning.
+    // File `a` is on the second line of the list, after `begin`.
     Synced { boot_id: "an earlier one".into(), lines: 2 }.note(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
     assert!(entry.part().join("a").exists() && !entry.part().join("b").exists());
@@ -199,7 +199,7 @@ fn a_too_small_disk_is_reported_with_sizes_and_advice() {
     let spare = SPARE_BYTES;
     assert_eq!(
         too_small(Path::new("/cache"), "birds", &missing, 300_049_999),
-        "the copy of the dataset birds needs 900.1 MB more on the disk of /cache, with 67.2 MB to be left free, and 300.0 MB are \
+        "the copy of the dataset birds needs 900.1 MB more on the disk of /cache, where 67.2 MB must stay free, but only 300.0 MB are \
          free: free 667.1 MB there, or give the agent a folder on another disk with --dataset-cache, and retry the job"
     );
     // A space that is one byte too small is never called sufficient.

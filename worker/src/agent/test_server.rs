@@ -11,25 +11,25 @@ use std::{
 };
 
 /// The requests so far: each method, and the path after the attempt.
-pub(super) type Asked = Arc<Mutex<Vec<String>>>;
+pub(super) type RecordedRequests = Arc<Mutex<Vec<String>>>;
 
 /// The status and body of the response to a method.
 type Responses = fn(method: &str) -> (&'static str, &'static str);
 
 /// Starts a server, and returns an agent's client of it.
-pub(super) fn server() -> (Remote, Asked) {
-    server_that(|method| match method {
+pub(super) fn server() -> (Remote, RecordedRequests) {
+    server_with(|method| match method {
         "GET" => ("404 Not Found", r#"{"code":"not_found","detail":"nothing is here"}"#),
         _ => ("204 No Content", ""),
     })
 }
 
 /// As [`server`], with other responses.
-pub(super) fn server_that(responses: Responses) -> (Remote, Asked) {
+pub(super) fn server_with(responses: Responses) -> (Remote, RecordedRequests) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let asked = Asked::default();
-    let recorded = Arc::clone(&asked);
+    let requests = RecordedRequests::default();
+    let recorded = Arc::clone(&requests);
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             // An interrupted request is not recorded.
@@ -37,10 +37,10 @@ pub(super) fn server_that(responses: Responses) -> (Remote, Asked) {
         }
     });
     let address = Arc::new(address::parse(&options(&url)).unwrap());
-    (Remote { address, agent_id: "id-a".into(), name: "a".into() }, asked)
+    (Remote { address, agent_id: "id-a".into(), name: "a".into() }, requests)
 }
 
-fn respond(mut stream: TcpStream, asked: &Asked, responses: Responses) -> std::io::Result<()> {
+fn respond(mut stream: TcpStream, requests: &RecordedRequests, responses: Responses) -> std::io::Result<()> {
     let mut reader = BufReader::new(stream.try_clone()?);
     let (mut request_line, mut length) = (String::new(), 0);
     reader.read_line(&mut request_line)?;
@@ -58,9 +58,9 @@ fn respond(mut stream: TcpStream, asked: &Asked, responses: Responses) -> std::i
     reader.take(length).read_to_end(&mut Vec::new())?;
     let mut parts = request_line.split(' ');
     let (method, path) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
-    // /api/v1/agent/attempts/<job>/<attempt>
+    // The first seven parts are /api/v1/agent/attempts/<job>/<attempt>.
     let rest: Vec<_> = path.split('/').skip(7).collect();
-    asked.lock().unwrap().push(format!("{method} {}", rest.join("/")));
+    requests.lock().unwrap().push(format!("{method} {}", rest.join("/")));
     let (status, body) = responses(method);
     let length = if body.is_empty() { String::new() } else { format!("content-length: {}\r\n", body.len()) };
     write!(stream, "HTTP/1.1 {status}\r\n{length}connection: close\r\n\r\n{body}")

@@ -429,7 +429,7 @@ fn other_job(job: &Option<Text>, priority: i32) -> String {
 }
 
 /// Advice for drained machines with these names.
-fn undrain_advice(names: &str) -> String {
+pub fn undrain_advice(names: &str) -> String {
     format!("drained: {names} (`lockstep machine undrain` or the page Machines gives them work again)")
 }
 

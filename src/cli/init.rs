@@ -256,8 +256,8 @@ mod tests {
             train: Vec::new(),
             side,
             batch: 32,
-            trained,
-            validated,
+            training_pictures: trained,
+            validation_pictures: validated,
         };
         for (secs, choice, quick, message) in [
             (0.01, of(224, 600_000, 0), None, "about 100 min on this machine"),

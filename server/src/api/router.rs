@@ -156,7 +156,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// Routes that are not in the OpenAPI document: pages and their files, and calls of MLflow's clients.
-fn pages() -> [(&'static str, MethodRouter<App>); 32] {
+fn pages() -> [(&'static str, MethodRouter<App>); 33] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),

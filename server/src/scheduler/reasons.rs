@@ -7,7 +7,7 @@ use super::{
 };
 use lockstep_protocol::{
     job::{Job, JobId},
-    reason::{AgentSlots, KEPT_FOR, Reason, ReasonKind, SLOTS_ON, SlotWait, Text, undrain},
+    reason::{AgentSlots, KEPT_FOR, Reason, ReasonKind, SLOTS_ON, SlotWait, Text, undrain_advice},
     spec::{DEVICE_KINDS, Device},
 };
 use std::cmp::Reverse;
@@ -59,7 +59,7 @@ pub(super) fn wait_reason(
     let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
     let drained = drained.filter(|_| all >= ranks as usize && !has_own);
     let too_few = |mut wait: SlotWait| {
-        if let Some(drained) = drained.as_deref().map(undrain) {
+        if let Some(drained) = drained.as_deref().map(undrain_advice) {
             let more = wait.detail.map_or(String::new(), |more| format!("; {more}"));
             wait.detail = Some(format!("{drained}{more}").into());
         }

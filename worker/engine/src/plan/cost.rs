@@ -801,7 +801,7 @@ fn operations_of(network: &Network, op: &Op) -> f64 {
 
 /// Number of values per picture and step that an operation reads from and writes to memory, forward and backward. ReLUs
 /// are counted with the preceding operation.
-fn passes_of(network: &Network, op: &Op) -> f64 {
+pub(super) fn passes_of(network: &Network, op: &Op) -> f64 {
     let [from, to] = [op.inputs()[0], op.output()].map(|tensor| network.tensors[tensor].len() as f64);
     match op {
         // Forward: reads the input twice, writes the output. Backward: reads input and gradient twice, writes the input's gradient.

@@ -145,7 +145,7 @@ pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job
         !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
     };
     let Some(dataset) = checkpoints.store.dataset(name).await?.filter(is_usable) else {
-        // A job in any other state cannot continue anyway; `lifecycle` reports that.
+        // `lifecycle` refuses to continue a job in any other state.
         let can_continue = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
         let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");
         return if can_continue { Err(Error::invalid("/data/dataset", detail)) } else { Ok(()) };

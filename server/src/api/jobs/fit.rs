@@ -55,7 +55,7 @@ impl Trained {
 }
 
 /// Returns the reason if a checkpoint cannot be evaluated on `dataset`, because classes or channels differ.
-pub(crate) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<String> {
+pub(crate) fn why_not_evaluable(trained: &Trained, dataset: &Dataset) -> Option<String> {
     let (name, info) = (&dataset.name, &dataset.info);
     if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
         return Some(format!("the model was trained on other classes than {name} has: {difference}"));

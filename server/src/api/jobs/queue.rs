@@ -102,7 +102,8 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let slots = reserved_slots(&planned);
     let reservations = reservations(&scheduler.agents, caller, planned, &rows);
     let is_requested = |row: &JobRow, is_seen: bool| {
-        let matches = |filter: Option<&str>, value: Option<&str>| filter.is_none() || is_seen && filter == value;
+        let matches =
+            |filter: Option<&str>, value: Option<&str>| filter.is_none() || is_seen && filter == value;
         matches(project, Some(&row.job.project)) && matches(owner, row.job.owner.as_deref())
     };
     let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
@@ -218,7 +219,7 @@ mod tests {
         let ids: Vec<JobId> = (0..4).map(|_| JobId::generate()).collect();
         let queue = |indices: &[usize]| -> Vec<(u64, Option<&JobId>)> {
             // The last job is private to another person.
-            (1..).zip(indices).map(|(place, index)| (place, ids.get(*index).filter(|_| *index != 3))).collect()
+            (1..).zip(indices).map(|(place, i)| (place, ids.get(*i).filter(|_| *i != 3))).collect()
         };
         let last = (2, Some(ids[1].clone()));
         assert_eq!(previous_count(&queue(&[0, 1, 2]), &last), 2);

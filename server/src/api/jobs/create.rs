@@ -53,8 +53,8 @@ pub(crate) async fn create(
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-/// Checks a document and stores it as a job. If `launched`, the job's agents are started later. `key` is the result
-/// of [`idempotency_key`].
+/// Checks a document and stores it as a job. If `launched`, the job's agents are started later. `key` is the result of
+/// [`idempotency_key`].
 pub(crate) async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,

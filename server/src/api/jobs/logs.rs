@@ -218,7 +218,7 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
     }
 }
 
-/// Returns the log lines of `events` that contain a text, ignoring case.
+/// Returns the log lines of `events`; with `containing`, only lines that contain this text, ignoring case.
 fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
     let containing = containing.map(str::to_lowercase);
     let mut found = Vec::new();

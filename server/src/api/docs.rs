@@ -59,10 +59,9 @@ const MAX_EXCERPT_CHARS: usize = 240;
 /// Number of characters that an excerpt shows before the first word of the query, unless the excerpt starts where its paragraph starts.
 const CONTEXT_CHARS: usize = 60;
 
-/// Returns the pages that contain all words of the query, ignoring case, each with an excerpt: the paragraph or row of a table that defines
-/// the query's words, otherwise a passage below a heading with the words, a row of the reference with the words, or the passage with most of
-/// the words. Pages are ordered by: a word in the title, a definition, a heading, a row of the reference, guide or reference, uses of the
-/// words per length.
+/// Returns the pages that contain all words of the query, ignoring case, the best page first (`rank`). Each page has an excerpt of its best
+/// passage (`score`): a definition of the query's words, otherwise a passage below a heading with all words, a row of the reference with
+/// the words, or the passage with the most words.
 fn search(query: &str) -> Vec<DocsResult> {
     let typed = query.to_lowercase();
     let typed: Vec<_> =
@@ -80,7 +79,7 @@ fn search(query: &str) -> Vec<DocsResult> {
         let is_key = passage.is_key && !is_guide && text.contains(&phrase);
         (text.starts_with(&definition), is_below_heading, is_key, word_count)
     };
-    let found = entries().into_iter().filter_map(|page| {
+    let results = entries().into_iter().filter_map(|page| {
         let source = source(&page.path)?;
         let lower = source.to_lowercase();
         if count_words(&lower) < words.len() {
@@ -95,7 +94,7 @@ fn search(query: &str) -> Vec<DocsResult> {
         let best = best.filter(|((.., word_count), _)| *word_count > 0);
         let ((is_definition, is_below_heading, is_key, word_count), mut passage) =
             best.unwrap_or_else(|| {
-                // If no passage has any of the words, they are in code or headings.
+                // If no passage has any of the words, the words are in code or headings, which are not passages.
                 let line = source.lines().find(|line| count_words(&line.to_lowercase()) > 0);
                 let text = line.unwrap_or_default().to_owned();
                 (Default::default(), Passage { text, ..Passage::default() })
@@ -116,9 +115,9 @@ fn search(query: &str) -> Vec<DocsResult> {
         );
         Some((rank, DocsResult { page, passage }))
     });
-    let mut found: Vec<_> = found.collect();
-    found.sort_by_key(|(rank, _)| Reverse(*rank));
-    found.into_iter().map(|(_, page)| page).collect()
+    let mut results: Vec<_> = results.collect();
+    results.sort_by_key(|(rank, _)| Reverse(*rank));
+    results.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Cuts the text to an excerpt that contains the first of the words.

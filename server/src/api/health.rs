@@ -74,7 +74,7 @@ async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Re
     Ok(warnings.iter().fold(READY.to_owned(), |text, warning| format!("{text}note: {warning}\n")))
 }
 
-/// Writes a file and removes it.
+/// Checks that files can be written in a folder, by writing and removing one.
 fn probe(folder: &Path) -> Result<()> {
     let path: PathBuf = folder.join(format!(".ready-{}", uuid::Uuid::new_v4()));
     let written = fs::File::create_new(&path).and_then(|mut file| {
@@ -106,7 +106,7 @@ pub(crate) async fn prometheus(
     let (stored, steps) = (events.stored.load(Ordering::Relaxed), events.steps.load(Ordering::Relaxed));
 
     let mut text = String::new();
-    begin(&mut text, "lockstep_jobs", "gauge", "Jobs by state.");
+    write_header(&mut text, "lockstep_jobs", "gauge", "Jobs by state.");
     for state in JobState::ALL {
         let _ = writeln!(text, "lockstep_jobs{{state=\"{state}\"}} {}", count_of(state));
     }
@@ -119,20 +119,20 @@ pub(crate) async fn prometheus(
         ("lockstep_stream_clients", "gauge", "Open streams of dashboards.", clients),
         ("lockstep_database_bytes", "gauge", "Size of the database.", counts.database_bytes),
     ] {
-        begin(&mut text, name, kind, help);
+        write_header(&mut text, name, kind, help);
         let _ = writeln!(text, "{name} {value}");
     }
     let name = "lockstep_ingest_lag_seconds";
-    begin(&mut text, name, "histogram", "Time from a log line of a rank until the line is stored.");
+    write_header(&mut text, name, "histogram", "Time from a log line of a rank until the line is stored.");
     events.ingest_lag.write(&mut text, name, "");
     let name = "lockstep_http_request_duration_seconds";
     let help = "Time from a request to the beginning of the response, by route and class of status.";
-    begin(&mut text, name, "histogram", help);
+    write_header(&mut text, name, "histogram", help);
     request_times.write(&mut text, name);
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
 }
 
 /// Writes the header of a metric family.
-fn begin(text: &mut String, name: &str, kind: &str, help: &str) {
+fn write_header(text: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }

@@ -13,7 +13,7 @@ pub(crate) fn html(rendered: std::result::Result<String, impl std::fmt::Display>
     Ok(Html(html).into_response())
 }
 
-/// Returns the status and the text to show with the form.
+/// Returns the status of the response and the message to show with the form, for an error that the user can correct in the form.
 ///
 /// # Errors
 /// Returns the error itself if the user cannot correct it in the form.

@@ -173,11 +173,11 @@ pub(super) fn known_name<'a>(what: &str, name: &str, known: &[&'a str]) -> Resul
     if let Some(found) = known.iter().find(|known| **known == name) {
         return Ok(*found);
     }
-    let names = match nearest(name, known.iter().copied()) {
+    let hint = match nearest(name, known.iter().copied()) {
         Some(near) => format!("did you mean {near:?}?"),
         None => format!("the names are {}", known.join(", ")),
     };
-    Err(Error::BadRequest(format!("there is no {what} {:?} here; {names}", shortened(name))))
+    Err(Error::BadRequest(format!("there is no {what} {:?} here; {hint}", shortened(name))))
 }
 
 /// The non-empty parts of a comma-separated list.
@@ -237,7 +237,7 @@ impl From<Timestamp> for Key {
 impl Key {
     /// Compares two keys. Missing values come last in both directions.
     fn order(&self, other: &Self, descending: bool) -> Ordering {
-        let rank = |key: &Key| match key {
+        let precedence = |key: &Key| match key {
             Key::Number(_) => 0,
             Key::Text(_) => 1,
             Key::Missing => 2,
@@ -250,7 +250,7 @@ impl Key {
                 let parts = a.iter().zip(b).map(|(a, b)| a.order(b, descending));
                 return parts.fold(Ordering::Equal, Ordering::then);
             }
-            _ => return rank(self).cmp(&rank(other)),
+            _ => return precedence(self).cmp(&precedence(other)),
         };
         if descending { order.reverse() } else { order }
     }
@@ -319,7 +319,7 @@ impl<T: ToSchema> List<T> {
     }
 }
 
-/// Sorts `items` by `key` and then by `id`, and keeps at most `limit` items after the cursor `from`. Returns the next cursor.
+/// Sorts `items` by `key` and then by `id`, and keeps at most `limit` items after the position of `cursor`. Returns the cursor of the next page.
 ///
 /// # Errors
 /// 400: the cursor does not belong to these pages.
@@ -328,7 +328,7 @@ pub(super) fn sort_and_cut<T>(
     pages: Pages,
     key: impl Fn(&T) -> Key,
     id: impl Fn(&T) -> &str,
-    from: Option<&str>,
+    cursor: Option<&str>,
     limit: usize,
 ) -> Result<Option<String>> {
     let (_, descending) = sort_key(pages.sort());
@@ -337,13 +337,13 @@ pub(super) fn sort_and_cut<T>(
         a.0.order(b.0, descending).then(ids)
     };
     items.sort_by(|a, b| order((&key(a), id(a)), (&key(b), id(b))));
-    let previous: Option<(Key, String)> = pages.read(from)?;
+    let previous: Option<(Key, String)> = pages.read(cursor)?;
     if let Some((previous_key, previous_id)) = &previous {
         items.retain(|item| order((&key(item), id(item)), (previous_key, previous_id)) == Ordering::Greater);
     }
-    let more = items.len() > limit;
+    let has_more = items.len() > limit;
     items.truncate(limit);
-    items.last().filter(|_| more).map(|last| pages.cursor(&(key(last), id(last)))).transpose()
+    items.last().filter(|_| has_more).map(|last| pages.cursor(&(key(last), id(last)))).transpose()
 }
 
 #[cfg(test)]

@@ -117,10 +117,10 @@ async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
 }
 
-/// Returns the URL of a webhook of this form.
+/// Returns the URL of a webhook whose messages have this form.
 ///
 /// # Errors
-/// The form needs another kind of URL, or the server cannot send to this URL.
+/// Messages of this form need another kind of URL, or the server cannot send to this URL.
 fn check_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
     let is_email = form == WebhookForm::Email;
     if is_email && !webhooks.has_smtp {
@@ -146,7 +146,7 @@ fn check_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> 
 /// Applies a change to a webhook.
 fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
     let form = change.form.unwrap_or(webhook.form);
-    // The form decides which URLs are valid.
+    // The form of messages decides which URLs are valid.
     if change.url.is_some() || form != webhook.form {
         webhook.form = form;
         webhook.url = check_url(webhooks, form, change.url.as_deref().unwrap_or(&webhook.url))?.into();
@@ -407,7 +407,7 @@ pub(crate) async fn submit(
     }
 }
 
-/// Reads a new webhook from the form.
+/// Reads a new webhook from the fields of the page.
 ///
 /// # Errors
 /// The form of messages or an event is unknown.

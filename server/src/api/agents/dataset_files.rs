@@ -46,7 +46,8 @@ pub(crate) async fn list(
 
 /// Read parts of a dataset's files
 ///
-/// Each file must be unchanged since the list. A request may name several small files, or parts of a large file from any byte on.
+/// Each file must be unchanged since the files were listed. A request may name several small files, or parts of a large file from any byte
+/// on.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)), request_body = DatasetParts,
     responses((status = 200, content_type = "application/octet-stream"), (status = 400, body = Problem), (status = 403, body = Problem),

@@ -41,7 +41,7 @@ use std::sync::Arc;
 use utoipa::IntoParams;
 
 /// Maximum size of a dataset's fingerprint, in bytes.
-const NOTE_BYTES: usize = 64 << 10;
+const FINGERPRINT_BYTES: usize = 64 << 10;
 
 /// Report that an agent has its own disk
 ///
@@ -164,9 +164,9 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     }
     let _removing = checkpoints.removing.lock().await;
     checkpoints.replace(&row.job, vec![(row.info.epoch, row.info.step)], Vec::new()).await?;
-    let is = if matches!(error, Error::NotFound(_)) { "has no files on the server" } else { "is damaged" };
+    let flaw = if matches!(error, Error::NotFound(_)) { "has no files on the server" } else { "is damaged" };
     let detail =
-        format!("checkpoint {} {is}; the next attempt continues from the previous checkpoint", row.id);
+        format!("checkpoint {} {flaw}; the next attempt continues from the previous checkpoint", row.id);
     Ok(Error::Of(Code::CheckpointDamaged, detail))
 }
 
@@ -183,8 +183,8 @@ pub(crate) async fn dataset(
 ) -> Result<StatusCode> {
     requester.check_attempt(&checkpoints.agents)?;
     let body = body?;
-    if body.len() > NOTE_BYTES {
-        let detail = format!("a dataset's fingerprint must have at most {NOTE_BYTES} bytes");
+    if body.len() > FINGERPRINT_BYTES {
+        let detail = format!("a dataset's fingerprint must have at most {FINGERPRINT_BYTES} bytes");
         return Err(Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail));
     }
     let fingerprint = serde_json::from_slice(&body)

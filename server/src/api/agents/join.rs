@@ -52,7 +52,7 @@ fn is_local(url: &str) -> bool {
 fn reachable_url(
     ingress: &Ingress,
     browser_url: &str,
-    ip: IpAddr,
+    listen_ip: IpAddr,
     scheme: &str,
     port: u16,
 ) -> Option<String> {
@@ -60,15 +60,15 @@ fn reachable_url(
     if !is_local(browser_url) {
         return Some(browser_url.to_owned());
     }
-    if ip.is_loopback() {
+    if listen_ip.is_loopback() {
         return None;
     }
-    let reachable_ip = if ip.is_unspecified() {
+    let reachable_ip = if listen_ip.is_unspecified() {
         // Prefers addresses that the server's certificate names. Clients refuse an address that was added after the certificate was issued.
         let is_named = |ip: &IpAddr| ingress.is_named(&ip.to_string());
         addresses().into_iter().min_by_key(|ip| (!is_named(ip), ip.is_ipv6()))?
     } else {
-        ip
+        listen_ip
     };
     Some(format!("{scheme}://{}", SocketAddr::new(reachable_ip, port)))
 }

@@ -118,7 +118,7 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<AgentList>> {
-    Ok(Json(LIST.page(all(&scheduler, &ingress, &caller).await?, &params)?.into()))
+    Ok(Json(LIST.page(all_machines(&scheduler, &ingress, &caller).await?, &params)?.into()))
 }
 
 /// Drain a machine
@@ -198,7 +198,11 @@ async fn set_draining(scheduler: &Scheduler, id: &str, draining: bool) -> Result
 }
 
 /// Returns all known machines with their current state.
-pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Caller) -> Result<Vec<Agent>> {
+pub(super) async fn all_machines(
+    scheduler: &Scheduler,
+    ingress: &Ingress,
+    caller: &Caller,
+) -> Result<Vec<Agent>> {
     let reservations = scheduler.last_plan.reservations();
     let mut reserved_slots: HashMap<(&str, u32), &Reservation> = HashMap::new();
     for reservation in &reservations {

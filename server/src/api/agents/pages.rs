@@ -1,6 +1,6 @@
 //! The page of machines.
 
-use super::{KeptFor, all, join};
+use super::{KeptFor, all_machines, join};
 use crate::{
     api::{
         html::{Page, html},
@@ -22,7 +22,7 @@ pub(crate) async fn machines(
     ServerUrl(server_url): ServerUrl,
 ) -> Page {
     let mut cards = Vec::new();
-    let agents = all(&scheduler, &ingress, &caller).await?;
+    let agents = all_machines(&scheduler, &ingress, &caller).await?;
     let names: Vec<_> = agents.iter().map(|agent| agent.name.clone()).collect();
     for agent in agents {
         let mut slots = Vec::new();
@@ -59,7 +59,7 @@ pub(crate) async fn machines(
             last_seen_at: agent.last_seen_at,
             connected_at: agent.connected_at,
             lease_secs_left: agent.lease_secs_left,
-            // An old sample is not shown.
+            // A sample older than 30 s is not shown. Agents send a sample every 5 s.
             sample: agent
                 .sample
                 .filter(|_| agent.online && agent.sample_age_secs.is_some_and(|age| age < 30.0)),

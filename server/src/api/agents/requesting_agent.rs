@@ -114,7 +114,7 @@ impl RequestingAgent {
         let has_attempt = self.has_attempt(&checkpoints.agents);
         let Some(row) = row else {
             // An agent without rank 0 has a checkpoint only if a rank was lost. The report of the checkpoint may not have arrived yet.
-            return if has_rank_0 || has_attempt { Err(self.no_such(name)) } else { Err(forbidden()) };
+            return if has_rank_0 || has_attempt { Err(self.not_found(name)) } else { Err(forbidden()) };
         };
         let is_this_agent = |holder: &Holder| holder.agent_id == self.agent_id;
         let copies = checkpoints.copies_of(&row).await?;
@@ -130,12 +130,12 @@ impl RequestingAgent {
             // The agent continued from this checkpoint, and learns from the upload's state that the checkpoint is uploaded.
             false if is_earlier && has_copy && has_rank_0 => Ok(()),
             // The agent's report of this checkpoint may not have arrived yet.
-            false if is_earlier || has_attempt => Err(self.no_such(name)),
+            false if is_earlier || has_attempt => Err(self.not_found(name)),
             false => Err(forbidden()),
         }
     }
 
-    fn no_such(&self, name: &str) -> Error {
+    fn not_found(&self, name: &str) -> Error {
         Error::NotFound(format!(
             "the job has no checkpoint {name} of this agent, or the checkpoint was removed"
         ))

@@ -84,7 +84,7 @@ async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), St
 }
 
 async fn close(to: &mut Sink, code: u16, reason: &str) {
-    // The reason in a close frame has at most 123 bytes.
+    // The reason in a close frame has at most 123 bytes (RFC 6455, section 5.5).
     let reason = &reason[..reason.floor_char_boundary(123)];
     let frame = CloseFrame { code, reason: reason.into() };
     let _ = tokio::time::timeout(Duration::from_secs(1), to.send(Message::Close(Some(frame)))).await;
@@ -157,9 +157,9 @@ async fn serve(
             address: peer.address,
         };
         // Half a lease, so that an agent's next process is accepted before the lease of the agent's attempts expires.
-        scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|c| (hello, c))
+        scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|number| (hello, number))
     });
-    let (hello, connection) = match joined {
+    let (hello, number) = match joined {
         Ok(joined) => joined,
         Err(MayNotJoin { why: reason, may_pass }) => {
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
@@ -172,19 +172,19 @@ async fn serve(
     let name = hello.row.name.clone();
     let certificate = identity::AgentCertificate::of(&ingress, &caller, &peer, &hello.row);
     let (reports, mut records_missing) = ReportConnection::new();
-    let mut agent = Connection {
+    let mut connection = Connection {
         scheduler: &scheduler,
         id: id.clone(),
         name: name.clone(),
-        number: connection,
+        number,
         slots: hello.row.slots.clone(),
         reports,
         only_job: hello.only_job.clone(),
         leaving: None,
         waited: Duration::ZERO,
     };
-    let welcomed = agent.welcome(&mut to, hello).await;
-    // One future for the whole connection, because its start verifies the certificate's signatures.
+    let welcomed = connection.welcome(&mut to, hello).await;
+    // One future for the whole connection, because each new future verifies the certificate's signatures.
     let mut certificate_refused = std::pin::pin!(certificate.wait_until_refused());
     // Unsent parts of long messages. Other messages are sent between the parts.
     let (mut parts, mut split_messages) = (VecDeque::new(), 0);
@@ -197,7 +197,11 @@ async fn serve(
                 tokio::select! {
                     message = tokio::time::timeout(scheduler.config.lease, from.next()) => match message {
                         Ok(Some(message)) => match read(message, &mut partial).await {
-                            Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.handle(message, bytes).await { break end },
+                            Ok(Some((message, bytes))) => {
+                                if let ControlFlow::Break(end) = connection.handle(message, bytes).await {
+                                    break end;
+                                }
+                            }
                             Ok(None) => {}
                             Err(end) => break end,
                         },
@@ -245,8 +249,8 @@ async fn serve(
         }
     };
     tracing::info!(agent = name, why, "an agent's connection ends");
-    let (leaving, only_job) = (agent.leaving.clone(), agent.only_job.clone());
-    if let Some(online) = scheduler.agents.leave(&id, connection) {
+    let (leaving, only_job) = (connection.leaving.clone(), connection.only_job.clone());
+    if let Some(online) = scheduler.agents.leave(&id, number) {
         // Stores the time at which the agent was last seen, for a restarted server.
         if let Err(error) = scheduler.agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await {
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
@@ -271,10 +275,12 @@ async fn serve(
     close(&mut to, code, &why).await;
 }
 
+/// The connection of the agent with this id and name.
 struct Connection<'a> {
     scheduler: &'a Arc<Scheduler>,
     id: String,
     name: String,
+    /// Number of the connection, which differs for each connection of the agent.
     number: u64,
     slots: Vec<Slot>,
     reports: ReportConnection,
@@ -364,7 +370,7 @@ impl Connection<'_> {
                 let reservation =
                     scheduler.agents.inbox.reserve(bytes, RESERVE_TIMEOUT.saturating_sub(self.waited)).await;
                 self.waited += began.elapsed();
-                // The welcome of the next connection renews the leases, as a heartbeat does.
+                // The agent keeps its attempts, because the welcome of the next connection renews the leases.
                 let Some(reservation) = reservation else {
                     let why = "the database is behind; reconnect later".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });

@@ -93,8 +93,8 @@ pub(crate) struct EvaluationQuery {
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
-    /// Name of a registered dataset with the same classes, in place of the job's dataset. The split is the split that a new job on that
-    /// dataset would use for validation.
+    /// Name of a registered dataset with the same classes, in place of the job's dataset. The evaluation is on the split that a new job on
+    /// that dataset would use for validation.
     dataset: Option<String>,
 }
 
@@ -219,22 +219,22 @@ async fn find(
     }
 }
 
-/// The set of pictures of a stored evaluation.
+/// The sets of pictures in a stored [`ModelEvaluation`] or [`NearestNeighbours`].
 #[derive(Deserialize)]
-struct Measured {
+struct EvaluatedPictures {
     validation: Option<ValidationSet>,
     listed: Option<ValidationSet>,
 }
 
 /// Whether the pictures of a stored evaluation are the dataset's current pictures. Also true if no agent can tell, because the evaluation
-/// names its pictures.
+/// states which pictures it is for.
 async fn is_of_current_pictures(
     scheduler: &Scheduler,
     job: &Job,
     other: Option<&Dataset>,
     stored: &[u8],
 ) -> bool {
-    let Ok(stored) = serde_json::from_slice::<Measured>(stored) else { return false };
+    let Ok(stored) = serde_json::from_slice::<EvaluatedPictures>(stored) else { return false };
     let Ok((spec, dataset)) = resolve_dataset(&scheduler.datasets, job, other.cloned()).await else {
         return true;
     };
@@ -296,7 +296,7 @@ async fn start(
     // Refuses different classes before an agent is asked. Nearest neighbours need no common classes.
     if neighbours.is_none()
         && let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
-        && let Some(detail) = fit::not_measurable(&trained, &dataset)
+        && let Some(detail) = fit::why_not_evaluable(&trained, &dataset)
     {
         return Err(Error::unprocessable(detail));
     }
@@ -327,8 +327,8 @@ async fn start(
                 scheduler.agents.reply(waiting, EVALUATION_TIMEOUT).await
             };
             match answer.await {
-                Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => save(&file, &found).await,
-                Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => save(&file, &found).await,
+                Ok(AgentReply::Evaluation(result)) if neighbours.is_none() => save(&file, &result).await,
+                Ok(AgentReply::Neighbours(result)) if neighbours.is_some() => save(&file, &result).await,
                 Ok(_) => {
                     let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines";
                     Err(Failure::Agent(RequestError::Refused(detail.to_owned())))
@@ -364,9 +364,9 @@ fn check_has_validation(spec: &JobSpec, other: &Dataset) -> Result<()> {
 }
 
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
-async fn save(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
+async fn save(file: &std::path::Path, result: &impl Serialize) -> std::result::Result<(), Failure> {
     let written = async {
-        let json = serde_json::to_vec(found).map_err(std::io::Error::other)?;
+        let json = serde_json::to_vec(result).map_err(std::io::Error::other)?;
         if let Some(folder) = file.parent() {
             match tokio::fs::create_dir(folder).await {
                 Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),

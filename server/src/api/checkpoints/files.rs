@@ -1,7 +1,9 @@
 //! Files of checkpoints, with ranges and checksums. Files are compared with the manifest before they are sent.
 
 use crate::{
-    api::checkpoints::{await_fetch, check_regular, damaged, find, is_file, manifest, no_average, removed},
+    api::checkpoints::{
+        await_fetch, check_regular, damaged, find, is_checkpoint_file, manifest, no_average, removed,
+    },
     checkpoints::{Checkpoints, artifact_fetches, manifest::ManifestFile},
     http::{
         conditional::{self, CACHING},
@@ -41,7 +43,7 @@ pub(crate) async fn file(
     mut request: Request<Body>,
 ) -> Result<Response> {
     let name = file.as_str();
-    if !is_file(name) {
+    if !is_checkpoint_file(name) {
         let detail = "a checkpoint has the files that its MANIFEST.json names: state.json, and model.safetensors, optimizer.safetensors \
                       and ema.safetensors or their parts";
         return Err(Error::NotFound(detail.into()));

@@ -299,7 +299,7 @@ fn check_recipe(source: &Job, document: &Value) -> Result<()> {
 
 /// For another dataset, removes the parent's validation split from the document, so that a split is chosen as for a new job. A split that
 /// the parent's user gave stays. A stored specification does not show whether the split was given, so a split that equals the automatic
-/// choice counts as chosen.
+/// choice is removed.
 async fn choose_validation_again(store: &dyn Store, source: &Job, document: &mut Value) -> Result<()> {
     let mut before =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
@@ -323,6 +323,7 @@ fn forget_validation(document: &mut Value) {
     }
 }
 
+/// Returns the default name of a fork of the job `name`. The result is shorter than 200 characters, the maximum of a name.
 fn fork_name(name: &str) -> String {
     let mut short = name.to_owned();
     short.truncate(short.floor_char_boundary(190));
@@ -358,16 +359,17 @@ fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
     Ok(())
 }
 
-async fn choose(store: &dyn Store, job: &Job, wanted: &Value) -> Result<CheckpointRow> {
-    let all = store.checkpoints(&job_id(job.id.as_str())?).await?;
-    let text = match wanted {
+/// Finds the checkpoint that a request for a fork of `job` names.
+async fn choose(store: &dyn Store, job: &Job, requested: &Value) -> Result<CheckpointRow> {
+    let rows = store.checkpoints(&job_id(job.id.as_str())?).await?;
+    let text = match requested {
         Value::Null => "latest".to_owned(),
         Value::String(text) => text.clone(),
         Value::Number(step) => step.to_string(),
         _ => return Err(Error::BadRequest("checkpoint must be an id, best, latest or a step".into())),
     };
-    checkpoints::find_named(&all, &text).cloned().ok_or_else(|| {
-        let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
+    checkpoints::find_named(&rows, &text).cloned().ok_or_else(|| {
+        let steps: Vec<_> = rows.iter().map(|row| row.info.step.to_string()).collect();
         let existing = if steps.is_empty() {
             "it has no checkpoint yet".into()
         } else {

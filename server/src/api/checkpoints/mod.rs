@@ -33,8 +33,8 @@ use serde_json::Value;
 use std::{fmt::Display, sync::Arc};
 use utoipa::ToSchema;
 
-/// Whether this is the name of a checkpoint's file. Other files in a checkpoint's folder are not served.
-pub(super) fn is_file(name: &str) -> bool {
+/// Whether a checkpoint may have a file of this name. Other files in a checkpoint's folder are not served.
+pub(super) fn is_checkpoint_file(name: &str) -> bool {
     [STATE, MANIFEST].contains(&name) || checkpoint_files::kind(name).is_some()
 }
 
@@ -186,18 +186,20 @@ pub(super) async fn find(store: &dyn Store, id: &str) -> Result<CheckpointRow> {
 ///
 /// # Errors
 /// 404: the job has no checkpoint, or no checkpoint with this id or step.
-pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<CheckpointRow> {
+pub(super) fn choose(rows: Vec<CheckpointRow>, requested: &str) -> Result<CheckpointRow> {
     if rows.is_empty() {
         return Err(Error::NotFound("this job has no checkpoint yet".into()));
     }
-    find_named(&rows, wanted).cloned().ok_or_else(|| {
-        Error::NotFound(format!("this job has no checkpoint {wanted:?}: give best, latest, an id or a step"))
+    find_named(&rows, requested).cloned().ok_or_else(|| {
+        Error::NotFound(format!(
+            "this job has no checkpoint {requested:?}: give best, latest, an id or a step"
+        ))
     })
 }
 
 /// Finds a checkpoint in `rows`, which are ordered newest first. For a job without validation, `best` is the newest checkpoint.
-fn find_named<'a>(rows: &'a [CheckpointRow], wanted: &str) -> Option<&'a CheckpointRow> {
-    match wanted {
+fn find_named<'a>(rows: &'a [CheckpointRow], requested: &str) -> Option<&'a CheckpointRow> {
+    match requested {
         "latest" => rows.first(),
         "best" => rows.iter().find(|row| row.info.best).or(rows.first()),
         id => rows.iter().find(|row| row.id == id || row.info.step.to_string() == id),
@@ -260,7 +262,7 @@ pub(super) fn removed() -> Error {
 
 pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<Value> {
     check_here(checkpoints, row).await?;
-    let path = checkpoints.folder(row).join("MANIFEST.json");
+    let path = checkpoints.folder(row).join(MANIFEST);
     check_regular(&path)?;
     let json = regular_files::read(&path).await.map_err(|_| removed())?;
     serde_json::from_slice(&json).map_err(|e| {

@@ -1,4 +1,4 @@
-//! Predictions of a checkpoint for uploaded pictures. An agent computes them.
+//! Predictions of a checkpoint for uploaded pictures. An agent computes the predictions.
 
 use crate::{
     agents::requests,
@@ -27,6 +27,8 @@ use utoipa::{IntoParams, ToSchema};
 
 /// Maximum number of pictures in a request.
 const MAX_PICTURES: usize = 100;
+/// Maximum length of a picture's name in the response, in characters. Longer names are truncated.
+const NAME_CHARS: usize = 200;
 /// Maximum size of all pictures in a request, in bytes.
 const MAX_BYTES: usize = 24 << 20;
 /// Maximum size of a body, in bytes. A form has some bytes in addition to its pictures.
@@ -119,7 +121,7 @@ async fn read_pictures(request: Request) -> Result<Vec<NamedPicture>> {
         _ => Error::BadRequest(e.body_text()),
     };
     while let Some(field) = form.next_field().await.map_err(unreadable)? {
-        let name = field.file_name().unwrap_or_default().chars().take(200).collect();
+        let name = field.file_name().unwrap_or_default().chars().take(NAME_CHARS).collect();
         let bytes = field.bytes().await.map_err(unreadable)?;
         total_bytes += bytes.len();
         if total_bytes > MAX_BYTES {

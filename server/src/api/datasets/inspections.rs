@@ -110,10 +110,10 @@ pub(crate) async fn inspect(
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     match tokio::time::timeout(patience, done).await {
         Err(_) => Ok(Inspected::UnderWay(progress_of(datasets, agent.get(), path).await)),
-        Ok(found) => {
+        Ok(outcome) => {
             datasets.inspections.forget(&path);
-            match found.ok().flatten() {
-                Some(Ok(found)) => Ok(Inspected::Done(found)),
+            match outcome.ok().flatten() {
+                Some(Ok(inspected)) => Ok(Inspected::Done(inspected)),
                 Some(Err(error)) => Err(error.into()),
                 None => Err(Error::Unavailable("the server is stopping; ask again".into())),
             }
@@ -123,15 +123,15 @@ pub(crate) async fn inspect(
 
 /// Returns the running or recent inspection of `path`, or starts a new inspection.
 fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
-    let mut all = datasets.inspections.lock();
-    if let Some(existing) = all.inspections.get(path) {
+    let mut state = datasets.inspections.lock();
+    if let Some(existing) = state.inspections.get(path) {
         return existing.clone();
     }
-    all.begun += 1;
+    state.begun += 1;
     let (sender, outcome) = watch::channel(None);
     let agent = Arc::new(OnceLock::new());
-    let inspection = Inspection { number: all.begun, agent: agent.clone(), outcome };
-    all.inspections.insert(path.to_owned(), inspection.clone());
+    let inspection = Inspection { number: state.begun, agent: agent.clone(), outcome };
+    state.inspections.insert(path.to_owned(), inspection.clone());
     let (datasets, path) = (Arc::clone(datasets), path.to_owned());
     let tasks = datasets.tasks.tracker.clone();
     // Tracked, because a stopping server waits for tracked tasks.

@@ -166,7 +166,7 @@ fn check_info(datasets: &Datasets, path: &str, info: DatasetInfo) -> Result<Data
     info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
 }
 
-/// Returns the reason why a dataset cannot be trained on or stored; `None` if it can. Numbers that are not finite cannot be stored as JSON.
+/// Returns the reason why a dataset cannot be trained on or stored, if there is one. Numbers that are not finite cannot be stored as JSON.
 fn info_mistake(info: &DatasetInfo) -> Option<String> {
     if info.classes.is_empty() {
         Some("has no classes".into())

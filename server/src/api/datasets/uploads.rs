@@ -35,8 +35,8 @@ use std::{
 use tokio::sync::Mutex;
 use utoipa::{IntoParams, ToSchema};
 
-/// Locked while the folder of an upload is emptied, filled, registered or removed. Work on threads for blocking work keeps the lock until
-/// its end, even if the client disconnects.
+/// Locked while the folder of an upload is emptied, filled, registered or removed. A blocking thread keeps the lock until its
+/// work ends, even if the client disconnects.
 static FOLDERS: Mutex<()> = Mutex::const_new(());
 /// Time for which an archive is unpacked before the next archive gets its turn.
 const TURN: Duration = Duration::from_secs(5);
@@ -85,15 +85,15 @@ pub(crate) async fn upload_archive(
         return Ok(StatusCode::NO_CONTENT);
     }
     let lock = FOLDERS.lock().await;
-    let known = dataset_paths(&datasets).await?;
-    if known.iter().any(|path| upload.has(path)) {
+    let registered = dataset_paths(&datasets).await?;
+    if registered.iter().any(|path| upload.has(path)) {
         let detail = "a dataset uses the pictures of an earlier upload of this name; choose another name";
         return Err(Error::Conflict(detail.into()));
     }
     let folder = datasets.roots.uploads.clone();
     let written = blocking(move || {
         let _lock = lock;
-        uploads::sweep(&folder, &known);
+        uploads::sweep(&folder, &registered);
         upload.write(0, &body)
     });
     written.await?.map_err(refusal)?;

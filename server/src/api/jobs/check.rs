@@ -36,7 +36,7 @@ use std::{
 };
 use utoipa::{IntoParams, ToSchema};
 
-/// Whether the job's machines are already online.
+/// Parameter of submissions by programs that also start the job's agents.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct LaunchQuery {
@@ -136,10 +136,11 @@ async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> 
 /// Whether a new job with this specification should train about as fast as an earlier job.
 fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
     let other = &job.spec;
-    let has_same_size = spec.data.image_size.is_some() || spec.data.dataset == other.data.dataset;
+    // Without `data.image_size`, the dataset determines the size.
+    let has_same_size = spec.data.image_size == other.data.image_size
+        && (spec.data.image_size.is_some() || spec.data.dataset == other.data.dataset);
     job.external.is_none()
         && has_same_size
-        && spec.data.image_size == other.data.image_size
         && (spec.model.arch, spec.model.stem) == (other.model.arch, other.model.stem)
         && spec.train.precision == other.train.precision
         && spec.global_batch_size() == other.global_batch_size()
@@ -176,8 +177,8 @@ impl Checked {
 /// Where the training of a checked job begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::api) enum Start {
-    /// At the first step, possibly with pretrained weights. If the job is `launched`, agents for it are started afterwards, so the slots
-    /// are not checked.
+    /// At the first step, possibly with pretrained weights. If `launched`, the job's agents are started later, so the slots are not
+    /// checked.
     FirstStep { launched: bool },
     /// At the checkpoint of another job, so pretrained weights are not checked.
     Checkpoint,
@@ -197,7 +198,7 @@ pub(in crate::api) async fn check(
 /// The datasets that a caller may see.
 struct CurrentDatasets {
     datasets: Vec<Dataset>,
-    /// By name: why a dataset that has changed was not inspected again.
+    /// Warnings by the dataset's name: why a dataset whose files have changed was not inspected again.
     warnings: HashMap<String, String>,
 }
 
@@ -230,7 +231,7 @@ async fn check_on(
     document: &Value,
     start: Start,
 ) -> Result<Checked> {
-    let mut not_checked = None;
+    let mut weights_warning = None;
     // The checks below also run for a document with mistakes, so that all mistakes are reported at once.
     let (mut spec, mut errors) = spec::read(document);
     // A mistake in parallel.mode does not affect the checks below.
@@ -265,8 +266,8 @@ async fn check_on(
             );
             errors.push(error_at("/private", detail));
         }
-        let found = dataset_mistakes(spec, dataset);
-        errors.extend(found.into_iter().filter(|mistake| !document_mistakes.may_cause(mistake)));
+        let mistakes = dataset_mistakes(spec, dataset);
+        errors.extend(mistakes.into_iter().filter(|mistake| !document_mistakes.may_cause(mistake)));
     }
     if let Some(spec) = &spec
         && start != Start::Checkpoint
@@ -275,15 +276,15 @@ async fn check_on(
         match submission::check_pretrained(scheduler, caller, spec, dataset.as_ref()).await? {
             WeightsCheck::Fit => {}
             WeightsCheck::Mistake(mistake) => errors.push(mistake),
-            WeightsCheck::NotChecked(warning) => not_checked = Some(warning),
+            WeightsCheck::NotChecked(warning) => weights_warning = Some(warning),
         }
     }
     match (spec, dataset) {
         (Some(spec), Some(dataset)) if errors.is_empty() => {
-            let changed = warnings.get(&dataset.name).cloned();
+            let refresh_warning = warnings.get(&dataset.name).cloned();
             let mut warnings = submission::warnings(&spec, &dataset);
-            warnings.extend(changed);
-            warnings.extend(not_checked);
+            warnings.extend(refresh_warning);
+            warnings.extend(weights_warning);
             warnings.extend(best_without_checkpoint(&spec, &dataset));
             Ok(Checked { spec, dataset, warnings })
         }
@@ -334,20 +335,20 @@ pub(in crate::api) async fn check_sweep(
     let documents: Vec<_> = settings.iter().map(|setting| trial_document(job, setting, id)).collect();
     let datasets = current_datasets(scheduler, caller, documents.iter().take(full_checks).flatten()).await?;
     for (index, document) in documents.into_iter().enumerate() {
-        let found = match document {
+        let trial_mistakes = match document {
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
             Ok(document) if index >= full_checks => spec::read(&document).1,
             Ok(document) => match check_on(scheduler, caller, &datasets, &document, start).await {
                 Ok(checked) => {
-                    let found = sweep.check_with_trial(&checked.spec);
+                    let conflicts = sweep.check_with_trial(&checked.spec);
                     trials.push(checked);
-                    found
+                    conflicts
                 }
-                Err(Error::Invalid(found)) => found,
+                Err(Error::Invalid(mistakes)) => mistakes,
                 Err(other) => return Err(other),
             },
         };
-        for mistake in found {
+        for mistake in trial_mistakes {
             if mistakes.len() < MISTAKES && !mistakes.contains(&mistake) {
                 mistakes.push(mistake);
             }
@@ -406,7 +407,7 @@ impl DocumentMistakes {
 /// The error message if none of `datasets` is called `name`. Suggests the most similar name.
 pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
     let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
-    let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
+    let hint = match (nearest(name, names.iter().copied()), names.is_empty()) {
         (_, true) => "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
         (Some(near), _) => format!("did you mean {near:?}?"),
         (None, _) => format!("the datasets are {}", names.join(", ")),
@@ -418,9 +419,10 @@ pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
             .to_owned(),
         _ => String::new(),
     };
-    format!("no dataset is called {:?}; {known}{fetch}", shortened(name))
+    format!("no dataset is called {:?}; {hint}{fetch}", shortened(name))
 }
 
+/// Returns the mistake if the machines online have too few slots for the job's ranks.
 fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let online = agents.online();
     if online.is_empty() {

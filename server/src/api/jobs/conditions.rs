@@ -43,12 +43,12 @@ fn refused(detail: String) -> Error {
 }
 
 fn parse_condition(text: &str) -> Result<Condition> {
-    let found = text.find(['=', '!', '<', '>']).and_then(|at| {
+    let parts = text.find(['=', '!', '<', '>']).and_then(|at| {
         let (key, rest) = text.split_at_checked(at)?;
         let (sign, comparison) = COMPARISONS.into_iter().find(|(sign, _)| rest.starts_with(sign))?;
         Some((key.trim(), comparison, rest.get(sign.len()..)?.trim()))
     });
-    let Some((path, comparison, value)) = found else {
+    let Some((path, comparison, value)) = parts else {
         return Err(refused(format!(
             "needs a key, one of = != < <= > >= and a value, such as train.lr>0.1, but is {:?}",
             shortened(text)
@@ -133,19 +133,19 @@ fn is_single(kind: &Kind) -> bool {
 /// The key is unknown or ambiguous. The message continues a sentence that begins with the parameter's name.
 pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
     let given = path.strip_prefix("spec.").unwrap_or(path);
-    let all = || {
+    let all_keys = || {
         KEYS.iter()
             .flat_map(|section| section.keys.iter().map(move |(key, kind)| (section.name, *key, *kind)))
     };
-    if let Some(found) = all().find(|(table, key, _)| dotted(table, key) == given) {
+    if let Some(found) = all_keys().find(|(table, key, _)| dotted(table, key) == given) {
         return Ok(found);
     }
-    let in_tables: Vec<_> = all().filter(|(_, key, _)| *key == given).collect();
-    let names = |of: &[(&str, &str, Kind)]| -> Vec<String> {
-        of.iter().map(|(table, key, _)| dotted(table, key)).collect()
+    let in_tables: Vec<_> = all_keys().filter(|(_, key, _)| *key == given).collect();
+    let names = |keys: &[(&str, &str, Kind)]| -> Vec<String> {
+        keys.iter().map(|(table, key, _)| dotted(table, key)).collect()
     };
     match in_tables.as_slice() {
-        [one] => return Ok(*one),
+        [key] => return Ok(*key),
         [] => {}
         several => {
             return Err(format!(
@@ -154,8 +154,8 @@ pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static
             ));
         }
     }
-    let all = names(&all().collect::<Vec<_>>());
-    let hint = match nearest(given, all.iter().map(String::as_str)) {
+    let all_names = names(&all_keys().collect::<Vec<_>>());
+    let hint = match nearest(given, all_names.iter().map(String::as_str)) {
         Some(near) => format!("did you mean {near:?}?"),
         None => "name a setting such as train.lr".to_owned(),
     };
@@ -183,9 +183,9 @@ mod tests {
     use super::*;
 
     fn one(text: &str) -> Condition {
-        let mut all = parse(Some(text)).unwrap();
-        assert_eq!(all.len(), 1, "{text}");
-        all.remove(0)
+        let mut conditions = parse(Some(text)).unwrap();
+        assert_eq!(conditions.len(), 1, "{text}");
+        conditions.remove(0)
     }
 
     fn mistake(text: &str) -> String {

@@ -53,7 +53,8 @@ pub(crate) async fn create(
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-/// Checks a document and stores it as a job. If the job is `launched`, agents for it are started afterwards.
+/// Checks a document and stores it as a job. If `launched`, the job's agents are started later. `key` is the result of
+/// [`idempotency_key`].
 pub(crate) async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -121,7 +122,7 @@ pub(in crate::api) fn idempotency_key(
     })?;
     // A path contains no NUL, so the hashed bytes of different requests differ.
     let request = Sha256::new().chain_update(uri.path()).chain_update([0]).chain_update(body).finalize();
-    // If jobs have owners, two people may choose the same key, so the key contains the owner. No name contains the separator.
+    // If jobs have owners, two people may choose the same key, so the key contains the owner. No name contains the separator U+001F.
     let key = match caller.owner().filter(|_| auth.access.has_people()) {
         Some(owner) => format!("{owner}\u{1f}{key}"),
         None => key.to_owned(),

@@ -12,7 +12,7 @@ use lockstep_protocol::{
 };
 use std::collections::BTreeMap;
 
-/// Maximum number of buckets to read of a metric.
+/// Maximum number of buckets that are read of each series of a metric.
 const MAX_BUCKETS: usize = 1000;
 /// Minimum validation accuracy of a job that needs no advice.
 const GOOD_ACCURACY: f64 = 0.97;
@@ -43,15 +43,15 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     let training = match is_comparable {
         true => {
             let last_epoch = job.step.saturating_sub(job.steps_per_epoch) + 1;
-            let found = read(metrics, job, "accuracy", Some(last_epoch)).await?;
-            mean(found.iter().flatten().filter(|bucket| bucket.step >= last_epoch))
+            let series = read(metrics, job, "accuracy", Some(last_epoch)).await?;
+            mean(series.iter().flatten().filter(|bucket| bucket.step >= last_epoch))
         }
         false => None,
     };
-    let found = read(metrics, job, "val_accuracy", None).await?;
+    let series = read(metrics, job, "val_accuracy", None).await?;
     // If several attempts did the same step, the value of the last attempt counts.
     let by_step: BTreeMap<u64, f64> =
-        found.iter().flatten().filter_map(|bucket| Some((bucket.step, mean([bucket])?))).collect();
+        series.iter().flatten().filter_map(|bucket| Some((bucket.step, mean([bucket])?))).collect();
     let validations = by_step.into_values().collect();
     Ok(Course { training, validations, pictures: job.last.val_pictures }.diagnosis())
 }

@@ -55,7 +55,7 @@ impl Trained {
 }
 
 /// Returns the reason if a checkpoint cannot be evaluated on `dataset`, because classes or channels differ.
-pub(crate) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<String> {
+pub(crate) fn why_not_evaluable(trained: &Trained, dataset: &Dataset) -> Option<String> {
     let (name, info) = (&dataset.name, &dataset.info);
     if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
         return Some(format!("the model was trained on other classes than {name} has: {difference}"));
@@ -145,7 +145,7 @@ pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job
         !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
     };
     let Some(dataset) = checkpoints.store.dataset(name).await?.filter(is_usable) else {
-        // A job in any other state cannot continue anyway; `lifecycle` reports that.
+        // `lifecycle` refuses to continue a job in any other state.
         let can_continue = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
         let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");
         return if can_continue { Err(Error::invalid("/data/dataset", detail)) } else { Ok(()) };

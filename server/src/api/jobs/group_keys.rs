@@ -31,15 +31,15 @@ pub(super) fn parse_by(text: &str) -> Result<Vec<GroupBy>> {
             parts.len()
         )));
     }
-    let mut found: Vec<GroupBy> = Vec::new();
+    let mut keys: Vec<GroupBy> = Vec::new();
     for part in parts {
-        let by = parse_key(part)?;
-        if found.contains(&by) {
+        let key = parse_key(part)?;
+        if keys.contains(&key) {
             return Err(invalid_by(format!("names {part:?} twice")));
         }
-        found.push(by);
+        keys.push(key);
     }
-    Ok(found)
+    Ok(keys)
 }
 
 fn parse_key(part: &str) -> Result<GroupBy> {

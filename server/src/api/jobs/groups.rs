@@ -193,14 +193,14 @@ pub(crate) async fn list(
     let permit = tokio::time::timeout(PERMIT_TIMEOUT, PERMITS.acquire()).await;
     let _permit =
         permit.map_err(|_| Error::Unavailable("other requests are grouping jobs; try again".into()))?;
-    let found = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MAX_GROUPS).await?;
-    let Some(found) = found else {
+    let rows = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MAX_GROUPS).await?;
+    let Some(rows) = rows else {
         return Err(Error::BadRequest(format!(
             "by {} makes more than {MAX_GROUPS} groups: group by a value that more jobs have in common, or filter the jobs",
             lockstep_protocol::spec::shortened(&query.by)
         )));
     };
-    let mut groups = found.into_iter().map(|row| Group::new(row, &names)).collect::<Result<Vec<_>>>()?;
+    let mut groups = rows.into_iter().map(|row| Group::new(row, &names)).collect::<Result<Vec<_>>>()?;
     let total = (query.count == Some(true)).then_some(groups.len() as u64);
     let key = |group: &Group| group.key(sorted_by);
     let pages = Pages::new("groups", sort).owned_by("grouping", &query.by);

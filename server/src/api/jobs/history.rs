@@ -96,8 +96,8 @@ pub(crate) async fn show(
     Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
 }
 
-/// Returns the parent of a fork, if the caller may see that job, and the id of the checkpoint from which the fork began. For a hidden
-/// parent, the id is that of the fork's own copy of the checkpoint.
+/// Returns the parent of a fork, if the caller may see that job, and the id of the checkpoint from which the fork began. If the
+/// parent is hidden, the id names the fork's own copy of the checkpoint.
 async fn parent(
     store: &dyn Store,
     caller: &Caller,
@@ -128,8 +128,8 @@ async fn parent(
 }
 
 /// Returns the reason if an attempt began with fewer ranks than the job has.
-fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
-    states.iter().find_map(|event| match &event.body {
+fn fewer_ranks(events: &[Event], attempt: u32) -> Option<Reason> {
+    events.iter().find_map(|event| match &event.body {
         EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: starting, .. }
             if *starting == attempt && matches!(cause.kind(), ReasonKind::FewerRanks { .. }) =>
         {
@@ -139,14 +139,14 @@ fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
     })
 }
 
-fn attempt_entries(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
+fn attempt_entries(attempts: &[Attempt], events: &[Event]) -> Vec<Entry> {
     let mut entries = Vec::new();
     for (index, attempt) in attempts.iter().enumerate() {
         let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
             attempt;
         let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
         let what =
-            What::Started { attempt: *number, checkpoint, agents, reason: fewer_ranks(states, *number) };
+            What::Started { attempt: *number, checkpoint, agents, reason: fewer_ranks(events, *number) };
         entries.push(Entry { at: *started_at, what, who: None });
         if let Some(at) = *ended_at {
             let what = What::Ended {

@@ -40,8 +40,8 @@ pub(crate) struct Histograms {
 }
 
 fn parse_kind(text: &str) -> Result<HistogramKind> {
-    let found = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
-    found.ok_or_else(|| Error::BadRequest("kind must be weight or gradient".into()))
+    let kind = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
+    kind.ok_or_else(|| Error::BadRequest("kind must be weight or gradient".into()))
 }
 
 /// Show histograms of weights and gradients

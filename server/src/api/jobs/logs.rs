@@ -87,12 +87,12 @@ pub(crate) struct Logs {
 }
 
 /// Lines from the oldest to the newest, and the event from which to continue.
-struct Found {
+struct FoundLines {
     lines: Vec<Line>,
     next: Option<u64>,
 }
 
-impl Found {
+impl FoundLines {
     /// Keeps the oldest or newest lines of complete events: at most `limit` lines, unless a single event has more.
     fn at_most(mut self, limit: usize, keeps_newest: bool) -> Self {
         let count = self.lines.len();
@@ -154,7 +154,7 @@ pub(crate) async fn query(
     let newest = query.newest_first()?;
     let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
     let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).owned_by("job", job.id.as_str());
-    let from: Option<u64> = pages.read(query.cursor.as_deref())?;
+    let position: Option<u64> = pages.read(query.cursor.as_deref())?;
     let LogsQuery { rank, attempt, after, before, .. } = query;
     if accepts.starts_with("text/plain") || query.format.is_some() {
         if query.sort.or(query.cursor).is_some() {
@@ -166,10 +166,10 @@ pub(crate) async fn query(
             LogFilter { rank, attempt, after, before, limit: DEFAULT_LINES, newest: false, containing };
         return Ok(text_file(scheduler.store.clone(), job.id, filter));
     }
-    let (after, before) = match from {
+    let (after, before) = match position {
         None => (after, before),
-        Some(from) if newest => (after, Some(before.map_or(from, |before| before.min(from)))),
-        Some(from) => (after.max(from), before),
+        Some(seq) if newest => (after, Some(before.map_or(seq, |before| before.min(seq)))),
+        Some(seq) => (after.max(seq), before),
     };
     let filter = LogFilter { rank, attempt, after, before, limit, newest, containing: None };
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
@@ -178,12 +178,12 @@ pub(crate) async fn query(
     }
     let LogPage { events, range, full } = scheduler.store.logs(&job_id(&id)?, &filter).await?;
     let next = range.filter(|_| full).map(|(first, last)| if newest { first } else { last });
-    let found = Found { lines: lines(events, query.q.as_deref()), next };
+    let found = FoundLines { lines: lines(events, query.q.as_deref()), next };
     found.at_most(limit as usize, newest).into_page(pages, newest).await
 }
 
 /// Searches until `limit` matching lines are found, the log ends, or [`SEARCH_TIME`] has passed.
-async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Result<Found> {
+async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Result<FoundLines> {
     let start = Instant::now();
     let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
     let limit = filter.limit as usize;
@@ -210,14 +210,15 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
             low
         };
         if low + 1 >= high {
-            return Ok(Found { lines: found, next: None });
+            return Ok(FoundLines { lines: found, next: None });
         }
         if found.len() >= limit || start.elapsed() > SEARCH_TIME {
-            return Ok(Found { lines: found, next: Some(next) });
+            return Ok(FoundLines { lines: found, next: Some(next) });
         }
     }
 }
 
+/// Returns the log lines of `events`; with `containing`, only lines that contain this text, ignoring case.
 fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
     let containing = containing.map(str::to_lowercase);
     let mut found = Vec::new();

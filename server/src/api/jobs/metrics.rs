@@ -127,8 +127,9 @@ pub(crate) struct Series {
 
 /// Show metrics for a chart
 ///
-/// Buckets are equal ranges of steps, the same for every series, counted from step 1; the first bucket also has step 0. Their limits depend only on the stored points and the request, not on when
-/// points were stored. Buckets at the ends of the requested range are returned complete.
+/// Buckets are equal ranges of steps, the same for every series, counted from step 1; the first bucket also has step 0. The limits of
+/// buckets depend only on the stored points and the request, not on when points were stored. Buckets at the ends of the requested range are
+/// returned complete.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn find(
@@ -141,17 +142,17 @@ pub(crate) async fn find(
     let job = jobs::find(&scheduler, &id).await?;
     check_name(filter.name.as_deref(), [&job])?;
     let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
-    let found = query::find(&metrics, &job, &filter, points).await?;
-    large::json(answer(found)).await
+    let result = query::find(&metrics, &job, &filter, points).await?;
+    large::json(answer(result)).await
 }
 
 /// Converts the result of a query to the response.
-pub(crate) fn answer(found: query::Found) -> Metrics {
+pub(crate) fn answer(result: query::Found) -> Metrics {
     Metrics {
-        as_of_seq: found.as_of,
-        exact: found.exact,
-        bucket_steps: found.bucket_steps,
-        series: found.series.into_iter().map(to_series).collect(),
+        as_of_seq: result.as_of,
+        exact: result.exact,
+        bucket_steps: result.bucket_steps,
+        series: result.series.into_iter().map(to_series).collect(),
     }
 }
 
@@ -229,9 +230,9 @@ impl Csv {
                     && (filter.ranks.is_empty() || filter.ranks.contains(&chunk.rank))
             };
             series.extend(chunks.into_iter().filter(is_requested).map(|chunk| (chunk.name, chunk.rank)));
-            let place = |name: &str| metric::NAMES.iter().position(|known| *known == name);
+            let position = |name: &str| metric::NAMES.iter().position(|known| *known == name);
             series.sort_by_cached_key(|(name, rank)| {
-                (place(name).unwrap_or(metric::NAMES.len()), name.clone(), *rank)
+                (position(name).unwrap_or(metric::NAMES.len()), name.clone(), *rank)
             });
             series.dedup();
         }

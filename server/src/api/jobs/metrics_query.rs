@@ -106,17 +106,17 @@ pub(crate) async fn find(
         jobs.push(job);
     }
     metrics::check_name(Some(&name), &jobs)?;
-    let (mut found, mut buckets) = (Vec::new(), 0);
+    let (mut results, mut bucket_count) = (Vec::new(), 0);
     for job in jobs {
         let metrics: Metrics = metrics::answer(query::find(&stored_metrics, &job, &filter, points).await?);
-        buckets += metrics.series.iter().map(|series| series.steps.len()).sum::<usize>();
-        if buckets > MAX_RESPONSE_POINTS {
+        bucket_count += metrics.series.iter().map(|series| series.steps.len()).sum::<usize>();
+        if bucket_count > MAX_RESPONSE_POINTS {
             return Err(Error::BadRequest(format!(
                 "the response would have more than {MAX_RESPONSE_POINTS} points, because each rank and attempt has a series; request fewer \
                  points, ranks or jobs"
             )));
         }
-        found.push(JobMetrics { job: job.id.to_string(), metrics });
+        results.push(JobMetrics { job: job.id.to_string(), metrics });
     }
-    large::json(JobsMetrics { jobs: found }).await
+    large::json(JobsMetrics { jobs: results }).await
 }

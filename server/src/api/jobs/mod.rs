@@ -124,14 +124,14 @@ const MAX_WAIT_SECS: u64 = 120;
 /// Parameters of `GET /jobs/{id}`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(crate) struct EndQuery {
+pub(crate) struct WaitQuery {
     /// Maximum number of seconds to wait for the job's end, 0 to 120 (default 0).
     #[serde(default)]
     #[param(minimum = 0, maximum = 120)]
     wait: u64,
 }
 
-/// Same as [`row`], but waits until the job has ended or `limit` has passed.
+/// Same as [`row`], but waits until the job has ended, `limit` has passed, or the server stops.
 async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Result<JobRow> {
     let end = async {
         // Subscribed before the job is read, so that no event in between is missed.
@@ -164,7 +164,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Resul
 /// Show a job
 ///
 /// With `wait`, the response comes when the job has ended (`succeeded`, `failed`, `cancelled`) or the time has passed.
-#[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path), EndQuery),
+#[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path), WaitQuery),
     responses((status = 200, body = Job), (status = 304, description = "The job is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
@@ -172,7 +172,7 @@ pub(crate) async fn show(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Path(id): Path<String>,
-    Query(EndQuery { wait }): Query<EndQuery>,
+    Query(WaitQuery { wait }): Query<WaitQuery>,
 ) -> Result<Response> {
     let id = job_id(&id)?;
     let row = match wait {

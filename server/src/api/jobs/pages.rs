@@ -54,8 +54,8 @@ pub(crate) async fn jobs(
     }
     let mut page = scheduler.store.jobs(&filter).await?;
     page.jobs.iter_mut().for_each(|job| scheduler.last_plan.tell(job));
-    let one = JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() };
-    let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&one).await?.jobs.is_empty();
+    let any_job = JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() };
+    let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&any_job).await?.jobs.is_empty();
     let page = jobs_views::JobsPage {
         jobs: page.jobs,
         filter: jobs_views::JobFilter {
@@ -75,7 +75,7 @@ pub(crate) async fn jobs(
     html(page.render())
 }
 
-/// Maximum number of jobs that are searched for a free name.
+/// Maximum number of jobs that are read to find a free name.
 const MAX_CLONES_READ: u32 = 200;
 
 /// `GET /jobs/new`: initial values of the form.
@@ -101,7 +101,7 @@ pub(crate) async fn new_job(
         query.preset.as_deref(),
         query.dataset.as_deref(),
         datasets,
-        slots(&scheduler.agents),
+        count_slots(&scheduler.agents),
         server_url,
         caller.current_user(),
     );
@@ -116,7 +116,7 @@ pub(crate) async fn new_job(
         }
     } else if query.dataset.is_some() {
         let name = page.form.text("name").to_owned();
-        if named(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
+        if jobs_named(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
             page.form.set("name", free_name(&scheduler, &caller, &name).await?);
         }
     }
@@ -124,7 +124,7 @@ pub(crate) async fn new_job(
 }
 
 /// Returns the newest jobs that the caller may see and whose names contain this text.
-async fn named(scheduler: &Scheduler, caller: &Caller, text: &str) -> Result<Vec<Job>> {
+async fn jobs_named(scheduler: &Scheduler, caller: &Caller, text: &str) -> Result<Vec<Job>> {
     let name = Some(text.to_owned());
     let filter =
         JobFilter { name, seen_by: caller.sees_as(), limit: MAX_CLONES_READ, ..JobFilter::default() };
@@ -137,7 +137,7 @@ async fn free_name(scheduler: &Scheduler, caller: &Caller, name: &str) -> Result
         Some((stem, number)) if number.parse::<u32>().is_ok() => stem,
         _ => name,
     };
-    let clones = named(scheduler, caller, &format!("{stem} (")).await?;
+    let clones = jobs_named(scheduler, caller, &format!("{stem} (")).await?;
     let numbered = |number: usize| format!("{stem} ({number})");
     let mut number = 2;
     while clones.iter().any(|job| job.name == numbered(number)) {
@@ -146,7 +146,7 @@ async fn free_name(scheduler: &Scheduler, caller: &Caller, name: &str) -> Result
     Ok(numbered(number))
 }
 
-fn slots(agents: &Agents) -> u32 {
+fn count_slots(agents: &Agents) -> u32 {
     agents.online().iter().map(|a| a.row.slots.len() as u32).sum()
 }
 
@@ -166,7 +166,7 @@ pub(crate) async fn submit_job(
                 form,
                 mistakes,
                 datasets,
-                slots: slots(&scheduler.agents),
+                slots: count_slots(&scheduler.agents),
                 server_url,
                 user: caller.current_user(),
             };

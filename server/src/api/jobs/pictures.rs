@@ -130,7 +130,7 @@ pub(crate) async fn of_dataset(
             (pick, next)
         }
     };
-    let samples = ask(&scheduler.datasets, dataset.path, pick).await?;
+    let samples = read_pictures(&scheduler.datasets, dataset.path, pick).await?;
     let next_cursor = (next < samples.total).then(|| pages.cursor(&next)).transpose()?;
     Ok(Json(SamplePage { samples, next_cursor }))
 }
@@ -181,10 +181,10 @@ pub(crate) async fn of_job(
         places,
         epochs: Vec::new(),
     };
-    Ok(Json(ask(&scheduler.datasets, dataset.path, pick).await?))
+    Ok(Json(read_pictures(&scheduler.datasets, dataset.path, pick).await?))
 }
 
-async fn ask(datasets: &Datasets, path: String, pick: Pick) -> Result<Samples> {
+async fn read_pictures(datasets: &Datasets, path: String, pick: Pick) -> Result<Samples> {
     datasets.roots.check_registered(&path).await.map_err(Error::unprocessable)?;
     let request = AgentRequest::Samples { path, pick, allowed: datasets.roots.allowed() };
     match requests::call(&datasets.agents, request, TIMEOUT).await {

@@ -94,7 +94,7 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
     let fields = Fields::parse::<QueuedJob>(query.fields.as_deref())?;
-    let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
+    let cursor: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = scheduler.waiting.read(&*scheduler.store).await?;
     // Uses the order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.
     scheduler.last_plan.sort(&mut rows, |row| &row.job.id);
@@ -102,7 +102,8 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let slots = reserved_slots(&planned);
     let reservations = reservations(&scheduler.agents, caller, planned, &rows);
     let is_requested = |row: &JobRow, is_seen: bool| {
-        let matches = |filter: Option<&str>, own: Option<&str>| filter.is_none() || is_seen && filter == own;
+        let matches =
+            |filter: Option<&str>, value: Option<&str>| filter.is_none() || is_seen && filter == value;
         matches(project, Some(&row.job.project)) && matches(owner, row.job.owner.as_deref())
     };
     let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
@@ -111,9 +112,9 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
         .map(|(place, row, is_seen)| Placed { place, row: is_seen.then_some(row) })
         .collect();
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
-    if let Some(from) = &from {
+    if let Some(cursor) = &cursor {
         let places: Vec<_> = jobs.iter().map(|job| (job.place, job.row.map(|row| &row.job.id))).collect();
-        jobs.drain(..previous_count(&places, from));
+        jobs.drain(..previous_count(&places, cursor));
     }
     let has_more = jobs.len() > limit;
     jobs.truncate(limit);
@@ -143,9 +144,9 @@ fn previous_count(jobs: &[(u64, Option<&JobId>)], (last_place, last_id): &(u64, 
 }
 
 /// Number of reserved slots by job.
-fn reserved_slots(all: &[scheduler::Reservation]) -> HashMap<JobId, u32> {
+fn reserved_slots(planned: &[scheduler::Reservation]) -> HashMap<JobId, u32> {
     let mut slots = HashMap::new();
-    for reservation in all {
+    for reservation in planned {
         let count = u32::try_from(reservation.free.len() + reservation.ending.len()).unwrap_or(u32::MAX);
         let sum: &mut u32 = slots.entry(reservation.job.clone()).or_default();
         *sum = sum.saturating_add(count);
@@ -183,14 +184,14 @@ fn queued_job(
 fn reservations(
     agents: &Agents,
     caller: &Caller,
-    all: Vec<scheduler::Reservation>,
+    planned: Vec<scheduler::Reservation>,
     rows: &[Arc<JobRow>],
 ) -> Vec<Reservation> {
-    let reserving: HashSet<&JobId> = all.iter().map(|reservation| &reservation.job).collect();
+    let reserving: HashSet<&JobId> = planned.iter().map(|reservation| &reservation.job).collect();
     let rows = rows.iter().filter(|row| reserving.contains(&row.job.id));
     let by_id: HashMap<JobId, &Arc<JobRow>> = rows.map(|row| (row.job.id.clone(), row)).collect();
     let online = agents.online();
-    let shown = all.into_iter().filter_map(|reservation| {
+    let shown = planned.into_iter().filter_map(|reservation| {
         // Skips a job that has just started, and a machine that has just disconnected.
         let row = by_id.get(&reservation.job)?;
         let agent = online.iter().find(|agent| agent.row.id == reservation.agent_id)?;
@@ -216,9 +217,9 @@ mod tests {
     #[test]
     fn pages_continue_correctly_after_jobs_have_left_the_queue() {
         let ids: Vec<JobId> = (0..4).map(|_| JobId::generate()).collect();
-        let queue = |of: &[usize]| -> Vec<(u64, Option<&JobId>)> {
+        let queue = |indices: &[usize]| -> Vec<(u64, Option<&JobId>)> {
             // The last job is private to another person.
-            (1..).zip(of).map(|(place, n)| (place, ids.get(*n).filter(|_| *n != 3))).collect()
+            (1..).zip(indices).map(|(place, i)| (place, ids.get(*i).filter(|_| *i != 3))).collect()
         };
         let last = (2, Some(ids[1].clone()));
         assert_eq!(previous_count(&queue(&[0, 1, 2]), &last), 2);

@@ -15,7 +15,7 @@ use axum::{
     Extension,
     extract::{
         State, WebSocketUpgrade,
-        ws::{CloseFrame, Message, WebSocket, rejection::WebSocketUpgradeRejection},
+        ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
     },
     response::Response,
 };
@@ -91,7 +91,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The connection has ended.
 struct Disconnected;
 
-/// The writing half of a browser's connection. A task watches the reading half for the close.
+/// A browser that reads a stream: the writing half of its connection. A task watches the reading half for the close.
 struct Reader<'a> {
     scheduler: &'a Scheduler,
     caller: Caller,
@@ -120,8 +120,8 @@ impl<'a> Reader<'a> {
         Self { scheduler, caller, to, closed, sent: 0, is_given_up: false }
     }
 
-    /// Sends a message. Closes the connection of a reader that does not read. That reader can reconnect with the last number that it
-    /// received.
+    /// Sends a message; `seq` is the number of the event in the message, if any. Closes the connection of a reader that does not read. The
+    /// reader can reconnect with the number of the last event that it received.
     async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Disconnected> {
         let Self { scheduler, caller, to, sent, .. } = self;
         let sending = async {
@@ -142,7 +142,7 @@ impl<'a> Reader<'a> {
                 return Err(Disconnected);
             }
         }
-        self.close(1001, "the server is stopping").await;
+        self.close(close_code::AWAY, "the server is stopping").await;
         Err(Disconnected)
     }
 
@@ -164,7 +164,7 @@ impl<'a> Reader<'a> {
             Ok::<_, axum::Error>(())
         };
         tokio::select! {
-            _ = tokio::time::timeout(CLOSE_TIMEOUT,  closing) => {}
+            _ = tokio::time::timeout(CLOSE_TIMEOUT, closing) => {}
             () = self.scheduler.tasks.stopping.cancelled() => {}
             () = self.caller.ended() => {}
         }
@@ -217,7 +217,7 @@ impl Drop for Reader<'_> {
 }
 
 async fn close_unavailable(reader: &mut Reader<'_>) -> std::result::Result<(), Disconnected> {
-    reader.close(1013, "the database is not available; reconnect later").await;
+    reader.close(close_code::AGAIN, "the database is not available; reconnect later").await;
     Err(Disconnected)
 }
 
@@ -288,7 +288,7 @@ async fn follow(
         }
         if live && state.is_final() && !keep_open {
             reader.send_frame(&Frame::End { state }).await?;
-            reader.close_when_read(1000, "the job is over").await;
+            reader.close_when_read(close_code::NORMAL, "the job is over").await;
             return Ok(());
         }
         loop {
@@ -306,7 +306,7 @@ async fn follow(
                     JobUpdate::Events => break,
                     JobUpdate::Labels(labels) => reader.send_frame(&Frame::Changed(labels)).await?,
                     JobUpdate::Deleted => {
-                        reader.close(1000, "the job was deleted").await;
+                        reader.close(close_code::NORMAL, "the job was deleted").await;
                         return Ok(());
                     }
                 },
@@ -319,7 +319,7 @@ async fn follow(
                     return Ok(());
                 }
                 () = scheduler.tasks.stopping.cancelled() => {
-                    reader.close(1001, "the server is stopping").await;
+                    reader.close(close_code::AWAY, "the server is stopping").await;
                     return Ok(());
                 }
                 () = tokio::time::sleep_until(next_progress), if new_pace.is_some() => {}
@@ -386,7 +386,7 @@ async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::resu
                 return Ok(());
             }
             () = scheduler.tasks.stopping.cancelled() => {
-                reader.close(1001, "the server is stopping").await;
+                reader.close(close_code::AWAY, "the server is stopping").await;
                 return Ok(());
             }
             () = tokio::time::sleep_until(heartbeat) => {

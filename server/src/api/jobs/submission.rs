@@ -90,7 +90,7 @@ pub(crate) enum WeightsCheck {
     /// The job has no pretrained weights, or no mistake in them was found.
     Fit,
     Mistake(SpecError),
-    /// No agent could check the weights; the value is a warning. The ranks check them when the job starts.
+    /// No agent could check the weights; the value is a warning. The ranks check the weights when the job starts.
     NotChecked(String),
 }
 

@@ -25,8 +25,10 @@ pub(in crate::api) struct Pages<'a> {
 #[serde(deny_unknown_fields)]
 struct CursorPosition<K> {
     list: String,
+    /// Id of the list's owner.
     of: Option<String>,
     sort: String,
+    /// Position at which the next page begins, such as the sort key and id of the last element.
     at: K,
 }
 
@@ -86,7 +88,7 @@ impl<'a> Pages<'a> {
 fn has_nul(value: &Value) -> bool {
     match value {
         Value::String(text) => text.contains('\0'),
-        Value::Array(all) => all.iter().any(has_nul),
+        Value::Array(items) => items.iter().any(has_nul),
         Value::Object(fields) => fields.values().any(has_nul),
         _ => false,
     }

@@ -20,7 +20,7 @@ use std::{collections::HashMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
-/// How cursors of the audit log are encoded. Its only order is newest first.
+/// Pages of the audit log for cursors. The only order is newest first.
 const PAGES: Pages = Pages::new("audit", "-id");
 
 /// A page of the audit log.

@@ -62,11 +62,11 @@ pub(crate) struct LoginForm {
 
 /// Returns the path to go to after signing in, which is always on this server (no open redirect).
 pub(crate) fn return_path(next: Option<&str>) -> &str {
-    let is_ours = |next: &&str| {
+    let is_local = |next: &&str| {
         let plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
         plain && next.len() <= MAX_NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
     };
-    next.filter(is_ours).unwrap_or("/jobs")
+    next.filter(is_local).unwrap_or("/jobs")
 }
 
 /// Whether the caller may make the first person: the caller is an admin, and the server has no people yet.

@@ -167,12 +167,12 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Resul
             "somebody else has been added meanwhile; sign in as an admin to add more people".into(),
         );
     }
-    check_room(auth, &new.name, identity.as_ref())?;
+    check_can_add(auth, &new.name, identity.as_ref())?;
     insert(auth, new.name, new.role, hash, identity).await
 }
 
 /// Checks that nobody has the name or the account, and that the maximum number of people is not reached.
-pub(super) fn check_room(auth: &Auth, name: &str, identity: Option<&Identity>) -> Result<()> {
+pub(super) fn check_can_add(auth: &Auth, name: &str, identity: Option<&Identity>) -> Result<()> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     let people = auth.access.people();
     if people.iter().any(|person| person.name == name) {
@@ -198,7 +198,7 @@ fn check_account(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     }
 }
 
-/// Stores a new person after [`check_room`]. The caller must hold the lock `changing`.
+/// Stores a new person after [`check_can_add`]. The caller must hold the lock `changing`.
 pub(super) async fn insert(
     auth: &Auth,
     name: String,
@@ -252,6 +252,7 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
         Some(password) => Some(auth.access.passwords.hash(password).await?),
         None => None,
     };
+    // `Some(None)` removes the account.
     let identity = match change.subject.as_deref() {
         Some("") => Some(None),
         Some(subject) => Some(Some(identity(auth, subject)?)),
@@ -311,7 +312,7 @@ pub(crate) async fn change_own(
     Extension(peer): Extension<Peer>,
     Body(passwords, _): Body<OwnPassword>,
 ) -> Result<StatusCode> {
-    set_own(&auth, &caller, peer.address, passwords).await?;
+    set_own_password(&auth, &caller, peer.address, passwords).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -319,7 +320,7 @@ pub(crate) async fn change_own(
 ///
 /// # Errors
 /// The current password is wrong, the new password is invalid, or the caller has no password.
-pub(super) async fn set_own(
+pub(super) async fn set_own_password(
     auth: &Auth,
     caller: &Caller,
     from: IpAddr,

@@ -26,12 +26,12 @@ use axum::{
 use serde::Deserialize;
 use std::{sync::Arc, time::Duration};
 
-/// Duration of a session. It is shorter than that of a session with a password, so that people who are locked out at the provider lose
-/// access soon.
+/// Duration of a session. It is shorter than the duration of a session with a password, so that people who are locked out at the provider
+/// lose access soon.
 const SESSION_LIFE: Duration = Duration::from_secs(24 * 3600);
 
 /// Path of the cookie that a browser keeps while it is at the provider.
-const PATH: &str = "/login/oidc";
+const COOKIE_PATH: &str = "/login/oidc";
 
 /// `GET /login/oidc`
 #[derive(Debug, Default, Deserialize)]
@@ -57,8 +57,8 @@ pub(crate) async fn begin(
     match oidc.begin(&format!("{server}/login/oidc/callback"), next, peer.address).await {
         Ok((location, value)) => {
             let mut response = Redirect::to(&location).into_response();
-            let cookie = own_cookie(&auth);
-            set_cookie(&mut response, &peer, (&cookie, PATH), &value, REQUEST_LIFE.as_secs());
+            let cookie = provider_cookie(&auth);
+            set_cookie(&mut response, &peer, (&cookie, COOKIE_PATH), &value, REQUEST_LIFE.as_secs());
             Ok(response)
         }
         Err(error) => login::provider_failure_page(&auth, &ingress, next, error.into()),
@@ -74,7 +74,7 @@ pub(crate) async fn finish(
     PageQuery(answer): PageQuery<Answer>,
 ) -> Page {
     let oidc = provider(&auth)?;
-    let Some(request) = oidc.take(&answer.state, cookie(&headers, &own_cookie(&auth))) else {
+    let Some(request) = oidc.take(&answer.state, cookie(&headers, &provider_cookie(&auth))) else {
         let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
         let refused = FailedSignIn { status: StatusCode::BAD_REQUEST, detail: detail.into(), about: None };
         return login::provider_failure_page(&auth, &ingress, "/jobs", refused);
@@ -95,7 +95,7 @@ pub(crate) async fn finish(
             login::provider_failure_page(&auth, &ingress, &next, refused)?
         }
     };
-    set_cookie(&mut response, &peer, (&own_cookie(&auth), PATH), "", 0);
+    set_cookie(&mut response, &peer, (&provider_cookie(&auth), COOKIE_PATH), "", 0);
     Ok(response)
 }
 
@@ -110,7 +110,7 @@ async fn sign_in(
         Ok(account) => account,
         Err(error) => return Ok(Err(error.into())),
     };
-    let (row, change) = match person(auth, oidc, account).await? {
+    let (row, change) = match find_or_add_person(auth, oidc, account).await? {
         Ok(found) => found,
         Err(refused) => return Ok(Err(refused)),
     };
@@ -123,7 +123,7 @@ async fn sign_in(
 
 /// Returns the person for an account, and a text for the audit log if the person was added or changed. A new person is added if the
 /// configuration allows new people.
-async fn person(
+async fn find_or_add_person(
     auth: &Auth,
     oidc: &Oidc,
     account: Account,
@@ -165,7 +165,7 @@ async fn person(
         }
         SignsInAs::Nobody => {}
     }
-    let by_admin = |name: &str| {
+    let advice = |name: &str| {
         let subject = quoted(&subject);
         format!(
             "An admin adds you with: lockstep user add {name} --subject {subject} (or, if you already have a name here: \
@@ -174,16 +174,16 @@ async fn person(
     };
     let name_to_add = name.as_deref().unwrap_or("NAME");
     let Some(role) = role else {
-        return refuse(format!("No person has this account yet. {}", by_admin(name_to_add)));
+        return refuse(format!("No person has this account yet. {}", advice(name_to_add)));
     };
     let name = match name {
         Ok(name) => name,
-        Err(why) => return refuse(format!("You cannot be added: {why}. {}", by_admin("NAME"))),
+        Err(why) => return refuse(format!("You cannot be added: {why}. {}", advice("NAME"))),
     };
     if let Some(why) = why_taken(auth, &name).await? {
-        return refuse(format!("You cannot be added as {name:?}: {why}. {}", by_admin("ANOTHER-NAME")));
+        return refuse(format!("You cannot be added as {name:?}: {why}. {}", advice("ANOTHER-NAME")));
     }
-    match people::check_room(auth, &name, Some(&identity)) {
+    match people::check_can_add(auth, &name, Some(&identity)) {
         Ok(()) => {}
         Err(Error::Conflict(why)) => return refuse(format!("You cannot be added: {why}.")),
         Err(other) => return Err(other),
@@ -201,14 +201,14 @@ async fn why_taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
     }
     let has_name = |owner: Option<&String>| owner.is_some_and(|owner| owner == name);
     let of_name = JobFilter { owner: Some(name.to_owned()), limit: 1, ..JobFilter::default() };
-    let owns = auth
+    let is_owner = auth
         .access
         .tokens()
         .iter()
         .any(|token| (token.owner.is_none() && token.name == name) || has_name(token.owner.as_ref()))
         || !auth.store.jobs(&of_name).await?.jobs.is_empty()
         || auth.store.datasets().await?.iter().any(|dataset| has_name(dataset.owner.as_ref()));
-    Ok(owns.then_some("tokens, jobs or datasets have an owner with this name, and would become yours"))
+    Ok(is_owner.then_some("tokens, jobs or datasets have an owner with this name, and would become yours"))
 }
 
 /// Quotes a subject for a shell. Subjects consist of visible ASCII characters.
@@ -232,7 +232,7 @@ impl From<OidcError> for FailedSignIn {
 }
 
 /// Name of the cookie that a browser keeps while it is at the provider.
-fn own_cookie(auth: &Auth) -> String {
+fn provider_cookie(auth: &Auth) -> String {
     format!("{}_oidc", auth.cookie_name)
 }
 

@@ -199,7 +199,8 @@ async fn apply_account(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountF
     let reload = || Ok(Redirect::to("/account?done=true").into_response());
     match form {
         AccountForm::Password { current, new } => {
-            let row = people::set_own(auth, caller, peer.address, OwnPassword { current, new }).await?;
+            let row =
+                people::set_own_password(auth, caller, peer.address, OwnPassword { current, new }).await?;
             match caller.session() {
                 Some(_) => {
                     Ok(login::sign_in_person(auth, peer, &row, "/account?done=true", SESSION_LIFE).await?)

@@ -132,7 +132,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     }
     let (agent, agent_id) = match (new.scope, &new.agent) {
         (Scope::Agent, Some(agent)) => match agent_named(auth, agent).await? {
-            Some(found) => found,
+            Some(name_and_id) => name_and_id,
             None => return mistake("/agent", "must have 1 to 100 plain characters".into()),
         },
         (Scope::Agent, None) => {
@@ -254,11 +254,11 @@ pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Resu
     }
     // Tokens that were made with this token are revoked first. Otherwise they would stay valid if a write fails.
     let mut to_revoke = vec![row];
-    let all = auth.access.tokens();
+    let tokens = auth.access.tokens();
     let mut index = 0;
     while index < to_revoke.len() {
         let id = Some(to_revoke[index].token.id.clone());
-        let made = all.iter().filter(|token| token.made_with == id && token.revoked_at.is_none());
+        let made = tokens.iter().filter(|token| token.made_with == id && token.revoked_at.is_none());
         to_revoke.extend(made.filter_map(|token| auth.access.token(&token.id)));
         index += 1;
     }

@@ -184,14 +184,14 @@ pub(crate) async fn download(
 
 /// Returns the response with a file. Browsers save the file and do not show it, because the file could contain scripts.
 pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request<Body>) -> Result<Response> {
-    let place = files.place(path).map_err(refusal)?;
+    let file_path = files.place(path).map_err(refusal)?;
     let missing = || Error::NotFound("the run has no such file; GET /api/v1/runs/ID/files lists them".into());
-    // A folder could be opened, too.
-    if !tokio::fs::metadata(&place).await.is_ok_and(|metadata| metadata.is_file()) {
+    // `ServeFile` would also open a folder.
+    if !tokio::fs::metadata(&file_path).await.is_ok_and(|metadata| metadata.is_file()) {
         return Err(missing());
     }
     conditional::keep_one_range(request.headers_mut());
-    let mut response = ServeFile::new(place).try_call(request).await?.map(Body::new).into_response();
+    let mut response = ServeFile::new(file_path).try_call(request).await?.map(Body::new).into_response();
     if response.status() == StatusCode::NOT_FOUND {
         return Err(missing());
     }

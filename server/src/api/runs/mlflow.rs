@@ -84,7 +84,7 @@ fn invalid_value(key: &str, value: &Value) -> Refusal {
     invalid(format!("Invalid value {} for parameter '{key}' supplied", shortened(&value.to_string())))
 }
 
-fn no_call(method: &Method, name: &str) -> Refusal {
+fn unsupported_call(method: &Method, name: &str) -> Refusal {
     let detail = format!(
         "Lockstep does not support MLflow's call {method} {:?}. Lockstep supports experiments, and runs with parameters, metrics, tags, \
          artifacts and logged models, but no registered models or traces",
@@ -197,8 +197,8 @@ impl Parameters {
 
     fn list(&self, key: &str) -> Result<Vec<Parameters>> {
         let Some(list) = self.fields.get(key).filter(|list| !list.is_null()) else { return Ok(Vec::new()) };
-        let element = |(index, one): (usize, &Value)| {
-            let fields = one.as_object()?.clone();
+        let element = |(index, value): (usize, &Value)| {
+            let fields = value.as_object()?.clone();
             Some(Parameters { fields, prefix: format!("{key}[{index}].") })
         };
         let objects = list.as_array().and_then(|list| list.iter().enumerate().map(element).collect());
@@ -303,7 +303,7 @@ impl CallState {
             }
             ("POST", "runs/delete-tag") => {
                 let key = parameters.required("key")?;
-                let job = self.own_run(parameters).await?;
+                let job = self.changeable_run(parameters).await?;
                 if !job.external.unwrap_or_default().values.contains_key(key) {
                     let detail = format!("No tag with name: {key} in run with id {}", job.id);
                     return Err(refuse("RESOURCE_DOES_NOT_EXIST", detail));
@@ -325,7 +325,7 @@ impl CallState {
             ("POST", "logged-models/search") => json!({"models": []}),
             _ => match name.strip_prefix(models::PREFIX) {
                 Some(address) => self.model(method, address).await?,
-                None => return Err(no_call(method, name)),
+                None => return Err(unsupported_call(method, name)),
             },
         })
     }
@@ -348,10 +348,10 @@ impl CallState {
         let from: usize = parameters.page_start()?;
         let max = parameters.page_size(PAGE_RUNS)? as usize;
         let are_deleted = parameters.text("view_type")? == Some("DELETED_ONLY");
-        let all = if are_deleted { Vec::new() } else { self.projects().await? };
-        let page = all.iter().skip(from).take(max).map(|name| experiment(name));
+        let projects = if are_deleted { Vec::new() } else { self.projects().await? };
+        let page = projects.iter().skip(from).take(max).map(|name| experiment(name));
         let mut answer = json!({"experiments": page.collect::<Vec<_>>()});
-        if all.len() > from.saturating_add(max) {
+        if projects.len() > from.saturating_add(max) {
             answer["next_page_token"] = (from + max).to_string().into();
         }
         Ok(answer)
@@ -370,7 +370,7 @@ impl CallState {
             ));
         }
         // A project exists as soon as it has a run.
-        Ok(json!({"experiment_id": id_of(&project)}))
+        Ok(json!({"experiment_id": experiment_id(&project)}))
     }
 
     async fn experiment_by_name(&self, parameters: &Parameters) -> Result<Value> {
@@ -404,14 +404,14 @@ impl CallState {
     }
 
     /// Returns the run that a request names, if the caller may change it.
-    async fn own_run(&self, parameters: &Parameters) -> Result<Job> {
+    async fn changeable_run(&self, parameters: &Parameters) -> Result<Job> {
         let job = self.visible_run(parameters).await?;
-        check_own(&self.auth, &self.caller, &job)?;
+        check_may_change(&self.auth, &self.caller, &job)?;
         Ok(job)
     }
 
     async fn change_run(&self, parameters: &Parameters, change: RunChange) -> Result<Job> {
-        let job = self.own_run(parameters).await?;
+        let job = self.changeable_run(parameters).await?;
         Ok(self.runs.tell(&job.id, change).await?)
     }
 
@@ -439,7 +439,7 @@ impl CallState {
 
     /// Deletes a run permanently. MLflow keeps deleted runs for a while.
     async fn delete_run(&self, parameters: &Parameters) -> Result<Value> {
-        let job = self.own_run(parameters).await?;
+        let job = self.changeable_run(parameters).await?;
         if !job.state.is_final() {
             let change = RunChange { state: Some(JobState::Cancelled), ..RunChange::default() };
             self.runs.tell(&job.id, change).await?;
@@ -519,7 +519,7 @@ impl CallState {
 
     /// Appends points to a run, and changes the run.
     async fn log(&self, parameters: &Parameters, metrics: &[Parameters], change: RunChange) -> Result<Value> {
-        let job = self.own_run(parameters).await?;
+        let job = self.changeable_run(parameters).await?;
         let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<Timestamp>);
         for metric in metrics {
             let key = metric.required("key")?;
@@ -594,7 +594,7 @@ async fn find_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Jo
     }
 }
 
-fn check_own(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
+fn check_may_change(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
     match auth.may_change(caller, job.owner.as_deref()) {
         true => Ok(()),
         false => Err(refuse(
@@ -627,13 +627,13 @@ fn project(experiment: &str) -> String {
     }
 }
 
-fn id_of(project: &str) -> &str {
+fn experiment_id(project: &str) -> &str {
     if project == DEFAULT_PROJECT { DEFAULT_ID } else { project }
 }
 
 fn experiment(project: &str) -> Value {
     let name = if project == DEFAULT_PROJECT { DEFAULT_NAME } else { project };
-    json!({"experiment_id": id_of(project), "name": name, "lifecycle_stage": "active", "artifact_location": "mlflow-artifacts:/"})
+    json!({"experiment_id": experiment_id(project), "name": name, "lifecycle_stage": "active", "artifact_location": "mlflow-artifacts:/"})
 }
 
 fn info(job: &Job) -> Value {
@@ -647,7 +647,7 @@ fn info(job: &Job) -> Value {
         _ => "RUNNING",
     };
     let mut info = json!({
-        "run_id": job.id, "run_name": name, "experiment_id": id_of(&job.project), "status": status,
+        "run_id": job.id, "run_name": name, "experiment_id": experiment_id(&job.project), "status": status,
         "user_id": user, "start_time": job.created_at.as_millisecond(), "artifact_uri": artifacts::uri(job), "lifecycle_stage": "active",
     });
     if let Some(at) = job.finished_at {

@@ -1,5 +1,5 @@
-//! Runs from elsewhere: jobs that other programs train. The programs create, update and log them with these calls. Everything else works as
-//! for other jobs.
+//! Runs from elsewhere: jobs that other programs train. The programs create, update and log runs with these calls. All other calls work
+//! as for other jobs.
 
 pub(crate) mod files;
 pub(crate) mod mlflow;
@@ -62,16 +62,16 @@ pub(crate) struct NewRun {
     private: Option<bool>,
     /// Time of the run's start, in milliseconds since 1970 (default: now).
     started_at: Option<i64>,
-    /// Only set by calls of MLflow's clients.
+    /// Tags, which only MLflow's clients can set.
     #[serde(skip)]
     values: BTreeMap<String, String>,
 }
 
 impl NewRun {
     fn mistakes(&self) -> Vec<SpecError> {
-        let mut all = Vec::new();
+        let mut mistakes = Vec::new();
         let mut mistake =
-            |pointer: &str, detail: String| all.push(SpecError { pointer: pointer.into(), detail });
+            |pointer: &str, detail: String| mistakes.push(SpecError { pointer: pointer.into(), detail });
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
         if let Some(id) = &self.id
             && !((1..=RUN_ID_CHARS).contains(&id.len()) && id.chars().all(is_plain))
@@ -108,7 +108,7 @@ impl NewRun {
                 );
             }
         }
-        all
+        mistakes
     }
 }
 
@@ -260,8 +260,8 @@ pub(crate) struct RecordsStored {
 
 impl NewRecords {
     fn mistakes(&self) -> Vec<SpecError> {
-        let mut all = Vec::new();
-        let mut mistake = |pointer: String, detail: String| all.push(SpecError { pointer, detail });
+        let mut mistakes = Vec::new();
+        let mut mistake = |pointer: String, detail: String| mistakes.push(SpecError { pointer, detail });
         if !(1..=LAST_STEP).contains(&self.first) {
             mistake(
                 "/first".into(),
@@ -282,7 +282,7 @@ impl NewRecords {
                 break;
             }
         }
-        all
+        mistakes
     }
 
     /// Returns the time of the newest record, or the current time if that time is in the future or no record has a time.

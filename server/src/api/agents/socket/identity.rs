@@ -18,6 +18,7 @@ use std::sync::Arc;
 pub(super) struct AgentCertificate(Option<(Arc<AgentTrust>, Arc<ClientCertificate>)>);
 
 impl AgentCertificate {
+    /// Returns the agent's certificate, if any. Also records how the agent has joined, and logs a warning about the certificate.
     pub(super) fn of(ingress: &Ingress, caller: &Caller, peer: &Peer, agent: &AgentRow) -> Self {
         let uses_certificate = caller.token().is_some_and(is_certificate);
         let joined = ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| uses_certificate);
@@ -82,6 +83,7 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
     if !may_bind {
         return Err(wrong_agent(token, agent));
     }
+    // Also stores the earlier revocations of the certificate's name, which may be only in memory.
     if is_certificate(token) {
         for past in auth.access.past_of(bound.token.agent.as_deref().unwrap_or_default()) {
             auth.store.put_token(&past).await.map_err(failed)?;

@@ -17,7 +17,7 @@ pub(super) const MESSAGE_BYTES: usize = 16 << 20;
 pub(super) const HELLO_BYTES: usize = 2 << 20;
 /// Maximum size of a message that is decoded on the connection's thread, in bytes. Longer messages are decoded on a blocking thread,
 /// because decoding may take a second, which would delay all heartbeats. Only one longer message is decoded at a time, because decoding
-/// may need forty times the message's size of memory.
+/// may need memory of forty times the message's size.
 const DECODED_HERE_BYTES: usize = 2 << 20;
 static DECODING: Semaphore = Semaphore::const_new(1);
 

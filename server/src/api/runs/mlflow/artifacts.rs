@@ -1,7 +1,7 @@
 //! MLflow's proxy for artifacts (`mlflow/protos/mlflow_artifacts.proto`): a run's artifacts are its files. The URI of an artifact has the
 //! run's id and the file's path: `mlflow-artifacts:/RUN/PATH`.
 
-use super::{Parameters, Result, check_own, find_run, invalid, no_call};
+use super::{Parameters, Result, check_may_change, find_run, invalid, unsupported_call};
 use crate::{
     api::runs::files,
     auth::{Auth, access::Caller},
@@ -34,9 +34,9 @@ fn split_address(address: &str) -> (&str, &str) {
 }
 
 /// Lists the files and folders directly in a folder, with paths that begin with `prefix`. The list is empty for a file.
-fn list_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
-    let mut found = BTreeMap::new();
-    for file in all {
+fn list_folder(files: &[RunFile], folder: &str, prefix: &str) -> Value {
+    let mut entries = BTreeMap::new();
+    for file in files {
         let rest = match folder {
             "" => Some(file.path.as_str()),
             _ => file.path.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/')),
@@ -49,9 +49,9 @@ fn list_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
                 json!({"path": format!("{prefix}{rest}"), "is_dir": false, "file_size": file.size_bytes}),
             ),
         };
-        found.entry(name).or_insert(entry);
+        entries.entry(name).or_insert(entry);
     }
-    found.into_values().collect()
+    entries.into_values().collect()
 }
 
 /// Lists the artifacts in a folder of a run, with their paths in the run, for `artifacts/list`.
@@ -78,7 +78,7 @@ pub(crate) async fn list(
     request: Request,
 ) -> Result<Json<Value>> {
     if request.method() != Method::GET {
-        return Err(no_call(request.method(), NAME));
+        return Err(unsupported_call(request.method(), NAME));
     }
     let parameters = Parameters::read(request).await?;
     let (run, path) = split_address(parameters.required("path")?);
@@ -104,7 +104,7 @@ pub(crate) async fn file(
     if matches!(method, Method::GET | Method::HEAD) {
         return Ok(files::send_file(&files, path, request).await?);
     }
-    check_own(&auth, &caller, &job)?;
+    check_may_change(&auth, &caller, &job)?;
     match method {
         Method::PUT => {
             let body = runs.noted(&job.id, request.into_body());
@@ -117,7 +117,7 @@ pub(crate) async fn file(
             }
         }
         Method::DELETE => files::remove_path(files, path.to_owned()).await?,
-        other => return Err(no_call(&other, NAME)),
+        other => return Err(unsupported_call(&other, NAME)),
     }
     Ok(Json(json!({})).into_response())
 }

@@ -1,7 +1,10 @@
 //! Logged models of MLflow 3 (`LoggedModel` in `mlflow/protos/service.proto`). A logged model is a folder of its run's files, like a model
 //! of MLflow 2. The model's id is `m-`, the run's id, `-` and the folder's name. The model's parameters and tags are not stored.
 
-use super::{CallState, Parameters, Result, artifacts, check_own, find_run, id_of, invalid, no_call, refuse};
+use super::{
+    CallState, Parameters, Result, artifacts, check_may_change, experiment_id, find_run, invalid, refuse,
+    unsupported_call,
+};
 use crate::{api::runs::files, http::error::Error};
 use axum::http::Method;
 use lockstep_protocol::job::Job;
@@ -15,7 +18,7 @@ const DEFAULT_NAME: &str = "model";
 fn model(job: &Job, name: &str) -> Value {
     let (id, at) = (format!("m-{}-{name}", job.id), job.created_at.as_millisecond());
     json!({"model": {"info": {
-        "model_id": id, "experiment_id": id_of(&job.project), "name": name, "source_run_id": job.id, "status": "LOGGED_MODEL_READY",
+        "model_id": id, "experiment_id": experiment_id(&job.project), "name": name, "source_run_id": job.id, "status": "LOGGED_MODEL_READY",
         "artifact_uri": format!("{}/{name}", artifacts::uri(job)), "creation_timestamp_ms": at, "last_updated_timestamp_ms": at,
     }}})
 }
@@ -30,7 +33,7 @@ impl CallState {
             )
         })?;
         let job = find_run(&self.scheduler, &self.caller, run).await?;
-        check_own(&self.auth, &self.caller, &job)?;
+        check_may_change(&self.auth, &self.caller, &job)?;
         if name.contains('/') || files::run_files(&self.scheduler.config, &job.id).place(name).is_err() {
             return Err(invalid(format!(
                 "a model cannot have the name {name:?}: the name must be valid for the folder of the model's files"
@@ -48,7 +51,7 @@ impl CallState {
         };
         let job = find_run(&self.scheduler, &self.caller, run).await?;
         if method != Method::GET {
-            check_own(&self.auth, &self.caller, &job)?;
+            check_may_change(&self.auth, &self.caller, &job)?;
         }
         let part = part.split('/').next().unwrap_or_default();
         match (method.as_str(), part) {
@@ -63,7 +66,7 @@ impl CallState {
                 }
             }
             ("POST", "params") | ("PATCH" | "DELETE", "tags") => Ok(json!({})),
-            _ => Err(no_call(method, PREFIX)),
+            _ => Err(unsupported_call(method, PREFIX)),
         }
     }
 }

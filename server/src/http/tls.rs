@@ -67,6 +67,7 @@ struct Watched {
 
 /// Inode, length and modification time, which differ after a file was changed or replaced.
 type FileStamp = (u64, u64, i64, i64);
+/// The stamps of two files; `None` for a missing file.
 type Stamp = [Option<FileStamp>; 2];
 
 fn stamp_of(path: &Path) -> Option<FileStamp> {

@@ -45,8 +45,8 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
     }
 }
 
-/// Compacts the next rows of a job, up to `cost`, and moves the job's watermark. With `rest`, also compacts rows that cost less than a
-/// batch. Returns false if nothing was compacted: there were too few rows, or another compaction moved the watermark first.
+/// Compacts the next rows of a job, up to `cost` (`EventRow::cost`), and moves the job's watermark. With `rest`, also compacts rows that
+/// cost less than a batch. Returns false if nothing was compacted: there were too few rows, or another compaction moved the watermark first.
 pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
     let (watermark, newest) = store.newest_metric_chunks(job).await?;
     let filter = MetricFilter { after: watermark, limit_cost: Some(cost), ..MetricFilter::default() };

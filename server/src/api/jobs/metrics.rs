@@ -146,7 +146,7 @@ pub(crate) async fn find(
 }
 
 /// Converts the result of a query to the response.
-pub(crate) fn answer(found: query::Found) -> Metrics {
+pub(crate) fn answer(found: query::ChartData) -> Metrics {
     Metrics {
         as_of_seq: found.as_of,
         exact: found.exact,

@@ -65,7 +65,7 @@ codes! {
 }
 
 impl Code {
-    /// The code of a refusal that has no code of its own.
+    /// The code of a refusal that has only a status.
     pub(crate) fn of(status: StatusCode) -> Self {
         let other = if status.is_server_error() { Code::Internal } else { Code::BadRequest };
         match status {

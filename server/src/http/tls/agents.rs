@@ -210,8 +210,8 @@ impl AgentTrust {
     fn outdated_warning(&self, now: Timestamp) -> Option<String> {
         let due = self.current().next_update.filter(|due| *due < now)?;
         Some(format!(
-            "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so agents that were \
-             revoked since are accepted; replace the list by the authority's newest list",
+            "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so agents that \
+             were revoked since are accepted; replace the list by the authority's newest list",
             self.revoked.as_deref().unwrap_or_else(|| Path::new("")).display(),
             minute(due)
         ))

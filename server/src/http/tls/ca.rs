@@ -25,6 +25,7 @@ use std::{
 };
 use time::{Duration, OffsetDateTime};
 
+/// Validity of the authority's own certificate in days.
 const AUTHORITY_DAYS: i64 = 3650;
 /// Maximum validity in days. Some clients refuse certificates of private CAs that are valid for longer.
 pub const MAX_DAYS: u32 = 825;

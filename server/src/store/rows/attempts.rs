@@ -162,5 +162,8 @@ pub enum Ingested {
     /// The attempt may not write: it was fenced, has ended, or its job was deleted.
     Stale,
     /// Earlier records are missing: the connection lost them, or the agent is faulty.
-    Gap { stored: u64 },
+    Gap {
+        /// Number of stored records of the source.
+        stored: u64,
+    },
 }

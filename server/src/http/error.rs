@@ -131,7 +131,7 @@ impl Error {
             }
             Error::Internal(detail) => {
                 tracing::error!(detail, "a request failed");
-                (Code::Internal, "the server failed to do this; its log says why".to_owned())
+                (Code::Internal, "the request failed; the server's log has the reason".to_owned())
             }
         };
         let status = given_status.unwrap_or_else(|| code.status());

@@ -211,8 +211,8 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
         return gate.auth.access.by_token(&token).map(Some).map_err(|denied| {
             Error::Unauthorized(match denied {
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
-                Denied::Revoked => "that token was revoked; ask for another one".into(),
-                Denied::Expired => "that token has expired; ask for another one".into(),
+                Denied::Revoked => "that token was revoked; ask for another token".into(),
+                Denied::Expired => "that token has expired; ask for another token".into(),
                 Denied::Disabled => "the owner of that token may not use this server; ask an admin".into(),
             })
         });

@@ -353,7 +353,7 @@ impl Drop for Listed<'_> {
     }
 }
 
-/// A connection's permits: among all connections, and among those of its address.
+/// A connection's permits: among all connections, and among the connections of its address.
 struct ConnectionPermit {
     _counted: Option<AddressCount>,
     _permit: OwnedSemaphorePermit,

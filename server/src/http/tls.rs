@@ -36,7 +36,7 @@ use tokio_rustls::TlsAcceptor;
 
 /// Interval between two log lines about a certificate that expires soon.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// A certificate of the server's own authority is renewed when fewer days are left. This is earlier than the first warning.
+/// A certificate of the server's own authority is renewed when fewer days are left, which is before the first warning.
 const RENEW_BEFORE_DAYS: i64 = 120;
 
 /// The server's current certificate.
@@ -205,7 +205,7 @@ impl OwnAuthority {
             let made = Authority::init(&config.data_dir)?;
             tracing::info!(
                 sha256 = made.fingerprint,
-                "made a certificate authority; `lockstep ca show` prints what clients need to trust it"
+                "created a certificate authority; `lockstep ca show` prints the certificate that clients must trust"
             );
             made
         };

@@ -155,7 +155,8 @@ impl Ingest {
     }
 
     /// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is
-    /// refused, each of its records is stored separately, so that only records that the database refuses are lost. These are logged.
+    /// refused, each of its records is stored separately, so that only records that the database refuses are lost. Lost records
+    /// are logged.
     async fn store_all(&self, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
         let (done, mut tried_again) = self.store_with_retries(&reports).await?;
         let error = match done {

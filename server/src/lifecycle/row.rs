@@ -79,7 +79,7 @@ pub struct AttemptEnd {
     pub state: AttemptState,
     /// The reason. `None` if the attempt succeeded.
     pub reason: Option<Reason>,
-    /// Whether the attempt's ranks have trained. If not, the job's steps are those of an earlier attempt.
+    /// Whether the attempt's ranks have trained. If not, the job's step is from an earlier attempt.
     pub trained: bool,
 }
 

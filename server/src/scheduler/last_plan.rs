@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn a_reservation_of_successive_plans_keeps_its_age() {
         let (last, job) = (LastPlan::default(), JobId::generate());
-        let kept = |agent: &str, second| Reservation {
+        let reservation = |agent: &str, second| Reservation {
             job: job.clone(),
             agent_id: agent.into(),
             free: Vec::new(),
@@ -102,13 +102,13 @@ mod tests {
         let replace = |reservations: &[Reservation]| {
             last.replace(Plan { reservations: reservations.to_vec(), ..Plan::default() })
         };
-        replace(&[kept("a", 1)]);
-        replace(&[kept("a", 2), kept("b", 2)]);
-        assert_eq!(last.reservations(), [kept("a", 1), kept("b", 2)]);
+        replace(&[reservation("a", 1)]);
+        replace(&[reservation("a", 2), reservation("b", 2)]);
+        assert_eq!(last.reservations(), [reservation("a", 1), reservation("b", 2)]);
         // The plan in between has no reservation on agent a.
-        replace(&[kept("b", 3)]);
-        replace(&[kept("a", 4)]);
-        assert_eq!(last.reservations(), [kept("a", 4)]);
+        replace(&[reservation("b", 3)]);
+        replace(&[reservation("a", 4)]);
+        assert_eq!(last.reservations(), [reservation("a", 4)]);
         last.release(&job);
         assert_eq!(last.reservations(), []);
     }

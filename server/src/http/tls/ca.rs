@@ -1,5 +1,5 @@
-//! The server's own certificate authority (CA), for teams without a CA. Clients install its certificate once. The server signs and
-//! renews its own certificates with it.
+//! The server's own certificate authority (CA), for teams without a CA. Clients install the CA's certificate once. The server
+//! signs and renews its own certificates with the CA.
 //!
 //! The folder `ca` of the data directory has `ca.crt` (for clients), `ca.key` (secret), `server.pem` (the server's certificate and key),
 //! `issued.jsonl` (all issued certificates) and `ca.crl` (the revocation list).

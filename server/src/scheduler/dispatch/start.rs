@@ -42,7 +42,7 @@ struct Prepared {
     claim: Claim,
 }
 
-/// Starts jobs in the order of the plan. Returns false if not all of them started. A start that fails does not delay the others.
+/// Starts jobs in the order of the plan. Returns false if not all of them started. A start that fails does not delay other starts.
 ///
 /// # Errors
 /// The first transient error, after all other jobs were started.
@@ -141,7 +141,7 @@ async fn prepare(
     };
     // A job that has never run and is no fork has no checkpoint.
     if job.attempt > 0 || start.row.is_fork() {
-        // Rank 0 reads the checkpoint and sends it to the others.
+        // Rank 0 reads the checkpoint and sends its content to the other ranks.
         let reader = start.chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
         if forget_missing(scheduler, job, reader).await? == ResumePoint::AllLost {
             return fail(scheduler, &job.id, ALL_LOST.into()).await.map(|()| None);

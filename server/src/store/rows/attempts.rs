@@ -86,7 +86,7 @@ impl Default for QueuePlace {
 /// The version of a waiting job, which differs after every change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WaitingVersion {
-    /// Sequence number of the job's newest event. All changes except those of priority and project store an event.
+    /// Sequence number of the job's newest event. All changes except changes of priority and project store an event.
     pub last_seq: u64,
     pub priority: i32,
     pub project: String,

@@ -1,7 +1,7 @@
 //! The certificates that an authority has issued and revoked.
 //!
-//! `issued.jsonl` in the authority's folder has a line for each certificate. `ca.crl` is the certificate revocation list (CRL) made
-//! from it, signed by the authority. Both files are replaced atomically.
+//! `issued.jsonl` in the authority's folder has a line for each certificate. `ca.crl` is the certificate revocation list (CRL): made
+//! from `issued.jsonl`, and signed by the authority. Both files are replaced atomically.
 
 use super::{Authority, not_ours};
 use crate::http::tls::files::minute;

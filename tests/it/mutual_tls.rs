@@ -398,7 +398,7 @@ async fn a_revocation_list_is_reloaded_and_a_truncated_one_is_ignored() {
     fs::write(&list, &whole[..whole.len() / 2]).expect("half of it");
     wait_until(
         "the truncated list is reported",
-        || serve.log().contains("the old ones stay"),
+        || serve.log().contains("the old files stay in use"),
         || serve.log(),
     )
     .await;

@@ -232,7 +232,7 @@ pub(crate) fn build_router(app: App) -> Router {
                 .on_failure(()),
         )
         .layer(SetRequestIdLayer::x_request_id(MakeRequestUuid))
-        .layer(middleware::map_request(request_id::refuse_unsafe))
+        .layer(middleware::map_request(request_id::remove_unsafe))
         .layer(middleware::from_fn_with_state(app.request_times.clone(), request_times::measure))
         .with_state(app)
 }

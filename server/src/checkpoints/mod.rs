@@ -109,13 +109,13 @@ impl Checkpoints {
     /// disk has an undamaged copy.
     pub(crate) fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
         let store = self.artifact_store.as_deref()?;
-        let is_damaged_here = copies.is_some_and(|copies| copies.is_damaged_here);
+        let is_damaged_on_server = copies.is_some_and(|copies| copies.is_damaged_on_server);
         let is_uploading = match copies.and_then(|copies| copies.object_store) {
             _ if store.is_uploading(&row.id) => true,
             Some(CopyState::Complete) => return Some(StoredState::Stored),
-            Some(CopyState::Copying) => !is_damaged_here,
+            Some(CopyState::Copying) => !is_damaged_on_server,
             // The checkpoint is on the disk, but not queued for the upload yet.
-            None => !is_damaged_here && self.folder(row).exists(),
+            None => !is_damaged_on_server && self.folder(row).exists(),
             Some(CopyState::Damaged) => false,
         };
         is_uploading.then_some(StoredState::Uploading)

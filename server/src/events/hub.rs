@@ -17,7 +17,7 @@ use std::{
 };
 use tokio::sync::{Notify, broadcast, watch};
 
-/// Maximum number of recent events in memory for each watched job. Their total size is limited by [`RECENT_BYTES`].
+/// Maximum number of recent rows of events in memory for each watched job. Their total size is limited by [`RECENT_BYTES`].
 const MAX_RECENT: usize = 512;
 const RECENT_BYTES: usize = 4 << 20;
 /// Interval between two updates of a job on the list, and between two updates of the job's pace on its stream.
@@ -77,8 +77,8 @@ impl Hub {
         }
     }
 
-    /// Publishes stored events to subscribers. Changes of a job are published after their transactions, and not always in
-    /// the order of these. If the later one is published first, readers read the earlier one from the store.
+    /// Publishes stored events to subscribers. Changes of a job are published after their transactions, and not always in the order of the
+    /// transactions. If a later change is published first, readers read the earlier change from the store.
     pub(crate) fn publish(&self, changed: &Changed) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
@@ -121,7 +121,7 @@ impl Hub {
     }
 
     /// Reads a job with `read`, and publishes the job's labels to the list and the job's stream.
-    pub(crate) async fn labelled<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
+    pub(crate) async fn send_labels<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
         let _labelling = self.labelling.lock().await;
         let job = read.await?;
         if let Some(watched) = lock(&self.jobs).get(&job.id) {
@@ -151,7 +151,7 @@ impl Hub {
     }
 
     /// Publishes the deletion of a job to the readers of the list who could see it, and ends the job's streams.
-    pub(crate) fn deleted(&self, job: Job) {
+    pub(crate) fn publish_deletion(&self, job: Job) {
         lock(&self.jobs).remove(&job.id);
         let deleted = Unpublished::Deleted { owner: job.owner, private: job.spec.private };
         lock(&self.unpublished).insert(job.id, deleted);
@@ -172,7 +172,7 @@ impl Hub {
     }
 
     /// Subscribes to the frames of the list.
-    pub(crate) fn list(&self) -> broadcast::Receiver<Listed> {
+    pub(crate) fn subscribe_to_list(&self) -> broadcast::Receiver<Listed> {
         self.list.subscribe()
     }
 

@@ -29,7 +29,8 @@ pub(crate) fn is_known(headers: &HeaderMap, tag: &str) -> bool {
     lists.any(|list| list.trim() == "*" || tags(list).any(|known| known == tag))
 }
 
-/// Whether `Range` applies. It is ignored if `If-Range` is present and is not `tag`, because the client then has a part of other content.
+/// Whether `Range` applies. `Range` is ignored if `If-Range` is present and is not `tag`, because the client then has a part of other
+/// content.
 /// Dates in `If-Range` never match, because all content here has a tag.
 pub(crate) fn range_applies(headers: &HeaderMap, tag: &str) -> bool {
     headers.get(header::IF_RANGE).is_none_or(|condition| condition == tag)

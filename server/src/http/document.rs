@@ -102,7 +102,7 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operati
 /// The responses that do not come from a handler but from [`crate::http::guard`], the extractors, the store and the router. The guard
 /// checks every request, so every call may be answered with 400, 403, 421 or 429.
 fn common_refusals(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
-    let mut all = vec![
+    let mut refusals = vec![
         ("400", "The request cannot be read"),
         ("421", "The Host is not a name of this server"),
         ("429", "Too many requests from this address or with this token; `Retry-After` says when to retry"),
@@ -111,17 +111,17 @@ fn common_refusals(operation: &Operation, needs_scope: bool) -> Vec<(&'static st
         ("504", "The request exceeded its time limit"),
     ];
     if !needs_scope {
-        all.push((
+        refusals.push((
             "403",
             "The request comes from a page of another origin, or bypassed the proxy that terminates TLS",
         ));
     }
     if operation.request_body.is_some() {
-        all.push(("408", "The body stopped arriving"));
-        all.push(("413", "The body is too large"));
-        all.push(("415", "The body's media type is not supported"));
+        refusals.push(("408", "The body stopped arriving"));
+        refusals.push(("413", "The body is too large"));
+        refusals.push(("415", "The body's media type is not supported"));
     }
-    all
+    refusals
 }
 
 fn problem(description: &str) -> Response {

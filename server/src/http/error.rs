@@ -45,7 +45,7 @@ pub(crate) enum Error {
     TooMany(String, u64),
     /// A refusal with a code of its own, for programs.
     Of(Code, String),
-    /// The body is not JSON or too large, or the path does not have the method.
+    /// A refusal with this status, such as a body that is too large.
     Refused(StatusCode, String),
     /// Something that the server needs is temporarily unavailable.
     Unavailable(String),
@@ -96,7 +96,7 @@ impl Error {
     }
 
     fn problem(self) -> (StatusCode, Problem) {
-        let (mut own_status, mut errors, mut state, mut expected) = (None, Vec::new(), None, None);
+        let (mut given_status, mut errors, mut state, mut expected) = (None, Vec::new(), None, None);
         let (code, detail) = match self {
             Error::NotFound(detail) => (Code::NotFound, detail),
             Error::BadRequest(detail) => (Code::BadRequest, detail),
@@ -114,7 +114,7 @@ impl Error {
                 (Code::Conflict, detail)
             }
             Error::Refused(status, detail) => {
-                own_status = Some(status);
+                given_status = Some(status);
                 (Code::of(status), detail)
             }
             Error::Invalid(mistakes) => {
@@ -131,10 +131,10 @@ impl Error {
             }
             Error::Internal(detail) => {
                 tracing::error!(detail, "a request failed");
-                (Code::Internal, "the server failed to do this; its log says why".to_owned())
+                (Code::Internal, "the request failed; the server's log has the reason".to_owned())
             }
         };
-        let status = own_status.unwrap_or_else(|| code.status());
+        let status = given_status.unwrap_or_else(|| code.status());
         let problem = Problem {
             kind: code.type_uri(),
             code: code.as_str(),
@@ -148,7 +148,7 @@ impl Error {
         (status, problem)
     }
 
-    /// The status and the sentence, for interfaces with another form of errors.
+    /// The status and the detail, for interfaces with another form of errors.
     pub(crate) fn in_short(self) -> (StatusCode, String) {
         let (status, problem) = self.problem();
         (status, problem.detail)
@@ -303,7 +303,7 @@ impl From<io::Error> for Error {
 }
 
 /// The error for a file that cannot be stored: 507 if the disk is full, otherwise 503.
-pub(crate) fn disk(error: &io::Error) -> Error {
+pub(crate) fn disk_error(error: &io::Error) -> Error {
     let detail = format!("the server cannot write to its disk: {error}");
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {

@@ -211,8 +211,8 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
         return gate.auth.access.by_token(&token).map(Some).map_err(|denied| {
             Error::Unauthorized(match denied {
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
-                Denied::Revoked => "that token was revoked; ask for another one".into(),
-                Denied::Expired => "that token has expired; ask for another one".into(),
+                Denied::Revoked => "that token was revoked; ask for another token".into(),
+                Denied::Expired => "that token has expired; ask for another token".into(),
                 Denied::Disabled => "the owner of that token may not use this server; ask an admin".into(),
             })
         });
@@ -238,8 +238,8 @@ fn mlflow_password(value: &HeaderValue, path: &str) -> Option<String> {
 
 /// The value of a cookie.
 pub(crate) fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
-    let all = headers.get_all(header::COOKIE).into_iter().filter_map(|value| value.to_str().ok());
-    let mut pairs = all.flat_map(|text| text.split(';')).filter_map(|pair| pair.trim().split_once('='));
+    let lines = headers.get_all(header::COOKIE).into_iter().filter_map(|value| value.to_str().ok());
+    let mut pairs = lines.flat_map(|text| text.split(';')).filter_map(|pair| pair.trim().split_once('='));
     pairs.find(|(key, _)| *key == name).map(|(_, value)| value)
 }
 
@@ -250,7 +250,7 @@ fn is_for_programs(path: &str) -> bool {
 
 fn sign_in_response(method: &Method, path: &str, object: &str) -> Response {
     if is_for_programs(path) {
-        let detail = "this needs an access token: send it as Authorization: Bearer TOKEN (the server's own is in the file \
+        let detail = "this needs an access token: send it as Authorization: Bearer TOKEN (the server's own token is in the file \
             `token` of its data directory), or sign in at /login";
         return Error::Unauthorized(detail.into()).into_response();
     }
@@ -282,7 +282,8 @@ fn forbidden(caller: &Caller, scope: Scope, path: &str) -> Response {
         format!("this needs {what}, which {person} does not have; ask an admin")
     } else if scope == Scope::Agent {
         format!(
-            "agents join with a token of their own; the token {name:?} has the scope {has} (see `lockstep token create --scope agent --agent NAME`)"
+            "agents join with a token of their own; the token {name:?} has the scope {has} (see `lockstep token create --scope agent \
+             --agent NAME`)"
         )
     } else if let Some(person) =
         caller.person().filter(|_| caller.token().is_some_and(|token| token.scope.allows(scope)))
@@ -318,8 +319,8 @@ fn check_token_rate(gate: &Gate, caller: &Caller) -> Result<(), Error> {
     })
 }
 
-/// Sets a cookie for the URLs below `path`, or removes it (`seconds` is 0). It must be `SameSite=Lax`, because browsers return from an OpenID
-/// provider through a link from the provider's site.
+/// Sets a cookie for the URLs below `path`, or removes it (`seconds` is 0). The cookie must be `SameSite=Lax`, because browsers return from
+/// an OpenID provider through a link from the provider's site.
 pub(crate) fn set_cookie(
     response: &mut Response,
     peer: &Peer,

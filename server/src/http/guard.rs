@@ -6,7 +6,7 @@
 //!   resolves to the server's address (DNS rebinding), and read the responses.
 //! - With unsafe methods and websockets, the `Origin`, which browsers then always send, must be this server's own.
 //!
-//! Every response has headers (Content-Security-Policy and others) that allow only what our pages need.
+//! Every response has headers (Content-Security-Policy and others) that allow only what this server's pages need.
 
 use crate::http::{
     error::Error,
@@ -25,7 +25,7 @@ const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; st
     img-src 'self' data:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'";
 
 /// Headers of every response that does not set them itself. The referrer policy is not `no-referrer`, because browsers would then send
-/// `Origin: null` with our own forms.
+/// `Origin: null` with this server's own forms.
 const HEADERS: [(HeaderName, &str); 7] = [
     (header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY),
     (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),

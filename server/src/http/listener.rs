@@ -48,6 +48,7 @@ use tower::ServiceExt as _;
 
 /// Maximum number of connections, even if more descriptors are available.
 const MAX_CONNECTIONS: u64 = 8192;
+/// Minimum number of connections, even if fewer descriptors are available.
 const MIN_CONNECTIONS: u64 = 8;
 /// Descriptors for other purposes: the database's connections (three each), locks, the runtime, a file being written.
 const RESERVED_DESCRIPTORS: u64 = 44;
@@ -101,7 +102,7 @@ struct Connection {
     address: IpAddr,
     state: Mutex<ConnectionUse>,
     /// Cancelled to close the connection while it is idle.
-    give_up: CancellationToken,
+    close: CancellationToken,
 }
 
 struct ConnectionUse {
@@ -173,7 +174,7 @@ impl Shared {
                 Err(error) => {
                     // Most likely there is no descriptor left.
                     tracing::warn!(%error, "a connection cannot be accepted");
-                    self.make_room(None);
+                    self.close_idle(None);
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                     continue;
                 }
@@ -184,7 +185,7 @@ impl Shared {
                     break permit;
                 }
                 // Connections that are busy now may become idle soon.
-                self.make_room(None);
+                self.close_idle(None);
                 tokio::select! {
                     permit = self.permits.clone().acquire_owned() => match permit {
                         Ok(permit) => break permit,
@@ -208,7 +209,7 @@ impl Shared {
         }
         let address = client_key(address);
         if lock(&self.per_address).get(&address).is_some_and(|count| *count >= self.max_per_address)
-            && !self.make_room(Some(address))
+            && !self.close_idle(Some(address))
         {
             return None;
         }
@@ -218,18 +219,18 @@ impl Shared {
 
     /// Closes the connection that has been idle longest, among all connections or the connections of an address. Returns false if all of
     /// them are in use.
-    fn make_room(&self, address: Option<IpAddr>) -> bool {
+    fn close_idle(&self, address: Option<IpAddr>) -> bool {
         let open = lock(&self.open);
         let idle = open.values().filter_map(|connection| {
             let state = lock(&connection.state);
             (state.requests == 0
-                && !connection.give_up.is_cancelled()
+                && !connection.close.is_cancelled()
                 && address.is_none_or(|address| connection.address == address))
             .then_some((state.idle_since, connection))
         });
         let longest = idle.min_by_key(|(since, _)| *since);
         if let Some((_, longest)) = longest {
-            longest.give_up.cancel();
+            longest.close.cancel();
         }
         longest.is_some()
     }
@@ -249,7 +250,7 @@ impl Shared {
         let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
         let state = Mutex::new(ConnectionUse { requests: 0, idle_since: Instant::now() });
         let address = client_key(from.ip());
-        let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
+        let connection = Arc::new(Connection { address, state, close: CancellationToken::new() });
         lock(&self.open).insert(id, connection.clone());
         // Removes the connection from the list, also after an error.
         let _listed = Listed { shared: &self, id };
@@ -267,7 +268,7 @@ impl Shared {
                             return;
                         }
                     },
-                    () = connection.give_up.cancelled() => return,
+                    () = connection.close.cancelled() => return,
                     () = stop.cancelled() => return,
                 }
             }
@@ -298,7 +299,7 @@ impl Shared {
             tokio::select! {
                 // Errors of a connection are caused by its client and not logged.
                 _ = serving.as_mut() => break,
-                () = connection.give_up.cancelled() => break,
+                () = connection.close.cancelled() => break,
                 () = &mut stopping, if !is_ending => {
                     is_ending = true;
                     serving.as_mut().graceful_shutdown();
@@ -352,7 +353,7 @@ impl Drop for Listed<'_> {
     }
 }
 
-/// A connection's permits: among all connections, and among those of its address.
+/// A connection's permits: among all connections, and among the connections of its address.
 struct ConnectionPermit {
     _counted: Option<AddressCount>,
     _permit: OwnedSemaphorePermit,

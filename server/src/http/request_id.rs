@@ -1,5 +1,5 @@
-//! The id of a request, which its response (`x-request-id`), its log lines and the audit log have. `tower-http` creates and returns it. This
-//! module checks ids from clients.
+//! The id of a request, which is in its response (`x-request-id`), its log lines and the audit log. `tower-http` creates and returns the
+//! id. This module checks ids from clients.
 
 use axum::{
     extract::Request,
@@ -13,7 +13,7 @@ pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 const CHARS: usize = 64;
 
 /// Removes a client's id that could forge a log line. An id may have letters, digits, `-`, `_` and `.`.
-pub(crate) async fn refuse_unsafe(mut request: Request) -> Request {
+pub(crate) async fn remove_unsafe(mut request: Request) -> Request {
     let is_safe = |id: &HeaderValue| {
         let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
         (1..=CHARS).contains(&id.len()) && id.as_bytes().iter().all(is_plain)
@@ -44,7 +44,7 @@ mod tests {
     async fn unsafe_request_ids_are_replaced() {
         let is_kept = async |id: &str| {
             let request = Request::builder().header(HEADER, id).body(Body::empty());
-            refuse_unsafe(request.expect("a request")).await.headers().contains_key(HEADER)
+            remove_unsafe(request.expect("a request")).await.headers().contains_key(HEADER)
         };
         let longest = "a".repeat(CHARS);
         for id in ["a", "2f-A_b.c", &longest] {

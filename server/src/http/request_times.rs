@@ -28,8 +28,8 @@ impl RequestTimes {
         if let Some(times) = self.0.read().unwrap_or_else(PoisonError::into_inner).get(route) {
             return times[class].observe(duration);
         }
-        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        all.entry(route.to_owned()).or_default()[class].observe(duration);
+        let mut by_route = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        by_route.entry(route.to_owned()).or_default()[class].observe(duration);
     }
 
     /// Appends the samples of the family `name`.

@@ -36,7 +36,7 @@ use tokio_rustls::TlsAcceptor;
 
 /// Interval between two log lines about a certificate that expires soon.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
-/// A certificate of the server's own authority is renewed when fewer days are left. This is earlier than the first warning.
+/// A certificate of the server's own authority is renewed when fewer days are left, which is before the first warning.
 const RENEW_BEFORE_DAYS: i64 = 120;
 
 /// The server's current certificate.
@@ -67,6 +67,7 @@ struct Watched {
 
 /// Inode, length and modification time, which differ after a file was changed or replaced.
 type FileStamp = (u64, u64, i64, i64);
+/// The stamps of two files; `None` for a missing file.
 type Stamp = [Option<FileStamp>; 2];
 
 fn stamp_of(path: &Path) -> Option<FileStamp> {
@@ -204,7 +205,7 @@ impl OwnAuthority {
             let made = Authority::init(&config.data_dir)?;
             tracing::info!(
                 sha256 = made.fingerprint,
-                "made a certificate authority; `lockstep ca show` prints what clients need to trust it"
+                "created a certificate authority; `lockstep ca show` prints the certificate that clients must trust"
             );
             made
         };

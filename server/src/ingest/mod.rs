@@ -107,7 +107,7 @@ impl Ingest {
                         agents.leases.mark_unreachable(&attempt, &summary.unreachable);
                     }
                     if let Some(ending) = &summary.ending {
-                        dispatch::ended_at(&self.scheduler, &attempt, &agent, ending);
+                        dispatch::ranks_ended(&self.scheduler, &attempt, &agent, ending);
                     }
                     acknowledged.watched = events.hub.is_watched(&attempt.job);
                     agents.send(&agent, ToAgent::Ack(acknowledged));
@@ -155,7 +155,8 @@ impl Ingest {
     }
 
     /// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is
-    /// refused, each of its records is stored separately, so that only records that the database refuses are lost. These are logged.
+    /// refused, each of its records is stored separately, so that only records that the database refuses are lost. Lost records
+    /// are logged.
     async fn store_all(&self, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
         let (done, mut tried_again) = self.store_with_retries(&reports).await?;
         let error = match done {
@@ -176,7 +177,7 @@ impl Ingest {
     }
 
     async fn store_records_separately(&self, report: Report) -> Option<Ingested> {
-        let mut all: Option<Changed> = None;
+        let mut combined: Option<Changed> = None;
         let mut answer = Ingested::Stale;
         for (number, event) in (report.first..).zip(report.events.clone()) {
             let single = |event| Report { first: number, events: vec![event], ..report.clone() };
@@ -198,17 +199,17 @@ impl Ingest {
             match &mut answer {
                 Ingested::Stored { changed, .. } => {
                     if let Some(changed) = changed.take() {
-                        let all =
-                            all.get_or_insert_with(|| Changed { events: Vec::new(), ..(*changed).clone() });
-                        all.events.extend(changed.events);
-                        all.job = changed.job;
+                        let combined = combined
+                            .get_or_insert_with(|| Changed { events: Vec::new(), ..(*changed).clone() });
+                        combined.events.extend(changed.events);
+                        combined.job = changed.job;
                     }
                 }
                 Ingested::Stale | Ingested::Gap { .. } => break,
             }
         }
-        if let (Ingested::Stored { changed, .. }, Some(all)) = (&mut answer, all) {
-            *changed = Some(Box::new(all));
+        if let (Ingested::Stored { changed, .. }, Some(combined)) = (&mut answer, combined) {
+            *changed = Some(Box::new(combined));
         }
         Some(answer)
     }

@@ -17,7 +17,7 @@ const MAX_MODIFIED_MS: u64 = 253_402_300_799_999;
 /// The folder of files that are being uploaded, in the job's folder.
 const INCOMING: &str = "incoming";
 /// Held while a file is moved to its path, so that concurrent requests do not exceed the limits of a run.
-static PLACE_LOCK: Mutex<()> = Mutex::new(());
+static MOVE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Why a file is refused.
 #[derive(Debug)]
@@ -72,17 +72,17 @@ impl RunFiles {
 
     /// All files, in the order of their paths.
     pub(crate) fn list(&self) -> io::Result<Vec<RunFile>> {
-        let mut all = Vec::new();
-        collect(&self.folder(), "", &mut all)?;
-        all.sort_by(|a, b| a.path.cmp(&b.path));
-        Ok(all)
+        let mut files = Vec::new();
+        collect(&self.folder(), "", &mut files)?;
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(files)
     }
 
     /// The path of a file on the disk.
     ///
     /// # Errors
     /// The path is not allowed.
-    pub(crate) fn place(&self, path: &str) -> Result<PathBuf> {
+    pub(crate) fn disk_path(&self, path: &str) -> Result<PathBuf> {
         let refuse = |why: &str| Err(Refused::Path(format!("no file of a run may have this path: {why}")));
         if path.len() > RUN_FILE_PATH_BYTES {
             return refuse(&format!(
@@ -101,12 +101,12 @@ impl RunFiles {
         Ok(self.folder().join(path))
     }
 
-    /// The maximum size of a file with this path.
+    /// The maximum size in bytes of a file with this path.
     ///
     /// # Errors
     /// The path is not allowed, or the run has too many files.
-    pub(crate) fn room(&self, path: &str) -> Result<u64> {
-        self.place(path)?;
+    pub(crate) fn max_size(&self, path: &str) -> Result<u64> {
+        self.disk_path(path)?;
         let mut others = self.list()?;
         others.retain(|file| file.path != path);
         if others.len() >= RUN_FILES {
@@ -137,7 +137,7 @@ impl RunFiles {
         modified_ms: Option<u64>,
     ) -> Result<RunFile> {
         use io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, IsADirectory, NotADirectory};
-        let place = self.place(path)?;
+        let target = self.disk_path(path)?;
         if let Some(ms) = modified_ms {
             if ms > MAX_MODIFIED_MS {
                 return Err(Refused::Path("modified_ms is later than the year 9999".into()));
@@ -150,13 +150,13 @@ impl RunFiles {
             let detail = format!("{} of {size_bytes} bytes were written", metadata.len());
             return Err(Refused::Io(io::Error::other(detail)));
         }
-        let _lock = lock(&PLACE_LOCK);
-        check_size(metadata.len(), self.room(path)?)?;
+        let _lock = lock(&MOVE_LOCK);
+        check_size(metadata.len(), self.max_size(path)?)?;
         let put = || -> io::Result<()> {
-            if let Some(folder) = place.parent() {
+            if let Some(folder) = target.parent() {
                 fs::create_dir_all(folder)?;
             }
-            fs::rename(incoming.path(), &place)
+            fs::rename(incoming.path(), &target)
         };
         match put() {
             Ok(()) => Ok(describe(path.to_owned(), &metadata)),
@@ -176,11 +176,11 @@ impl RunFiles {
     /// # Errors
     /// The path is not allowed, or a disk error.
     pub(crate) fn remove(&self, path: &str) -> Result<bool> {
-        let place = self.place(path)?;
-        let _lock = lock(&PLACE_LOCK);
-        let removed = match fs::symlink_metadata(&place) {
-            Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(&place),
-            Ok(_) => fs::remove_file(&place),
+        let target = self.disk_path(path)?;
+        let _lock = lock(&MOVE_LOCK);
+        let removed = match fs::symlink_metadata(&target) {
+            Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(&target),
+            Ok(_) => fs::remove_file(&target),
             Err(error) => Err(error),
         };
         if if_exists(removed)?.is_none() {
@@ -188,7 +188,7 @@ impl RunFiles {
         }
         // Empty folders are removed.
         let folder = self.folder();
-        for parent in place.ancestors().skip(1).take_while(|parent| **parent != folder) {
+        for parent in target.ancestors().skip(1).take_while(|parent| **parent != folder) {
             if fs::remove_dir(parent).is_err() {
                 break;
             }
@@ -204,26 +204,26 @@ pub(crate) fn clear_incoming(jobs: &Path) {
     }
 }
 
-/// Checks that a file of this size fits.
-pub(crate) fn check_size(size_bytes: u64, room: u64) -> Result<()> {
-    if size_bytes <= room {
+/// Checks that a file has at most `max_bytes` bytes ([`RunFiles::max_size`]).
+pub(crate) fn check_size(size_bytes: u64, max_bytes: u64) -> Result<()> {
+    if size_bytes <= max_bytes {
         return Ok(());
     }
     Err(Refused::Full(format!(
-        "the files of a run may have at most {RUN_FILES_BYTES} bytes together, of which {room} are left for this file"
+        "the files of a run may have at most {RUN_FILES_BYTES} bytes together, of which {max_bytes} are left for this file"
     )))
 }
 
-fn collect(folder: &Path, prefix: &str, all: &mut Vec<RunFile>) -> io::Result<()> {
+fn collect(folder: &Path, prefix: &str, files: &mut Vec<RunFile>) -> io::Result<()> {
     for entry in if_exists(fs::read_dir(folder))?.into_iter().flatten() {
         let entry = entry?;
         // A file that was removed meanwhile is left out.
         let (Ok(name), Ok(metadata)) = (entry.file_name().into_string(), entry.metadata()) else { continue };
         let path = format!("{prefix}{name}");
         if metadata.is_dir() {
-            collect(&entry.path(), &format!("{path}/"), all)?;
+            collect(&entry.path(), &format!("{path}/"), files)?;
         } else {
-            all.push(describe(path, &metadata));
+            files.push(describe(path, &metadata));
         }
     }
     Ok(())
@@ -243,15 +243,15 @@ mod tests {
     fn paths_out_of_the_folder_of_the_run_are_refused() {
         let files = RunFiles::of("/jobs/j1".into());
         for path in ["a", "a/b.c", "a b/ü.json", "..a/b..", ".hidden"] {
-            assert_eq!(files.place(path).unwrap(), Path::new("/jobs/j1/files").join(path));
+            assert_eq!(files.disk_path(path).unwrap(), Path::new("/jobs/j1/files").join(path));
         }
         let long = format!("{}/{}", "a".repeat(600), "b".repeat(600));
         for path in
             ["", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "a/./b", "a\\b", "a\0b", "a\nb", long.as_str()]
         {
-            assert!(matches!(files.place(path), Err(Refused::Path(_))), "{path:?}");
+            assert!(matches!(files.disk_path(path), Err(Refused::Path(_))), "{path:?}");
         }
-        assert!(files.place(&"a".repeat(256)).is_err());
+        assert!(files.disk_path(&"a".repeat(256)).is_err());
     }
 
     #[test]
@@ -265,11 +265,11 @@ mod tests {
         };
         put("whole", 5).unwrap();
         assert!(matches!(put("who", 5), Err(Refused::Io(_))));
-        assert_eq!(fs::read_to_string(files.place("a").unwrap()).unwrap(), "whole");
+        assert_eq!(fs::read_to_string(files.disk_path("a").unwrap()).unwrap(), "whole");
         // A crash left an incomplete file.
         let left = dir.path().join("j1").join(INCOMING);
         fs::write(left.join("part"), "x").unwrap();
         clear_incoming(dir.path());
-        assert!(!left.exists() && files.place("a").unwrap().exists());
+        assert!(!left.exists() && files.disk_path("a").unwrap().exists());
     }
 }

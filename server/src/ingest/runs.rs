@@ -26,7 +26,7 @@ const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(30);
 pub(crate) struct Runs {
     store: Arc<dyn Store>,
     events: Arc<Events>,
-    /// Maximum time without a request of a run's program. After it, the run becomes failed.
+    /// Maximum time without a request of a run's program. A run that is silent for longer becomes failed.
     silence: Duration,
     /// The time of the last request about each run, or of the first check after the server's start.
     last_request_at: Mutex<HashMap<JobId, Instant>>,
@@ -42,7 +42,7 @@ impl Runs {
     }
 
     /// The body of an upload, each part of which counts as a sign of life of the run.
-    pub(crate) fn noted(self: &Arc<Self>, id: &JobId, body: Body) -> Body {
+    pub(crate) fn observe_body(self: &Arc<Self>, id: &JobId, body: Body) -> Body {
         let (runs, id) = (self.clone(), id.clone());
         Body::from_stream(body.into_data_stream().inspect(move |_| runs.note(&id)))
     }
@@ -56,7 +56,7 @@ impl Runs {
                 self.events.publish(&changed);
                 Ok(Some(changed.job))
             }
-            Ok(Created::Before(_)) | Err(StoreError::Rejected(_)) => Ok(None),
+            Ok(Created::Existing(_)) | Err(StoreError::Rejected(_)) => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -65,7 +65,7 @@ impl Runs {
     ///
     /// # Errors
     /// [`StoreError::Refused`] if the change does not fit the run, or another store error.
-    pub(crate) async fn tell(&self, id: &JobId, change: RunChange) -> Result<Job> {
+    pub(crate) async fn apply_change(&self, id: &JobId, change: RunChange) -> Result<Job> {
         self.note(id);
         let at = crate::now();
         let changed =
@@ -74,7 +74,7 @@ impl Runs {
     }
 
     /// Stores records of a run. `columns_of(n)` returns the columns of all records except the first `n`, which are stored already.
-    pub(crate) async fn log(
+    pub(crate) async fn append_records(
         &self,
         records: RunRecords,
         columns_of: impl Fn(u64) -> Vec<MetricColumn> + Send + Sync + 'static,

@@ -25,7 +25,7 @@ pub enum EndOnAgent {
 
 impl EndOnAgent {
     /// The precedence of this end as the explanation of the attempt's end, then the step of a stalled rank: of several stalled ranks, the
-    /// rank with the lowest step held up the others. The lowest pair is the best explanation.
+    /// rank with the lowest step delayed the other ranks. The lowest pair is the best explanation.
     fn precedence(&self) -> (u8, u64) {
         match self {
             Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {

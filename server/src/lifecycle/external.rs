@@ -1,5 +1,5 @@
-//! Runs from elsewhere: jobs that another program trains and reports to the server. Such a job takes no slots. It has one attempt of one rank,
-//! to which the points belong, and no fencing token: every program with the right to change the job may report.
+//! Runs from elsewhere: jobs that another program trains and reports to the server. Such a job takes no slots. It has one attempt of one
+//! rank, to which the points belong, and no fencing token: every program with the right to change the job may report.
 
 use super::{
     JobRow, Refused, change_state, refused,
@@ -47,7 +47,8 @@ pub struct RunChange {
     pub columns: Vec<MetricColumn>,
 }
 
-/// Refuses a request about a run from elsewhere that is only possible for jobs that this server's ranks train.
+/// Refuses a request about a run from elsewhere that is only possible for jobs that this server's ranks train. `what`: what the request
+/// would do to the job, such as "paused".
 pub fn refuse_external(job: &Job, what: &str) -> Result<(), Refused> {
     let why = || {
         format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here")

@@ -287,9 +287,9 @@ fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<Event
     let lost_machine =
         matches!(why.kind(), ReasonKind::AgentLost { .. }) || !row.progress.unreachable.is_empty();
     let is_forgiven = lost_machine && row.progress.checkpoint > row.progress.began_from;
-    let counts = !start_was_lost && !is_forgiven;
-    if !counts || row.restarts < row.job.spec.recovery.max_restarts {
-        row.restarts += u32::from(counts);
+    let is_restart = !start_was_lost && !is_forgiven;
+    if !is_restart || row.restarts < row.job.spec.recovery.max_restarts {
+        row.restarts += u32::from(is_restart);
         let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };
         return change_state(row, JobState::Restarting, Some(why), Some(next), at);
     }

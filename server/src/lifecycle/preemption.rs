@@ -1,5 +1,5 @@
-//! Preemption by checkpoint: the ranks of a job write a checkpoint and end, because a job of higher priority takes their slots. The preempted
-//! job then waits again and continues by itself. Preemption does not count as a failed attempt.
+//! Preemption by checkpoint: the ranks of a job write a checkpoint and end, because a job of higher priority takes their slots. The
+//! preempted job then waits again and continues by itself. Preemption does not count as a failed attempt.
 
 use super::{JobRow, Refused, become_paused, change_state, queue, state_event};
 use jiff::Timestamp;

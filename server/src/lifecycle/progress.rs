@@ -29,7 +29,8 @@ pub struct Progress {
     pub(crate) trained: bool,
     /// The speed of the newest attempt that has trained.
     pub(crate) speed: Throughput,
-    /// The ids of agents on which the ranks of the live attempt have ended, with these ends, in order. Empty if a single agent has all ranks.
+    /// The ids of agents on which the ranks of the live attempt have ended, with these ends, in order. Empty if a single agent has all
+    /// ranks.
     pub(super) ends: Vec<(String, EndOnAgent)>,
     /// Ranks of the live attempt whose machines do not respond, as reported by neighbouring ranks.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
@@ -106,7 +107,7 @@ impl Progress {
         self.span = self.span.max(SPARKLINE_POINTS as u64);
         while self.span < step {
             let join = |pair: &[(f64, u32)]| {
-                pair.iter().fold((0.0, 0), |all, part| (all.0 + part.0, all.1 + part.1))
+                pair.iter().fold((0.0, 0), |sums, part| (sums.0 + part.0, sums.1 + part.1))
             };
             self.parts = self.parts.chunks(2).map(join).collect();
             self.parts.resize(SPARKLINE_POINTS, (0.0, 0));
@@ -120,8 +121,8 @@ impl Progress {
         self.loss.clear();
         self.accuracy.clear();
         self.others.clear();
-        let keep = u128::from(step) * SPARKLINE_POINTS as u128 / u128::from(total_steps.max(1));
-        self.parts.truncate(keep as usize);
+        let complete_parts = u128::from(step) * SPARKLINE_POINTS as u128 / u128::from(total_steps.max(1));
+        self.parts.truncate(complete_parts as usize);
     }
 
     /// Sets a rank's newest value of a metric, or `None` if it is not finite. Returns the mean over ranks.

@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 const MAX_STEPS: u64 = (1 << 53) - 1;
 /// Maximum length of a stored line of a log, in bytes.
 const MAX_LINE_BYTES: usize = 4096;
-/// This many attempts in a row may end before any rank has begun; they do not count as restarts.
+/// Maximum number of consecutive attempts that end before any rank has begun and do not count as restarts.
 pub(super) const MAX_NOT_BEGUN: u32 = 5;
 
 /// The mean over ranks. `None` if a value is not finite, because a run that diverges on one rank has diverged.
@@ -31,7 +31,7 @@ fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {
 }
 
 /// Applies a record of a rank or its agent to a job, and returns the events to store. Invalid records have no effect, such as points of an
-/// unknown metric, or records of a rank that the job does not have.
+/// unknown metric, or records of a rank that the job does not have. `leaving`: the reason if the agent itself is stopping.
 pub fn report(
     row: &mut JobRow,
     event: AttemptEvent,
@@ -176,10 +176,10 @@ fn is_valid_column(column: &MetricColumn) -> bool {
         && !column.steps.is_empty()
 }
 
-/// Merges consecutive points of a rank into one record, because a fast rank writes many records per report. All records except log lines and
-/// rank reports end a merge, because later points may depend on them.
+/// Merges consecutive points of a rank into one record, because a fast rank writes many records per report. All records except log lines
+/// and rank reports end a merge, because later points may depend on them.
 pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
-    let mut all = Vec::new();
+    let mut records = Vec::new();
     // The rank whose points are being merged, and the index of the merged record.
     let mut current: Option<(u32, usize)> = None;
     for event in events {
@@ -187,18 +187,18 @@ pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
             if !matches!(event, AttemptEvent::Log { .. } | AttemptEvent::Rank { .. }) {
                 current = None;
             }
-            all.push(event.clone());
+            records.push(event.clone());
             continue;
         };
         let index = match current {
             Some((current_rank, index)) if current_rank == *rank => index,
             _ => {
-                all.push(AttemptEvent::Metrics { rank: *rank, columns: Vec::new() });
-                all.len() - 1
+                records.push(AttemptEvent::Metrics { rank: *rank, columns: Vec::new() });
+                records.len() - 1
             }
         };
         current = Some((*rank, index));
-        let Some(AttemptEvent::Metrics { columns: merged, .. }) = all.get_mut(index) else { continue };
+        let Some(AttemptEvent::Metrics { columns: merged, .. }) = records.get_mut(index) else { continue };
         for column in columns.iter().filter(|column| is_valid_column(column)) {
             match merged.iter_mut().find(|c| c.name == column.name) {
                 Some(same) => {
@@ -209,7 +209,7 @@ pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
             }
         }
     }
-    all
+    records
 }
 
 /// The epoch of a step. Epochs and steps are counted from 1.

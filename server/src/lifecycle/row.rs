@@ -30,8 +30,8 @@ pub struct JobRow {
     pub progress: Progress,
     /// The end of the attempt that held the fencing token, until the end is stored.
     pub ended: Option<AttemptEnd>,
-    /// The stored state if this version does not know it, and the state that is shown instead: running while an attempt may write, otherwise
-    /// failed. The stored state is kept until the attempt's end.
+    /// The stored state if this version does not know it, and the state that is shown instead: running while an attempt may write,
+    /// otherwise failed. The stored state is kept until the attempt's end.
     pub unknown_state: Option<(String, JobState)>,
 }
 
@@ -79,7 +79,7 @@ pub struct AttemptEnd {
     pub state: AttemptState,
     /// The reason. `None` if the attempt succeeded.
     pub reason: Option<Reason>,
-    /// Whether the attempt's ranks have trained. If not, the job's steps are those of an earlier attempt.
+    /// Whether the attempt's ranks have trained. If not, the job's step is from an earlier attempt.
     pub trained: bool,
 }
 

@@ -40,7 +40,8 @@ pub(super) fn refuse_at_rung(row: &JobRow) -> Result<(), Refused> {
     let Some(trial) = row.job.trial.as_ref().filter(|_| row.job.waits_for_sweep()) else { return Ok(()) };
     let detail = format!(
         "the job is trial {} of {sweep} and waits at a rung, where its sweep compares it with other trials and then resumes or ends it; \
-         if the sweep is paused, resume it with `lockstep sweep resume {sweep}`; a trial that the sweep ends can be retried after the sweep has ended",
+         if the sweep is paused, resume it with `lockstep sweep resume {sweep}`; a trial that the sweep ends can be retried after the \
+         sweep has ended",
         trial.number,
         sweep = trial.sweep,
     );

@@ -1,9 +1,9 @@
 //! The encoding of a series as bytes.
 //!
-//! Level 0 contains points: the difference to the previous point's step (LEB128), and the value (float32, little endian). Level `k` contains
-//! buckets of `16^k` steps, counted from step 1. A bucket contains the difference between its first step and the previous bucket's first
-//! step, the number of points, the number of finite points (all LEB128), and the minimum, maximum (float32) and sum (float64) of the finite
-//! points.
+//! Level 0 contains points: the difference to the previous point's step (LEB128), and the value (float32, little endian). Level `k`
+//! contains buckets of `16^k` steps, counted from step 1. A bucket contains the difference between its first step and the previous bucket's
+//! first step, the number of points, the number of finite points (all LEB128), and the minimum, maximum (float32) and sum (float64) of the
+//! finite points.
 
 use crate::{
     store::{MetricChunk, RankColumn, error::StoreError},

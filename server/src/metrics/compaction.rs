@@ -45,8 +45,9 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
     }
 }
 
-/// Compacts the next rows of a job, up to `cost`, and moves the job's watermark. With `rest`, also compacts rows that cost less than a
-/// batch. Returns false if nothing was compacted: there were too few rows, or another compaction moved the watermark first.
+/// Compacts the next rows of a job, up to `cost` (`EventRow::cost`), and moves the job's watermark. With `rest`, also compacts rows that
+/// cost less than a batch. Returns false if nothing was compacted: there were too few rows, or another compaction moved the watermark
+/// first.
 pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
     let (watermark, newest) = store.newest_metric_chunks(job).await?;
     let filter = MetricFilter { after: watermark, limit_cost: Some(cost), ..MetricFilter::default() };
@@ -177,18 +178,18 @@ mod tests {
     #[test]
     fn chunks_do_not_depend_on_how_points_arrive() {
         let mut whole = grow(Vec::new(), vec![column(1..20_001)], BTreeMap::new());
-        let mut kept: BTreeMap<(u32, u64), MetricChunk> = BTreeMap::new();
+        let mut stored: BTreeMap<(u32, u64), MetricChunk> = BTreeMap::new();
         for first in (1..20_001).step_by(700) {
-            let newest: BTreeMap<u32, MetricChunk> = kept.values().map(|c| (c.level, c.clone())).collect();
+            let newest: BTreeMap<u32, MetricChunk> = stored.values().map(|c| (c.level, c.clone())).collect();
             let columns = vec![column(first..(first + 700).min(20_001))];
             for chunk in grow(newest.into_values().collect(), columns, BTreeMap::new()) {
-                kept.insert((chunk.level, chunk.first_step), chunk);
+                stored.insert((chunk.level, chunk.first_step), chunk);
             }
         }
-        let mut kept: Vec<_> = kept.into_values().collect();
-        assert!(kept.iter().any(|c| c.replaces_chunk) && !whole.iter().any(|c| c.replaces_chunk));
-        kept.iter_mut().chain(&mut whole).for_each(|c| c.replaces_chunk = false);
-        assert_eq!(kept, whole);
+        let mut stored: Vec<_> = stored.into_values().collect();
+        assert!(stored.iter().any(|c| c.replaces_chunk) && !whole.iter().any(|c| c.replaces_chunk));
+        stored.iter_mut().chain(&mut whole).for_each(|c| c.replaces_chunk = false);
+        assert_eq!(stored, whole);
         assert_eq!(whole.iter().filter(|c| c.level == 0).count(), 20);
         let level2: Vec<_> = whole.iter().filter(|c| c.level == 2).collect();
         assert_eq!((level2.len(), level2[0].first_step, level2[0].last_step), (1, 1, 20_000));

@@ -36,9 +36,9 @@ impl CompactionQueue {
         if cost == 0 {
             return;
         }
-        let mut all = lock(&self.waiting);
+        let mut jobs = lock(&self.waiting);
         let batch_cost = batch_cost(ranks);
-        let waiting = all.entry(job.clone()).or_insert(Waiting { cost: 0, batch_cost });
+        let waiting = jobs.entry(job.clone()).or_insert(Waiting { cost: 0, batch_cost });
         waiting.cost = waiting.cost.saturating_add(cost);
         if waiting.cost >= waiting.batch_cost {
             self.wake.notify_one();
@@ -47,10 +47,10 @@ impl CompactionQueue {
 
     /// Removes a job whose rows make up a batch. Returns the job and the cost of a batch.
     pub(crate) fn take(&self) -> Option<(JobId, u64)> {
-        let mut all = lock(&self.waiting);
-        let (job, waiting) = all.iter().find(|(_, waiting)| waiting.cost >= waiting.batch_cost)?;
+        let mut jobs = lock(&self.waiting);
+        let (job, waiting) = jobs.iter().find(|(_, waiting)| waiting.cost >= waiting.batch_cost)?;
         let (job, batch_cost) = (job.clone(), waiting.batch_cost);
-        all.remove(&job);
+        jobs.remove(&job);
         Some((job, batch_cost))
     }
 }

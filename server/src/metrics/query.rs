@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 /// The data of a chart.
 #[derive(Debug)]
-pub(crate) struct Found {
+pub(crate) struct ChartData {
     /// Number of the last event that is included.
     pub(crate) as_of: u64,
     /// Whether every bucket is a single point, and all points of the range are included.
@@ -31,8 +31,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// Plans at most `points` buckets from step `first` to `last`. The plan depends only on these three numbers, so the result does not depend
-    /// on how points were reported and compacted.
+    /// Plans at most `points` buckets from step `first` to `last`. The plan depends only on these three numbers, so the result does not
+    /// depend on how points were reported and compacted.
     fn new(first: u64, last: u64, points: u64) -> Self {
         let before = first.saturating_sub(1);
         let wanted_width = last.saturating_sub(before).div_ceil(points).max(1);
@@ -53,7 +53,7 @@ pub(crate) async fn find(
     job: &Job,
     filter: &MetricFilter,
     points: usize,
-) -> Result<Found> {
+) -> Result<ChartData> {
     // Reads again if a compaction has moved the watermark between two reads.
     loop {
         let (watermark, extent) = metrics.store.metric_extent(&job.id, filter).await?;
@@ -71,7 +71,7 @@ pub(crate) async fn find(
         let tail_steps = tail.iter().filter_map(|points| points.column.ends());
         let ends = tail_steps.chain(extent);
         let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
-            return Ok(Found { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() });
+            return Ok(ChartData { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() });
         };
         let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
 
@@ -106,17 +106,18 @@ pub(crate) async fn find(
             series.values().all(|b| b.iter().map(|b| b.points).sum::<u64>() <= (points + slack) as u64)
         };
         if plan.level == 0 && fits(&series, 0) {
-            return Ok(Found { as_of, exact: true, bucket_steps: 1, series });
+            return Ok(ChartData { as_of, exact: true, bucket_steps: 1, series });
         }
-        // Sparse points may fit although the range has too many steps. The slack is for points outside the range in the buckets at its ends.
+        // Sparse points may fit although the range has too many steps. The slack is for points outside the range, in the buckets at the
+        // ends of the range.
         if plan.level > 0 && fits(&series, 2 * width(plan.level) as usize) {
             let Some(all_points) = read(0).await? else { continue };
             if fits(&all_points, 0) {
-                return Ok(Found { as_of, exact: true, bucket_steps: 1, series: all_points });
+                return Ok(ChartData { as_of, exact: true, bucket_steps: 1, series: all_points });
             }
         }
         series.values_mut().for_each(|buckets| chunk::join_neighbours(buckets, |bucket| plan.index(bucket)));
-        return Ok(Found { as_of, exact: false, bucket_steps: plan.width, series });
+        return Ok(ChartData { as_of, exact: false, bucket_steps: plan.width, series });
     }
 }
 

@@ -21,8 +21,8 @@ pub(super) type Group = Vec<usize>;
 pub(super) struct Candidate {
     pub(super) agent: Arc<AgentState>,
     /// Slots of the kind that the job needs.
-    pub(super) all: Vec<u32>,
-    /// The free slots among `all`.
+    pub(super) slots: Vec<u32>,
+    /// The free slots among `slots`.
     pub(super) free: Vec<u32>,
 }
 
@@ -50,7 +50,7 @@ impl Candidates {
     /// Adds a slot that will become free, after the slots that are free now.
     pub(super) fn add_free_slot(&mut self, candidate: usize, slot: u32) {
         if let Some(candidate) = self.list.get_mut(candidate)
-            && candidate.all.contains(&slot)
+            && candidate.slots.contains(&slot)
             && !candidate.free.contains(&slot)
         {
             candidate.free.push(slot);
@@ -67,13 +67,13 @@ impl Candidates {
 
 impl Candidate {
     pub(super) fn of(agent: Arc<AgentState>, in_use: &HashSet<u32>, device: Device) -> Self {
-        let all = slots_for(&agent.row.slots, device);
-        let free = all.iter().copied().filter(|slot| !in_use.contains(slot)).collect();
-        Self { agent, all, free }
+        let slots = slots_for(&agent.row.slots, device);
+        let free = slots.iter().copied().filter(|slot| !in_use.contains(slot)).collect();
+        Self { agent, slots, free }
     }
 
     fn first_slot(&self) -> Option<&Slot> {
-        let first = self.all.first()?;
+        let first = self.slots.first()?;
         self.agent.row.slots.iter().find(|slot| slot.index == *first)
     }
 
@@ -105,15 +105,15 @@ impl Candidate {
     /// Free slots for `ranks` ranks, by NVLink group.
     fn choose_linked(&self, ranks: usize) -> Vec<Vec<u32>> {
         let mut groups = self.free_groups();
-        let mut left = ranks.min(self.free.len());
+        let mut missing = ranks.min(self.free.len());
         let mut taken = Vec::new();
-        while left > 0 && !groups.is_empty() {
+        while missing > 0 && !groups.is_empty() {
             // The smallest group with enough slots, so that large gaps stay for large jobs; otherwise the largest group.
-            let enough = (0..groups.len()).filter(|n| groups[*n].len() >= left);
+            let enough = (0..groups.len()).filter(|n| groups[*n].len() >= missing);
             let next = enough.min_by_key(|n| groups[*n].len()).unwrap_or(0);
             let mut group = groups.remove(next);
-            group.truncate(left);
-            left -= group.len();
+            group.truncate(missing);
+            missing -= group.len();
             taken.push(group);
         }
         taken
@@ -178,7 +178,7 @@ fn groups(candidates: &[Candidate]) -> Groups {
     // Agents that report neither a network nor an address cannot share a job.
     let mut networks: BTreeMap<&str, Group> = BTreeMap::new();
     let mut over_network = Group::new();
-    for (c, candidate) in candidates.iter().enumerate().filter(|(_, candidate)| !candidate.all.is_empty()) {
+    for (c, candidate) in candidates.iter().enumerate().filter(|(_, candidate)| !candidate.slots.is_empty()) {
         let machine = &candidate.agent.row.machine;
         if let Some(network) = machine.network_id.as_deref() {
             networks.entry(network).or_default().push(c);

@@ -31,7 +31,7 @@ mod resume_point;
 mod start;
 mod unreported;
 
-pub(crate) use ends::{declined, ended_at, ready, requeue_after_leave, stop_other_agents, stop_reason};
+pub(crate) use ends::{declined, ranks_ended, ready, requeue_after_leave, stop_other_agents, stop_reason};
 pub(crate) use needs::is_checkpoint_id;
 
 /// Interval between two rounds without a notification.
@@ -131,8 +131,8 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
         let job = expired.attempt.job.clone();
         let silence = scheduler.agents.silence(&expired.place.agent_id).unwrap_or(uptime).as_secs_f64();
         scheduler.agents.leases.give_up(&expired);
-        let how = "the ranks of other machines have lost those on it";
-        let ended = expire(scheduler, expired, (silence * 10.0).round() / 10.0, Some(how)).await;
+        let why_early = "the ranks of other machines have lost contact with its ranks";
+        let ended = expire(scheduler, expired, (silence * 10.0).round() / 10.0, Some(why_early)).await;
         skip_permanent_error(&job, ended)?;
     }
     // Claims would wait for the transaction of these ends anyway, and the freed slots would not be used before the next round.
@@ -249,7 +249,7 @@ async fn carry_out(
     Ok(())
 }
 
-/// Logs a permanent error of one job, so that the others are still dispatched. Transient errors end the round.
+/// Logs a permanent error of one job, so that the other jobs are still dispatched. Transient errors end the round.
 fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     match done {
         Err(error) if !error.may_pass() => {
@@ -261,17 +261,17 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 }
 
 /// Fences an attempt whose lease has expired on one of its agents. The job is restarted, or fails if no restarts are left. An attempt on
-/// several agents ends once the other agents have ended their ranks. `how`: why an agent that has been silent for `secs` is given up
-/// before its lease has expired.
-async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<&str>) -> Result<()> {
+/// several agents ends once the other agents have ended their ranks. `why_early`: why an agent that has been silent for `secs` is
+/// given up before its lease has expired.
+async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, why_early: Option<&str>) -> Result<()> {
     let Expired { attempt, place, agent_count, had_order } = expired;
     // The connection of a silent agent may still be open for a moment after its lease has expired.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();
     let is_heard = online.iter().any(|o| o.row.id == place.agent_id && o.row.last_seen_at >= heard_since);
-    let is_online = is_heard && how.is_none();
+    let is_online = is_heard && why_early.is_none();
     let (agent, attempt_number) = (Text::from(place.agent.as_str()), attempt.attempt);
-    let detail = how.map(Text::from);
+    let detail = why_early.map(Text::from);
     let why = move |row: &JobRow| -> Reason {
         let (agent, attempt, step) = (agent.clone(), attempt_number, row.job.step);
         if !is_online {
@@ -294,7 +294,8 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
         })
         .await?;
     }
-    let reason = if how.is_some() { "the attempt has ended without this agent" } else { "its lease ran out" };
+    let reason =
+        if why_early.is_some() { "the attempt has ended without this agent" } else { "its lease ran out" };
     send_stop(scheduler, &[place], &attempt, reason, false);
     Ok(())
 }
@@ -304,9 +305,9 @@ pub(crate) fn leaving_reason(agent: &str, reason: &str) -> Reason {
     ReasonKind::AgentStopped { agent: Some(agent.into()), detail: Some(reason.into()) }.into()
 }
 
-/// A user's request for a job.
+/// A request to stop the ranks of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Wish {
+pub(crate) enum StopRequest {
     Cancel,
     Pause,
 }
@@ -315,13 +316,13 @@ pub(crate) enum Wish {
 ///
 /// # Errors
 /// The job's state forbids the request, or there is no such job.
-pub(crate) async fn stop(scheduler: &Scheduler, id: &JobId, wish: Wish) -> Result<Job> {
+pub(crate) async fn stop(scheduler: &Scheduler, id: &JobId, request: StopRequest) -> Result<Job> {
     let places = scheduler.agents.leases.places_of(id);
     let online = scheduler.agents.online();
     let reachable = places.iter().any(|p| online.iter().any(|o| o.row.id == p.agent_id));
-    let change = move |row: &mut JobRow| match wish {
-        Wish::Cancel => lifecycle::cancel(row, reachable, crate::now()),
-        Wish::Pause => lifecycle::pause(row, crate::now()),
+    let change = move |row: &mut JobRow| match request {
+        StopRequest::Cancel => lifecycle::cancel(row, reachable, crate::now()),
+        StopRequest::Pause => lifecycle::pause(row, crate::now()),
     };
     let changed = scheduler.events.change_job(id, Box::new(change)).await?;
     order_stop(scheduler, id).await?;

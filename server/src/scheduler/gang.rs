@@ -1,6 +1,7 @@
-//! The choice of a job's agents. If one agent has enough free slots, the choice needs the fewest NVLink groups, then leaves the fewest free
-//! slots. Otherwise it needs as few agents as possible that reach each other and have slots of one kind. Of equally few agents, those with
-//! slots of one model come first, then those whose slowest network link is fastest.
+//! The choice of a job's agents. If single agents have enough free slots, the job gets the agent on which its slots are in the fewest
+//! NVLink groups; of several such agents, the agent with the fewest free slots. Otherwise the job gets as few agents as possible that reach
+//! each other and have slots of one kind. Of equally few agents, agents with slots of one model come first, then agents whose slowest
+//! network link is fastest.
 
 use super::{
     AgentState,
@@ -18,9 +19,9 @@ pub(crate) struct Capacity {
     pub(crate) machines: usize,
 }
 
-/// The fewest candidates of `group` that together have `ranks` slots, by descending number of slots. The last candidate has the fewest slots
-/// that suffice, so that large gaps stay for large jobs. `slots` returns the number of available slots of a candidate.
-fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option<Group> {
+/// Chooses the fewest candidates of `group` that together have `ranks` slots, by descending number of slots. The last candidate has the
+/// fewest slots that suffice, so that large gaps stay for large jobs. `slots` returns the number of available slots of a candidate.
+fn choose_fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option<Group> {
     if group.iter().map(|c| slots(*c)).sum::<usize>() < ranks {
         return None;
     }
@@ -62,8 +63,8 @@ fn choose_fastest(
     Some((found, slowest))
 }
 
-/// Chooses from the group in which `choose` needs the fewest agents. Of equally few, those with slots of one model come first, then those
-/// whose slowest link is fastest.
+/// Chooses from the group in which `choose` needs the fewest agents. Of equally few agents, agents with slots of one model come first, then
+/// agents whose slowest link is fastest.
 fn choose_group(candidates: &Candidates, choose: impl Fn(&Group) -> Option<Group>) -> Option<Group> {
     let found = candidates.groups.iter().filter_map(|(group, is_mixed)| {
         let (chosen, slowest) = choose_fastest(candidates, group, &choose)?;
@@ -88,7 +89,7 @@ pub(super) fn choose(
         return Some(vec![(one, candidates[one].choose_slots(ranks))]);
     }
     let free = |c: usize| if is_reserved(c) { 0 } else { candidates[c].free.len() };
-    let mut found = choose_group(candidates, |group| fewest(group, ranks, free))?;
+    let mut found = choose_group(candidates, |group| choose_fewest(group, ranks, free))?;
     // Agents of a launch serve only this job, and ranks are in the order of the launch's list of machines.
     if found.iter().all(|c| candidates[*c].agent.only_job.is_some()) {
         found.sort_unstable();
@@ -103,11 +104,11 @@ pub(super) fn choose(
 }
 
 /// Chooses agents to reserve for a waiting job: as few as possible, by number of all slots, with the fastest links. Of agents with equally
-/// many slots, those with the most free slots are chosen, so that a later round never reserves fewer free slots. `None` if all agents that
-/// can share a job have too few slots together.
+/// many slots, the agents with the most free slots are chosen, so that a later round never reserves fewer free slots. `None` if all agents
+/// that can share a job have too few slots together.
 pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
-    let size = |c: usize| (candidates[c].all.len(), candidates[c].free.len());
-    let one = (0..candidates.len()).filter(|c| candidates[*c].all.len() >= ranks).max_by_key(|c| size(*c));
+    let size = |c: usize| (candidates[c].slots.len(), candidates[c].free.len());
+    let one = (0..candidates.len()).filter(|c| candidates[*c].slots.len() >= ranks).max_by_key(|c| size(*c));
     if let Some(one) = one {
         return Some(vec![one]);
     }
@@ -116,7 +117,7 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
         group.sort_by_key(|c| Reverse(size(*c)));
         let mut sum = 0;
         let needed = group.iter().position(|c| {
-            sum += candidates[*c].all.len();
+            sum += candidates[*c].slots.len();
             sum >= ranks
         })?;
         group.truncate(needed + 1);
@@ -128,7 +129,7 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
 /// The largest capacity for one job, on one machine or on several machines that can share a job.
 pub(super) fn max_capacity(candidates: &Candidates) -> Capacity {
     let sum = |group: &[usize]| Capacity {
-        slots: group.iter().map(|c| candidates[*c].all.len()).sum(),
+        slots: group.iter().map(|c| candidates[*c].slots.len()).sum(),
         free: group.iter().map(|c| candidates[*c].free.len()).sum(),
         machines: group.len(),
     };

@@ -46,7 +46,7 @@ impl LastPlan {
     }
 
     /// A job's place in the queue and the reason why it waits. `None` if the newest plan has no such waiting job.
-    pub(crate) fn of(&self, job: &JobId) -> Option<Waiting> {
+    pub(crate) fn find(&self, job: &JobId) -> Option<Waiting> {
         let shown = lock(&self.0);
         let (place, why) = shown.waiting.get(job)?;
         Some(Waiting { place: *place, reason: why.as_deref().cloned() })
@@ -61,11 +61,11 @@ impl LastPlan {
 
     /// Fills in a waiting job's place and current reason. The number of free slots changes without an event of the job, so the stored
     /// reason may be outdated.
-    pub(crate) fn tell(&self, job: &mut Job) {
+    pub(crate) fn fill_in(&self, job: &mut Job) {
         if !job.state.is_waiting() {
             return;
         }
-        job.queue = self.of(&job.id);
+        job.queue = self.find(&job.id);
         let reason = job.queue.as_ref().and_then(|waiting| waiting.reason.clone());
         if let Some(reason) = reason.filter(|reason| lifecycle::shows_wait_reason(job, reason)) {
             job.set_reason(Some(reason));
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn a_reservation_of_successive_plans_keeps_its_age() {
         let (last, job) = (LastPlan::default(), JobId::generate());
-        let kept = |agent: &str, second| Reservation {
+        let reservation = |agent: &str, second| Reservation {
             job: job.clone(),
             agent_id: agent.into(),
             free: Vec::new(),
@@ -102,13 +102,13 @@ mod tests {
         let replace = |reservations: &[Reservation]| {
             last.replace(Plan { reservations: reservations.to_vec(), ..Plan::default() })
         };
-        replace(&[kept("a", 1)]);
-        replace(&[kept("a", 2), kept("b", 2)]);
-        assert_eq!(last.reservations(), [kept("a", 1), kept("b", 2)]);
+        replace(&[reservation("a", 1)]);
+        replace(&[reservation("a", 2), reservation("b", 2)]);
+        assert_eq!(last.reservations(), [reservation("a", 1), reservation("b", 2)]);
         // The plan in between has no reservation on agent a.
-        replace(&[kept("b", 3)]);
-        replace(&[kept("a", 4)]);
-        assert_eq!(last.reservations(), [kept("a", 4)]);
+        replace(&[reservation("b", 3)]);
+        replace(&[reservation("a", 4)]);
+        assert_eq!(last.reservations(), [reservation("a", 4)]);
         last.release(&job);
         assert_eq!(last.reservations(), []);
     }

@@ -1,4 +1,4 @@
-//! The scheduler: which waiting job gets which slots, and why the others wait.
+//! The scheduler: which waiting job gets which slots, and why the other jobs wait.
 //!
 //! [`plan`] is a pure function from a [`Snapshot`] to a [`Plan`]. Dispatch takes the snapshot and carries out the plan; pages and REST show
 //! the newest plan ([`LastPlan`]). The rules, in the order in which they are applied to a job:

@@ -5,7 +5,7 @@ use super::{
     candidates::Candidates,
     fewer::FewerRanks,
     gang::{choose, reserve},
-    preempt::make_room,
+    preempt::preempt,
     reasons::wait_reason,
     round::{Round, device_for},
 };
@@ -33,7 +33,7 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     if let Some(chosen) = choose(&candidates, ranks, &round.reserved) {
         return start(round, row, candidates, chosen, None);
     }
-    if let Some(wait) = make_room(round, row, &candidates) {
+    if let Some(wait) = preempt(round, row, &candidates) {
         return Some(wait);
     }
     if let Some((chosen, why)) =
@@ -41,19 +41,19 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     {
         return start(round, row, candidates, chosen, Some(why));
     }
-    let kept = reserve(&candidates, ranks);
+    let reserved = reserve(&candidates, ranks);
     let more = fewer.as_ref().and_then(|fewer| fewer.in_words(job));
-    let why = wait_reason(&candidates, job, kept.as_deref(), more, round);
-    let kept = kept.or_else(|| fewer.as_ref()?.reserve(&candidates));
-    for c in kept.iter().flatten() {
+    let why = wait_reason(&candidates, job, reserved.as_deref(), more, round);
+    let reserved = reserved.or_else(|| fewer.as_ref()?.reserve(&candidates));
+    for c in reserved.iter().flatten() {
         round.reserve(job, &candidates[*c]);
     }
     if let Some(kind) = kind {
         // For later jobs of the same kind, the agents are reserved for this job.
-        let why = wait_reason(&candidates, job, kept.as_deref(), None, round);
-        round.waits.insert(kind, Wait { why: why.into(), is_kept: kept.is_some() });
+        let why = wait_reason(&candidates, job, reserved.as_deref(), None, round);
+        round.waits.insert(kind, Wait { why: why.into(), is_kept: reserved.is_some() });
     }
-    Some(Wait { why: why.into(), is_kept: kept.is_some() })
+    Some(Wait { why: why.into(), is_kept: reserved.is_some() })
 }
 
 /// Gives a job its slots, unless it waits for a checkpoint. `fewer`: the reason, if the job starts on fewer ranks.
@@ -66,7 +66,7 @@ fn start(
 ) -> Option<Wait> {
     if let Some(wait) = round.checkpoint_wait(row, &candidates, &chosen) {
         // During a check, which is short, jobs of lower priority must not take the slots. An upload or a fetch may take hours, so the slots
-        // are not kept.
+        // are not reserved.
         if wait.is_kept {
             for (c, slots) in &chosen {
                 round.promise(&row.job.id, &candidates[*c], slots);

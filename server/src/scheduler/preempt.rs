@@ -19,23 +19,24 @@ use std::{
 /// Maximum number of victims of a job over several agents for which [`on_several`] checks whether the job fits without them.
 const MAX_TRIED: usize = 64;
 
-/// Slots for a job, by the index of their agent in the list of candidates, and the jobs that must end for it, by their index in
+/// Slots for a job, by the index of their agent in the list of candidates, and the jobs that must end to free the slots, by their index in
 /// the list of yielding jobs.
 #[derive(Debug, PartialEq)]
-struct Room {
+struct Choice {
     chosen: Vec<(usize, Vec<u32>)>,
     victims: Vec<usize>,
 }
 
 /// Plans the preemption of running jobs for a job that does not fit, and reserves their slots. Slots of jobs that are ending anyway are
 /// used first, regardless of these jobs' priority. Returns `None` if the job would not fit even then.
-pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Candidates) -> Option<Wait> {
+pub(super) fn preempt(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Candidates) -> Option<Wait> {
     let job = &row.job;
     let (ranks, priority) = (job.ranks as usize, job.spec.priority);
-    let room = find_room(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
-    if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &room.chosen) {
-        // No job is preempted yet, because its slots would be given to others meanwhile. Free slots are reserved during a check.
-        for (c, slots) in room.chosen.iter().filter(|_| is_kept) {
+    let choice =
+        choose_victims(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
+    if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &choice.chosen) {
+        // No job is preempted yet, because its slots would be given to other jobs meanwhile. Free slots are reserved during a check.
+        for (c, slots) in choice.chosen.iter().filter(|_| is_kept) {
             let free = &candidates[*c].free;
             let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();
             if !slots.is_empty() {
@@ -44,31 +45,31 @@ pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &C
         }
         return Some(Wait { why, is_kept: true });
     }
-    let counted_on = counted_on(&room, candidates, &round.yielding);
+    let counted_on = counted_on(&choice, candidates, &round.yielding);
     let is_preempting =
-        !room.victims.is_empty() || counted_on.iter().any(|job| job.occupant.is_being_preempted);
+        !choice.victims.is_empty() || counted_on.iter().any(|job| job.occupant.is_being_preempted);
     let occupants = counted_on.iter().map(|job| &job.occupant);
     let ending =
         occupants.filter(|occupant| occupant.must_end).map(|occupant| occupant.job.clone()).collect();
-    let victims = room.victims.iter().map(|victim| round.yielding[*victim].occupant.job.clone()).collect();
-    for victim in &room.victims {
+    let victims = choice.victims.iter().map(|victim| round.yielding[*victim].occupant.job.clone()).collect();
+    for victim in &choice.victims {
         round.yielding[*victim].is_ending = true;
     }
     let (row, starts_before) = (Arc::clone(row), round.plan.starts.len());
     round.plan.preemptions.push(Preemption { row, victims, ending, starts_before });
 
-    let agents: Vec<usize> = room.chosen.iter().map(|(c, _)| *c).collect();
+    let agents: Vec<usize> = choice.chosen.iter().map(|(c, _)| *c).collect();
     let more = is_preempting.then(|| "jobs of lower priority are being preempted".into());
     let why = wait_reason(candidates, job, Some(&agents), more, round);
-    for (c, slots) in &room.chosen {
+    for (c, slots) in &choice.chosen {
         round.promise(&job.id, &candidates[*c], slots);
     }
     Some(Wait { why: why.into(), is_kept: true })
 }
 
-/// The jobs that are ending anyway and have some of the room's slots.
-fn counted_on<'a>(room: &Room, candidates: &Candidates, yielding: &'a [Yielding]) -> Vec<&'a Yielding> {
-    let chosen = room.chosen.iter();
+/// The jobs that are ending anyway and have some of the chosen slots.
+fn counted_on<'a>(choice: &Choice, candidates: &Candidates, yielding: &'a [Yielding]) -> Vec<&'a Yielding> {
+    let chosen = choice.chosen.iter();
     let chosen = chosen.map(|(c, slots)| (candidates[*c].agent.row.id.as_str(), slots));
     let chosen: HashMap<&str, &Vec<u32>> = chosen.collect();
     let is_chosen =
@@ -96,14 +97,14 @@ fn with_slots_of<'a>(
 
 /// Finds slots for a job of `ranks` ranks if some yielding jobs end: jobs that are ending anyway, and preemptible jobs of lower priority,
 /// the lowest priority first, then the newest job first.
-fn find_room(
+fn choose_victims(
     candidates: &Candidates,
     ranks: usize,
     priority: i32,
     reserved: &HashSet<String>,
     yielding: &[Yielding],
     promised: &HashSet<(String, u32)>,
-) -> Option<Room> {
+) -> Option<Choice> {
     let may_end = |Yielding { occupant, is_ending, .. }: &Yielding| {
         occupant.preemptible && occupant.priority < priority && !is_ending
     };
@@ -114,7 +115,7 @@ fn find_room(
     let ended = with_slots_of(candidates, yielding.iter().filter(|job| job.is_ending), promised);
     if let Some(chosen) = choose(&ended, ranks, reserved) {
         // The job did not fit before, so it counts on slots that are not free yet.
-        return Some(Room { chosen, victims: Vec::new() });
+        return Some(Choice { chosen, victims: Vec::new() });
     }
     let single = (0..ended.len()).filter(|c| !reserved.contains(&ended[*c].agent.row.id));
     let single =
@@ -125,7 +126,7 @@ fn find_room(
         (victims.len(), highest, Reverse(ended[*c].free.len()))
     });
     if let Some((c, (slots, victims))) = best {
-        return Some(Room { chosen: vec![(c, slots)], victims });
+        return Some(Choice { chosen: vec![(c, slots)], victims });
     }
     on_several(&ended, ranks, reserved, yielding, lower, promised)
 }
@@ -139,23 +140,23 @@ fn on_one(
     promised: &HashSet<(String, u32)>,
 ) -> Option<(Vec<u32>, Vec<usize>)> {
     let agent = &candidate.agent.row.id;
-    let is_here = |(holder, slot): &(String, u32)| {
-        holder == agent && candidate.all.contains(slot) && !promised.contains(&(holder.clone(), *slot))
+    let is_on_agent = |(holder, slot): &(String, u32)| {
+        holder == agent && candidate.slots.contains(slot) && !promised.contains(&(holder.clone(), *slot))
     };
     let slots_of = |victim: &usize| -> Vec<u32> {
-        yielding[*victim].slots.iter().filter(|slot| is_here(slot)).map(|(_, slot)| *slot).collect()
+        yielding[*victim].slots.iter().filter(|slot| is_on_agent(slot)).map(|(_, slot)| *slot).collect()
     };
-    let mut here: Vec<(usize, Vec<u32>)> = lower
+    let mut on_agent: Vec<(usize, Vec<u32>)> = lower
         .iter()
         .map(|victim| (*victim, slots_of(victim)))
         .filter(|(_, slots)| !slots.is_empty())
         .collect();
     let needed = ranks.saturating_sub(candidate.free.len());
-    if here.iter().map(|(_, slots)| slots.len()).sum::<usize>() < needed {
+    if on_agent.iter().map(|(_, slots)| slots.len()).sum::<usize>() < needed {
         return None;
     }
     // The number of victims that are needed if the largest jobs are taken first.
-    let mut largest: Vec<usize> = here.iter().map(|(_, slots)| slots.len()).collect();
+    let mut largest: Vec<usize> = on_agent.iter().map(|(_, slots)| slots.len()).collect();
     largest.sort_unstable_by(|a, b| b.cmp(a));
     let (mut sum, mut fewest) = (0, 0);
     while sum < needed {
@@ -167,13 +168,13 @@ fn on_one(
     let (mut missing, mut victims, mut slots) = (needed, Vec::new(), candidate.free.clone());
     while victims.len() < fewest {
         let further = fewest - victims.len() - 1;
-        let index = (0..here.len()).find(|n| {
+        let index = (0..on_agent.len()).find(|n| {
             let mut rest: Vec<usize> =
-                here.iter().enumerate().filter(|(m, _)| m != n).map(|(_, (_, s))| s.len()).collect();
+                on_agent.iter().enumerate().filter(|(m, _)| m != n).map(|(_, (_, s))| s.len()).collect();
             rest.sort_unstable_by(|a, b| b.cmp(a));
-            here[*n].1.len() + rest.iter().take(further).sum::<usize>() >= missing
+            on_agent[*n].1.len() + rest.iter().take(further).sum::<usize>() >= missing
         })?;
-        let (victim, freed) = here.remove(index);
+        let (victim, freed) = on_agent.remove(index);
         missing = missing.saturating_sub(freed.len());
         slots.extend(freed);
         victims.push(victim);
@@ -182,38 +183,39 @@ fn on_one(
     Some((slots, victims))
 }
 
-/// Like [`find_room`], over several agents: ends jobs by ascending priority until the job fits, then spares jobs that are not needed.
+/// Like [`choose_victims`], over several agents: ends the `lower` jobs by ascending priority until the job fits, then spares jobs that are
+/// not needed.
 fn on_several(
     ended: &Candidates,
     ranks: usize,
     reserved: &HashSet<String>,
     yielding: &[Yielding],
-    all: Vec<usize>,
+    lower: Vec<usize>,
     promised: &HashSet<(String, u32)>,
-) -> Option<Room> {
+) -> Option<Choice> {
     let choose_after = |victims: &[usize]| {
         let victims = victims.iter().map(|victim| &yielding[*victim]);
         choose(&with_slots_of(ended, victims, promised), ranks, reserved)
     };
-    choose_after(&all)?;
+    choose_after(&lower)?;
     // Finds the shortest prefix of the list that is enough.
-    let lengths: Vec<_> = (1..=all.len()).collect();
-    let enough = lengths.partition_point(|n| choose_after(&all[..*n]).is_none()) + 1;
-    let chosen = choose_after(&all[..enough])?;
+    let lengths: Vec<_> = (1..=lower.len()).collect();
+    let enough = lengths.partition_point(|n| choose_after(&lower[..*n]).is_none()) + 1;
+    let chosen = choose_after(&lower[..enough])?;
     let is_used = |victim: &usize| {
         let mut slots = yielding[*victim].slots.iter();
         slots.any(|(agent, slot)| {
             chosen.iter().any(|(c, taken)| ended[*c].agent.row.id == *agent && taken.contains(slot))
         })
     };
-    let mut victims: Vec<usize> = all[..enough].iter().copied().filter(is_used).collect();
+    let mut victims: Vec<usize> = lower[..enough].iter().copied().filter(is_used).collect();
     for victim in victims.clone().iter().rev().take(MAX_TRIED) {
         let fewer: Vec<usize> = victims.iter().copied().filter(|other| other != victim).collect();
         if choose_after(&fewer).is_some() {
             victims = fewer;
         }
     }
-    Some(Room { chosen: choose_after(&victims)?, victims })
+    Some(Choice { chosen: choose_after(&victims)?, victims })
 }
 
 #[cfg(test)]

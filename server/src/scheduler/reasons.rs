@@ -12,12 +12,12 @@ use lockstep_protocol::{
 };
 use std::cmp::Reverse;
 
-/// The reason why a job waits. `kept`: the agents reserved for the job; `None` if they would never have enough slots. `more`: an additional
-/// explanation.
+/// The reason why a job waits. `reserved`: the agents that are reserved for the job; `None` if no agents would ever have enough slots.
+/// `more`: an additional explanation.
 pub(super) fn wait_reason(
     candidates: &Candidates,
     job: &Job,
-    kept: Option<&[usize]>,
+    reserved: Option<&[usize]>,
     more: Option<Text>,
     round: &Round<'_>,
 ) -> Reason {
@@ -44,20 +44,20 @@ pub(super) fn wait_reason(
         slots_on: Vec::new(),
         detail: more,
     };
-    let mut takers: Vec<&Candidate> = candidates.iter().filter(|c| !c.all.is_empty()).collect();
+    let mut takers: Vec<&Candidate> = candidates.iter().filter(|c| !c.slots.is_empty()).collect();
     if takers.len() > 1 {
         let slots_on = |c: &Candidate| AgentSlots {
             agent: c.agent.row.name.as_str().into(),
             free: to_u32(c.free.len()),
-            total: to_u32(c.all.len()),
+            total: to_u32(c.slots.len()),
         };
         takers.sort_by_key(|c| Reverse(c.free.len()));
         wait.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(slots_on).collect();
     }
     // Drained agents are only named if the job would fit with them. A job with its own agents waits for its own agents.
-    let all = candidates.iter().map(|c| c.all.len()).sum::<usize>() + drained_slots;
+    let total = candidates.iter().map(|c| c.slots.len()).sum::<usize>() + drained_slots;
     let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
-    let drained = drained.filter(|_| all >= ranks as usize && !has_own);
+    let drained = drained.filter(|_| total >= ranks as usize && !has_own);
     let too_few = |mut wait: SlotWait| {
         if let Some(drained) = drained.as_deref().map(undrain_advice) {
             let more = wait.detail.map_or(String::new(), |more| format!("; {more}"));
@@ -67,23 +67,23 @@ pub(super) fn wait_reason(
     };
     let describe_one = |c: &Candidate, wait: &mut SlotWait| {
         (wait.agent, wait.machines) = (Some(c.agent.row.name.as_str().into()), None);
-        (wait.slots_free, wait.slots_total) = (to_u32(c.free.len()), to_u32(c.all.len()));
+        (wait.slots_free, wait.slots_total) = (to_u32(c.free.len()), to_u32(c.slots.len()));
     };
-    let kind = match kept {
+    let kind = match reserved {
         Some([one]) => {
             describe_one(&candidates[*one], &mut wait);
             add_reserved(std::slice::from_ref(&candidates[*one]), round, &mut wait);
             ReasonKind::WaitingForSlots(wait)
         }
         None if sum.machines <= 1 => {
-            let largest = candidates.iter().max_by_key(|c| (c.all.len(), c.free.len()));
+            let largest = candidates.iter().max_by_key(|c| (c.slots.len(), c.free.len()));
             if let Some(largest) = largest {
                 describe_one(largest, &mut wait);
             }
             let of_device: Vec<_> =
                 candidates.iter().filter(|c| c.device() == largest_device(candidates)).collect();
             // The machines would have enough slots together if they could reach each other.
-            if of_device.iter().map(|c| c.all.len()).sum::<usize>() >= ranks as usize {
+            if of_device.iter().map(|c| c.slots.len()).sum::<usize>() >= ranks as usize {
                 let is_unreachable = |c: &&&Candidate| address(&c.agent.row.machine).is_none();
                 let names = of_device.iter().filter(is_unreachable).map(|c| c.agent.row.name.clone());
                 let detail = names.collect::<Vec<_>>().join(", ").into();
@@ -122,7 +122,7 @@ fn add_reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait
 /// The kind of slot that the candidates have most of.
 fn largest_device(candidates: &[Candidate]) -> &str {
     let slots = |device: &str| -> usize {
-        candidates.iter().filter(|c| c.device() == device).map(|c| c.all.len()).sum()
+        candidates.iter().filter(|c| c.device() == device).map(|c| c.slots.len()).sum()
     };
     // Of kinds with equally many slots, the kind that `auto` prefers.
     DEVICE_KINDS.iter().rev().map(|kind| kind.name).max_by_key(|name| slots(name)).unwrap_or_default()

@@ -31,7 +31,7 @@ pub(super) struct Round<'a> {
     pub(super) reserved_for: HashMap<String, (JobId, String)>,
     /// Slots that jobs of this round count on: agent and slot.
     pub(super) promised: HashSet<(String, u32)>,
-    /// Jobs with agents that take only this job.
+    /// Jobs that have their own agents: each of these agents takes only its `only_job`.
     served: HashSet<JobId>,
     /// The candidates of each device, for all other jobs.
     by_device: Vec<(Device, Arc<Candidates>)>,

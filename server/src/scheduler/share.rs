@@ -31,7 +31,7 @@ impl<T> Queue<T> {
         Self { in_use, by_share: HashMap::new(), firsts: BTreeSet::new(), last: None }
     }
 
-    /// Replaces the jobs by those of the next priority, with their shares, in the order of their submission. All previous jobs must have
+    /// Replaces the jobs by the jobs of the next priority, with their shares, in the order of their submission. All previous jobs must have
     /// been returned by [`Queue::next`].
     pub(super) fn fill(&mut self, waiting: impl IntoIterator<Item = (String, T)>) {
         self.by_share.clear();

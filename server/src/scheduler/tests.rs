@@ -26,7 +26,8 @@ impl Random {
         ((bits ^ (bits >> 31)) % u64::from(limit)) as u32
     }
 
-    fn is_in(&mut self, percent: u32) -> bool {
+    /// True with this probability.
+    fn chance(&mut self, percent: u32) -> bool {
         self.below(100) < percent
     }
 
@@ -39,7 +40,7 @@ fn at(second: u32) -> Timestamp {
     Timestamp::from_second(second.into()).unwrap()
 }
 
-/// A job that tests copy, since parsing one from JSON takes longer than making most plans.
+/// A job that tests copy, because parsing a job from JSON takes longer than making most plans.
 static JOB: LazyLock<JobRow> = LazyLock::new(JobRow::queued);
 
 fn job(ranks: u32) -> JobRow {
@@ -92,12 +93,12 @@ fn random_job(random: &mut Random) -> JobRow {
     job.spec.priority = random.below(3) as i32;
     job.spec.parallel.device = random.one_of(&[Device::Auto, Device::Auto, Device::Cpu, Device::Cuda]);
     job.project = random.one_of(&["a", "b", "c"]).into();
-    job.unreadable = random.is_in(5).then(|| "flaw".into());
-    if random.is_in(40) {
+    job.unreadable = random.chance(5).then(|| "flaw".into());
+    if random.chance(40) {
         job.attempt = 1;
         job.state = random.one_of(&[JobState::Queued, JobState::Restarting, JobState::Lost]);
         job.spec.train.batch_size = Some(12);
-        job.spec.recovery.min_ranks = random.is_in(50).then_some(1);
+        job.spec.recovery.min_ranks = random.chance(50).then_some(1);
         job.spec.recovery.wait_seconds = random.one_of(&[0, 60]);
         row.restarts = random.below(4);
         row.waiting_since = Some(at(1000 - random.below(4)));
@@ -114,9 +115,9 @@ fn random_agent(random: &mut Random, name: &str, waiting: &[JobRow]) -> AgentSta
         machine.interface_mbits = random.one_of(&[None, Some(1000), Some(100_000)]);
         machine.nvlink_groups = random.one_of(&[vec![], vec![vec![0, 1], vec![2, 3]], vec![vec![0, 2, 4]]]);
     });
-    agent.takes_work = random.is_in(85);
-    agent.is_drained = !agent.takes_work && random.is_in(50);
-    agent.only_job = waiting.first().filter(|_| random.is_in(10)).map(|row| row.job.id.clone());
+    agent.takes_work = random.chance(85);
+    agent.is_drained = !agent.takes_work && random.chance(50);
+    agent.only_job = waiting.first().filter(|_| random.chance(10)).map(|row| row.job.id.clone());
     agent
 }
 
@@ -130,9 +131,9 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
     let mut agents: Vec<_> = names.iter().map(|name| random_agent(&mut random, name, &waiting)).collect();
     let mut yielding: Vec<_> = (0..random.below(7))
         .map(|_| {
-            let must_end = random.is_in(25);
-            let is_being_preempted = must_end && random.is_in(50);
-            let (priority, preemptible) = (random.below(2) as i32, random.is_in(80));
+            let must_end = random.chance(25);
+            let is_being_preempted = must_end && random.chance(50);
+            let (priority, preemptible) = (random.below(2) as i32, random.chance(80));
             let occupant =
                 Occupant { job: JobId::generate(), priority, preemptible, must_end, is_being_preempted };
             Yielding { occupant, is_ending: must_end, slots: Vec::new() }
@@ -141,7 +142,7 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
     yielding.sort_by_key(|yielding| yielding.occupant.priority);
     for agent in &mut agents {
         for slot in &agent.row.slots {
-            if random.is_in(50) {
+            if random.chance(50) {
                 agent.in_use.insert(slot.index);
                 // Other running jobs do not yield.
                 let by = random.below(7) as usize;
@@ -165,7 +166,7 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
                 detail: None,
             };
             let wait =
-                random.is_in(40).then(|| Wait { why: Reason::from(why).into(), is_kept: random.is_in(50) });
+                random.chance(40).then(|| Wait { why: Reason::from(why).into(), is_kept: random.chance(50) });
             let known = snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
             assert!(known.is_none(), "seed {seed}: nothing is asked twice");
         }
@@ -383,7 +384,7 @@ fn no_job_starves_while_smaller_ones_keep_coming() {
                 agent.in_use = here.map(|(.., slot)| *slot).collect();
             }
             while waiting.len() < 8 {
-                let ranks = if random.is_in(15) { 5 + random.below(8) } else { 1 + random.below(2) };
+                let ranks = if random.chance(15) { 5 + random.below(8) } else { 1 + random.below(2) };
                 let row = job(ranks);
                 submitted.insert(row.job.id.clone(), now);
                 waiting.push(row);

@@ -83,7 +83,7 @@ impl WaitingJobs {
     /// Notes that a job was changed in the store.
     pub(crate) fn note(&self, job: &Job) {
         let mut known = lock(&self.known);
-        // Running jobs change all the time, so only waiting ones are noted. A job that is being read just now may not be known as waiting
+        // Running jobs change all the time, so only waiting jobs are noted. A job that is being read just now may not be known as waiting
         // yet.
         let may_be_read = known.is_reading && !job.state.is_active();
         if waits(job.state) || known.places.contains_key(&job.id) || may_be_read {
@@ -101,7 +101,7 @@ impl WaitingJobs {
     /// # Errors
     /// Errors of the store. The next call reads the remaining jobs.
     pub(crate) async fn read(&self, store: &dyn Store) -> Result<Vec<Arc<JobRow>>> {
-        let _one = self.reading.lock().await;
+        let _guard = self.reading.lock().await;
         let (is_loaded, changed) = {
             let mut known = lock(&self.known);
             known.is_reading = true;

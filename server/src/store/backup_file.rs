@@ -21,7 +21,7 @@ pub enum BackupError {
     #[error("{}: {source}", path.display())]
     File { path: PathBuf, source: io::Error },
     #[error("{} is not a complete backup: {detail}", path.display())]
-    NotWhole { path: PathBuf, detail: String },
+    Incomplete { path: PathBuf, detail: String },
     /// The target database of a restore has rows.
     #[error(
         "the database {0} is not empty; a backup can only be restored into a new database: name a new one with --database or --data-dir"
@@ -111,7 +111,8 @@ impl Writer {
 /// Reads and checks a whole backup.
 pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     let failed = |source| BackupError::File { path: path.to_owned(), source };
-    let not_whole = |detail: &str| BackupError::NotWhole { path: path.to_owned(), detail: detail.to_owned() };
+    let incomplete =
+        |detail: &str| BackupError::Incomplete { path: path.to_owned(), detail: detail.to_owned() };
     let mut from = BufReader::new(regular_files::open(path).map_err(failed)?);
     let mut hash = Sha256::new();
     let (mut line, mut last) = (Vec::new(), Vec::new());
@@ -121,13 +122,13 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
         match line.first() {
             Some(b'[') => match tables.last_mut() {
                 Some((_, rows)) => *rows += 1,
-                None => return Err(not_whole("it has a row without a table")),
+                None => return Err(incomplete("it has a row without a table")),
             },
             _ if heading.is_none() => {
                 let found: Heading =
-                    serde_json::from_slice(&line).map_err(|_| not_whole("it has no heading"))?;
+                    serde_json::from_slice(&line).map_err(|_| incomplete("it has no heading"))?;
                 if found.lockstep_backup != FORMAT {
-                    return Err(not_whole("it has another version of the format"));
+                    return Err(incomplete("it has another version of the format"));
                 }
                 heading = Some(found);
             }
@@ -139,10 +140,10 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
         }
         last = std::mem::take(&mut line);
     }
-    let heading = heading.ok_or_else(|| not_whole("it is empty"))?;
-    let end: End = serde_json::from_slice(&last).map_err(|_| not_whole("its end is missing"))?;
+    let heading = heading.ok_or_else(|| incomplete("it is empty"))?;
+    let end: End = serde_json::from_slice(&last).map_err(|_| incomplete("its end is missing"))?;
     if end.sha256 != hex::encode(hash.finalize()) {
-        return Err(not_whole("its checksum does not match"));
+        return Err(incomplete("its checksum does not match"));
     }
     let size_bytes = from.get_ref().metadata().map_err(failed)?.len();
     Ok((heading, Summary { tables, size_bytes }))
@@ -167,7 +168,7 @@ impl Rows {
 
     pub(super) fn next(&mut self) -> Result<Option<(Table, Vec<Cell>)>, BackupError> {
         let mut line = Vec::new();
-        let damaged = |path: &Path| BackupError::NotWhole {
+        let damaged = |path: &Path| BackupError::Incomplete {
             path: path.to_owned(),
             detail: "a row does not fit its table".into(),
         };

@@ -44,8 +44,8 @@ use lockstep_protocol::{
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::HashMap;
 
-/// Size limit of a page in bytes, over the columns of unbounded length (specifications, notes, log lines). A page that reaches this size ends
-/// before its limit of rows.
+/// Size limit of a page in bytes, over the columns of unbounded length (specifications, notes, log lines). A page that reaches this size
+/// ends before its limit of rows.
 pub(crate) const PAGE_BYTES: usize = 4 << 20;
 
 /// Converts an error of a migration.
@@ -64,7 +64,7 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
     }
 }
 
-/// A change of one job: edits the row and returns the events to store. The store may call it more than once.
+/// A change of one job: edits the row and returns the events to store. The store may call the function more than once.
 pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
 /// A change of a run from elsewhere by records. The second argument is the number of these records that are already stored.
@@ -173,7 +173,8 @@ pub trait Store {
     /// Deletes a job that has ended. The job is no longer found; [`Store::purge_deleted`] removes its rows in small steps.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job has not ended, has registered versions, or is a trial of an unfinished sweep.
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job has not ended, has registered versions, or is a trial of an unfinished
+    /// sweep.
     async fn delete_job(&self, id: &JobId) -> Result<()>;
     /// The job that was deleted first among the deleted jobs that still have rows.
     async fn oldest_deleted(&self) -> Result<Option<JobId>>;
@@ -181,7 +182,7 @@ pub trait Store {
     async fn purge_deleted(&self, id: &JobId) -> Result<()>;
 
     /// Claims jobs in one transaction: creates each job's next attempt, with a new fencing token. Returns `None` for a job that no longer
-    /// waits, or that another claim was first to claim.
+    /// waits, or that an earlier claim has taken.
     ///
     /// # Errors
     /// [`StoreError::NotFound`]: a job was deleted meanwhile.
@@ -196,7 +197,7 @@ pub trait Store {
     /// ascending priority, then the newest first.
     async fn yielding(&self) -> Result<Vec<Occupant>>;
     /// The number of stored records of each source of an attempt, as one of its agents names the sources. Empty if the fencing token is
-    /// not the attempt's, or the agent has none of its ranks.
+    /// not the attempt's, or the agent has no rank of the attempt.
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
     /// Stores reports in one transaction: their events, the numbers of acknowledged records, and the jobs' rows. Records that were stored
     /// before are skipped. Returns one result for each report, in order.
@@ -208,7 +209,7 @@ pub trait Store {
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: `change` refuses.
     async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<Appended>;
 
-    /// At most `limit` rows of a job's events after number `after`, in order. The first row may also contain events up to `after`.
+    /// At most `limit` rows of a job's events after number `after`, in order. The first row may also contain earlier events.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
     /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
@@ -262,27 +263,32 @@ pub trait Store {
     /// disk. Returns false if the damage was already stored or the checkpoint does not exist.
     async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool>;
     /// Removes the damage marks of all copies in an object store, because the copies may have been repaired.
-    async fn forget_damaged(&self, store: &str) -> Result<()>;
+    async fn forget_damaged(&self, object_store: &str) -> Result<()>;
     /// The record of a checkpoint in the object store at this address.
-    async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
+    async fn stored_checkpoint(&self, object_store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
     /// Ids of at most `limit` checkpoints that were completely uploaded to the object store at this address.
-    async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>>;
+    async fn uploaded_checkpoints(&self, object_store: &str, limit: u32) -> Result<Vec<String>>;
     /// Ids of at most `limit` deleted checkpoints that still have objects in the object store at this address, in order. Only ids greater
     /// than `after`.
-    async fn abandoned_checkpoints(&self, store: &str, after: &str, limit: u32) -> Result<Vec<String>>;
+    async fn abandoned_checkpoints(
+        &self,
+        object_store: &str,
+        after: &str,
+        limit: u32,
+    ) -> Result<Vec<String>>;
     /// Stores or replaces the record of a checkpoint in an object store. Returns false and stores nothing if the checkpoint does not
     /// exist.
-    async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
+    async fn put_stored_checkpoint(&self, object_store: &str, stored: &StoredCheckpoint) -> Result<bool>;
     /// The marker of the object store at this address; `None` if the store is unknown.
-    async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>>;
+    async fn artifact_marker(&self, object_store: &str) -> Result<Option<ArtifactMarker>>;
     /// Whether this marker, at any address, was restored from a backup. `None`: the marker is unknown.
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
     /// Replaces a marker that was restored from a backup by this database's own marker.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
     /// Stores the marker of an object store. If another address has the same marker, the store has moved: its copies are assigned to the
     /// new address.
-    async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()>;
-    async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()>;
+    async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()>;
+    async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()>;
 
     /// All datasets, by name.
     async fn datasets(&self) -> Result<Vec<Dataset>>;

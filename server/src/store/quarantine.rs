@@ -41,8 +41,8 @@ pub(super) fn readable<T>(rows: impl IntoIterator<Item = Result<T>>) -> Vec<T> {
     rows.into_iter().filter_map(|row| row.map_err(|error| log_once(&error.to_string())).ok()).collect()
 }
 
-/// A stored specification as far as this version understands it, with defaults for the rest, and a description of the rest.
-/// Another version may have written it.
+/// Reads a stored specification, which another version may have written. Settings that this version cannot read have their defaults. Also
+/// returns a description of these settings, if there are any.
 pub(super) fn read_spec(stored: &str) -> (JobSpec, Option<String>) {
     let error = match serde_json::from_str::<JobSpec>(stored) {
         Ok(spec) => return (spec, None),

@@ -82,7 +82,7 @@ pub struct Copies {
     /// The state of the copy in the object store.
     pub object_store: Option<CopyState>,
     /// Whether the copy on the server's disk was found damaged.
-    pub is_damaged_here: bool,
+    pub is_damaged_on_server: bool,
 }
 
 impl Copies {

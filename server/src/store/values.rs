@@ -27,7 +27,7 @@ impl From<sqlx::Error> for StoreError {
 /// Whether a statement with the same values would always fail in this way.
 fn is_lasting(error: &(dyn DatabaseError + 'static)) -> bool {
     if !matches!(error.kind(), ErrorKind::Other) {
-        return true; // A constraint.
+        return true; // The statement violates a constraint.
     }
     let Some(code) = error.code() else { return false };
     match error.try_downcast_ref::<SqliteError>() {
@@ -71,7 +71,7 @@ pub(super) fn fencing(number: i64, secret: &str) -> FencingToken {
     FencingToken::of(number, secret).unwrap_or_else(|| new_fencing(number))
 }
 
-/// A fencing token with a new secret: 244 random bits folded into 128.
+/// A fencing token with a new secret: the 2 x 122 random bits of two UUIDs, folded into 128.
 pub(super) fn new_fencing(number: u64) -> FencingToken {
     let random = || uuid::Uuid::new_v4().as_u128();
     FencingToken { number, secret: (random() ^ random().rotate_left(64)).max(1) }

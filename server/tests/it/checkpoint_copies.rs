@@ -184,7 +184,7 @@ async fn test_object_store_copies(store: &dyn Store) {
     let name = format!("{id}-1-10");
     let found = async |url: &str| {
         let copies = store.copies(&id, url).await.unwrap().remove(&name).unwrap_or_default();
-        (copies.object_store, copies.is_damaged_here)
+        (copies.object_store, copies.is_damaged_on_server)
     };
     let upload = async |manifest: Option<&str>| {
         let record =

@@ -138,7 +138,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
         for bytes in [&whole[..middle], &whole[..whole.len() - 2], &changed[..], b"{}\n", b""] {
             std::fs::write(&file, bytes).unwrap();
             let error = restore(&empty, &file).await.unwrap_err();
-            assert!(matches!(error, BackupError::NotWhole { .. }), "{error}");
+            assert!(matches!(error, BackupError::Incomplete { .. }), "{error}");
         }
         assert!(!files.path().join("empty.db").exists());
     }

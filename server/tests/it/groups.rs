@@ -13,9 +13,9 @@ use lockstep_server::store::{
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-const LR: GroupBy = GroupBy::Setting { table: "train", key: "lr", holds: SettingKind::Number };
-const PRIVATE: GroupBy = GroupBy::Setting { table: "", key: "private", holds: SettingKind::Bool };
-const PRETRAINED: GroupBy = GroupBy::Setting { table: "model", key: "pretrained", holds: SettingKind::Text };
+const LR: GroupBy = GroupBy::Setting { table: "train", key: "lr", kind: SettingKind::Number };
+const PRIVATE: GroupBy = GroupBy::Setting { table: "", key: "private", kind: SettingKind::Bool };
+const PRETRAINED: GroupBy = GroupBy::Setting { table: "model", key: "pretrained", kind: SettingKind::Text };
 const PRIORITY: SortBy = SortBy::Setting { table: "", key: "priority", is_number: true };
 
 /// Name, tags, learning rate, priority, owner, and whether the job is private.

@@ -36,7 +36,7 @@ async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
     );
     let reason = job.reason.unwrap();
     assert!(
-        reason.contains("agent \"b\" was silent") && reason.contains("have lost those on it"),
+        reason.contains("agent \"b\" was silent") && reason.contains("have lost contact with its ranks"),
         "{reason}"
     );
 

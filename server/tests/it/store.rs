@@ -69,7 +69,7 @@ async fn test_records(store: &dyn Store) {
         panic!("the job exists already")
     };
     assert_eq!((created.job.last_seq, created.events[0].seq, created.job.created_at), (1, 1, at));
-    assert!(matches!(store.create_job(new("key", "one")).await, Ok(Created::Before(job)) if job.id == id));
+    assert!(matches!(store.create_job(new("key", "one")).await, Ok(Created::Existing(job)) if job.id == id));
     assert!(matches!(store.create_job(new("key", "two")).await, Err(StoreError::KeyReused)));
 
     assert!(matches!(store.remove_dataset("p").await, Err(StoreError::DatasetInUse(name)) if name == "p"));
@@ -238,7 +238,7 @@ async fn test_sweeps(store: &dyn Store) {
     assert_eq!(store.sweep_specs("sweep-1").await.unwrap(), [spec("lr lr=0.1")]);
     assert_eq!(store.unfinished_sweeps().await.unwrap(), store.sweeps().await.unwrap());
     let trial = |number| NewJob {
-        trial: Some(NewTrial { of: TrialOf { sweep: "sweep-1".into(), number }, pause_after: Some(1) }),
+        trial: Some(NewTrial { id: TrialOf { sweep: "sweep-1".into(), number }, pause_after: Some(1) }),
         ..NewJob::of(JobId::generate(), spec("lr lr=0.1"), at)
     };
     for number in [2, 1] {

@@ -204,8 +204,8 @@ async fn test_conditions(store: &dyn Store) {
         ("model", "pretrained", NotEqual, text("x"), "abcd"),
     ] {
         let is_number = matches!(value, SettingValue::Number(_));
-        let of = SortBy::Setting { table, key, is_number };
-        let conditions = vec![Condition { of, comparison, value }];
+        let key = SortBy::Setting { table, key, is_number };
+        let conditions = vec![Condition { key, comparison, value }];
         let filter = JobFilter { conditions, ..JobFilter::default() };
         assert_eq!(matching_names(store, filter.clone()).await, expected, "{filter:?}");
         let seen_by = Some("otto".to_owned());
@@ -213,8 +213,8 @@ async fn test_conditions(store: &dyn Store) {
         assert_eq!(matching_names(store, JobFilter { seen_by, ..filter }).await, expected);
     }
     let lr = |comparison, value| {
-        let of = SortBy::Setting { table: "train", key: "lr", is_number: true };
-        Condition { of, comparison, value: number(value) }
+        let key = SortBy::Setting { table: "train", key: "lr", is_number: true };
+        Condition { key, comparison, value: number(value) }
     };
     let both = vec![lr(Greater, 0.1), lr(Less, 0.4)];
     assert_eq!(matching_names(store, JobFilter { conditions: both, ..JobFilter::default() }).await, "c");

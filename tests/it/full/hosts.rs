@@ -324,7 +324,7 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
         let reason = first["reason"].to_string();
         assert!(reason.contains(&victim), "{first:#}");
         assert!(
-            reason.contains("the ranks of other machines have lost those on it"),
+            reason.contains("the ranks of other machines have lost contact with its ranks"),
             "not by its lease: {first:#}"
         );
         site.network.plug(host(&victim), true);

@@ -21,7 +21,7 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
     };
     let revoke = |name: &'static str| ["revoke", name, "--data-dir", "data"];
     let reads = "verified with new CA certificates or a new revocation list";
-    let outdated = "is out of date: the next one was due at";
+    let outdated = "is out of date: the next list was due at";
 
     // A list that is up to date.
     ca(serve.folder.path(), &revoke("node-1")).ok();

@@ -18,7 +18,7 @@ use crate::{
     datasets::notes,
     events::Events,
     http::{
-        error::{Code, Error, Problem, Result, blocking, disk},
+        error::{Code, Error, Problem, Result, blocking, disk_error},
         extract::{Path, Query},
     },
     store::CheckpointRow,
@@ -156,7 +156,9 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     let folder = checkpoints.folder(row);
     if folder.exists() {
         let consequence = "the job continues from the previous one";
-        artifact_checks::set_damaged_aside(checkpoints, row, consequence).await.map_err(|e| disk(&e))?;
+        artifact_checks::set_damaged_aside(checkpoints, row, consequence)
+            .await
+            .map_err(|e| disk_error(&e))?;
     }
     if folder.exists() {
         // The folder is not damaged, or another folder has replaced it meanwhile.
@@ -192,7 +194,7 @@ pub(crate) async fn dataset(
     let job_dir = checkpoints.config.job_dir(&requester.attempt.job);
     let own = DatasetNote { fingerprint, machine: Some(requester.agent_name(&checkpoints.agents)) };
     let other = blocking(move || notes::keep_dataset_note(&job_dir, &own)).await?;
-    match other.map_err(|e| disk(&e))? {
+    match other.map_err(|e| disk_error(&e))? {
         None => Ok(StatusCode::NO_CONTENT),
         Some(other) => Err(Error::Conflict(other)),
     }
@@ -324,6 +326,6 @@ fn refusal(why: Refused) -> Error {
             "the server has this checkpoint with other weights and does not replace it, because the attempt is over"
                 .into(),
         ),
-        Refused::Io(error) => disk(&error),
+        Refused::Io(error) => disk_error(&error),
     }
 }

@@ -281,7 +281,7 @@ async fn make(
     let fork = Fork { reason, parent, hides_parent, checkpoint };
     let created = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
     // Updates open pages of the parent. A failure does not undo the fork.
-    if let Err(error) = scheduler.events.hub.labelled(jobs::find(scheduler, source.id.as_str())).await {
+    if let Err(error) = scheduler.events.hub.send_labels(jobs::find(scheduler, source.id.as_str())).await {
         tracing::debug!(?error, "the pages of a fork's parent were not notified");
     }
     Ok(created)

@@ -14,7 +14,7 @@ use crate::{
         uploads::{self, PIECE_BYTES, Refused, Upload},
     },
     http::{
-        error::{Error, Problem, Result, blocking, disk},
+        error::{Error, Problem, Result, blocking, disk_error},
         extract::{Body, Path, Query},
     },
     store::StoreError,
@@ -178,7 +178,7 @@ async fn add(
         let _lock = lock;
         upload.finish()
     });
-    finished.await?.map_err(|e| disk(&e))?;
+    finished.await?.map_err(|e| disk_error(&e))?;
     Ok(dataset)
 }
 
@@ -204,7 +204,7 @@ pub(super) async fn remove(
         let _lock = lock;
         uploads::remove(&folder)
     });
-    removed.await?.map_err(|e| disk(&e))?;
+    removed.await?.map_err(|e| disk_error(&e))?;
     Ok(Ok(()))
 }
 
@@ -227,6 +227,6 @@ fn refusal(why: Refused) -> Error {
         Refused::Offset(stored) => Error::Conflict(format!(
             "the server has {stored} bytes of this file: continue at offset={stored}"
         )),
-        Refused::Io(error) => disk(&error),
+        Refused::Io(error) => disk_error(&error),
     }
 }

@@ -141,7 +141,7 @@ pub(crate) async fn change(
         scheduler.waiting.note(&job);
     }
     // Updates open pages.
-    scheduler.events.hub.labelled(jobs::find(&scheduler, id.as_str())).await?;
+    scheduler.events.hub.send_labels(jobs::find(&scheduler, id.as_str())).await?;
     Ok(Json(annotation))
 }
 

@@ -54,7 +54,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
             shortened(text)
         )));
     };
-    let (of, kind) = match (single_setting(path), result(path)) {
+    let (key, kind) = match (single_setting(path), result(path)) {
         (Ok((table, key, kind)), _) => {
             let is_number = matches!(kind, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. });
             (SortBy::Setting { table, key, is_number }, Some(kind))
@@ -100,7 +100,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
         }
         _ => SettingValue::Text(value.to_owned()),
     };
-    Ok(Condition { of, comparison, value })
+    Ok(Condition { key, comparison, value })
 }
 
 /// The result with this name: the best validation accuracy, the speed, or the newest value of a metric.
@@ -208,17 +208,17 @@ mod tests {
             ("spec.train.lr>=5e-1", Comparison::GreaterOrEqual),
         ] {
             let value = SettingValue::Number(0.5);
-            assert_eq!(one(text), Condition { of: lr(), comparison, value }, "{text}");
+            assert_eq!(one(text), Condition { key: lr(), comparison, value }, "{text}");
         }
         // The name of a setting is not taken as the metric of the same name.
-        for (text, of) in [
+        for (text, key) in [
             ("lr > 0.1", lr()),
             ("best > 0.1", SortBy::Best),
             ("speed > 0.1", SortBy::Speed),
             ("val_loss > 0.1", SortBy::Metric("val_loss")),
         ] {
             let value = SettingValue::Number(0.1);
-            assert_eq!(one(text), Condition { of, comparison: Comparison::Greater, value }, "{text}");
+            assert_eq!(one(text), Condition { key, comparison: Comparison::Greater, value }, "{text}");
         }
         assert_eq!(one("model.arch=resnet50").value, SettingValue::Text("resnet50".into()));
         assert_eq!(one("private!=true").value, SettingValue::Bool(true));

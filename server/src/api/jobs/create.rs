@@ -102,7 +102,7 @@ pub(in crate::api) async fn store(
         folder => Error::Unavailable(folder.to_string()),
     });
     Ok(match created? {
-        Created::Before(job) => (StatusCode::OK, *job),
+        Created::Existing(job) => (StatusCode::OK, *job),
         Created::New(changed) => (StatusCode::CREATED, changed.job),
     })
 }

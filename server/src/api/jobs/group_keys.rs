@@ -55,10 +55,10 @@ fn parse_key(part: &str) -> Result<GroupBy> {
                 ("", "project", _) => GroupBy::Project,
                 ("", "name", _) => GroupBy::Name,
                 (_, _, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. }) => {
-                    GroupBy::Setting { table, key, holds: SettingKind::Number }
+                    GroupBy::Setting { table, key, kind: SettingKind::Number }
                 }
-                (_, _, Kind::Bool) => GroupBy::Setting { table, key, holds: SettingKind::Bool },
-                _ => GroupBy::Setting { table, key, holds: SettingKind::Text },
+                (_, _, Kind::Bool) => GroupBy::Setting { table, key, kind: SettingKind::Bool },
+                _ => GroupBy::Setting { table, key, kind: SettingKind::Text },
             }
         }
     })
@@ -100,9 +100,9 @@ pub(super) fn parse_group(by: Option<&str>, values: Option<&str>) -> Result<Vec<
 /// Whether a value has the type of a key.
 fn fits(key: GroupBy, value: &GroupValue) -> bool {
     match (key, value) {
-        (GroupBy::Setting { holds: SettingKind::Bool, .. }, value) => matches!(value, GroupValue::Bool(_)),
+        (GroupBy::Setting { kind: SettingKind::Bool, .. }, value) => matches!(value, GroupValue::Bool(_)),
         (_, GroupValue::Missing) => true,
-        (GroupBy::Setting { holds: SettingKind::Number, .. }, value) => {
+        (GroupBy::Setting { kind: SettingKind::Number, .. }, value) => {
             matches!(value, GroupValue::Number(_))
         }
         (_, value) => matches!(value, GroupValue::Text(_)),
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn jobs_are_grouped_by_one_to_three_different_keys() {
-        let lr = GroupBy::Setting { table: "train", key: "lr", holds: SettingKind::Number };
+        let lr = GroupBy::Setting { table: "train", key: "lr", kind: SettingKind::Number };
         assert_eq!(parse_by("train.lr").unwrap(), [lr]);
         assert_eq!(parse_by("lr").unwrap(), [lr], "only one table has this key");
         assert_eq!(parse_by("tag, spec.train.lr,project").unwrap(), [GroupBy::Tag, lr, GroupBy::Project]);

@@ -86,8 +86,8 @@ pub(crate) async fn show(
         who: fork.owner,
     });
     let waits = job.state.is_waiting();
-    let unplanned = Waiting { place: rows.before_it + 1, reason: None };
-    let queue = waits.then(|| scheduler.last_plan.of(&job.id).unwrap_or(unplanned));
+    let unplanned = Waiting { place: rows.jobs_before + 1, reason: None };
+    let queue = waits.then(|| scheduler.last_plan.find(&job.id).unwrap_or(unplanned));
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
     let next_cursor = (entries.len() > end).then(|| pages.cursor(&end)).transpose()?;

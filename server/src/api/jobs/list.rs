@@ -167,7 +167,7 @@ pub(crate) async fn list(
     for job in &mut page.jobs {
         // With all metrics, a long list would consist mostly of metrics.
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
-        scheduler.last_plan.tell(job);
+        scheduler.last_plan.fill_in(job);
     }
     let total = match query.count {
         Some(true) => Some(scheduler.store.jobs_counted(&filter).await?),

@@ -147,7 +147,7 @@ pub(crate) async fn find(
 }
 
 /// Converts the result of a query to the response.
-pub(crate) fn answer(result: query::Found) -> Metrics {
+pub(crate) fn answer(result: query::ChartData) -> Metrics {
     Metrics {
         as_of_seq: result.as_of,
         exact: result.exact,

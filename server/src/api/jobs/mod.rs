@@ -43,7 +43,7 @@ use crate::{
     metrics::Metrics,
     scheduler::{
         Scheduler,
-        dispatch::{self, Wish},
+        dispatch::{self, StopRequest},
     },
     store::{JobRow, Store, purge::DeletedJobs},
 };
@@ -80,7 +80,7 @@ pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
 /// 404: no job has this id.
 pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
     let mut job = row(&*scheduler.store, &job_id(id)?).await?.job;
-    scheduler.last_plan.tell(&mut job);
+    scheduler.last_plan.fill_in(&mut job);
     Ok(job)
 }
 
@@ -95,7 +95,7 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
         let is_seen = owned.is_some_and(|owned| caller.sees_owned(&owned));
         job.parent = is_seen.then_some(parent);
     }
-    scheduler.last_plan.tell(&mut job);
+    scheduler.last_plan.fill_in(&mut job);
     Ok(job)
 }
 
@@ -193,7 +193,7 @@ pub(crate) async fn cancel(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    let job = dispatch::stop(&scheduler, &job_id(&id)?, Wish::Cancel).await?;
+    let job = dispatch::stop(&scheduler, &job_id(&id)?, StopRequest::Cancel).await?;
     Ok((StatusCode::ACCEPTED, Json(job)))
 }
 
@@ -206,7 +206,7 @@ pub(crate) async fn pause(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    let job = dispatch::stop(&scheduler, &job_id(&id)?, Wish::Pause).await?;
+    let job = dispatch::stop(&scheduler, &job_id(&id)?, StopRequest::Pause).await?;
     Ok((StatusCode::ACCEPTED, Json(job)))
 }
 
@@ -309,6 +309,6 @@ pub(super) async fn remove(
     if let Some(store) = &scheduler.checkpoints.artifact_store {
         checkpoints.iter().for_each(|row| store.note(&row.id));
     }
-    scheduler.events.hub.deleted(job);
+    scheduler.events.hub.publish_deletion(job);
     Ok(())
 }

@@ -53,7 +53,7 @@ pub(crate) async fn jobs(
         filter.limit = RENDERED_ROWS;
     }
     let mut page = scheduler.store.jobs(&filter).await?;
-    page.jobs.iter_mut().for_each(|job| scheduler.last_plan.tell(job));
+    page.jobs.iter_mut().for_each(|job| scheduler.last_plan.fill_in(job));
     let any_job = JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() };
     let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&any_job).await?.jobs.is_empty();
     let page = jobs_views::JobsPage {

@@ -163,7 +163,7 @@ fn queued_job(
         return QueuedJob { place, ..QueuedJob::default() };
     };
     let job = &row.job;
-    let planned = scheduler.last_plan.of(&job.id);
+    let planned = scheduler.last_plan.find(&job.id);
     QueuedJob {
         place,
         // The plan has no reason for a job that waits before its next attempt.

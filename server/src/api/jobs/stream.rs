@@ -356,7 +356,7 @@ pub(crate) async fn list_stream(
 }
 
 async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::result::Result<(), Disconnected> {
-    let mut list = scheduler.events.hub.list();
+    let mut list = scheduler.events.hub.subscribe_to_list();
     reader.send_frame(&Frame::Live { seq: 0 }).await?;
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {

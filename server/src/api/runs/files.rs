@@ -6,7 +6,7 @@ use crate::{
     config::ServeConfig,
     http::{
         conditional,
-        error::{Error, Problem, Result, blocking, disk},
+        error::{Error, Problem, Result, blocking, disk_error},
         extract::{Path, Query},
     },
     ingest::{
@@ -84,7 +84,7 @@ fn refusal(why: Refused) -> Error {
         Refused::Path(detail) => Error::BadRequest(detail),
         Refused::Taken(detail) => Error::Conflict(detail),
         Refused::Full(detail) => Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail),
-        Refused::Io(error) => disk(&error),
+        Refused::Io(error) => disk_error(&error),
     }
 }
 
@@ -125,7 +125,7 @@ pub(crate) async fn upload(
     request: Request<Body>,
 ) -> Result<Json<RunFile>> {
     let id = run_id(&auth, &caller, &id).await?;
-    let body = runs.noted(&id, request.into_body());
+    let body = runs.observe_body(&id, request.into_body());
     Ok(Json(store_file(run_files(&config, &id), query.path, query.modified_ms, body).await?))
 }
 
@@ -141,25 +141,25 @@ pub(super) async fn store_file(
 ) -> Result<RunFile> {
     let (files_of_run, path_of_file) = (files.clone(), path.clone());
     let prepared =
-        blocking(move || Ok::<_, Refused>((files_of_run.room(&path_of_file)?, files_of_run.incoming()?)));
-    let (room, incoming) = prepared.await?.map_err(refusal)?;
-    let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk(&e))?;
+        blocking(move || Ok::<_, Refused>((files_of_run.max_size(&path_of_file)?, files_of_run.incoming()?)));
+    let (max_bytes, incoming) = prepared.await?.map_err(refusal)?;
+    let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk_error(&e))?;
     let (mut parts, mut size_bytes, mut unchecked) = (body.into_data_stream(), 0, 0);
     while let Some(part) = parts.next().await {
         let part =
             part.map_err(|e| Error::BadRequest(format!("the file was not received completely: {e}")))?;
         size_bytes += part.len() as u64;
-        check_size(size_bytes, room).map_err(refusal)?;
+        check_size(size_bytes, max_bytes).map_err(refusal)?;
         unchecked += part.len();
         if unchecked >= CHECK_BYTES {
-            check_space(incoming.path(), 0).map_err(|e| disk(&e))?;
+            check_space(incoming.path(), 0).map_err(|e| disk_error(&e))?;
             unchecked = 0;
         }
-        file.write_all(&part).await.map_err(|e| disk(&e))?;
+        file.write_all(&part).await.map_err(|e| disk_error(&e))?;
     }
     // `sync_data` drops the error of the last write.
-    file.flush().await.map_err(|e| disk(&e))?;
-    file.sync_data().await.map_err(|e| disk(&e))?;
+    file.flush().await.map_err(|e| disk_error(&e))?;
+    file.sync_data().await.map_err(|e| disk_error(&e))?;
     blocking(move || files.put(&path, incoming, size_bytes, modified_ms)).await?.map_err(refusal)
 }
 
@@ -184,14 +184,14 @@ pub(crate) async fn download(
 
 /// Returns the response with a file. Browsers save the file and do not show it, because the file could contain scripts.
 pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request<Body>) -> Result<Response> {
-    let file_path = files.place(path).map_err(refusal)?;
+    let disk_path = files.disk_path(path).map_err(refusal)?;
     let missing = || Error::NotFound("the run has no such file; GET /api/v1/runs/ID/files lists them".into());
-    // `ServeFile` would also open a folder.
-    if !tokio::fs::metadata(&file_path).await.is_ok_and(|metadata| metadata.is_file()) {
+    // A folder could be opened, too.
+    if !tokio::fs::metadata(&disk_path).await.is_ok_and(|metadata| metadata.is_file()) {
         return Err(missing());
     }
     conditional::keep_one_range(request.headers_mut());
-    let mut response = ServeFile::new(file_path).try_call(request).await?.map(Body::new).into_response();
+    let mut response = ServeFile::new(disk_path).try_call(request).await?.map(Body::new).into_response();
     if response.status() == StatusCode::NOT_FOUND {
         return Err(missing());
     }

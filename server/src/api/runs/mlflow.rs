@@ -412,7 +412,7 @@ impl CallState {
 
     async fn change_run(&self, parameters: &Parameters, change: RunChange) -> Result<Job> {
         let job = self.changeable_run(parameters).await?;
-        Ok(self.runs.tell(&job.id, change).await?)
+        Ok(self.runs.apply_change(&job.id, change).await?)
     }
 
     /// Changes a run. The response is empty.
@@ -442,7 +442,7 @@ impl CallState {
         let job = self.changeable_run(parameters).await?;
         if !job.state.is_final() {
             let change = RunChange { state: Some(JobState::Cancelled), ..RunChange::default() };
-            self.runs.tell(&job.id, change).await?;
+            self.runs.apply_change(&job.id, change).await?;
         }
         jobs::remove(&self.scheduler, &self.auth, &self.deleted_jobs, &job.id).await?;
         Ok(json!({}))
@@ -543,7 +543,7 @@ impl CallState {
         let now = crate::now();
         let at = newest.map_or(now, |at| at.min(now));
         let records = RunRecords { job: job.id, first: None, count: metrics.len() as u64, at };
-        self.runs.log(records, move |_| columns.clone(), change).await?;
+        self.runs.append_records(records, move |_| columns.clone(), change).await?;
         Ok(json!({}))
     }
 

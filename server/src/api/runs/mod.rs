@@ -198,7 +198,7 @@ async fn continue_run(
         ));
     }
     let change = RunChange { config: config.clone(), state: Some(JobState::Running), ..RunChange::default() };
-    Ok(Some(runs.tell(id, change).await?))
+    Ok(Some(runs.apply_change(id, change).await?))
 }
 
 /// A number, which may be a value that JSON cannot represent (NaN or an infinity).
@@ -332,7 +332,8 @@ pub(crate) async fn log(
             record.values.iter().map(move |(name, value)| (name.as_str(), record.step, value.0))
         }))
     };
-    let logged = to_the_end(async move { Ok(runs.log(records, columns_after, RunChange::default()).await?) });
+    let change = RunChange::default();
+    let logged = to_the_end(async move { Ok(runs.append_records(records, columns_after, change).await?) });
     match logged.await? {
         Appended::Stored { records, .. } => Ok(Json(RecordsStored { acknowledged: records })),
         Appended::Gap { expected } => Err(Error::Gap(
@@ -429,5 +430,5 @@ pub(crate) async fn change(
         ..RunChange::default()
     };
     let id = auth.run_id(&caller, &id);
-    Ok(Json(to_the_end(async move { Ok(runs.tell(&id, change).await?) }).await?))
+    Ok(Json(to_the_end(async move { Ok(runs.apply_change(&id, change).await?) }).await?))
 }

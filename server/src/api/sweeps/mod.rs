@@ -15,7 +15,7 @@ use crate::{
     },
     scheduler::{
         Scheduler,
-        sweeps::{Sweeps, shown},
+        sweeps::{Sweeps, describe},
     },
     store::{Owned, Store, StoreError, SweepRow},
 };
@@ -59,7 +59,7 @@ async fn find(store: &dyn Store, id: &str) -> Result<SweepRow> {
 }
 
 async fn with_trials(store: &dyn Store, row: &SweepRow) -> Result<Sweep> {
-    Ok(shown(row, &store.trials(&row.id).await?))
+    Ok(describe(row, &store.trials(&row.id).await?))
 }
 
 /// Returns the sweeps that a caller may see, newest first.
@@ -162,7 +162,7 @@ async fn submit(
     }
     sweeps.wake();
     // No trial has started yet.
-    let sweep = Sweep { warnings: warnings.into_iter().collect(), ..shown(&row, &[]) };
+    let sweep = Sweep { warnings: warnings.into_iter().collect(), ..describe(&row, &[]) };
     Ok((StatusCode::CREATED, sweep))
 }
 
@@ -178,7 +178,7 @@ pub(crate) async fn list(
 ) -> Result<Json<SweepList>> {
     let rows = visible_sweeps(&*store, &caller).await?;
     // `ended`, `best` and `steps` are computed from the trials, so the trials of this page's sweeps are read, but not listed.
-    let mut page = LIST.page(rows.iter().map(|row| shown(row, &[])).collect(), &params)?;
+    let mut page = LIST.page(rows.iter().map(|row| describe(row, &[])).collect(), &params)?;
     for sweep in &mut page.elements.items {
         if let Some(row) = rows.iter().find(|row| row.id == sweep.id) {
             *sweep = Sweep { trials: Vec::new(), ..with_trials(&*store, row).await? };

@@ -74,9 +74,9 @@ fn complete_schema(schema: &mut RefOr<Schema>) {
                 complete_schema(items);
             }
         }
-        Schema::OneOf(of) => of.items.iter_mut().for_each(complete_schema),
-        Schema::AllOf(of) => of.items.iter_mut().for_each(complete_schema),
-        Schema::AnyOf(of) => of.items.iter_mut().for_each(complete_schema),
+        Schema::OneOf(schemas) => schemas.items.iter_mut().for_each(complete_schema),
+        Schema::AllOf(schemas) => schemas.items.iter_mut().for_each(complete_schema),
+        Schema::AnyOf(schemas) => schemas.items.iter_mut().for_each(complete_schema),
         _ => {}
     }
 }

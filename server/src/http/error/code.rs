@@ -56,7 +56,7 @@ codes! {
     WrongHost = "wrong_host", MISDIRECTED_REQUEST, "The header Host is not a name of this server";
     Invalid = "invalid", UNPROCESSABLE_ENTITY, "The body has mistakes; `errors` has each with its position";
     Unprocessable = "unprocessable", UNPROCESSABLE_ENTITY, "The request is valid but impossible with the existing data";
-    CheckpointDamaged = "checkpoint_damaged", UNPROCESSABLE_ENTITY, "The checkpoint's files are not those that were written";
+    CheckpointDamaged = "checkpoint_damaged", UNPROCESSABLE_ENTITY, "The checkpoint's files differ from the files that were written";
     UpgradeRequired = "upgrade_required", UPGRADE_REQUIRED, "The URL is a websocket";
     TooManyRequests = "too_many_requests", TOO_MANY_REQUESTS, "Too many requests from this address or with this token; `Retry-After` says when to retry";
     Internal = "internal", INTERNAL_SERVER_ERROR, "An error of the server; its log says more";
@@ -65,7 +65,7 @@ codes! {
 }
 
 impl Code {
-    /// The code of a refusal that has no code of its own.
+    /// The code of a refusal that has only a status.
     pub(crate) fn of(status: StatusCode) -> Self {
         let other = if status.is_server_error() { Code::Internal } else { Code::BadRequest };
         match status {

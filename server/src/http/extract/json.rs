@@ -1,25 +1,27 @@
-//! Checks of a JSON body before it is deserialised: its depth is limited, and no object has a key twice. Parsers differ in which of two equal
-//! keys they use, so a proxy that checks a body could check another value than the value that is used here.
+//! Checks of a JSON body before it is deserialised: its depth is limited, and no object has a key twice. Parsers differ in which of two
+//! equal keys they use, so a proxy that checks a body could check another value than the value that is used here.
 
 use lockstep_protocol::{limits::JSON_NESTING, spec::shortened};
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use std::{collections::HashSet, fmt};
 
+/// Checks a JSON body.
+///
 /// # Errors
 /// The body is not JSON, is nested too deep, or has a key twice. The text names the line and the column.
 pub(super) fn check(bytes: &[u8]) -> Result<(), serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
-    Part { depth: 0 }.deserialize(&mut deserializer)?;
+    NestedValue { depth: 0 }.deserialize(&mut deserializer)?;
     deserializer.end()
 }
 
 /// A value at some depth, which is checked and not stored.
 #[derive(Clone, Copy)]
-struct Part {
+struct NestedValue {
     depth: usize,
 }
 
-impl Part {
+impl NestedValue {
     fn inner<E: Error>(self) -> Result<Self, E> {
         if self.depth == JSON_NESTING {
             return Err(E::custom(format!("lists and objects are nested more than {JSON_NESTING} deep")));
@@ -28,7 +30,7 @@ impl Part {
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Part {
+impl<'de> DeserializeSeed<'de> for NestedValue {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -36,7 +38,7 @@ impl<'de> DeserializeSeed<'de> for Part {
     }
 }
 
-impl<'de> Visitor<'de> for Part {
+impl<'de> Visitor<'de> for NestedValue {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -122,8 +122,8 @@ pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     !is_safe(method) && !is_agents && !is_listed && !is_upload(method, route)
 }
 
-/// Whether a request runs to its end even if its client disconnects. This holds for requests that may change something, including the return
-/// from an OpenID provider, which may add a person.
+/// Whether a request runs to its end even if its client disconnects: a request that may change something, including the return from an
+/// OpenID provider, which may add a person.
 pub(super) fn is_detached(method: &Method, route: Option<&str>) -> bool {
     is_recorded(method, route) || is_sign_in(route)
 }

@@ -194,7 +194,7 @@ impl AgentTrust {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reloads changed files. Files that cannot be used are ignored, and the old ones stay in use, because agents that were revoked before
+    /// Reloads changed files. Files that cannot be used are ignored, and the old files stay in use, because agents that were revoked before
     /// must still be refused if the revocation list is damaged.
     pub(super) fn reload_if_changed(&self) {
         self.read_if_changed();
@@ -210,8 +210,8 @@ impl AgentTrust {
     fn outdated_warning(&self, now: Timestamp) -> Option<String> {
         let due = self.current().next_update.filter(|due| *due < now)?;
         Some(format!(
-            "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so agents that were \
-             revoked since are accepted; replace the list by the authority's newest list",
+            "the revocation list {} of agents' certificates is out of date: the next list was due at {}. It is still used, so agents that \
+             were revoked since are accepted; replace the list by the authority's newest list",
             self.revoked.as_deref().unwrap_or_else(|| Path::new("")).display(),
             minute(due)
         ))
@@ -236,7 +236,7 @@ impl AgentTrust {
             Err(error) => {
                 tracing::warn!(
                     error,
-                    "the CA certificates or the revocation list of agents have changed and are not used: the old ones stay"
+                    "the CA certificates or the revocation list of agents have changed and are not used: the old files stay in use"
                 );
                 files.refused = Some(error);
             }

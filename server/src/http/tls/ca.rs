@@ -1,5 +1,5 @@
-//! The server's own certificate authority (CA), for teams without a CA. Clients install its certificate once. The server signs and
-//! renews its own certificates with it.
+//! The server's own certificate authority (CA), for teams without a CA. Clients install the CA's certificate once. The server
+//! signs and renews its own certificates with the CA.
 //!
 //! The folder `ca` of the data directory has `ca.crt` (for clients), `ca.key` (secret), `server.pem` (the server's certificate and key),
 //! `issued.jsonl` (all issued certificates) and `ca.crl` (the revocation list).
@@ -25,6 +25,7 @@ use std::{
 };
 use time::{Duration, OffsetDateTime};
 
+/// Validity of the authority's own certificate in days.
 const AUTHORITY_DAYS: i64 = 3650;
 /// Maximum validity in days. Some clients refuse certificates of private CAs that are valid for longer.
 pub const MAX_DAYS: u32 = 825;

@@ -31,14 +31,14 @@ pub(crate) async fn requeue_after_leave(
         return requeue(scheduler, &agent.row.id, why, |_| true).await;
     }
     let (scheduler, id) = (Arc::clone(scheduler), agent.row.id.clone());
-    let left: Vec<_> =
+    let unfinished: Vec<_> =
         scheduler.agents.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
     tokio::spawn(async move {
-        while scheduler.agents.leases.of_agent(&id).iter().any(|(attempt, _)| left.contains(attempt)) {
+        while scheduler.agents.leases.of_agent(&id).iter().any(|(attempt, _)| unfinished.contains(attempt)) {
             let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= LOST_AFTER);
             if is_silent && !scheduler.agents.is_connected(&id) {
                 let why = leaving_reason(&agent.row.name, &reason);
-                return requeue(&scheduler, &id, why, |attempt| left.contains(attempt)).await;
+                return requeue(&scheduler, &id, why, |attempt| unfinished.contains(attempt)).await;
             }
             tokio::select! {
                 () = tokio::time::sleep(Duration::from_millis(500)) => {}
@@ -69,10 +69,10 @@ async fn requeue(
             continue;
         }
         let agent_count = scheduler.agents.leases.agent_count(&attempt);
-        let own = places.iter().find(|place| place.agent_id == agent_id);
+        let place = places.iter().find(|place| place.agent_id == agent_id);
         let why = why.clone();
         let done = if agent_count > 1
-            && let Some(place) = own
+            && let Some(place) = place
         {
             end_attempt_on_agent(scheduler, &attempt, place, agent_count, true, move |_| {
                 EndOnAgent::LeftUnreported(why.clone())
@@ -110,8 +110,8 @@ pub(super) async fn end_attempt(
     }
 }
 
-/// Notes that an attempt on `agent_count` agents has ended on one agent, which has not reported how. The other agents are ordered to end
-/// their ranks; the attempt ends with the last agent. `patient`: the other ranks may write a checkpoint first.
+/// Records that the ranks of an attempt on `agent_count` agents have ended on one agent, which has not reported how they ended. The other
+/// agents are ordered to end their ranks; the attempt ends with the last agent. `patient`: the other ranks may write a checkpoint first.
 pub(super) async fn end_attempt_on_agent(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
@@ -149,7 +149,7 @@ pub(super) async fn end_attempt_on_agent(
 
 /// Handles the stored end of an attempt's ranks on an agent. If the ranks failed, the other agents are ordered to stop their ranks, which
 /// may not notice the failure, because a machine that disappears closes no connection.
-pub(crate) fn ended_at(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &str, ending: &Ending) {
+pub(crate) fn ranks_ended(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &str, ending: &Ending) {
     let failed = !matches!(ending, Ending::Succeeded { .. } | Ending::Stopped);
     let agent =
         scheduler.agents.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);

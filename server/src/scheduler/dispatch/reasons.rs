@@ -86,7 +86,7 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
             tracing::warn!(%error, "the reasons why jobs wait could not be stored");
             tokio::time::sleep(RETRY_PAUSE).await;
         }
-        // A refused reason does not keep the others from being stored.
+        // The other reasons are stored even if one reason is refused.
         Err(_) => {
             for reason in reasons {
                 if let Err(error) = store(scheduler, std::slice::from_ref(reason)).await {

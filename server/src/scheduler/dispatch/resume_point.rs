@@ -8,9 +8,9 @@ use crate::{
 use lockstep_protocol::job::Job;
 use std::collections::BTreeSet;
 
-/// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same.
-pub(super) const ALL_LOST: &str = "no valid checkpoint is left to continue from: neither the server's disk nor the object store has one; submit the job \
-                         again to begin from the start";
+/// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same reason.
+pub(super) const ALL_LOST: &str = "no valid checkpoint is left to continue from: neither the server's disk nor the object store has one; \
+    submit the job again to begin from the start";
 
 /// Whether a job can continue.
 #[derive(Debug, PartialEq, Eq)]
@@ -23,17 +23,17 @@ pub(super) enum ResumePoint {
 
 /// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before the attempt's checkpoint is chosen: checkpoints
 /// whose folder is missing (a user removed it, or a rank died before it reported the removal), and checkpoints that another machine never
-/// uploaded. If the newest checkpoint is among them, a newer unreported checkpoint on this disk replaces it.
+/// uploaded. If the newest checkpoint is among them, a newer unreported checkpoint on the server's disk replaces it.
 pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str) -> Result<ResumePoint> {
     // If the folder does not exist, the checkpoints are on another disk, unless there is an object store, which should have all of them.
     let checkpoints = scheduler.config.job_dir(&job.id).join("checkpoints");
-    let is_here = scheduler.checkpoints.artifact_store.is_some()
+    let are_expected = scheduler.checkpoints.artifact_store.is_some()
         || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
     let mut missing = Vec::new();
     let rows = scheduler.store.checkpoints(&job.id).await?;
     let (count, mut lost, mut elsewhere) = (rows.len(), 0, BTreeSet::new());
     let newest = rows.iter().map(|row| row.info.step).max();
-    let mut kept = BTreeSet::new();
+    let mut remaining = BTreeSet::new();
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {
         let copies = copies.get(&row.id);
@@ -41,7 +41,7 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         let is_missing = match holders.is_empty() {
             false => holders.iter().all(|holder| holder.agent_id != agent),
             true => {
-                is_here
+                are_expected
                     && !copies.is_some_and(Copies::may_be_fetched)
                     && matches!(tokio::fs::try_exists(scheduler.checkpoints.folder(&row)).await, Ok(false))
             }
@@ -51,15 +51,15 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
             lost += usize::from(holders.is_empty());
             elsewhere.extend(holders.into_iter().map(|holder| holder.agent));
         } else {
-            kept.insert((row.info.step, row.info.epoch));
+            remaining.insert((row.info.step, row.info.epoch));
         }
     }
-    let newest_kept = kept.last().map(|(step, _)| *step);
+    let newest_remaining = remaining.last().map(|(step, _)| *step);
     let mut found = Vec::new();
-    if newest_kept.is_none() || newest_kept != newest {
+    if newest_remaining.is_none() || newest_remaining != newest {
         found = unreported::find(checkpoints).await;
-        found.retain(|checkpoint| !kept.contains(&(checkpoint.step, checkpoint.epoch)));
-        if found.last().is_none_or(|newest| Some(newest.step) <= newest_kept) {
+        found.retain(|checkpoint| !remaining.contains(&(checkpoint.step, checkpoint.epoch)));
+        if found.last().is_none_or(|newest| Some(newest.step) <= newest_remaining) {
             found.clear();
         }
     }

@@ -42,7 +42,7 @@ struct Prepared {
     claim: Claim,
 }
 
-/// Starts jobs in the order of the plan. Returns false if not all of them started. A start that fails does not delay the others.
+/// Starts jobs in the order of the plan. Returns false if not all of them started. A start that fails does not delay other starts.
 ///
 /// # Errors
 /// The first transient error, after all other jobs were started.
@@ -141,7 +141,7 @@ async fn prepare(
     };
     // A job that has never run and is no fork has no checkpoint.
     if job.attempt > 0 || start.row.is_fork() {
-        // Rank 0 reads the checkpoint and sends it to the others.
+        // Rank 0 reads the checkpoint and sends its content to the other ranks.
         let reader = start.chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
         if forget_missing(scheduler, job, reader).await? == ResumePoint::AllLost {
             return fail(scheduler, &job.id, ALL_LOST.into()).await.map(|()| None);
@@ -226,7 +226,7 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
     let mut found = Vec::with_capacity(claims.len());
     for claim in claims {
         let row = rows.iter().find(|row| row.job.id == claim.job);
-        // Only this task claims jobs, so the next attempt is that of this claim.
+        // Only this task claims jobs, so the next attempt is this claim's attempt.
         let attempt = row.and_then(JobRow::live).filter(|live| live.attempt == claim.after_attempt + 1);
         let (Some(row), Some(attempt)) = (row, attempt) else {
             found.push(None);
@@ -244,11 +244,12 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
     Ok(found)
 }
 
-/// A claimed job whose agents were notified. `gone`: the agent that was not connected.
+/// A claimed job whose agents were notified.
 struct Ordered {
     attempt: AttemptRef,
     places: Vec<Place>,
-    gone: Option<String>,
+    /// The name of an agent that was not connected.
+    disconnected: Option<String>,
 }
 
 /// Orders the agents of a claimed job to start it.
@@ -276,7 +277,7 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
         network: None,
         files: StartFiles { mark: files.mark, dataset: files.dataset, ..needs.files },
     };
-    let mut gone = None;
+    let mut disconnected = None;
     for ((agent, _), place) in chosen.iter().zip(&places) {
         let machine = &agent.row.machine;
         start.ranks.clone_from(&place.ranks);
@@ -286,11 +287,11 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
             named_by: None,
         });
         if !scheduler.agents.send(&place.agent_id, ToAgent::Start(Box::new(start.clone()))) {
-            gone = Some(agent.row.name.clone());
+            disconnected = Some(agent.row.name.clone());
             break;
         }
     }
-    Ordered { attempt, places, gone }
+    Ordered { attempt, places, disconnected }
 }
 
 /// Handles what happened between claims and orders: agents that disconnected, and jobs that were cancelled or paused.
@@ -299,9 +300,10 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
 /// The first transient error, after all jobs were handled.
 async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
     let mut first_error = Ok(());
-    let (ordered, failed): (Vec<_>, Vec<_>) = ordered.into_iter().partition(|order| order.gone.is_none());
-    for Ordered { attempt, places, gone } in failed {
-        let why: Reason = ReasonKind::AgentLeft { agent: gone.unwrap_or_default().into() }.into();
+    let (ordered, failed): (Vec<_>, Vec<_>) =
+        ordered.into_iter().partition(|order| order.disconnected.is_none());
+    for Ordered { attempt, places, disconnected } in failed {
+        let why: Reason = ReasonKind::AgentLeft { agent: disconnected.unwrap_or_default().into() }.into();
         // No rank has started, because not all agents are ready.
         let ended =
             end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await;
@@ -334,10 +336,10 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
 fn master_address(chosen: &[(Arc<AgentState>, Vec<u32>)]) -> Option<&str> {
     let (first, _) = chosen.first()?;
     let network = |agent: &AgentState| agent.row.machine.network_id.clone();
-    let is_here = |(agent, _): &(Arc<AgentState>, Vec<u32>)| {
+    let is_same_machine = |(agent, _): &(Arc<AgentState>, Vec<u32>)| {
         network(agent).is_some() && network(agent) == network(first)
     };
-    if chosen.len() == 1 || chosen.iter().all(is_here) { None } else { address(&first.row.machine) }
+    if chosen.len() == 1 || chosen.iter().all(is_same_machine) { None } else { address(&first.row.machine) }
 }
 
 /// Prepares the files of each job for agents without the server's disk, and the mark by which an agent recognises this disk.
@@ -345,14 +347,14 @@ async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartF
     let folders: Vec<_> =
         prepared.iter().map(|prepared| scheduler.config.job_dir(&prepared.claim.job)).collect();
     let count = folders.len();
-    // The job's requirements have the other fields.
+    // `Needs` has the other fields.
     let files = |folder: PathBuf| StartFiles {
         mark: write_mark(&folder),
         dataset: notes::dataset_note(&folder),
         ..StartFiles::default()
     };
-    let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
-    all.await.unwrap_or_else(|_| vec![StartFiles::default(); count])
+    let written = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
+    written.await.unwrap_or_else(|_| vec![StartFiles::default(); count])
 }
 
 /// Writes a random mark into a job's folder, by which agents recognise the server's disk. Returns the mark, or `None` if it cannot be

@@ -43,9 +43,9 @@ fn plan_with(
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
     let candidates = candidates(given);
-    let room = find_room(&candidates, ranks, 9, &HashSet::new(), yielding, &HashSet::new())?;
+    let choice = choose_victims(&candidates, ranks, 9, &HashSet::new(), yielding, &HashSet::new())?;
     let name = |(c, slots): (usize, Vec<u32>)| (candidates[c].agent.row.name.clone(), slots.len());
-    Some((room.chosen.into_iter().map(name).collect(), room.victims))
+    Some((choice.chosen.into_iter().map(name).collect(), choice.victims))
 }
 
 fn expected(agents: &[(&str, usize)], victims: &[usize]) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
@@ -84,7 +84,7 @@ fn slots_of_jobs_that_are_already_ending_are_used_first() {
     // The slot that becomes free is promised to another job.
     let candidates = candidates(&one);
     let promised = HashSet::from([("id-a".to_owned(), 1)]);
-    let found = find_room(&candidates, 1, 9, &HashSet::new(), &yielding(&running), &promised).unwrap();
+    let found = choose_victims(&candidates, 1, 9, &HashSet::new(), &yielding(&running), &promised).unwrap();
     assert_eq!((found.chosen, found.victims), (vec![(0, vec![0])], vec![0]));
 }
 
@@ -157,7 +157,7 @@ fn at_most_64_jobs_are_tried_for_being_unneeded() {
         let mut running: Vec<Running<'_>> =
             places[..small].iter().map(|place| (0, false, std::slice::from_ref(place))).collect();
         running.push((1, false, &places[small..]));
-        plan(&given, &running, 2 * small + 1).expect("there is room").1
+        plan(&given, &running, 2 * small + 1).expect("the job fits").1
     };
     // The large job is tried, too, and has to be stopped.
     assert_eq!(stopped_with(MAX_TRIED - 1), [63]);

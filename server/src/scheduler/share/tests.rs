@@ -1,6 +1,6 @@
 use super::*;
 
-/// The order in which waiting jobs, given by share and ranks, get slots if each of them gets what it asks for.
+/// The order in which waiting jobs, given by share and ranks, get slots if each job gets all of its slots.
 fn order(in_use: &[(&str, u64)], waiting: &[(&str, u32)]) -> Vec<usize> {
     let in_use = in_use.iter().map(|(share, slots)| ((*share).to_owned(), *slots)).collect();
     let mut queue = Queue::new(in_use);

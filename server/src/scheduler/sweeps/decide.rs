@@ -63,7 +63,7 @@ pub(crate) enum Stage {
     /// The trial waits at a rung for its sweep.
     AtRung,
     /// The trial's job has ended.
-    Over,
+    Ended,
 }
 
 /// A trial that has started.
@@ -86,7 +86,7 @@ impl TrialState {
             values.resize(rules.rungs.len().max(values.len()), metric(&trial::rung(row, job.epoch)));
         }
         let stage = match job.state {
-            state if state.is_final() => Stage::Over,
+            state if state.is_final() => Stage::Ended,
             _ if job.waits_for_sweep() => Stage::AtRung,
             _ => Stage::Active,
         };
@@ -94,8 +94,8 @@ impl TrialState {
     }
 
     /// The metric at a rung, if it is known. `Some(None)`, the worst, for a trial that ended before the rung.
-    fn at(&self, rung: usize) -> Option<Option<f64>> {
-        self.values.get(rung).copied().or_else(|| (self.stage == Stage::Over).then_some(None))
+    fn value_at(&self, rung: usize) -> Option<Option<f64>> {
+        self.values.get(rung).copied().or_else(|| (self.stage == Stage::Ended).then_some(None))
     }
 }
 
@@ -116,7 +116,7 @@ pub(crate) enum Action {
 
 /// Decides the next actions. `trials`: the started trials, in any order.
 pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
-    let live = || trials.iter().filter(|trial| trial.stage != Stage::Over);
+    let live = || trials.iter().filter(|trial| trial.stage != Stage::Ended);
     if rules.state == SweepState::Cancelled && live().next().is_some() {
         return live().map(|trial| Action::Cancel { number: trial.number }).collect();
     }
@@ -143,34 +143,35 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
 }
 
 /// Compares the trials at each rung. Returns the waiting trials that are certain to be among the best, each with its rung, and actions that
-/// end the waiting trials that are certain not to be. If a failed trial is retried and is better than a trial that was promoted in its place,
+/// end the waiting trials that are certain not to be. If a failed trial is retried and is better than a trial that was promoted instead,
 /// the promoted trial ends at its next rung.
 fn compare(rules: &Rules, trials: &[TrialState]) -> (Vec<(u32, usize)>, Vec<Action>) {
     let (mut promoted, mut ends) = (Vec::new(), Vec::new());
     // The trials that are certain to reach the rung, and the number of trials that will reach it.
     let (mut entrants, mut entrant_count) = (trials.iter().collect::<Vec<_>>(), rules.trials as usize);
     for rung in 0..rules.rungs.len().saturating_sub(1) {
-        let keep = (entrant_count / rules.reduction as usize).max(1);
+        let continuing = (entrant_count / rules.reduction as usize).max(1);
         let waits = |trial: &TrialState| trial.stage == Stage::AtRung && trial.values.len() == rung + 1;
         if entrants.len() == entrant_count {
             let has_entered = |trial: &TrialState| entrants.iter().any(|other| other.number == trial.number);
             let displaced = trials.iter().filter(|trial| waits(trial) && !has_entered(trial));
             ends.extend(displaced.map(|trial| Action::End { number: trial.number }));
         }
-        let mut known: Vec<_> = entrants.iter().filter_map(|trial| Some((*trial, trial.at(rung)?))).collect();
+        let mut known: Vec<_> =
+            entrants.iter().filter_map(|trial| Some((*trial, trial.value_at(rung)?))).collect();
         known.sort_by(|(a, x), (b, y)| rules.metric.order(*x, *y).then(a.number.cmp(&b.number)));
         // Each trial without a known metric may turn out to be better than all known trials.
         let unknown = entrant_count.saturating_sub(known.len());
-        let certain = keep.saturating_sub(unknown);
+        let certain = continuing.saturating_sub(unknown);
         for (index, (trial, _)) in known.iter().enumerate() {
             if waits(trial) && index < certain {
                 promoted.push((trial.number, rung));
-            } else if waits(trial) && index >= keep {
+            } else if waits(trial) && index >= continuing {
                 ends.push(Action::End { number: trial.number });
             }
         }
         entrants = known.into_iter().take(certain).map(|(trial, _)| trial).collect();
-        entrant_count = keep;
+        entrant_count = continuing;
     }
     (promoted, ends)
 }

@@ -8,7 +8,7 @@ use crate::{
     lifecycle::trial,
     scheduler::{
         Scheduler,
-        dispatch::{self, Wish},
+        dispatch::{self, StopRequest},
         new_jobs::{NewJobError, add_job, new_job},
     },
     store::{JobRow, NewTrial, Result, StoreError, SweepRow},
@@ -117,9 +117,9 @@ impl Sweeps {
                             .pause(sweep, "the trials' specifications are missing in the database")
                             .await;
                     };
-                    let of = TrialOf { sweep: sweep.id.clone(), number };
+                    let id = TrialOf { sweep: sweep.id.clone(), number };
                     let mut new = new_job(JobId::generate(), spec, sweep.owned.owner.clone());
-                    new.trial = Some(NewTrial { of, pause_after });
+                    new.trial = Some(NewTrial { id, pause_after });
                     match add_job(&self.scheduler, new).await {
                         Ok(_) => Ok(()),
                         Err(NewJobError::Store(error)) if error.may_pass() => Err(error),
@@ -138,7 +138,7 @@ impl Sweeps {
                     self.scheduler.events.change_job(&job_id(number)?, Box::new(end)).await.map(drop)
                 }
                 Action::Cancel { number } => {
-                    dispatch::stop(&self.scheduler, &job_id(number)?, Wish::Cancel).await.map(drop)
+                    dispatch::stop(&self.scheduler, &job_id(number)?, StopRequest::Cancel).await.map(drop)
                 }
                 Action::Finish => {
                     let state = match sweep.state {
@@ -167,8 +167,8 @@ impl Sweeps {
     }
 }
 
-/// Returns a sweep as clients see it.
-pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
+/// Returns a sweep and its trials as clients see them.
+pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
     let rules = Rules::of(row);
     let number_of = |row: &JobRow| row.job.trial.as_ref().map(|of| of.number);
     // Trials start in the order of their numbers.

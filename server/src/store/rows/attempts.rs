@@ -86,7 +86,7 @@ impl Default for QueuePlace {
 /// The version of a waiting job, which differs after every change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WaitingVersion {
-    /// Sequence number of the job's newest event. All changes except those of priority and project store an event.
+    /// Sequence number of the job's newest event. All changes except changes of priority and project store an event.
     pub last_seq: u64,
     pub priority: i32,
     pub project: String,
@@ -162,5 +162,8 @@ pub enum Ingested {
     /// The attempt may not write: it was fenced, has ended, or its job was deleted.
     Stale,
     /// Earlier records are missing: the connection lost them, or the agent is faulty.
-    Gap { stored: u64 },
+    Gap {
+        /// Number of stored records of the source.
+        stored: u64,
+    },
 }

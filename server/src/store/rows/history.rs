@@ -17,5 +17,5 @@ pub struct HistoryRows {
     /// Successful requests about the job, in order; empty unless requested.
     pub requests: Vec<AuditEntry>,
     /// Number of waiting jobs before this job in the queue.
-    pub before_it: u64,
+    pub jobs_before: u64,
 }

@@ -18,7 +18,7 @@ pub enum GroupBy {
     Setting {
         table: &'static str,
         key: &'static str,
-        holds: SettingKind,
+        kind: SettingKind,
     },
 }
 

@@ -44,8 +44,8 @@ pub struct JobFilter {
 /// A condition on a setting or a result of a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Condition {
-    /// The compared value of the job.
-    pub of: SortBy,
+    /// The setting or result of the job that is compared.
+    pub key: SortBy,
     /// The comparison of the job's value (left) with `value` (right).
     pub comparison: Comparison,
     pub value: SettingValue,

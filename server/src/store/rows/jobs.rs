@@ -57,6 +57,6 @@ pub struct Changed {
 #[derive(Debug, Clone)]
 pub enum Created {
     New(Box<Changed>),
-    /// The job that the same request created before.
-    Before(Box<Job>),
+    /// The job that an earlier, identical request created.
+    Existing(Box<Job>),
 }

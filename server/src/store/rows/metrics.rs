@@ -51,7 +51,7 @@ pub struct RankColumn {
     pub column: MetricColumn,
 }
 
-/// A chunk: successive points of one series, or successive buckets that summarize points.
+/// Successive points of one series, or successive buckets that summarize its points.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MetricChunk {
     pub name: String,

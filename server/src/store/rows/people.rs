@@ -18,7 +18,8 @@ impl std::fmt::Debug for PersonRow {
 }
 
 impl PersonRow {
-    /// The person's principal, which sessions store in place of a token's id. The principal contains a colon, which token ids never contain.
+    /// The person's principal, which sessions store in place of a token's id. The principal contains a colon, which token ids never
+    /// contain.
     pub fn principal(&self) -> String {
         principal(&self.person.name)
     }

@@ -34,7 +34,7 @@ pub struct SweepRow {
 #[derive(Debug, Clone, PartialEq)]
 pub struct NewTrial {
     /// The sweep and the trial's number. A sweep has one job for each number.
-    pub of: TrialOf,
+    pub id: TrialOf,
     /// The epoch after which the job pauses for its sweep, if it pauses.
     pub pause_after: Option<u32>,
 }

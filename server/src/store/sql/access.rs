@@ -109,6 +109,7 @@ impl SqlStore {
                 "DELETE FROM sessions WHERE hash IN (SELECT hash FROM sessions WHERE expires_at <= $1 LIMIT $2)",
                 now,
             ),
+            // The rows of agents' certificates are kept, because a revoked certificate must stay revoked.
             (
                 "DELETE FROM tokens WHERE id IN \
                  (SELECT id FROM tokens WHERE (expires_at <= $1 OR revoked_at <= $1) AND id NOT LIKE 'certificate-%' LIMIT $2)",

@@ -183,8 +183,8 @@ impl SqlStore {
 /// The new attempt of a claimed job: the attempt's number, and the checkpoint from which it continues.
 type Taken = (u32, Option<String>);
 
-/// Increments the attempt number of each claimed job that still waits and whose newest attempt is the claim's `after_attempt`. Returns these
-/// jobs. Of two concurrent claims, only one finds the job waiting.
+/// Increments the attempt number of each claimed job that still waits and whose newest attempt is the claim's `after_attempt`. Returns
+/// these jobs. Of two concurrent claims, only one finds the job waiting.
 async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Taken>> {
     let mut taken = HashMap::with_capacity(claims.len());
     for claims in batch::split(claims) {

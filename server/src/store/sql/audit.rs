@@ -1,6 +1,6 @@
 //! The audit log.
 
-use super::{DbRow, SqlStore, jobs::part_of};
+use super::{DbRow, SqlStore, jobs::like_pattern};
 use crate::store::{
     AuditEntry, Result,
     values::{strip_nul, time},
@@ -62,13 +62,13 @@ impl SqlStore {
         if !who.is_empty() {
             query.push(" AND (who = ").push_bind(strip_nul(who).into_owned()).push(" OR who LIKE ");
             query
-                .push_bind(part_of(&format!("{who} (")).trim_start_matches('%').to_owned())
+                .push_bind(like_pattern(&format!("{who} (")).trim_start_matches('%').to_owned())
                 .push(" ESCAPE '!')");
         }
         if !text.is_empty() {
             query
                 .push(" AND lower(action || ' ' || object) LIKE lower(")
-                .push_bind(part_of(text))
+                .push_bind(like_pattern(text))
                 .push(") ESCAPE '!'");
         }
         query.push(" ORDER BY id DESC LIMIT ").push_bind(i64::from(limit));

@@ -1,5 +1,5 @@
-//! Statements with many rows. Each statement is a round trip to the database, during which the transaction occupies the writer. If a hundred
-//! attempts end at once, the server executes a few statements, not hundreds.
+//! Statements with many rows. Each statement is a round trip to the database, during which the transaction occupies the writer. If a
+//! hundred attempts end at once, the server executes a few statements, not hundreds.
 
 /// Numbers of rows of a statement, the largest first. The driver caches one statement for each of these numbers, and any number of rows
 /// needs few statements.

@@ -64,7 +64,7 @@ impl SqlStore {
             let copies = found.entry(row.try_get("id")?).or_default();
             let location: &str = row.try_get("location")?;
             if location == Copies::SERVER {
-                copies.is_damaged_here = true;
+                copies.is_damaged_on_server = true;
             } else if location == object_store {
                 copies.object_store = CopyState::parse(row.try_get("state")?);
             } else if let Some(agent_id) = location.strip_prefix(AGENT) {

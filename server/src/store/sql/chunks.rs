@@ -60,7 +60,7 @@ impl SqlStore {
     ) -> Result<(u64, Option<(u64, u64)>)> {
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let watermark = watermark(&mut db, job).await?;
-        // Every level covers all steps. The coarsest level has the fewest rows.
+        // Every level covers all steps. The coarsest level (5) has the fewest rows.
         let ends: (Option<i64>, Option<i64>) = sqlx::query_as(
             "SELECT min(first_step), max(last_step) FROM metric_chunks WHERE job_id = $1 AND level = 5 \
              AND ($2 IS NULL OR name = $2) AND ($3 = '' OR $3 LIKE '%,' || rank || ',%')",

@@ -63,7 +63,7 @@ impl SqlStore {
         }
         models::require_unregistered(&mut db, id, state, "deleted").await?;
         if let Some(trial) = &row.job.trial {
-            sweeps::require_over(&mut db, trial, state).await?;
+            sweeps::require_ended(&mut db, trial, state).await?;
         }
         sqlx::query("UPDATE jobs SET deleted_at = $2 WHERE id = $1")
             .bind(id.as_str())

@@ -13,7 +13,7 @@ use lockstep_protocol::{job::JobId, metric::MetricColumn, stream::EventBody};
 use sqlx::AssertSqlSafe;
 
 /// A row to be stored.
-pub(super) struct New {
+pub(super) struct NewRow {
     job: JobId,
     kind: &'static str,
     attempt: u32,
@@ -23,7 +23,7 @@ pub(super) struct New {
 }
 
 /// Creates the rows of new events of a job. Each event has its own row, except that successive metrics of a rank share a row.
-pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<New>> {
+pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<NewRow>> {
     let notices: Vec<_> = bodies.iter().map(|body| webhooks::notice(job_row, body, at)).collect();
     let mut rows = Vec::new();
     let mut points: Option<(u32, u32, Vec<MetricColumn>)> = None;
@@ -33,7 +33,7 @@ pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) 
     let mut add = |(kind, attempt, rank, events, stored): Content, notice| {
         job_row.job.last_seq += events;
         let row = EventRow { seq: job_row.job.last_seq, at, stored };
-        rows.push(New { job: id.clone(), kind, attempt, rank, notice, row });
+        rows.push(NewRow { job: id.clone(), kind, attempt, rank, notice, row });
     };
     let points_content = |(attempt, rank, columns): (u32, u32, Vec<MetricColumn>)| {
         let data = points::encode(&columns);
@@ -81,14 +81,14 @@ pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) 
 }
 
 /// Stores rows, and queues messages for webhooks.
-pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
+pub(super) async fn insert(db: &mut Connection, rows: &[NewRow]) -> Result<()> {
     for part in batch::split(rows) {
         let text = format!(
             "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}",
             batch::values(part.len(), 8)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
-        for New { job, kind, attempt, rank, row, .. } in part {
+        for NewRow { job, kind, attempt, rank, row, .. } in part {
             let (body, points) = match &row.stored {
                 Stored::Body(body) => (body.as_str(), None),
                 Stored::Points { data, .. } => ("", Some(&data[..])),

@@ -67,7 +67,7 @@ impl SqlStore {
             requests.reverse();
         }
         // Counts in the order of `waiting`, which ignores fair share.
-        let before_it: i64 = sqlx::query_scalar(
+        let jobs_before: i64 = sqlx::query_scalar(
             "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",
         )
@@ -81,7 +81,7 @@ impl SqlStore {
             parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
             forks,
             requests,
-            before_it: uint(before_it),
+            jobs_before: uint(jobs_before),
         })
     }
 }

@@ -229,7 +229,7 @@ async fn store_report(
     db: &mut Connection,
     job: &mut Loaded,
     report: &Report,
-    new: &mut Vec<events::New>,
+    new: &mut Vec<events::NewRow>,
 ) -> Result<(Ingested, bool)> {
     let Report { agent_id, attempt, source, first, events, at, leaving } = report;
     let (source, first, at) = (*source, *first, *at);
@@ -268,7 +268,7 @@ async fn store_report(
         if !is_accepted {
             continue;
         }
-        layers::keep(db, &attempt.job, attempt.attempt, &event).await?;
+        layers::put(db, &attempt.job, attempt.attempt, &event).await?;
         // Only these events change the job's state, and only a change of state can fail after it has edited the row.
         let changes_state = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });
         let before = changes_state.then(|| row.clone());

@@ -7,7 +7,7 @@ use self::groups::push_group;
 use super::{
     super::dialect::{FALSE, POSITION, TRUE, json_is_number, json_number, json_text},
     Db, DbRow, SqlStore,
-    jobs::{JOB, JOB_AND_NOTES, job_row, part_of},
+    jobs::{JOB, JOB_AND_NOTES, job_row, like_pattern},
     pages::bounded,
 };
 use crate::store::{
@@ -84,7 +84,7 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     if table.is_empty() {
         return json("jobs.spec", &[key]);
     }
-    let (own, path) = (json("jobs.spec", &[table, key]), ["config", key]);
+    let (specified, path) = (json("jobs.spec", &[table, key]), ["config", key]);
     let mut config = json("jobs.external", &path);
     if is_number {
         // An external program may log a text for a setting that is a number in a specification.
@@ -92,19 +92,19 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
         let first_characters = "('0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '-', '.')";
         config = format!("CASE WHEN substr({text}, 1, 1) IN {first_characters} AND {test} THEN {config} END");
     }
-    format!("CASE WHEN jobs.external IS NULL THEN {own} ELSE {config} END")
+    format!("CASE WHEN jobs.external IS NULL THEN {specified} ELSE {config} END")
 }
 
 /// Adds a condition. A job without the value fulfils only `!=`.
 fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
-    let Condition { of, comparison, value } = condition;
-    let (mut of, ..) = expression(of);
+    let Condition { key, comparison, value } = condition;
+    let (mut column, ..) = expression(key);
     if matches!(value, SettingValue::Bool(_)) {
         // Specifications omit some settings that are false.
-        of = format!("COALESCE({of}, {FALSE})");
+        column = format!("COALESCE({column}, {FALSE})");
     }
     let or_missing =
-        if *comparison == Comparison::NotEqual { format!("{of} IS NULL OR ") } else { String::new() };
+        if *comparison == Comparison::NotEqual { format!("{column} IS NULL OR ") } else { String::new() };
     let operator = match comparison {
         Comparison::Equal => "=",
         Comparison::NotEqual => "<>",
@@ -113,7 +113,7 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
         Comparison::Greater => ">",
         Comparison::GreaterOrEqual => ">=",
     };
-    query.push(format!(" AND ({or_missing}{of} {operator} "));
+    query.push(format!(" AND ({or_missing}{column} {operator} "));
     match value {
         SettingValue::Number(number) => query.push_bind(*number),
         SettingValue::Text(text) => query.push_bind(strip_nul(text).into_owned()),
@@ -125,7 +125,7 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
 /// Adds a condition: the name, a tag or the notes contain `text`.
 fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
     let contains = |query: &mut QueryBuilder<Db>, column: &str, part: &str| {
-        query.push(format!("lower({column}) LIKE lower(")).push_bind(part_of(part)).push(") ESCAPE '!'");
+        query.push(format!("lower({column}) LIKE lower(")).push_bind(like_pattern(part)).push(") ESCAPE '!'");
     };
     query.push(" AND (");
     contains(query, "jobs.name", text);
@@ -195,7 +195,7 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
         query.push(")");
     }
     if let Some(name) = filter.name.as_deref().filter(|name| !name.is_empty()) {
-        query.push(" AND lower(jobs.name) LIKE lower(").push_bind(part_of(name)).push(") ESCAPE '!'");
+        query.push(" AND lower(jobs.name) LIKE lower(").push_bind(like_pattern(name)).push(") ESCAPE '!'");
     }
     if let Some(text) = filter.text.as_deref().filter(|text| !text.is_empty()) {
         push_text(query, text)?;
@@ -222,12 +222,12 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
 /// Adds a condition: the job comes after the cursor in the order of `sort`.
 fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) -> Result<()> {
     let (by, column_type, nullable) = expression(&sort.by);
-    let than = if sort.descending { "<" } else { ">" };
+    let operator = if sort.descending { "<" } else { ">" };
     query.push(" AND (");
     if cursor.value == SortValue::Missing {
-        query.push(format!("{by} IS NULL AND jobs.id {than} ")).push_bind(cursor.id.clone());
+        query.push(format!("{by} IS NULL AND jobs.id {operator} ")).push_bind(cursor.id.clone());
     } else {
-        query.push(format!("({by}, jobs.id) {than} ("));
+        query.push(format!("({by}, jobs.id) {operator} ("));
         match (&cursor.value, column_type) {
             (SortValue::Integer(value), ColumnType::Integer) => query.push_bind(*value),
             (SortValue::Integer(value), ColumnType::Number) => query.push_bind(*value as f64),

@@ -17,12 +17,14 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 
 /// Query for jobs with their tags, without notes. Notes may be long, so lists of jobs omit them.
-pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
+pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs \
+    LEFT JOIN annotations ON annotations.job_id = jobs.id";
 /// Query for jobs with their tags and notes.
-pub(super) const JOB_AND_NOTES: &str = "SELECT jobs.*, annotations.tags, COALESCE(annotations.notes, '') AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
+pub(super) const JOB_AND_NOTES: &str = "SELECT jobs.*, annotations.tags, COALESCE(annotations.notes, '') AS notes FROM jobs \
+    LEFT JOIN annotations ON annotations.job_id = jobs.id";
 
 /// The pattern of `LIKE ... ESCAPE '!'` for texts that contain `text`.
-pub(super) fn part_of(text: &str) -> String {
+pub(super) fn like_pattern(text: &str) -> String {
     let mut pattern = String::from("%");
     for character in strip_nul(text).chars() {
         if matches!(character, '%' | '_' | '!') {
@@ -251,7 +253,7 @@ pub(super) async fn append(
     row: &mut JobRow,
     bodies: Vec<EventBody>,
     at: Timestamp,
-) -> Result<Vec<events::New>> {
+) -> Result<Vec<events::NewRow>> {
     for body in &bodies {
         update_checkpoints(db, &row.job.id, body, at).await?;
     }
@@ -338,9 +340,9 @@ impl SqlStore {
         let mut db = self.begin().await?;
         fault_point("create.begin")?;
         if let Some(key) = &new.idempotency
-            && let Some(before) = find_by_key(&mut db, key).await?
+            && let Some(existing) = find_by_key(&mut db, key).await?
         {
-            return Ok(Created::Before(Box::new(before)));
+            return Ok(Created::Existing(Box::new(existing)));
         }
         if new.external.is_none() {
             datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
@@ -364,8 +366,8 @@ impl SqlStore {
         .bind(i64::from(new.spec.private))
         .bind(i64::from(new.spec.preemptible))
         .bind(new.external.as_ref().map(json).transpose()?)
-        .bind(new.trial.as_ref().map(|trial| &trial.of.sweep))
-        .bind(new.trial.as_ref().map(|trial| i64::from(trial.of.number)))
+        .bind(new.trial.as_ref().map(|trial| &trial.id.sweep))
+        .bind(new.trial.as_ref().map(|trial| i64::from(trial.id.number)))
         .execute(&mut *db)
         .await?;
         if new.annotation != Annotation::default() {

@@ -15,14 +15,14 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, QueryBuilder, Row};
 
 /// Stores the histograms or the network of an event. A report that exceeds the limits comes from a faulty rank and is not stored.
-pub(super) async fn keep(db: &mut Connection, job: &JobId, attempt: u32, event: &AttemptEvent) -> Result<()> {
+pub(super) async fn put(db: &mut Connection, job: &JobId, attempt: u32, event: &AttemptEvent) -> Result<()> {
     let flaw = match event {
         AttemptEvent::Histograms(histograms) => match histograms.check() {
-            Ok(()) => return keep_histograms(db, job, attempt, histograms).await,
+            Ok(()) => return put_histograms(db, job, attempt, histograms).await,
             Err(flaw) => flaw,
         },
         AttemptEvent::Network(network) => match network.check() {
-            Ok(()) => return keep_network(db, job, attempt, network).await,
+            Ok(()) => return put_network(db, job, attempt, network).await,
             Err(flaw) => flaw,
         },
         _ => return Ok(()),
@@ -31,13 +31,13 @@ pub(super) async fn keep(db: &mut Connection, job: &JobId, attempt: u32, event: 
     Ok(())
 }
 
-async fn keep_histograms(
+async fn put_histograms(
     db: &mut Connection,
     job: &JobId,
     attempt: u32,
     histograms: &LayerHistograms,
 ) -> Result<()> {
-    // Later steps of an earlier attempt are no longer part of the run, and a step has one histogram per layer and kind.
+    // A new attempt repeats the later steps of earlier attempts, and a step has one histogram per layer and kind.
     sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND (step = $2 OR (step > $2 AND attempt < $3))")
         .bind(job.as_str())
         .bind(int(histograms.step))
@@ -98,7 +98,7 @@ async fn steps(db: &mut Connection, job: &JobId) -> Result<Vec<u64>> {
     Ok(steps.into_iter().map(uint).collect())
 }
 
-async fn keep_network(
+async fn put_network(
     db: &mut Connection,
     job: &JobId,
     attempt: u32,

@@ -49,7 +49,8 @@ fn version(row: &DbRow) -> Result<VersionRow> {
     Ok(VersionRow { version, owned: owned(row)? })
 }
 
-/// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions.
+/// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions. `change`: what
+/// would be done to the job, such as "deleted".
 ///
 /// # Errors
 /// [`StoreError::Refused`]: versions of the job exist, which the error names.
@@ -71,7 +72,8 @@ pub(super) async fn require_unregistered(
     let named = found.iter().take(MAX_NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
     let more = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
-        "the job has registered versions ({}{more}), which would change if the job were {change}; remove the versions first, or fork the job",
+        "the job has registered versions ({}{more}), which would change if the job were {change}; remove the versions first, or fork the \
+         job",
         named.collect::<Vec<_>>().join(", ")
     );
     Err(Refused { state, detail }.into())
@@ -144,8 +146,8 @@ impl SqlStore {
         let aliases: Vec<(String, i64, String)> =
             sqlx::query_as(AssertSqlSafe(query)).bind(model.as_deref()).fetch_all(&mut *db).await?;
         for (model, number, alias) in aliases {
-            let mut all = versions.iter_mut().map(|row| &mut row.version);
-            if let Some(named) = all.find(|one| one.model == model && i64::from(one.version) == number) {
+            let mut candidates = versions.iter_mut().map(|row| &mut row.version);
+            if let Some(named) = candidates.find(|v| v.model == model && i64::from(v.version) == number) {
                 named.aliases.push(alias);
             }
         }

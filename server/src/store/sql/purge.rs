@@ -1,5 +1,5 @@
-//! Incremental removal of deleted jobs' rows, and of points that are in chunks. A run of a week has millions of rows. A single statement that
-//! removes all of them would delay all other writers, or exceed the database's time limit.
+//! Incremental removal of deleted jobs' rows, and of points that are in chunks. A run of a week has millions of rows. A single statement
+//! that removes all of them would delay all other writers, or exceed the database's time limit.
 
 use super::{Connection, SOME_METRIC_CHUNKS, SqlStore};
 use crate::store::{
@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use lockstep_protocol::JobId;
 use sqlx::AssertSqlSafe;
 
-/// Maximum number of events that a statement removes. It takes a few milliseconds.
+/// Maximum number of events that a statement removes. Such a statement takes a few milliseconds.
 const MAX_EVENTS: i64 = 1000;
 /// Maximum number of chunks of metrics that a statement removes. A chunk has about three kilobytes.
 const MAX_CHUNKS: i64 = 500;

@@ -2,7 +2,7 @@
 
 use super::{
     BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DATABASE_BYTES, DbRow, LIKE, SqlStore,
-    jobs::{JOB, job_row, part_of},
+    jobs::{JOB, job_row, like_pattern},
     pages::bounded,
 };
 use crate::store::{
@@ -48,7 +48,7 @@ pub(super) fn ranks(filter: &MetricFilter) -> String {
 fn pattern(text: &str) -> Option<String> {
     let is_plain =
         !text.is_empty() && text.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'"' && b != b'\\');
-    is_plain.then(|| part_of(text))
+    is_plain.then(|| like_pattern(text))
 }
 
 fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
@@ -99,7 +99,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
-        // One snapshot, so that a stream from `as_of_seq` continues exactly after the columns.
+        // One snapshot, so that a stream that begins after `as_of` continues exactly after the columns.
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
         let as_of: Option<i64> =
             sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL")

@@ -46,7 +46,7 @@ fn sweep(row: &DbRow) -> Result<SweepRow> {
 ///
 /// # Errors
 /// The sweep has not ended.
-pub(super) async fn require_over(db: &mut Connection, trial: &TrialOf, state: JobState) -> Result<()> {
+pub(super) async fn require_ended(db: &mut Connection, trial: &TrialOf, state: JobState) -> Result<()> {
     let query = "SELECT count(*) FROM sweeps WHERE id = $1 AND finished_at IS NULL";
     let unfinished: i64 = sqlx::query_scalar(query).bind(&trial.sweep).fetch_one(db).await?;
     if unfinished == 0 {

@@ -65,7 +65,7 @@ pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Resul
 
 /// Refuses a path outside the run's folder, with MLflow's text.
 fn check_path(files: &RunFiles, path: &str) -> Result<()> {
-    match path.is_empty() || files.place(path).is_ok() {
+    match path.is_empty() || files.disk_path(path).is_ok() {
         true => Ok(()),
         false => Err(invalid("Invalid path")),
     }
@@ -107,7 +107,7 @@ pub(crate) async fn file(
     check_may_change(&auth, &caller, &job)?;
     match method {
         Method::PUT => {
-            let body = runs.noted(&job.id, request.into_body());
+            let body = runs.observe_body(&job.id, request.into_body());
             files::store_file(files, path.to_owned(), None, body).await?;
         }
         // An empty path means all files of the run.

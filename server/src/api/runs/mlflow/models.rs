@@ -34,7 +34,7 @@ impl CallState {
         })?;
         let job = find_run(&self.scheduler, &self.caller, run).await?;
         check_may_change(&self.auth, &self.caller, &job)?;
-        if name.contains('/') || files::run_files(&self.scheduler.config, &job.id).place(name).is_err() {
+        if name.contains('/') || files::run_files(&self.scheduler.config, &job.id).disk_path(name).is_err() {
             return Err(invalid(format!(
                 "a model cannot have the name {name:?}: the name must be valid for the folder of the model's files"
             )));

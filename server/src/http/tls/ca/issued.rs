@@ -1,7 +1,7 @@
 //! The certificates that an authority has issued and revoked.
 //!
-//! `issued.jsonl` in the authority's folder has a line for each certificate. `ca.crl` is the certificate revocation list (CRL) made
-//! from it, signed by the authority. Both files are replaced atomically.
+//! `issued.jsonl` in the authority's folder has a line for each certificate. `ca.crl` is the certificate revocation list (CRL): made
+//! from `issued.jsonl`, and signed by the authority. Both files are replaced atomically.
 
 use super::{Authority, not_ours};
 use crate::http::tls::files::minute;
@@ -23,7 +23,7 @@ const MIN_DIGITS: usize = 16;
 const MAX_DIGITS: usize = 40;
 /// Number of days for which expired certificates stay in the records. No program accepts expired certificates.
 const KEPT_DAYS: i64 = 365;
-/// Validity of the revocation list. The list is signed again with each change, but some programs, such as openssl, require a date.
+/// Validity of the revocation list in days. The list is signed again with each change, but some programs, such as openssl, require a date.
 const LIST_DAYS: i64 = 3650;
 
 /// The kind of holder of a certificate.
@@ -162,8 +162,8 @@ impl Authority {
                 && serial.bytes().all(|byte| byte.is_ascii_hexdigit());
             if !is_serial {
                 return Err(format!(
-                    "this authority has issued no certificate to {name_or_serial}; `lockstep ca list` shows its certificates. A certificate that is not in \
-                     the list is revoked by its serial number, as `openssl x509 -noout -serial` prints it"
+                    "this authority has issued no certificate to {name_or_serial}; `lockstep ca list` shows its certificates. A \
+                     certificate that is not in the list is revoked by its serial number, as `openssl x509 -noout -serial` prints it"
                 ));
             }
             let (name, kind, not_after) = (String::new(), Kind::Unknown, self.facts.not_after);

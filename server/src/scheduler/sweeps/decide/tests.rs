@@ -20,7 +20,7 @@ fn trial(number: u32, stage: Stage, values: &[f64]) -> TrialState {
 #[test]
 fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
     use Action::{Cancel, End, Finish, Promote, Start};
-    use Stage::{Active, AtRung, Over};
+    use Stage::{Active, AtRung, Ended};
     let six = rules(6, &[1, 3], 10);
     let started = |stages: &[(Stage, &[f64])]| -> Vec<TrialState> {
         (1..).zip(stages).map(|(number, (stage, values))| trial(number, *stage, values)).collect()
@@ -37,7 +37,7 @@ fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
         (
             "the next trial starts when a trial has ended",
             two_of_three,
-            started(&[(Over, &[0.5]), (Active, &[])]),
+            started(&[(Ended, &[0.5]), (Active, &[])]),
             vec![Start { number: 3, pause_after: None }],
         ),
         (
@@ -59,8 +59,8 @@ fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
             started(&[
                 (AtRung, &[0.4]),
                 (AtRung, &[0.3]),
-                (Over, &[0.2]),
-                (Over, &[0.1]),
+                (Ended, &[0.2]),
+                (Ended, &[0.1]),
                 (AtRung, &[0.35]),
                 (Active, &[]),
             ]),
@@ -73,8 +73,8 @@ fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
                 (AtRung, &[0.3]),
                 (AtRung, &[0.3]),
                 (AtRung, &[0.3]),
-                (Over, &[]),
-                (Over, &[]),
+                (Ended, &[]),
+                (Ended, &[]),
                 (AtRung, &[f64::NAN]),
             ]),
             vec![
@@ -87,7 +87,7 @@ fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
         (
             "a retried trial displaces a promoted trial",
             rules(3, &[1, 3, 9], 10),
-            started(&[(Active, &[0.5]), (AtRung, &[0.4, 0.6]), (Over, &[0.1])]),
+            started(&[(Active, &[0.5]), (AtRung, &[0.4, 0.6]), (Ended, &[0.1])]),
             vec![End { number: 2 }],
         ),
         (
@@ -99,14 +99,14 @@ fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
         (
             "a cancelled sweep first cancels its trials",
             with(SweepState::Cancelled),
-            started(&[(AtRung, &[0.4]), (Over, &[])]),
+            started(&[(AtRung, &[0.4]), (Ended, &[])]),
             vec![Cancel { number: 1 }],
         ),
         ("a cancelled sweep without trials finishes", with(SweepState::Cancelled), vec![], vec![Finish]),
         (
             "a sweep finishes with its last trial",
             rules(1, &[1, 3], 1),
-            started(&[(Over, &[0.1, 0.2])]),
+            started(&[(Ended, &[0.1, 0.2])]),
             vec![Finish],
         ),
     ] {
@@ -150,7 +150,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) ->
                 Action::End { number } => {
                     let found = trials.iter_mut().find(|trial| trial.number == number).unwrap();
                     assert_eq!(found.stage, Stage::AtRung);
-                    found.stage = Stage::Over;
+                    found.stage = Stage::Ended;
                 }
                 Action::Cancel { .. } => panic!("the sweep was not cancelled"),
             }
@@ -180,7 +180,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) ->
             failed.insert(arrived.number);
         }
         let is_over = metric.is_none() || rung + 1 == rules.rungs.len();
-        arrived.stage = if is_over { Stage::Over } else { Stage::AtRung };
+        arrived.stage = if is_over { Stage::Ended } else { Stage::AtRung };
     }
     panic!("the sweep does not end");
 }

@@ -26,11 +26,11 @@ fn grouped_by(by: GroupBy) -> String {
         GroupBy::Tag => "annotations.tags".into(),
         GroupBy::State => "jobs.state".into(),
         GroupBy::Name => "jobs.name".into(),
-        GroupBy::Setting { table, key, holds: SettingKind::Bool } => {
+        GroupBy::Setting { table, key, kind: SettingKind::Bool } => {
             let setting = setting(table, key, false);
             format!("CAST(CASE WHEN COALESCE({setting}, {FALSE}) = {TRUE} THEN 1 ELSE 0 END AS BIGINT)")
         }
-        GroupBy::Setting { table, key, holds } => setting(table, key, holds == SettingKind::Number),
+        GroupBy::Setting { table, key, kind } => setting(table, key, kind == SettingKind::Number),
     }
 }
 
@@ -70,11 +70,11 @@ fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
             }
             None
         }
-        GroupBy::Setting { holds: SettingKind::Number, .. } => {
+        GroupBy::Setting { kind: SettingKind::Number, .. } => {
             // Converts -0.0 to 0.0, so that both are in the same group.
             row.try_get::<Option<f64>, _>(column)?.map(|number| GroupValue::Number(number + 0.0))
         }
-        GroupBy::Setting { holds: SettingKind::Bool, .. } => {
+        GroupBy::Setting { kind: SettingKind::Bool, .. } => {
             Some(GroupValue::Bool(row.try_get::<i64, _>(column)? == 1))
         }
         _ => text()?.map(GroupValue::Text),

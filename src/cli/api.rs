@@ -95,7 +95,7 @@ pub(crate) struct Api {
     proxy: Option<&'static str>,
 }
 
-/// Maximum number of jobs of one name whose checkpoints are asked for.
+/// Maximum number of jobs with the same name whose checkpoints [`Api::newest_with_checkpoint`] requests.
 const MAX_PROBED_JOBS: usize = 20;
 
 impl Api {
@@ -133,8 +133,8 @@ impl Api {
         self.job_named(id, |_| true, Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, only jobs whose state `is_meant`
-    /// accepts count, unless it rejects all of these jobs.
+    /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state `is_meant`
+    /// rejects, unless it rejects all of them.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -146,8 +146,8 @@ impl Api {
         self.job_named(id, in_state(is_meant), Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest that has a checkpoint.
-    /// Without such a job, runs from elsewhere count only if all these jobs are runs from elsewhere.
+    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest job that has a
+    /// checkpoint. If no job has a checkpoint, prefers jobs that Lockstep trains to runs from elsewhere.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -178,10 +178,10 @@ impl Api {
         None
     }
 
-    /// Like [`Api::find_job_in`], for commands that cannot be undone: it is an error if several jobs count.
+    /// Like [`Api::find_job_in`], for commands that cannot be undone: refuses a name that several of the accepted jobs have.
     ///
     /// # Errors
-    /// See [`Api::find_job`]. Also if several jobs count.
+    /// See [`Api::find_job`]. Also if several of the accepted jobs have the name.
     pub(crate) async fn find_only_job(
         &self,
         id: &str,
@@ -190,7 +190,7 @@ impl Api {
         self.job_named(id, in_state(is_meant), Several::Refuse).await
     }
 
-    /// Returns the job that `id` names, and prints a note if several jobs have the name. Jobs that `is_meant` rejects count only if it
+    /// Returns the job that `id` names, and prints a note if several jobs have the name. Ignores jobs that `is_meant` rejects, unless it
     /// rejects all jobs with this name.
     async fn job_named(
         &self,
@@ -240,12 +240,12 @@ impl Api {
         }
     }
 
-    /// Returns the version of a model that `wanted` names.
+    /// Returns the version of a model with this name.
     ///
     /// # Errors
     /// Exit status 2 if the version does not exist. The error names the most similar model, or the aliases that the model has.
-    pub(crate) async fn model_version(&self, wanted: &VersionName) -> anyhow::Result<ModelVersion> {
-        let VersionName { model, which } = wanted;
+    pub(crate) async fn model_version(&self, name: &VersionName) -> anyhow::Result<ModelVersion> {
+        let VersionName { model, which } = name;
         let path = match which {
             Which::Number(number) => format!("/models/{model}/versions/{number}"),
             Which::Alias(alias) => format!("/models/{model}/aliases/{alias}"),
@@ -255,10 +255,10 @@ impl Api {
             result => return result,
         };
         let Ok(models) = self.all("/models", "models", &[], None).await else { return Err(error) };
-        let Some(found) = models.iter().find(|found| named::text(found, "name") == model) else {
+        let Some(entry) = models.iter().find(|entry| named::text(entry, "name") == model) else {
             return Err(usage_error(named::unknown(named::MODEL, &models, model)));
         };
-        let aliases = found["aliases"].as_object().into_iter().flatten();
+        let aliases = entry["aliases"].as_object().into_iter().flatten();
         let aliases: Vec<_> =
             aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
         Err(match (which, aliases.is_empty()) {
@@ -270,8 +270,8 @@ impl Api {
         })
     }
 
-    /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a note
-    /// to standard error.
+    /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a
+    /// note to standard error.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -279,7 +279,7 @@ impl Api {
         self.sweep_named(id, |_| true, Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_sweep`], for commands that change the sweep: a name means the only sweep with this name that has not ended.
+    /// Like [`Api::find_sweep`], for commands that change the sweep: refuses a name that several sweeps have that have not ended.
     ///
     /// # Errors
     /// See [`Api::find_only_job`].
@@ -288,7 +288,7 @@ impl Api {
         self.sweep_named(id, has_not_ended, Several::Refuse).await
     }
 
-    /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Sweeps that `is_meant` rejects count only if
+    /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Ignores sweeps that `is_meant` rejects, unless
     /// it rejects all sweeps with this name.
     async fn sweep_named(
         &self,
@@ -553,7 +553,7 @@ async fn problem(response: Response) -> anyhow::Error {
         // Each error is more specific than the detail, which repeats the first error.
         message = match errors.len() {
             1 => "the server found a mistake:".to_owned(),
-            n => format!("the server found {n} mistakes:"),
+            count => format!("the server found {count} mistakes:"),
         };
         for error in errors {
             let [pointer, detail] = ["pointer", "detail"].map(|key| error[key].as_str().unwrap_or_default());

@@ -1,4 +1,4 @@
-//! The commands, each a module with `Args` (clap) and `run`, which returns `anyhow::Result<()>`. Other modules are code that commands share.
+//! The commands, each a module with `Args` (clap) and `run`, which returns `anyhow::Result<()>`, and code that commands share.
 
 pub(crate) mod access;
 mod age;

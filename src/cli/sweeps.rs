@@ -142,7 +142,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// A trial did not succeed, the sweep did not finish, or the server was unreachable for too long.
 pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> anyhow::Result<()> {
     output::warn(format_args!(
-        "Ctrl-C ends this display and not the sweep. `lockstep sweep show {0}` shows its trials; `lockstep sweep cancel {0}` stops the sweep",
+        "Ctrl-C ends this display and not the sweep. `lockstep sweep show {0}` shows its trials; `lockstep sweep cancel {0}` stops the \
+         sweep",
         sweep.id
     ));
     let path = format!("/sweeps/{}", sweep.id);
@@ -189,7 +190,8 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
     Ok(())
 }
 
-/// Whether the trials differ only in `data.fold`, as with `--folds`. Then no trial is better than another: they have different pictures.
+/// Whether the trials differ only in `data.fold`, as with `--folds`. Then no trial is the best, because each trial has other validation
+/// pictures.
 fn is_cross_validation(sweep: &Sweep) -> bool {
     !sweep.trials.is_empty() && sweep.trials.iter().all(|trial| trial.setting.keys().eq(["data.fold"]))
 }

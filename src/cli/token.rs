@@ -95,8 +95,8 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 let is_valid_with_name = |t: &&Token| t.name == token && t.revoked_at.is_none();
                 let named: Vec<_> = all.iter().filter(is_valid_with_name).collect();
                 let id = match (all.iter().find(|t| t.id == token), &named[..]) {
-                    (Some(found), _) => found.id.clone(),
-                    (None, [found]) => found.id.clone(),
+                    (Some(token), _) => token.id.clone(),
+                    (None, [token]) => token.id.clone(),
                     (None, []) => {
                         return Err(usage_error(format!(
                             "no token is called {token}; `lockstep token list` shows all tokens"

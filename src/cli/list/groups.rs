@@ -64,6 +64,7 @@ fn row(group: &Group) -> [String; 5] {
     let value = |value: &Value| match value {
         Value::Null => "none".to_owned(),
         Value::String(text) => text.clone(),
+        // Formats whole numbers without `.0`, as far as floats represent them exactly.
         Value::Number(number) => number
             .as_f64()
             .filter(|n| n.fract() == 0.0 && n.abs() < 1e15)

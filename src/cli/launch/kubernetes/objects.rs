@@ -88,7 +88,8 @@ impl Plan<'_> {
                 "completions": pods,
                 "parallelism": pods,
                 "suspend": true,
-                // Limits the replacements of lost pods. A failed rank does not end a pod: the server counts its restarts (`max_restarts`).
+                // Limits the replacements of lost pods; Kubernetes' default is 6. A failed rank does not end a pod: the server counts the
+                // job's restarts (`max_restarts`).
                 "backoffLimit": (3 * pods).max(6),
                 // The only policy that Kubernetes accepts with a podFailurePolicy. Two pods of an index would be the same agent, and a
                 // terminating pod still uploads its checkpoint.

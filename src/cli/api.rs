@@ -133,8 +133,8 @@ impl Api {
         self.job_named(id, |_| true, Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state `is_meant`
-    /// rejects, unless it rejects all of them.
+    /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state
+    /// `is_meant` rejects, unless it rejects all of them.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -163,14 +163,15 @@ impl Api {
     /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. `None` also if the server
     /// cannot be asked; the caller's own request then reports why.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
-        let jobs = self.all("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
+        let jobs = self.read_pages("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
         let named: Vec<_> = jobs.iter().filter(|job| named::text(job, "name") == name).collect();
         if named.len() < 2 {
             return None;
         }
         for job in named.into_iter().take(MAX_PROBED_JOBS) {
             let id = named::text(job, "id");
-            let checkpoints = self.all(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
+            let checkpoints =
+                self.read_pages(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
             if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
                 return Some(id.to_owned());
             }
@@ -207,7 +208,7 @@ impl Api {
             return self.get(&format!("/jobs/{id}")).await;
         }
         // Includes jobs that this version cannot read: the name may be the name of such a job.
-        let all = self.all("/jobs", "jobs", &[], None).await?;
+        let all = self.read_pages("/jobs", "jobs", &[], None).await?;
         let chosen = named::choose(named::JOB, &all, id, is_meant, several).map_err(usage_error)?;
         let Some((job, note)) = chosen else {
             let unknown = named::unknown(named::JOB, &all, id);
@@ -222,11 +223,11 @@ impl Api {
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
     async fn describe_namesake(&self, name: &str) -> String {
         let is_called = |object: &&Value| named::text(object, "name") == name;
-        let sweeps = self.all("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
+        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
         if sweeps.iter().any(|sweep| is_called(&sweep)) {
             return format!(". A sweep has this name: `lockstep sweep show {name}` shows its jobs");
         }
-        let models = self.all("/models", "models", &[], None).await.unwrap_or_default();
+        let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
         if models.iter().any(|model| is_called(&model)) {
             return format!(
                 ". A model has this name: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
@@ -254,7 +255,7 @@ impl Api {
             Err(error) if error.is::<WrongRequest>() => error,
             result => return result,
         };
-        let Ok(models) = self.all("/models", "models", &[], None).await else { return Err(error) };
+        let Ok(models) = self.read_pages("/models", "models", &[], None).await else { return Err(error) };
         let Some(entry) = models.iter().find(|entry| named::text(entry, "name") == model) else {
             return Err(usage_error(named::unknown(named::MODEL, &models, model)));
         };
@@ -300,7 +301,7 @@ impl Api {
         if id.strip_prefix("sweep-").is_some_and(is_complete) {
             return self.get(&format!("/sweeps/{id}")).await;
         }
-        let all = self.all("/sweeps", "sweeps", &[], None).await?;
+        let all = self.read_pages("/sweeps", "sweeps", &[], None).await?;
         let chosen = named::choose(named::SWEEP, &all, id, is_meant, several).map_err(usage_error)?;
         let (sweep, note) = chosen.ok_or_else(|| usage_error(named::unknown(named::SWEEP, &all, id)))?;
         if let Some(note) = note {
@@ -314,14 +315,14 @@ impl Api {
     /// # Errors
     /// See [`Api::get`].
     pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str, key: &str) -> anyhow::Result<Vec<T>> {
-        list(&Value::Array(self.all(path, key, &[], None).await?), key)
+        list(&Value::Array(self.read_pages(path, key, &[], None).await?), key)
     }
 
     /// Reads a list page by page: all elements, or the first `limit`. `key` is the list's key in the response.
     ///
     /// # Errors
     /// See [`Api::get`].
-    pub(crate) async fn all(
+    pub(crate) async fn read_pages(
         &self,
         path: &str,
         key: &str,

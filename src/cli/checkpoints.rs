@@ -12,7 +12,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let all = block_on(async {
         let job = api.find_job(&args.job).await?;
-        api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await
+        api.read_pages(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await
     })?;
     if args.server.json {
         return output::json(&all);

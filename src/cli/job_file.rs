@@ -113,8 +113,8 @@ pub(super) async fn taken_names(api: &Api, document: &Value) -> anyhow::Result<V
     Ok(mistakes)
 }
 
-/// Adds the mistakes that only the server has found to a job's `local` mistakes, so that the user can correct all of them at once. A dataset
-/// that is not registered is not a mistake if it exists on this machine, because `lockstep submit` registers it.
+/// Adds the mistakes that only the server has found (`remote`) to a job's `local` mistakes, so that the user can correct all of them at
+/// once. A dataset that is not registered is not a mistake if it exists on this machine, because `lockstep submit` registers it.
 pub(super) fn merge_mistakes(
     document: &Value,
     mut local: Vec<SpecError>,

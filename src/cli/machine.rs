@@ -80,7 +80,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 }
 
 async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
-    let all = server.api()?.all("/agents", "agents", &[], None).await?;
+    let all = server.api()?.read_pages("/agents", "agents", &[], None).await?;
     if server.json {
         return output::json(&all);
     }

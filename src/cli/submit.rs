@@ -19,9 +19,9 @@ use std::{
 /// Submit a job or a sweep
 ///
 /// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and
-/// with --detach, the command prints the job's id and URL. If data.dataset is a path, it stands for the dataset that is registered at that path; an
-/// unregistered path is registered. A section `sweep` in the file, --sweep or --folds makes the submission a sweep: the server starts a job
-/// for each of the sweep's settings.
+/// with --detach, the command prints the job's id and URL. If data.dataset is a path, it stands for the dataset that is registered at that
+/// path; an unregistered path is registered. A section `sweep` in the file, --sweep or --folds makes the submission a sweep: the server
+/// starts a job for each of the sweep's settings.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file

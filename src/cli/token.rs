@@ -80,7 +80,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 output::line(created.get("secret").and_then(Value::as_str).unwrap_or_default())
             }
             Command::List(server) => {
-                let all = Value::Array(server.api()?.all("/tokens", "tokens", &[], None).await?);
+                let all = Value::Array(server.api()?.read_pages("/tokens", "tokens", &[], None).await?);
                 if server.json {
                     return output::json(&json!({ "tokens": all }));
                 }

@@ -56,7 +56,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 output::line(text(&webhook, "secret"))
             }
             Command::List(server) => {
-                let all = server.api()?.all("/webhooks", "webhooks", &[], None).await?;
+                let all = server.api()?.read_pages("/webhooks", "webhooks", &[], None).await?;
                 if server.json {
                     return output::json(&json!({ "webhooks": all }));
                 }

@@ -207,8 +207,8 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
             "speed",
             Grade::Problem,
             format!("{} from {slow_from} to {slow_to}: {meaning}", speed(slower)),
-            "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a rate limit or a tunnel between the machines; \
-             otherwise leave one of the two machines out.",
+            "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a rate limit or a tunnel between the \
+             machines; otherwise leave one of the two machines out.",
         ));
     } else if slower * SPEED_RATIO < faster {
         findings.push(finding(

@@ -134,7 +134,7 @@ fn hosts_for_largest(
 async fn wait_for_trials(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
-        let found = api.all("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
+        let found = api.read_pages("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
         let mut jobs: Vec<Job> = list(&Value::Array(found.unwrap_or_default()), "jobs").unwrap_or_default();
         if jobs.len() == sweep.trial_count as usize {
             jobs.sort_by_key(|job| job.trial.as_ref().map(|trial| trial.number));
@@ -237,8 +237,8 @@ impl Array {
                             }
                             _ if over_since.elapsed() > UPLOAD_TIMEOUT => {
                                 output::warn(format_args!(
-                                    "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, and \
-                                     `scancel {in_slurm}` ends it",
+                                    "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, \
+                                     and `scancel {in_slurm}` ends it",
                                     job.id
                                 ));
                                 remaining.remove(&task);
@@ -257,8 +257,8 @@ impl Array {
                     None => {
                         let how = slurm::describe_end(&in_slurm);
                         output::warn(format_args!(
-                            "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts agents for \
-                             it again",
+                            "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts \
+                             agents for it again",
                             job.id, job.state
                         ));
                         self.remove_bundle(task);
@@ -274,7 +274,7 @@ impl Array {
 
     /// Returns the sweep's jobs by id, or `None` if the server does not respond.
     async fn jobs(&self, api: &Api) -> Option<HashMap<String, Job>> {
-        let found = api.all("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
+        let found = api.read_pages("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
         let job = |value| serde_json::from_value::<Job>(value).ok().map(|job| (job.id.to_string(), job));
         Some(found.into_iter().filter_map(job).collect())
     }

@@ -38,7 +38,8 @@ impl Launch {
     async fn inspect(&self) -> anyhow::Result<UploadStatus> {
         let path = format!("/jobs/{}", self.job.id);
         let job = async || self.api.find::<Job>(&path).await;
-        let checkpoints = match self.api.all(&format!("{path}/checkpoints"), "checkpoints", &[], None).await {
+        let read = self.api.read_pages(&format!("{path}/checkpoints"), "checkpoints", &[], None).await;
+        let checkpoints = match read {
             Ok(checkpoints) => checkpoints,
             Err(error) => return if job().await?.is_none() { Ok(UploadStatus::Deleted) } else { Err(error) },
         };

@@ -16,8 +16,8 @@ pub(super) fn markdown() -> String {
     let mut text = generated_from("the specification's types and limits");
     text += "# Keys of a job file\n\n\
         A job is a TOML file, or JSON of the same shape. Every key except `data.dataset` has a default. Unknown keys and values out of \
-        range are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job train.lr` one \
-        key; `--set train.lr=0.1` changes a key on the command line.\n";
+        range are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job \
+        train.lr` one key; `--set train.lr=0.1` changes a key on the command line.\n";
     for section in sections() {
         let title = title(&section);
         let rows = section.keys.into_iter().map(|key| {

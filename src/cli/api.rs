@@ -160,8 +160,8 @@ impl Api {
         self.job_named(id, is_meant, Several::TakeNewest).await
     }
 
-    /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. `None` also if the server
-    /// cannot be asked; the caller's own request then reports why.
+    /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. Also `None` if a request
+    /// fails; the caller's next request then reports the reason.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
         let jobs = self.read_pages("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
         let named: Vec<_> = jobs.iter().filter(|job| named::text(job, "name") == name).collect();
@@ -208,10 +208,10 @@ impl Api {
             return self.get(&format!("/jobs/{id}")).await;
         }
         // Includes jobs that this version cannot read: the name may be the name of such a job.
-        let all = self.read_pages("/jobs", "jobs", &[], None).await?;
-        let chosen = named::choose(named::JOB, &all, id, is_meant, several).map_err(usage_error)?;
+        let jobs = self.read_pages("/jobs", "jobs", &[], None).await?;
+        let chosen = named::choose(named::JOB, &jobs, id, is_meant, several).map_err(usage_error)?;
         let Some((job, note)) = chosen else {
-            let unknown = named::unknown(named::JOB, &all, id);
+            let unknown = named::unknown(named::JOB, &jobs, id);
             return Err(usage_error(unknown + &self.describe_namesake(id).await));
         };
         if let Some(note) = note {
@@ -301,9 +301,9 @@ impl Api {
         if id.strip_prefix("sweep-").is_some_and(is_complete) {
             return self.get(&format!("/sweeps/{id}")).await;
         }
-        let all = self.read_pages("/sweeps", "sweeps", &[], None).await?;
-        let chosen = named::choose(named::SWEEP, &all, id, is_meant, several).map_err(usage_error)?;
-        let (sweep, note) = chosen.ok_or_else(|| usage_error(named::unknown(named::SWEEP, &all, id)))?;
+        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await?;
+        let chosen = named::choose(named::SWEEP, &sweeps, id, is_meant, several).map_err(usage_error)?;
+        let (sweep, note) = chosen.ok_or_else(|| usage_error(named::unknown(named::SWEEP, &sweeps, id)))?;
         if let Some(note) = note {
             output::warn(note);
         }
@@ -329,20 +329,23 @@ impl Api {
         query: &[(&str, String)],
         limit: Option<usize>,
     ) -> anyhow::Result<Vec<Value>> {
-        let mut all = Vec::new();
+        let mut values = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
             let page_size =
-                limit.map_or(PAGE_SIZE, |limit| limit.saturating_sub(all.len()).clamp(1, PAGE_SIZE));
+                limit.map_or(PAGE_SIZE, |limit| limit.saturating_sub(values.len()).clamp(1, PAGE_SIZE));
             let mut pairs = vec![("limit", page_size.to_string())];
             pairs.extend(query.iter().cloned());
             pairs.extend(cursor.map(|cursor| ("cursor", cursor)));
             let page: Value = self.get(&with_query(path, &pairs)?).await?;
             let elements = page.get(key).and_then(Value::as_array);
-            all.extend(elements.with_context(|| format!("the server has no list of {key}"))?.iter().cloned());
+            let elements = elements.with_context(|| format!("the server has no list of {key}"))?;
+            values.extend(elements.iter().cloned());
             match page.get("next_cursor").and_then(Value::as_str) {
-                Some(next) if limit.is_none_or(|limit| all.len() < limit) => cursor = Some(next.to_owned()),
-                _ => return Ok(all),
+                Some(next) if limit.is_none_or(|limit| values.len() < limit) => {
+                    cursor = Some(next.to_owned())
+                }
+                _ => return Ok(values),
             }
         }
     }

@@ -106,30 +106,32 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
 /// # Errors
 /// Exit status 2 if the checkpoint does not exist.
 pub(crate) async fn choose(api: &Api, job: &Job, name: &str) -> anyhow::Result<ListedCheckpoint> {
-    let all: Vec<ListedCheckpoint> =
+    let checkpoints: Vec<ListedCheckpoint> =
         api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?;
-    if all.is_empty() && job.external.is_some() {
+    if checkpoints.is_empty() && job.external.is_some() {
         return Err(no_checkpoints_error(api, job).await?);
     }
-    let newest = || all.iter().max_by_key(|c| c.info.step);
+    let newest = || checkpoints.iter().max_by_key(|c| c.info.step);
     let chosen = match name {
         "latest" => newest(),
         // A job without validation has no best checkpoint: use the newest.
-        "best" => all.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
-        id if all.iter().any(|c| c.id == id) => all.iter().find(|c| c.id == id),
+        "best" => checkpoints.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
+        id if checkpoints.iter().any(|c| c.id == id) => checkpoints.iter().find(|c| c.id == id),
         _ => {
             let (epoch, step) = parse(name).ok_or_else(|| {
                 usage_error(format!(
                     "--checkpoint {name}: give best, latest, a step such as 54, or epoch and step such as 2-54"
                 ))
             })?;
-            all.iter().find(|c| c.info.step == step && epoch.is_none_or(|epoch| c.info.epoch == epoch))
+            checkpoints
+                .iter()
+                .find(|c| c.info.step == step && epoch.is_none_or(|epoch| c.info.epoch == epoch))
         }
     };
-    chosen.cloned().ok_or_else(|| match all.len() {
+    chosen.cloned().ok_or_else(|| match checkpoints.len() {
         0 => usage_error(format!("{} has no checkpoint yet", job.id)),
         _ => {
-            let names: Vec<_> = all.iter().map(ListedCheckpoint::name).collect();
+            let names: Vec<_> = checkpoints.iter().map(ListedCheckpoint::name).collect();
             usage_error(format!("{} has no checkpoint {name}; it has {}", job.id, names.join(", ")))
         }
     })

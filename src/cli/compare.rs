@@ -140,14 +140,18 @@ fn caution(jobs: &[Job]) -> Vec<String> {
 /// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs
 /// that Lockstep trains. The same as `settings` in `static/compare/names.js`.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
-    let all = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
-    let keys: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
+    let settings_of_jobs = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
+    let keys: BTreeSet<&String> =
+        settings_of_jobs.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
     let values = |key: &String| -> Vec<Value> {
-        all.iter().map(|settings| settings.get(key).cloned().unwrap_or_default()).collect()
+        settings_of_jobs.iter().map(|settings| settings.get(key).cloned().unwrap_or_default()).collect()
     };
     let differs = |key: &String| {
-        let each =
-            || jobs.iter().zip(&all).map(|(job, settings)| (job.external.is_some(), settings.get(key)));
+        let each = || {
+            jobs.iter()
+                .zip(&settings_of_jobs)
+                .map(|(job, settings)| (job.external.is_some(), settings.get(key)))
+        };
         let any_run_has_key = each().any(|(is_external, value)| is_external && value.is_some());
         let mut compared =
             each().filter(|(is_external, _)| any_run_has_key || !is_external).map(|(_, value)| value);

@@ -186,28 +186,28 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return block_on(array::run(&args, &api, hosts, document));
     }
     block_on(async {
-        let found = match is_file {
+        let existing_job = match is_file {
             true => None,
             false => Some(api.find_job_in(&args.job, |state| !state.is_final()).await?),
         };
-        if let Some(job) = found.as_ref().filter(|job| job.state.is_final()) {
+        if let Some(job) = existing_job.as_ref().filter(|job| job.state.is_final()) {
             return Err(usage_error(format!(
                 "job {} is over ({}); `lockstep retry` queues it again",
                 job.id, job.state
             )));
         }
-        let Some(spec) = spec.as_ref().or(found.as_ref().map(|job| &job.spec)) else { return Ok(()) };
+        let Some(spec) = spec.as_ref().or(existing_job.as_ref().map(|job| &job.spec)) else { return Ok(()) };
         if let Some(template) = &template {
             template.give_slots(&mut hosts, &args, spec)?;
         }
         machines::fill_in_slots(&mut hosts, args.slots, spec)?;
         let ca = machines::read_ca(&args)?;
         if args.dry_run {
-            let id = found.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
+            let id = existing_job.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
             return print_dry_run(&args, &id, &hosts, spec, template.as_ref());
         }
-        let has_submitted_job = found.is_none();
-        let job = match (found, &mut document) {
+        let has_submitted_job = existing_job.is_none();
+        let job = match (existing_job, &mut document) {
             (Some(job), _) => job,
             (None, Some(document)) => {
                 let registered = job_file::name_dataset(&api, document, UnknownPath::Register).await?;

@@ -80,11 +80,11 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 }
 
 async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
-    let all = server.api()?.read_pages("/agents", "agents", &[], None).await?;
+    let values = server.api()?.read_pages("/agents", "agents", &[], None).await?;
     if server.json {
-        return output::json(&all);
+        return output::json(&values);
     }
-    let machines: Vec<Machine> = list(&Value::Array(all), "agents")?;
+    let machines: Vec<Machine> = list(&Value::Array(values), "agents")?;
     if machines.is_empty() {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
@@ -145,11 +145,11 @@ fn choose(mut machines: Vec<Machine>, name_or_id: &str) -> anyhow::Result<Machin
         ))),
         1 => Ok(machines.swap_remove(0)),
         _ => {
-            let all: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
+            let descriptions: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
             Err(usage_error(output::one_line(&format!(
                 "{} have the name or the id {name_or_id}: {}; give another name or id of the machine, or use the page Machines",
-                plural(all.len() as u64, "machine"),
-                all.join(", ")
+                plural(descriptions.len() as u64, "machine"),
+                descriptions.join(", ")
             ))))
         }
     }

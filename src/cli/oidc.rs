@@ -13,7 +13,7 @@ const FILE_BYTES: u64 = 8192;
 
 #[derive(clap::Args)]
 pub(crate) struct OidcArgs {
-    /// Also sign people in with this OpenID provider: the issuer URL exactly as the provider writes it
+    /// OpenID provider that also signs people in: its issuer URL exactly as the provider writes it
     #[arg(long, value_name = "URL", requires = "oidc_client_id")]
     oidc_issuer: Option<Issuer>,
     /// This server's client id at the provider; <public-url>/login/oidc/callback must be registered there as a redirect URI

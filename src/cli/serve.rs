@@ -102,7 +102,7 @@ pub(crate) struct Args {
     /// first), or off (the job that was submitted first comes first)
     #[arg(long, value_name = "BY", default_value = "off")]
     fair_share: FairShare,
-    /// Seconds after a job's end for which its points stay in the event stream; metrics stay available
+    /// Seconds after a job's end for which the points of its metrics stay in the event stream; the metrics stay available
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
     /// Seconds without a message after which an agent counts as lost and its jobs continue on other machines; its ranks end 4 s earlier
@@ -149,7 +149,7 @@ pub(crate) struct Args {
     /// GPUs to use: their indexes among the visible GPUs (CUDA_VISIBLE_DEVICES), or their UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
-    /// Free GPUs on which a process waits with the GPU already open; see `lockstep agent --help` [default: auto]
+    /// On which free GPUs a process waits with the GPU already open: auto, on or off; see `lockstep agent --help` [default: auto]
     #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM)]
     warm: Option<String>,
 }

@@ -27,7 +27,7 @@ pub(crate) enum Action {
     List(ServerArgs),
     /// Show a sweep's trials
     Show(SweepArgs),
-    /// Pause a sweep: no trial starts or resumes; running trials continue until their next rung or their end
+    /// Pause a sweep: no trial starts or resumes; running trials continue until they are next compared (at a rung) or end
     Pause(SweepArgs),
     /// Resume a paused sweep
     Resume(SweepArgs),
@@ -77,21 +77,21 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         }
         Action::Show(SweepArgs { sweep, server }) => {
             let api = server.api()?;
-            let found = block_on(api.find_sweep(&sweep))?;
+            let sweep = block_on(api.find_sweep(&sweep))?;
             if server.json {
-                return output::json(&found);
+                return output::json(&sweep);
             }
-            output::line(title(&found))?;
-            let rows: Vec<_> = found.trials.iter().map(|trial| row_of_trial(&found, trial)).collect();
-            let metric = format!("BEST {}", found.metric.to_uppercase());
+            output::line(title(&sweep))?;
+            let rows: Vec<_> = sweep.trials.iter().map(|trial| row_of_trial(&sweep, trial)).collect();
+            let metric = format!("BEST {}", sweep.metric.to_uppercase());
             output::table_of_names(
                 ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
                 &["SETTING"],
                 &rows,
             )?;
-            output::line(describe(&found))?;
-            mean_of_folds(&found).map_or(Ok(()), output::line)?;
-            found.paused_in_words().map_or(Ok(()), output::line)
+            output::line(describe(&sweep))?;
+            mean_of_folds(&sweep).map_or(Ok(()), output::line)?;
+            sweep.paused_in_words().map_or(Ok(()), output::line)
         }
         Action::Pause(args) => change(&args, "pause"),
         Action::Resume(args) => change(&args, "resume"),

@@ -63,7 +63,7 @@ pub(crate) enum Command {
         #[arg(long, short)]
         yes: bool,
     },
-    /// Set a person's password: asked for, or read from the first line of standard input; the person's sessions end
+    /// Set a person's password. The command asks for it, or reads the first line of standard input; the person's sessions end
     Password(PersonArgs),
     /// Change a person's role; the person's sessions end
     Role {

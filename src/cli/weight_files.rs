@@ -134,9 +134,9 @@ pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
         let (path, runs) = (path.display(), runs.join(", "));
         return Err(usage_error(format!("{path} is not the folder of a run; it contains the runs {runs}")));
     }
-    let all = checkpoint::infos(&directory)?;
-    let best = all.iter().rfind(|info| info.best);
-    let Some(chosen) = best.or(all.last()) else {
+    let infos = checkpoint::infos(&directory)?;
+    let best = infos.iter().rfind(|info| info.best);
+    let Some(chosen) = best.or(infos.last()) else {
         return Err(usage_error(format!("{}: this run has no complete checkpoint yet", path.display())));
     };
     let name = checkpoint::folder_name(chosen.epoch, chosen.step);

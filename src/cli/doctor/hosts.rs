@@ -81,9 +81,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     } else {
         show(&report)?;
     }
-    let all = report.hosts.iter().flat_map(|host| &host.findings);
-    let all = all.chain(report.pairs.iter().flat_map(|pair| &pair.findings));
-    check_count(all.filter(|finding| finding.grade == Grade::Problem).count(), " on these machines")
+    let findings = report.hosts.iter().flat_map(|host| &host.findings);
+    let findings = findings.chain(report.pairs.iter().flat_map(|pair| &pair.findings));
+    check_count(findings.filter(|finding| finding.grade == Grade::Problem).count(), " on these machines")
 }
 
 /// Connects to all machines at the same time.

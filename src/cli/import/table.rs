@@ -131,7 +131,7 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
     let stem =
         Path::new(file).file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned());
 
-    let mut found = BTreeMap::<(String, String), Run>::new();
+    let mut runs_by_key = BTreeMap::<(String, String), Run>::new();
     let mut order = Vec::new();
     for (index, row) in table.rows.iter().enumerate() {
         let cell =
@@ -139,7 +139,7 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
         let (run_name, rank) = (cell(run_column), cell(rank_column));
         let rank = if rank == "0" { "" } else { rank };
         let key = (run_name.to_owned(), rank.to_owned());
-        let run = found.entry(key.clone()).or_insert_with(|| {
+        let run = runs_by_key.entry(key.clone()).or_insert_with(|| {
             let parts = [identity, run_name, rank].map(str::as_bytes);
             let names = [cell(name_column), run_name, stem.as_str()];
             let name = names.into_iter().find(|name| !name.is_empty()).unwrap_or_default();
@@ -181,7 +181,7 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
             }
         }
     }
-    let runs: Vec<Run> = order.into_iter().filter_map(|key| found.remove(&key)).collect();
+    let runs: Vec<Run> = order.into_iter().filter_map(|key| runs_by_key.remove(&key)).collect();
     anyhow::ensure!(
         runs.iter().any(|run| run.points > 0),
         "no number was found below the columns {:?} in {}: separate columns by commas, write numbers such as 0.5, and steps as whole \

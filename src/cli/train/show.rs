@@ -25,7 +25,7 @@ pub(super) struct Show {
     rank_note: String,
     /// Rank 0's lines that have not been printed: the line of a step waits for the losses of the other ranks.
     lines: VecDeque<String>,
-    /// Whether this process reads rank 0's lines.
+    /// Whether this process reads rank 0's log lines.
     has_lines: bool,
     /// Losses of steps whose lines have not been printed.
     losses: BTreeMap<u64, f32>,

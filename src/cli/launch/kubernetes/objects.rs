@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_dns_labels_with_room_for_an_index() {
+    fn names_are_dns_labels_with_space_for_an_index() {
         let id = "01890a5d-ac96-774b-bcce-b302099a8057";
         assert_eq!(name(id, "ResNet 50/v2"), "lockstep-resnet-50-v2-b302099a8057");
         assert_eq!(name(id, "Ärger--"), "lockstep-rger-b302099a8057");

@@ -120,32 +120,28 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             )
         }
         Action::Alias { model, alias, version, remove, server } => {
-            let url_path = alias_mistake(&alias).map_or_else(
+            let url = alias_mistake(&alias).map_or_else(
                 || path(&model, &format!("/aliases/{alias}")),
                 |detail| Err(usage_error(format!("the alias {detail}"))),
             )?;
             match version.filter(|_| !remove) {
                 Some(version) => {
                     let message = format!("{SCHEME}{model}@{alias} is version {version}");
-                    send(&server, Method::PUT, &url_path, Some(json!({ "version": version })), &message)
+                    send(&server, Method::PUT, &url, Some(json!({ "version": version })), &message)
                 }
-                None => send(
-                    &server,
-                    Method::DELETE,
-                    &url_path,
-                    None,
-                    &format!("{SCHEME}{model}@{alias} removed"),
-                ),
+                None => {
+                    send(&server, Method::DELETE, &url, None, &format!("{SCHEME}{model}@{alias} removed"))
+                }
             }
         }
         Action::Remove { model, version, yes, server } => {
-            let url_path = path(&model, &format!("/versions/{version}"))?;
+            let url = path(&model, &format!("/versions/{version}"))?;
             let question = format!(
                 "Remove {SCHEME}{model}/{version}? Its number is not assigned again; its checkpoint stays with the job."
             );
             confirm(yes, question, format_args!("{SCHEME}{model}/{version}"))?;
             let message = format!("{SCHEME}{model}/{version} removed; its checkpoint stays with the job");
-            send(&server, Method::DELETE, &url_path, None, &message)
+            send(&server, Method::DELETE, &url, None, &message)
         }
     }
 }

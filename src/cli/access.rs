@@ -57,7 +57,7 @@ pub(crate) fn forget_address(data_dir: &Path) {
 }
 
 /// Returns the address that the server of a data directory has recorded. Ignores addresses of other machines, and files that neither this
-/// account nor root owns: otherwise another account could receive the tokens of users who run commands in that account's folder.
+/// account nor root owns: otherwise another account could receive the tokens of users who run commands in one of its folders.
 fn recorded_address(data_dir: &Path) -> Option<String> {
     let path = data_dir.join(ADDRESS);
     let owner = fs::symlink_metadata(&path).ok().filter(|metadata| metadata.is_file())?.uid();
@@ -248,7 +248,7 @@ mod tests {
     fn a_server_s_address_is_found_in_its_data_directory() {
         let dir = tempfile::tempdir().unwrap();
         let access = AccessArgs { token_file: None, data_dir: Some(dir.path().into()) };
-        let found = |given: Option<&str>| access.server(given);
+        let server = |given: Option<&str>| access.server(given);
         // The recorded address, and the address that a command uses.
         for (recorded, used) in [
             (None, DEFAULT_SERVER),
@@ -260,14 +260,14 @@ mod tests {
         ] {
             forget_address(dir.path());
             recorded.map_or(Ok(()), |url| record_address(dir.path(), url)).unwrap();
-            assert_eq!(found(None), used);
-            assert_eq!(found(Some("http://other:1")), "http://other:1");
+            assert_eq!(server(None), used);
+            assert_eq!(server(Some("http://other:1")), "http://other:1");
         }
         // A link may lead to another account's file.
         forget_address(dir.path());
         fs::write(dir.path().join("elsewhere"), "http://127.0.0.1:1").unwrap();
         std::os::unix::fs::symlink("elsewhere", dir.path().join(ADDRESS)).unwrap();
-        assert_eq!(found(None), DEFAULT_SERVER);
+        assert_eq!(server(None), DEFAULT_SERVER);
     }
 
     #[test]

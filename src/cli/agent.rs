@@ -43,7 +43,7 @@ pub(crate) struct Args {
     /// Join a server on another machine without TLS. Then other machines on the network can read the token and the job's data
     #[arg(long)]
     insecure_http: bool,
-    /// Name on the dashboard [default: the name in the certificate, or this machine's name]
+    /// Name of this agent on the dashboard [default: the name in the certificate, or this machine's name]
     #[arg(long)]
     name: Option<String>,
     /// State directory of the agent, with its identity and running attempts. Each agent needs its own directory
@@ -89,11 +89,11 @@ pub(crate) struct Args {
     /// Ranks have 10 s less to finish their step and write a checkpoint
     #[arg(long, value_name = "SECS", default_value_t = KILLED_AFTER_SECS, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     killed_after: u32,
-    /// Free GPUs on which a process waits with the GPU already open, so that the next job starts sooner: `on` (all), `off` (none), or
+    /// On which free GPUs a process waits with the GPU already open, so that the next job starts sooner: `on` (all GPUs), `off` (none), or
     /// `auto` (GPUs with at least 40 GB of memory). The process needs about 0.5 GB of the GPU's memory
     #[arg(long, value_name = "WHICH", default_value = "auto", value_parser = WARM)]
     warm: String,
-    /// With --job: run until the job is over, even if it pauses, and exit with a status for a Job of Kubernetes
+    /// With --job: run until the job is over, even if it pauses, and exit with a status for a Kubernetes Job
     #[arg(long, hide = true, requires = "job")]
     in_pod: bool,
     /// Exit when the parent process has exited and no rank runs
@@ -158,7 +158,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));
-    // Does not wait for a request that is still being handled.
+    // Does not wait for requests that are still being handled.
     runtime.shutdown_background();
     if args.in_pod {
         match result {

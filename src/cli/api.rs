@@ -95,7 +95,7 @@ pub(crate) struct Api {
     proxy: Option<&'static str>,
 }
 
-/// Maximum number of jobs of one name whose checkpoints are asked for.
+/// Maximum number of jobs with the same name whose checkpoints [`Api::newest_with_checkpoint`] requests.
 const MAX_PROBED_JOBS: usize = 20;
 
 impl Api {
@@ -133,8 +133,8 @@ impl Api {
         self.job_named(id, |_| true, Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, only jobs whose state `is_meant`
-    /// accepts count, unless it rejects all of these jobs.
+    /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state
+    /// `is_meant` rejects, unless it rejects all of them.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -146,8 +146,8 @@ impl Api {
         self.job_named(id, in_state(is_meant), Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest that has a checkpoint.
-    /// Without such a job, runs from elsewhere count only if all these jobs are runs from elsewhere.
+    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest job that has a
+    /// checkpoint. If no job has a checkpoint, prefers jobs that Lockstep trains to runs from elsewhere.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -160,17 +160,18 @@ impl Api {
         self.job_named(id, is_meant, Several::TakeNewest).await
     }
 
-    /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. `None` also if the server
-    /// cannot be asked; the caller's own request then reports why.
+    /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. Also `None` if a request
+    /// fails; the caller's next request then reports the reason.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
-        let jobs = self.all("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
+        let jobs = self.read_pages("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
         let named: Vec<_> = jobs.iter().filter(|job| named::text(job, "name") == name).collect();
         if named.len() < 2 {
             return None;
         }
         for job in named.into_iter().take(MAX_PROBED_JOBS) {
             let id = named::text(job, "id");
-            let checkpoints = self.all(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
+            let checkpoints =
+                self.read_pages(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
             if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
                 return Some(id.to_owned());
             }
@@ -178,10 +179,10 @@ impl Api {
         None
     }
 
-    /// Like [`Api::find_job_in`], for commands that cannot be undone: it is an error if several jobs count.
+    /// Like [`Api::find_job_in`], for commands that cannot be undone: refuses a name that several of the accepted jobs have.
     ///
     /// # Errors
-    /// See [`Api::find_job`]. Also if several jobs count.
+    /// See [`Api::find_job`]. Also if several of the accepted jobs have the name.
     pub(crate) async fn find_only_job(
         &self,
         id: &str,
@@ -190,7 +191,7 @@ impl Api {
         self.job_named(id, in_state(is_meant), Several::Refuse).await
     }
 
-    /// Returns the job that `id` names, and prints a note if several jobs have the name. Jobs that `is_meant` rejects count only if it
+    /// Returns the job that `id` names, and prints a note if several jobs have the name. Ignores jobs that `is_meant` rejects, unless it
     /// rejects all jobs with this name.
     async fn job_named(
         &self,
@@ -207,10 +208,10 @@ impl Api {
             return self.get(&format!("/jobs/{id}")).await;
         }
         // Includes jobs that this version cannot read: the name may be the name of such a job.
-        let all = self.all("/jobs", "jobs", &[], None).await?;
-        let chosen = named::choose(named::JOB, &all, id, is_meant, several).map_err(usage_error)?;
+        let jobs = self.read_pages("/jobs", "jobs", &[], None).await?;
+        let chosen = named::choose(named::JOB, &jobs, id, is_meant, several).map_err(usage_error)?;
         let Some((job, note)) = chosen else {
-            let unknown = named::unknown(named::JOB, &all, id);
+            let unknown = named::unknown(named::JOB, &jobs, id);
             return Err(usage_error(unknown + &self.describe_namesake(id).await));
         };
         if let Some(note) = note {
@@ -222,11 +223,11 @@ impl Api {
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
     async fn describe_namesake(&self, name: &str) -> String {
         let is_called = |object: &&Value| named::text(object, "name") == name;
-        let sweeps = self.all("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
+        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
         if sweeps.iter().any(|sweep| is_called(&sweep)) {
             return format!(". A sweep has this name: `lockstep sweep show {name}` shows its jobs");
         }
-        let models = self.all("/models", "models", &[], None).await.unwrap_or_default();
+        let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
         if models.iter().any(|model| is_called(&model)) {
             return format!(
                 ". A model has this name: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
@@ -240,12 +241,12 @@ impl Api {
         }
     }
 
-    /// Returns the version of a model that `wanted` names.
+    /// Returns the version of a model with this name.
     ///
     /// # Errors
     /// Exit status 2 if the version does not exist. The error names the most similar model, or the aliases that the model has.
-    pub(crate) async fn model_version(&self, wanted: &VersionName) -> anyhow::Result<ModelVersion> {
-        let VersionName { model, which } = wanted;
+    pub(crate) async fn model_version(&self, name: &VersionName) -> anyhow::Result<ModelVersion> {
+        let VersionName { model, which } = name;
         let path = match which {
             Which::Number(number) => format!("/models/{model}/versions/{number}"),
             Which::Alias(alias) => format!("/models/{model}/aliases/{alias}"),
@@ -254,11 +255,11 @@ impl Api {
             Err(error) if error.is::<WrongRequest>() => error,
             result => return result,
         };
-        let Ok(models) = self.all("/models", "models", &[], None).await else { return Err(error) };
-        let Some(found) = models.iter().find(|found| named::text(found, "name") == model) else {
+        let Ok(models) = self.read_pages("/models", "models", &[], None).await else { return Err(error) };
+        let Some(entry) = models.iter().find(|entry| named::text(entry, "name") == model) else {
             return Err(usage_error(named::unknown(named::MODEL, &models, model)));
         };
-        let aliases = found["aliases"].as_object().into_iter().flatten();
+        let aliases = entry["aliases"].as_object().into_iter().flatten();
         let aliases: Vec<_> =
             aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
         Err(match (which, aliases.is_empty()) {
@@ -270,8 +271,8 @@ impl Api {
         })
     }
 
-    /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a note
-    /// to standard error.
+    /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a
+    /// note to standard error.
     ///
     /// # Errors
     /// See [`Api::find_job`].
@@ -279,7 +280,7 @@ impl Api {
         self.sweep_named(id, |_| true, Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_sweep`], for commands that change the sweep: a name means the only sweep with this name that has not ended.
+    /// Like [`Api::find_sweep`], for commands that change the sweep: refuses a name that several sweeps have that have not ended.
     ///
     /// # Errors
     /// See [`Api::find_only_job`].
@@ -288,7 +289,7 @@ impl Api {
         self.sweep_named(id, has_not_ended, Several::Refuse).await
     }
 
-    /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Sweeps that `is_meant` rejects count only if
+    /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Ignores sweeps that `is_meant` rejects, unless
     /// it rejects all sweeps with this name.
     async fn sweep_named(
         &self,
@@ -300,9 +301,9 @@ impl Api {
         if id.strip_prefix("sweep-").is_some_and(is_complete) {
             return self.get(&format!("/sweeps/{id}")).await;
         }
-        let all = self.all("/sweeps", "sweeps", &[], None).await?;
-        let chosen = named::choose(named::SWEEP, &all, id, is_meant, several).map_err(usage_error)?;
-        let (sweep, note) = chosen.ok_or_else(|| usage_error(named::unknown(named::SWEEP, &all, id)))?;
+        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await?;
+        let chosen = named::choose(named::SWEEP, &sweeps, id, is_meant, several).map_err(usage_error)?;
+        let (sweep, note) = chosen.ok_or_else(|| usage_error(named::unknown(named::SWEEP, &sweeps, id)))?;
         if let Some(note) = note {
             output::warn(note);
         }
@@ -314,34 +315,37 @@ impl Api {
     /// # Errors
     /// See [`Api::get`].
     pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str, key: &str) -> anyhow::Result<Vec<T>> {
-        list(&Value::Array(self.all(path, key, &[], None).await?), key)
+        list(&Value::Array(self.read_pages(path, key, &[], None).await?), key)
     }
 
     /// Reads a list page by page: all elements, or the first `limit`. `key` is the list's key in the response.
     ///
     /// # Errors
     /// See [`Api::get`].
-    pub(crate) async fn all(
+    pub(crate) async fn read_pages(
         &self,
         path: &str,
         key: &str,
         query: &[(&str, String)],
         limit: Option<usize>,
     ) -> anyhow::Result<Vec<Value>> {
-        let mut all = Vec::new();
+        let mut values = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
             let page_size =
-                limit.map_or(PAGE_SIZE, |limit| limit.saturating_sub(all.len()).clamp(1, PAGE_SIZE));
+                limit.map_or(PAGE_SIZE, |limit| limit.saturating_sub(values.len()).clamp(1, PAGE_SIZE));
             let mut pairs = vec![("limit", page_size.to_string())];
             pairs.extend(query.iter().cloned());
             pairs.extend(cursor.map(|cursor| ("cursor", cursor)));
             let page: Value = self.get(&with_query(path, &pairs)?).await?;
             let elements = page.get(key).and_then(Value::as_array);
-            all.extend(elements.with_context(|| format!("the server has no list of {key}"))?.iter().cloned());
+            let elements = elements.with_context(|| format!("the server has no list of {key}"))?;
+            values.extend(elements.iter().cloned());
             match page.get("next_cursor").and_then(Value::as_str) {
-                Some(next) if limit.is_none_or(|limit| all.len() < limit) => cursor = Some(next.to_owned()),
-                _ => return Ok(all),
+                Some(next) if limit.is_none_or(|limit| values.len() < limit) => {
+                    cursor = Some(next.to_owned())
+                }
+                _ => return Ok(values),
             }
         }
     }
@@ -553,7 +557,7 @@ async fn problem(response: Response) -> anyhow::Error {
         // Each error is more specific than the detail, which repeats the first error.
         message = match errors.len() {
             1 => "the server found a mistake:".to_owned(),
-            n => format!("the server found {n} mistakes:"),
+            count => format!("the server found {count} mistakes:"),
         };
         for error in errors {
             let [pointer, detail] = ["pointer", "detail"].map(|key| error[key].as_str().unwrap_or_default());

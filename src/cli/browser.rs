@@ -46,7 +46,7 @@ impl SignInFile {
     }
 
     fn try_to_open(&mut self, server: &Running, page: &str) -> io::Result<()> {
-        // This link differs from the printed link, which works once in a browser of the user's choice.
+        // Each link works once. The printed link stays valid for a browser of the user's choice.
         let link = server.login_link(page)?;
         write(&self.path, &link)?;
         start(&self.path.canonicalize()?)?;

@@ -54,19 +54,23 @@ impl CheckpointArgs {
     }
 }
 
-/// Returns the job `source` and its checkpoint `wanted`, as in [`choose`]. If `source` is a version of a model, returns that version's job
-/// and checkpoint.
+/// Returns the job `source` and its checkpoint `checkpoint`, as in [`choose`]. If `source` is a version of a model, returns that version's
+/// job and checkpoint.
 ///
 /// # Errors
 /// Exit status 2 if the job, checkpoint or version does not exist.
-pub(crate) async fn find(api: &Api, source: &str, wanted: &str) -> anyhow::Result<(Job, ListedCheckpoint)> {
+pub(crate) async fn find(
+    api: &Api,
+    source: &str,
+    checkpoint: &str,
+) -> anyhow::Result<(Job, ListedCheckpoint)> {
     if !source.starts_with(SCHEME) {
         let job = api.find_trained_job(source).await?;
-        let chosen = choose(api, &job, wanted).await?;
+        let chosen = choose(api, &job, checkpoint).await?;
         return Ok((job, chosen));
     }
     let name = source.parse::<VersionName>().map_err(usage_error)?;
-    if wanted != BEST {
+    if checkpoint != BEST {
         return Err(usage_error(format!("{source} names a checkpoint already: leave --checkpoint out")));
     }
     let version = api.model_version(&name).await?;
@@ -97,36 +101,38 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
     }
 }
 
-/// Chooses the checkpoint of `job` that `wanted` names: best, latest, a step, epoch and step in the printed form, or an id.
+/// Chooses the checkpoint of `job` that `name` names: best, latest, a step, epoch and step in the printed form, or an id.
 ///
 /// # Errors
 /// Exit status 2 if the checkpoint does not exist.
-pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<ListedCheckpoint> {
-    let all: Vec<ListedCheckpoint> =
+pub(crate) async fn choose(api: &Api, job: &Job, name: &str) -> anyhow::Result<ListedCheckpoint> {
+    let checkpoints: Vec<ListedCheckpoint> =
         api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?;
-    if all.is_empty() && job.external.is_some() {
+    if checkpoints.is_empty() && job.external.is_some() {
         return Err(no_checkpoints_error(api, job).await?);
     }
-    let newest = || all.iter().max_by_key(|c| c.info.step);
-    let found = match wanted {
+    let newest = || checkpoints.iter().max_by_key(|c| c.info.step);
+    let chosen = match name {
         "latest" => newest(),
         // A job without validation has no best checkpoint: use the newest.
-        "best" => all.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
-        id if all.iter().any(|c| c.id == id) => all.iter().find(|c| c.id == id),
-        name => {
+        "best" => checkpoints.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
+        id if checkpoints.iter().any(|c| c.id == id) => checkpoints.iter().find(|c| c.id == id),
+        _ => {
             let (epoch, step) = parse(name).ok_or_else(|| {
                 usage_error(format!(
                     "--checkpoint {name}: give best, latest, a step such as 54, or epoch and step such as 2-54"
                 ))
             })?;
-            all.iter().find(|c| c.info.step == step && epoch.is_none_or(|epoch| c.info.epoch == epoch))
+            checkpoints
+                .iter()
+                .find(|c| c.info.step == step && epoch.is_none_or(|epoch| c.info.epoch == epoch))
         }
     };
-    found.cloned().ok_or_else(|| match all.len() {
+    chosen.cloned().ok_or_else(|| match checkpoints.len() {
         0 => usage_error(format!("{} has no checkpoint yet", job.id)),
         _ => {
-            let names: Vec<_> = all.iter().map(ListedCheckpoint::name).collect();
-            usage_error(format!("{} has no checkpoint {wanted}; it has {}", job.id, names.join(", ")))
+            let names: Vec<_> = checkpoints.iter().map(ListedCheckpoint::name).collect();
+            usage_error(format!("{} has no checkpoint {name}; it has {}", job.id, names.join(", ")))
         }
     })
 }
@@ -135,8 +141,8 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
 async fn no_checkpoints_error(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
     const MAX_FILES_NAMED: usize = 20;
     let id = &job.id;
-    let found: Value = api.get(&format!("/runs/{id}/files")).await?;
-    let files = found["files"].as_array().map_or(&[][..], Vec::as_slice);
+    let response: Value = api.get(&format!("/runs/{id}/files")).await?;
+    let files = response["files"].as_array().map_or(&[][..], Vec::as_slice);
     let names: Vec<_> = files.iter().filter_map(|file| file["path"].as_str()).take(MAX_FILES_NAMED).collect();
     let advice = match files.len() {
         0 => "the run has no files".to_owned(),

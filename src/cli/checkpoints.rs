@@ -10,17 +10,17 @@ use serde_json::Value;
 /// Exit status 2 if the job does not exist.
 pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let all = block_on(async {
+    let checkpoints = block_on(async {
         let job = api.find_job(&args.job).await?;
-        api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await
+        api.read_pages(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await
     })?;
     if args.server.json {
-        return output::json(&all);
+        return output::json(&checkpoints);
     }
-    if all.is_empty() {
+    if checkpoints.is_empty() {
         return output::line("no checkpoint yet");
     }
-    let rows: Vec<_> = all.iter().map(row).collect();
+    let rows: Vec<_> = checkpoints.iter().map(row).collect();
     output::table(["STEP", "EPOCH", "ATTEMPT", "ACCURACY", "SIZE", "", "ID"], &rows)
 }
 

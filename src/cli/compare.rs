@@ -27,7 +27,7 @@ pub(crate) struct Args {
 #[derive(Serialize)]
 struct Comparison<'a> {
     jobs: &'a [Job],
-    /// The settings in which the jobs differ, by key, each with a value for each job; `null` if a job does not have the setting.
+    /// The settings in which the jobs differ, by key, each with one value per job; `null` if a job does not have the setting.
     settings: BTreeMap<String, Vec<Value>>,
 }
 
@@ -102,10 +102,10 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         let pictures = job.last.val_pictures.filter(|pictures| *pictures > 0);
         let (Some(best), Some(pictures)) = (job.best, pictures) else { continue };
         let mut division = ValidationDivision::of(&job.spec.data);
+        // Settings without effect must not make two divisions differ: the seed if no pictures are held out, `data.validation` with folds.
         if !division.holds_out() {
             division.validation_seed = 0;
         } else if division.fold.is_some() {
-            // With folds, `data.validation` is ignored.
             division.validation = Validation::Split("none".into());
         }
         measured.push(Measured { accuracy: best.value, pictures, division });
@@ -123,7 +123,8 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         sentences
             .push("These accuracies were measured on validation pictures of different datasets.".to_owned());
     }
-    let variance = |of: &Measured| of.accuracy * (1.0 - of.accuracy) / of.pictures as f64;
+    // The variance of a proportion.
+    let variance = |job: &Measured| job.accuracy * (1.0 - job.accuracy) / job.pictures as f64;
     let difference = first.accuracy - second.accuracy;
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
     if difference < two_errors {
@@ -139,16 +140,21 @@ fn caution(jobs: &[Job]) -> Vec<String> {
 /// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs
 /// that Lockstep trains. The same as `settings` in `static/compare/names.js`.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
-    let all = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
-    let keys: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
+    let settings_of_jobs = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
+    let keys: BTreeSet<&String> =
+        settings_of_jobs.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
     let values = |key: &String| -> Vec<Value> {
-        all.iter().map(|settings| settings.get(key).cloned().unwrap_or_default()).collect()
+        settings_of_jobs.iter().map(|settings| settings.get(key).cloned().unwrap_or_default()).collect()
     };
     let differs = |key: &String| {
-        let each =
-            || jobs.iter().zip(&all).map(|(job, settings)| (job.external.is_some(), settings.get(key)));
-        let any_run_has_key = each().any(|(is_run, value)| is_run && value.is_some());
-        let mut compared = each().filter(|(is_run, _)| any_run_has_key || !is_run).map(|(_, value)| value);
+        let each = || {
+            jobs.iter()
+                .zip(&settings_of_jobs)
+                .map(|(job, settings)| (job.external.is_some(), settings.get(key)))
+        };
+        let any_run_has_key = each().any(|(is_external, value)| is_external && value.is_some());
+        let mut compared =
+            each().filter(|(is_external, _)| any_run_has_key || !is_external).map(|(_, value)| value);
         let first = compared.next().flatten();
         compared.any(|value| value != first)
     };

@@ -9,22 +9,22 @@ use std::{
 /// Returns `Ok` if `yes` is given or a person answers `question` with yes.
 ///
 /// # Errors
-/// Exit status 2: the answer is not yes (the message says that `kept` stays unchanged), or there is no terminal (the message names
+/// Exit status 2: the answer is not yes (the message says that `target` stays unchanged), or there is no terminal (the message names
 /// `--yes`).
-pub(crate) fn confirm(yes: bool, question: impl Display, kept: impl Display) -> anyhow::Result<()> {
+pub(crate) fn confirm(yes: bool, question: impl Display, target: impl Display) -> anyhow::Result<()> {
     if yes {
         return Ok(());
     }
     if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
         return Err(usage_error(format!(
-            "{kept} stays as it is: there is no terminal to ask for confirmation; add --yes to confirm"
+            "{target} stays as it is: there is no terminal to ask for confirmation; add --yes to confirm"
         )));
     }
     output::warn(format_args!("{question} [y/N]"));
     if says_yes(&mut io::stdin().lock())? {
         Ok(())
     } else {
-        Err(usage_error(format!("{kept} stays as it is")))
+        Err(usage_error(format!("{target} stays as it is")))
     }
 }
 

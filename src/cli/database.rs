@@ -121,19 +121,20 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
 /// it.
 fn is_file_of(database: &Path, path: &Path) -> bool {
     ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
-        let mut part = database.as_os_str().to_owned();
-        part.push(suffix);
-        let part = PathBuf::from(part);
+        let mut database_file = database.as_os_str().to_owned();
+        database_file.push(suffix);
+        let database_file = PathBuf::from(database_file);
         let id = |path: &Path| fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
         let folder = |path: &Path| {
             let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
             fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()
         };
-        let same_file = id(&part).is_some() && id(&part) == id(path);
+        let same_file = id(&database_file).is_some() && id(&database_file) == id(path);
+        // A file that does not exist yet has no inode, so its folder and its name are compared.
         same_file
-            || (part.file_name() == path.file_name()
-                && folder(&part).is_some()
-                && folder(&part) == folder(path))
+            || (database_file.file_name() == path.file_name()
+                && folder(&database_file).is_some()
+                && folder(&database_file) == folder(path))
     })
 }
 

@@ -66,6 +66,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 false => Ok(()),
             },
         };
+        // A second signal ends this command at once.
         tokio::select! {
             stopped = server.stop() => shown.and(stopped),
             () = signals.next() => shown,

@@ -139,12 +139,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     check_count(problems, "")
 }
 
-/// Returns an error if there are problems. `place` is appended to the error's sentence.
-fn check_count(problems: usize, place: &str) -> anyhow::Result<()> {
+/// Returns an error if there are problems. `suffix` is appended to the error's sentence.
+fn check_count(problems: usize, suffix: &str) -> anyhow::Result<()> {
     match problems {
         0 => Ok(()),
-        1 => anyhow::bail!("a problem would prevent jobs from training{place}"),
-        n => anyhow::bail!("{n} problems would prevent jobs from training{place}"),
+        1 => anyhow::bail!("a problem would prevent jobs from training{suffix}"),
+        count => anyhow::bail!("{count} problems would prevent jobs from training{suffix}"),
     }
 }
 

@@ -45,7 +45,7 @@ struct Evaluated<'a> {
     /// Epoch and step of the checkpoint.
     checkpoint: String,
     #[serde(flatten)]
-    found: Value,
+    result: Value,
 }
 
 /// Polls until the server has the result. For a new evaluation, an agent computes it on CPU cores.
@@ -64,14 +64,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ]);
         let suffix = if args.knn.is_some() { "/neighbours" } else { "" };
         let path = with_query(&format!("/jobs/{}/evaluation{suffix}", job.id), &query)?;
-        let found = wait(&api, &path).await?;
+        let result = wait(&api, &path).await?;
         let checkpoint = chosen.name();
         if args.server.json {
-            return output::json(&Evaluated { job: &job.id, checkpoint, found });
+            return output::json(&Evaluated { job: &job.id, checkpoint, result });
         }
         match args.knn {
-            Some(_) => print_neighbours(&checkpoint, &serde_json::from_value(found)?),
-            None => print(&checkpoint, &serde_json::from_value(found)?),
+            Some(_) => print_neighbours(&checkpoint, &serde_json::from_value(result)?),
+            None => print(&checkpoint, &serde_json::from_value(result)?),
         }
     })
 }
@@ -94,34 +94,34 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
     }
 }
 
-fn print_neighbours(checkpoint: &str, found: &NearestNeighbours) -> anyhow::Result<()> {
-    let accuracy = |share: f64| format!("{:.2} %{}", share * 100.0, standard_error(share, found.samples));
+fn print_neighbours(checkpoint: &str, result: &NearestNeighbours) -> anyhow::Result<()> {
+    let accuracy = |share: f64| format!("{:.2} %{}", share * 100.0, standard_error(share, result.samples));
     output::line(format_args!(
         "checkpoint {checkpoint}: accuracy {} of {} by {} among {}; {} without weights",
-        accuracy(found.weighted),
-        plural(found.samples, "picture"),
-        plural(found.k.into(), "nearest neighbour"),
-        plural(found.gallery, "training picture"),
-        accuracy(found.majority)
+        accuracy(result.weighted),
+        plural(result.samples, "picture"),
+        plural(result.k.into(), "nearest neighbour"),
+        plural(result.gallery, "training picture"),
+        accuracy(result.majority)
     ))?;
-    match &found.note {
+    match &result.note {
         Some(note) => output::line(format_args!("note: {note}")),
         None => Ok(()),
     }
 }
 
-fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
+fn print(checkpoint: &str, result: &ModelEvaluation) -> anyhow::Result<()> {
     output::line(format_args!(
         "checkpoint {checkpoint}: accuracy {:.2} %{} of {}, loss {:.4}",
-        found.accuracy * 100.0,
-        standard_error(found.accuracy, found.samples),
-        plural(found.samples, "picture"),
-        found.loss
+        result.accuracy * 100.0,
+        standard_error(result.accuracy, result.samples),
+        plural(result.samples, "picture"),
+        result.loss
     ))?;
-    if let Some(note) = &found.note {
+    if let Some(note) = &result.note {
         output::line(format_args!("note: {note}"))?;
     }
-    let rows: Vec<_> = found
+    let rows: Vec<_> = result
         .classes
         .iter()
         .map(|c| {
@@ -131,20 +131,20 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
         })
         .collect();
     output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
-    let name = |class: usize| found.classes.get(class).map_or("?".into(), |c| output::one_line(&c.name));
-    for (count, class, predicted) in most_frequent_confusions(found) {
+    let name = |class: usize| result.classes.get(class).map_or("?".into(), |c| output::one_line(&c.name));
+    for (count, class, predicted) in most_frequent_confusions(result) {
         output::line(format_args!("{count} of {} taken for {}", name(class), name(predicted)))?;
     }
     Ok(())
 }
 
 /// Returns the most frequent confusions, each as the count of pictures, the index of their class and the index of the predicted class.
-fn most_frequent_confusions(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
+fn most_frequent_confusions(result: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
     let counts_of_class = |(class, counts): (usize, &Vec<u64>)| {
         let confusion = move |(predicted, count): (usize, &u64)| (*count, class, predicted);
         counts.iter().enumerate().map(confusion).collect::<Vec<_>>()
     };
-    let mut confusions: Vec<_> = found.confusion.iter().enumerate().flat_map(counts_of_class).collect();
+    let mut confusions: Vec<_> = result.confusion.iter().enumerate().flat_map(counts_of_class).collect();
     confusions.retain(|(count, class, predicted)| *count > 0 && class != predicted);
     confusions.sort_by_key(|(count, class, predicted)| (std::cmp::Reverse(*count), *class, *predicted));
     confusions.truncate(MAX_CONFUSIONS);

@@ -193,6 +193,7 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
     let mut reader = BufReader::new(File::open(path)?);
     let mut record = Vec::new();
     loop {
+        // The length (8 bytes) and its checksum (4 bytes).
         let mut head = Vec::new();
         match (&mut reader).take(12).read_to_end(&mut head)? {
             0 => return Ok(None),
@@ -219,6 +220,7 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
     }
 }
 
+/// Returns the CRC-32C in the masked form that TFRecord stores.
 fn masked_checksum(bytes: &[u8]) -> u32 {
     CASTAGNOLI.checksum(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -229,7 +231,7 @@ mod tests {
 
     #[test]
     fn checksums_are_masked_crc32c() {
-        // RFC 3720 has CRC-32C, whose check value is 0xe3069283.
+        // Before masking, the checksum is 0xe3069283, the check value of CRC-32C (RFC 3720).
         assert_eq!(masked_checksum(b"123456789"), 0xc78a_b0e5);
     }
 }

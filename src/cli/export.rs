@@ -67,8 +67,9 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
             let problem =
                 unknown.map(|path| format!("{} is neither a format nor a folder; ", path.display()));
             Err(usage_error(format!(
-                "{}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download JOB -o FILE` \
-                 writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a checkpoint",
+                "{}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download JOB \
+                 -o FILE` writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a \
+                 checkpoint",
                 problem.unwrap_or_default()
             )))
         }

@@ -55,16 +55,16 @@ pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Calls `write` with a path next to `place`, then renames the file to `place`. A failed write leaves no file named `place`.
+/// Calls `write` with a path next to `target`, then renames the file to `target`. A failed write leaves no file named `target`.
 ///
 /// # Errors
 /// `write` fails, or the file cannot be renamed.
-pub(crate) fn replace<T>(place: &Path, write: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
-    let partial = partial(place);
+pub(crate) fn replace<T>(target: &Path, write: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let partial = partial(target);
     // An earlier run may have left its partial file.
     let _ = fs::remove_file(&partial);
     let written = write(&partial).and_then(|written| {
-        fs::rename(&partial, place).with_context(|| place.display().to_string())?;
+        fs::rename(&partial, target).with_context(|| target.display().to_string())?;
         Ok(written)
     });
     if written.is_err() {
@@ -73,9 +73,9 @@ pub(crate) fn replace<T>(place: &Path, write: impl FnOnce(&Path) -> anyhow::Resu
     written
 }
 
-/// Returns the path of the unfinished file that becomes `place`.
-pub(crate) fn partial(place: &Path) -> PathBuf {
-    let mut partial = place.as_os_str().to_owned();
+/// Returns the path of the unfinished file that becomes `target`.
+pub(crate) fn partial(target: &Path) -> PathBuf {
+    let mut partial = target.as_os_str().to_owned();
     partial.push(".part");
     PathBuf::from(partial)
 }
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
     use std::{sync::mpsc, time::Duration};
 
-    /// Reads up to four bytes, and fails if that would block.
+    /// Reads up to four bytes, and fails if the read would block.
     fn at_once(path: PathBuf) -> Result<Vec<u8>, String> {
         let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || sender.send(read(&path, 4, "is larger than 4 bytes")));

@@ -15,8 +15,8 @@ pub(crate) struct Args {
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "latest")]
     checkpoint: String,
-    /// Change a key of the job's specification, such as train.lr=0.1 or parallel.ranks=4 (may be repeated); an empty value, as in train.epochs=,
-    /// removes the key
+    /// Change a key of the job's specification, such as train.lr=0.1 or parallel.ranks=4 (may be repeated); an empty value, as in
+    /// train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
     /// Show the new job's progress until it ends; exit with status 1 unless it succeeds

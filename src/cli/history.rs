@@ -14,7 +14,7 @@ pub(super) struct Point {
     pub(super) value: f32,
 }
 
-/// Returns all points of a rank: under each metric's name its points, in the order of attempts and steps.
+/// Returns all points of a rank, by the metric's name. The points of a metric are in the order of attempts and steps.
 ///
 /// # Errors
 /// See [`Api::get`]. Also if the connection breaks.
@@ -25,26 +25,27 @@ pub(super) async fn read_points(
 ) -> anyhow::Result<BTreeMap<String, Vec<Point>>> {
     let path = format!("/jobs/{job}/metrics.csv?ranks={rank}");
     let mut body = api.get_response(&path).await?.bytes_stream();
-    let (mut all, mut buffer) = (BTreeMap::<String, Vec<Point>>::new(), Vec::<u8>::new());
-    while let Some(part) = body.next().await {
-        buffer.extend_from_slice(&part.context("the connection broke during the download; try again")?);
+    let (mut series, mut buffer) = (BTreeMap::<String, Vec<Point>>::new(), Vec::<u8>::new());
+    while let Some(chunk) = body.next().await {
+        buffer.extend_from_slice(&chunk.context("the connection broke during the download; try again")?);
         let lines_end = buffer.iter().rposition(|byte| *byte == b'\n').map_or(0, |index| index + 1);
         for line in std::str::from_utf8(&buffer[..lines_end])?.lines().filter(|line| *line != HEADER) {
             let (name, point) =
                 parse(line).with_context(|| format!("the server's metrics have an invalid line {line:?}"))?;
-            match all.get_mut(&*name) {
+            match series.get_mut(&*name) {
                 Some(points) => points.push(point),
-                None => _ = all.insert(name.into_owned(), vec![point]),
+                None => _ = series.insert(name.into_owned(), vec![point]),
             }
         }
         buffer.drain(..lines_end);
     }
-    for points in all.values_mut() {
+    for points in series.values_mut() {
         points.sort_by_key(|point| (point.attempt, point.step));
     }
-    Ok(all)
+    Ok(series)
 }
 
+/// The header of the server's CSV.
 const HEADER: &str = "attempt,rank,name,step,value";
 
 /// Parses a line of CSV. A name may be quoted as in RFC 4180.

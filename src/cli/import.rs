@@ -27,7 +27,7 @@ use std::{
 
 /// Maximum length of a run's name.
 const NAME_CHARS: usize = 200;
-/// Maximum size of a request's records. The server accepts 1 MiB.
+/// Maximum size of a request's records in bytes. The server accepts requests of up to 1 MiB.
 const REQUEST_BYTES: usize = 900 << 10;
 
 #[derive(clap::Subcommand)]
@@ -141,6 +141,7 @@ struct Run {
     failure: Option<Failure>,
     /// Milliseconds since 1970.
     started_at: Option<i64>,
+    /// Milliseconds since 1970.
     ended_at: Option<i64>,
     records: Vec<Record>,
     metrics: BTreeSet<String>,
@@ -166,6 +167,7 @@ enum Failure {
 #[derive(Debug, Serialize)]
 struct Record {
     step: u64,
+    /// Milliseconds since 1970.
     #[serde(skip_serializing_if = "Option::is_none")]
     at: Option<i64>,
     values: BTreeMap<String, Value>,
@@ -231,11 +233,11 @@ impl Run {
     /// does not accept changes of a record.
     fn drop_newest_records(&mut self) {
         let Some(newest) = self.records.last().map(|record| record.at) else { return };
-        let kept = match newest {
+        let kept_count = match newest {
             Some(_) => self.records.iter().rposition(|record| record.at != newest).map_or(0, |last| last + 1),
             None => self.records.len() - 1,
         };
-        let points: u64 = self.records.drain(kept..).map(|record| record.values.len() as u64).sum();
+        let points: u64 = self.records.drain(kept_count..).map(|record| record.values.len() as u64).sum();
         self.points -= points;
         self.leave_out("newest points of a run without an end", points);
     }
@@ -403,20 +405,20 @@ fn check_folder(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Adds each number in a value to `found`, with its name. The names of nested values are joined by dots. Returns the count of values that
+/// Adds each number in a value to `numbers`, with its name. The names of nested values are joined by dots. Returns the count of values that
 /// are not numbers.
-fn collect_numbers(name: &str, value: &Value, found: &mut Vec<(String, f64)>) -> u64 {
+fn collect_numbers(name: &str, value: &Value, numbers: &mut Vec<(String, f64)>) -> u64 {
     match value {
-        Value::Number(number) => found.extend(number.as_f64().map(|value| (name.to_owned(), value))),
-        Value::Bool(flag) => found.push((name.to_owned(), f64::from(u8::from(*flag)))),
-        Value::String(text) if text == "NaN" => found.push((name.to_owned(), f64::NAN)),
-        Value::String(text) if text == "Infinity" => found.push((name.to_owned(), f64::INFINITY)),
-        Value::String(text) if text == "-Infinity" => found.push((name.to_owned(), f64::NEG_INFINITY)),
+        Value::Number(number) => numbers.extend(number.as_f64().map(|value| (name.to_owned(), value))),
+        Value::Bool(flag) => numbers.push((name.to_owned(), f64::from(u8::from(*flag)))),
+        Value::String(text) if text == "NaN" => numbers.push((name.to_owned(), f64::NAN)),
+        Value::String(text) if text == "Infinity" => numbers.push((name.to_owned(), f64::INFINITY)),
+        Value::String(text) if text == "-Infinity" => numbers.push((name.to_owned(), f64::NEG_INFINITY)),
         // W&B's format of an image, a table or a histogram.
         Value::Object(fields) if !fields.contains_key("_type") => {
             return fields
                 .iter()
-                .map(|(key, value)| collect_numbers(&format!("{name}.{key}"), value, found))
+                .map(|(key, value)| collect_numbers(&format!("{name}.{key}"), value, numbers))
                 .sum();
         }
         _ => return 1,
@@ -452,9 +454,9 @@ mod tests {
 
     #[test]
     fn nested_values_are_named_by_their_path_and_media_are_left_out() {
-        let mut found = Vec::new();
+        let mut numbers = Vec::new();
         let value = json!({"b": 1, "c": {"d": 2.5, "e": "text"}, "f": {"_type": "image-file", "size": 3}});
-        assert_eq!(collect_numbers("a", &value, &mut found), 2);
-        assert_eq!(found, [("a.b".to_owned(), 1.0), ("a.c.d".to_owned(), 2.5)]);
+        assert_eq!(collect_numbers("a", &value, &mut numbers), 2);
+        assert_eq!(numbers, [("a.b".to_owned(), 1.0), ("a.c.d".to_owned(), 2.5)]);
     }
 }

@@ -26,7 +26,7 @@ const MAX_CLASSES_NAMED: usize = 12;
 
 /// Number of steps of a measurement. The first step is left out, because it includes preparations that later steps reuse.
 const STEPS: u64 = 5;
-/// Maximum number of pictures in a measured step.
+/// Maximum number of pictures in a step of the measurement.
 const MAX_BATCH: u64 = 32;
 /// Time limit for the measurement.
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -250,23 +250,23 @@ mod tests {
 
     #[test]
     fn an_estimate_counts_training_validation_and_pixels() {
-        let of = |side: u32, trained: u64, validated: u64| Suggestion {
+        let suggestion = |side: u32, training_pictures: u64, validation_pictures: u64| Suggestion {
             data: Vec::new(),
             model: Vec::new(),
             train: Vec::new(),
             side,
             batch: 32,
-            training_pictures: trained,
-            validation_pictures: validated,
+            training_pictures,
+            validation_pictures,
         };
         for (secs, choice, quick, message) in [
-            (0.01, of(224, 600_000, 0), None, "about 100 min on this machine"),
-            (0.1, of(224, 600_000, 0), None, "about 16.7 h on this machine"),
-            (0.01, of(28, 2_700, 900), None, "about 30 s on this machine"),
+            (0.01, suggestion(224, 600_000, 0), None, "about 100 min on this machine"),
+            (0.1, suggestion(224, 600_000, 0), None, "about 16.7 h on this machine"),
+            (0.01, suggestion(28, 2_700, 900), None, "about 30 s on this machine"),
             (
                 0.1,
-                of(224, 60_000, 0),
-                Some(of(112, 12_000, 0)),
+                suggestion(224, 60_000, 0),
+                Some(suggestion(112, 12_000, 0)),
                 "about 100 min on this machine; `lockstep init --quick` suggests a run of about 5 min",
             ),
         ] {

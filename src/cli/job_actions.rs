@@ -26,10 +26,10 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
     };
     let api = args.server.api()?;
     block_on(async {
-        let mut found = Vec::<Job>::new();
+        let mut jobs = Vec::<Job>::new();
         for name in &args.jobs {
             let job = match action {
-                // If several jobs have the name, only jobs that the action can change count.
+                // If several jobs have the name, ignores jobs that the action cannot change.
                 "cancel" => api.find_only_job(name, |state| !state.is_final()).await?,
                 "pause" => {
                     let can_pause = |state: JobState| state != JobState::Paused && !state.is_final();
@@ -41,12 +41,12 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
                     api.find_job_in(name, can_retry).await?
                 }
             };
-            if found.iter().all(|other| other.id != job.id) {
-                found.push(job);
+            if jobs.iter().all(|other| other.id != job.id) {
+                jobs.push(job);
             }
         }
         let (mut accepted, mut errors) = (Vec::<Job>::new(), Vec::<anyhow::Error>::new());
-        for job in &found {
+        for job in &jobs {
             let response = api.post(&format!("/jobs/{}/{action}", job.id), &serde_json::json!({})).await;
             response.map_or_else(|error| errors.push(error), |job| accepted.push(job));
         }
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
             done.push(job);
         }
         if args.server.json {
-            match (&*found, &*done) {
+            match (&*jobs, &*done) {
                 ([_], [job]) => output::json(job)?,
                 ([_], _) => {}
                 _ => output::json(&done)?,

@@ -71,12 +71,12 @@ pub(super) async fn name_dataset(
     Ok(registered)
 }
 
-/// Returns the result of a submission. If the server has refused the submission, removes the datasets that [`name_dataset`] has
-/// `registered` for the submission.
+/// If the server has refused the submission, removes the datasets that [`name_dataset`] has `registered` for it. Returns `submitted`, the
+/// result of the submission.
 ///
 /// # Errors
 /// The error of the submission.
-pub(super) async fn keep_datasets<T>(
+pub(super) async fn remove_datasets_if_refused<T>(
     api: &Api,
     registered: &[String],
     submitted: anyhow::Result<T>,
@@ -96,8 +96,8 @@ pub(super) async fn keep_datasets<T>(
 
 /// Returns the paths of datasets in a job's document, also among the values of a sweep.
 pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
-    let places = pointers_to(document, "data", "dataset");
-    let values = places.iter().filter_map(|place| document.pointer(place)?.as_str());
+    let pointers = pointers_to(document, "data", "dataset");
+    let values = pointers.iter().filter_map(|pointer| document.pointer(pointer)?.as_str());
     values.filter(|text| text.contains(std::path::is_separator)).map(Path::new).collect()
 }
 
@@ -113,35 +113,35 @@ pub(super) async fn taken_names(api: &Api, document: &Value) -> anyhow::Result<V
     Ok(mistakes)
 }
 
-/// Adds the mistakes that only the server has `found` to a job's `local` mistakes, so that the user can correct all of them at once. A dataset
-/// that is not registered is not a mistake if it exists on this machine, because `lockstep submit` registers it.
-pub(super) fn all_mistakes(
+/// Adds the mistakes that only the server has found (`remote`) to a job's `local` mistakes, so that the user can correct all of them at
+/// once. A dataset that is not registered is not a mistake if it exists on this machine, because `lockstep submit` registers it.
+pub(super) fn merge_mistakes(
     document: &Value,
     mut local: Vec<SpecError>,
-    mut found: Vec<SpecError>,
+    mut remote: Vec<SpecError>,
 ) -> Vec<SpecError> {
     let is_here = dataset_paths(document).into_iter().any(|path| lockstep_data::canonical(path).is_ok());
     let omits_dataset = is_here || local.iter().any(|known| known.pointer == "/data/dataset");
-    found.retain(|mistake| {
+    remote.retain(|mistake| {
         // A local mistake of a sweep also names its trials.
         let is_same =
             |known: &SpecError| known.pointer == mistake.pointer && known.detail.starts_with(&mistake.detail);
         let is_omitted = omits_dataset && mistake.pointer == "/data/dataset";
         !is_omitted && !local.iter().any(is_same)
     });
-    local.append(&mut found);
+    local.append(&mut remote);
     local
 }
 
 /// Returns JSON pointers to all values of a key: the value in the job, and the values in its section `sweep`.
 fn pointers_to(document: &Value, section: &str, key: &str) -> Vec<String> {
-    let mut places = vec![format!("/{section}/{key}")];
+    let mut pointers = vec![format!("/{section}/{key}")];
     for parameter in [format!("{section}/{key}"), format!("{section}.{key}")] {
         let values = format!("/sweep/parameters/{parameter}/values");
         let count = document.pointer(&values).and_then(Value::as_array).map_or(0, Vec::len);
-        places.extend((0..count).map(|index| format!("{values}/{index}")));
+        pointers.extend((0..count).map(|index| format!("{values}/{index}")));
     }
-    places
+    pointers
 }
 
 /// Returns the name under which a folder is registered: the folder's name, with invalid characters replaced.
@@ -183,17 +183,17 @@ pub(super) fn document_as_written(path: &Path, sets: &[String]) -> anyhow::Resul
 /// Exit status 2 if the weights have not been downloaded.
 fn find_weights(document: &mut Value) -> anyhow::Result<()> {
     let Some(given) = document.pointer_mut("/model/pretrained") else { return Ok(()) };
-    let Some(place) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::path_of)
+    let Some(path) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::path_of)
     else {
         return Ok(());
     };
-    if !place.is_file() {
+    if !path.is_file() {
         let name = given.as_str().unwrap_or_default();
         return Err(usage_error(format!(
             "model.pretrained: the weights of {name} are not on this machine; `lockstep weights get {name}` downloads them"
         )));
     }
-    *given = Value::String(place.to_string_lossy().into_owned());
+    *given = Value::String(path.to_string_lossy().into_owned());
     Ok(())
 }
 

@@ -56,8 +56,8 @@ pub(crate) struct Args {
     /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Submit a sweep with a trial for each of these values of a key of the TOML file, as a Slurm job array (may be repeated: a trial for each
-    /// combination)
+    /// Submit a sweep with a trial for each of these values of a key of the TOML file, as a Slurm job array (may be repeated: a trial for
+    /// each combination)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
     sweeps: Vec<String>,
     /// Maximum number of a sweep's trials that Slurm runs at the same time [default: as many as fit]
@@ -186,33 +186,33 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return block_on(array::run(&args, &api, hosts, document));
     }
     block_on(async {
-        let found = match is_file {
+        let existing_job = match is_file {
             true => None,
             false => Some(api.find_job_in(&args.job, |state| !state.is_final()).await?),
         };
-        if let Some(job) = found.as_ref().filter(|job| job.state.is_final()) {
+        if let Some(job) = existing_job.as_ref().filter(|job| job.state.is_final()) {
             return Err(usage_error(format!(
                 "job {} is over ({}); `lockstep retry` queues it again",
                 job.id, job.state
             )));
         }
-        let Some(spec) = spec.as_ref().or(found.as_ref().map(|job| &job.spec)) else { return Ok(()) };
+        let Some(spec) = spec.as_ref().or(existing_job.as_ref().map(|job| &job.spec)) else { return Ok(()) };
         if let Some(template) = &template {
             template.give_slots(&mut hosts, &args, spec)?;
         }
         machines::fill_in_slots(&mut hosts, args.slots, spec)?;
         let ca = machines::read_ca(&args)?;
         if args.dry_run {
-            let id = found.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
+            let id = existing_job.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
             return print_dry_run(&args, &id, &hosts, spec, template.as_ref());
         }
-        let has_submitted_job = found.is_none();
-        let job = match (found, &mut document) {
+        let has_submitted_job = existing_job.is_none();
+        let job = match (existing_job, &mut document) {
             (Some(job), _) => job,
             (None, Some(document)) => {
                 let registered = job_file::name_dataset(&api, document, UnknownPath::Register).await?;
                 let job: anyhow::Result<Job> = api.post_once("/jobs?launched=true", document).await;
-                let job = job_file::keep_datasets(&api, &registered, job).await?;
+                let job = job_file::remove_datasets_if_refused(&api, &registered, job).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
             }
@@ -328,8 +328,8 @@ impl Launch {
         job.attempt <= self.job.attempt && !job.state.is_active() && !job.state.is_final()
     }
 
-    /// Whether the job may use fewer ranks, and the smallest number of ranks fits into `slots`.
-    fn has_enough(&self, job: &Job, slots: u32) -> bool {
+    /// Whether the job may use fewer ranks, and its smallest number of ranks fits into `slots`.
+    fn can_run_with(&self, job: &Job, slots: u32) -> bool {
         job.may_use_fewer_ranks() && job.spec.fewer_ranks().last().is_some_and(|least| slots >= *least)
     }
 

@@ -83,7 +83,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return groups::run(&api, by, query, args.limit, args.server.json);
     }
     let filtered = !query.is_empty();
-    let jobs = block_on(api.all("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
+    let jobs = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
     let jobs: Vec<Job> = list(&Value::Array(jobs), "jobs")?;
     if args.server.json {
         return output::json(&jobs);

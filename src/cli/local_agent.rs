@@ -162,7 +162,7 @@ async fn end_earlier_agent(dir: &Path) -> anyhow::Result<()> {
         if kill_process(pid, signal).is_err() {
             return Ok(());
         }
-        // Waits for the lock instead of the process, which is not a child of this process.
+        // Waits up to 5 s for the lock instead of the process, which is not a child of this process.
         for _ in 0..100 {
             if running_agent(dir) != Some(pid.as_raw_nonzero().get()) {
                 return Ok(());

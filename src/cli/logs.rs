@@ -122,16 +122,16 @@ struct Printer<'a> {
 impl Printer<'_> {
     fn print(&mut self, lines: impl Iterator<Item = Line>) -> anyhow::Result<()> {
         for line in lines {
-            let wanted = self.args.rank.is_none_or(|rank| rank == line.rank)
+            let is_selected = self.args.rank.is_none_or(|rank| rank == line.rank)
                 && self.args.attempt.is_none_or(|attempt| attempt == line.attempt);
             let last_number = self.last_numbers.entry((line.attempt, line.rank)).or_default();
             // Lines that the server writes have no number.
-            if !wanted || (line.line.number > 0 && line.line.number <= *last_number) {
+            if !is_selected || (line.line.number > 0 && line.line.number <= *last_number) {
                 continue;
             }
             *last_number = line.line.number.max(*last_number);
-            let last = self.last_attempt.replace(line.attempt);
-            if last.is_some_and(|last| last < line.attempt) && !self.args.server.json {
+            let last_attempt = self.last_attempt.replace(line.attempt);
+            if last_attempt.is_some_and(|last| last < line.attempt) && !self.args.server.json {
                 let ended = line.attempt - 1;
                 let why = self.end_reasons.get(&ended);
                 let why = why.map(|why| format!("; attempt {ended} ended: {}", output::one_line(why)));

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 #[derive(clap::Args)]
-pub(crate) struct Named {
+pub(crate) struct MachineArgs {
     /// The machine's name or id, as in `machine list`
     #[arg(value_name = "NAME")]
     machine: String,
@@ -26,13 +26,13 @@ pub(crate) enum Action {
     /// List machines with their slots and warnings
     List(ServerArgs),
     /// Assign no new work to a machine; ranks that run there continue to their end (admins only)
-    Drain(Named),
+    Drain(MachineArgs),
     /// Assign new work to a machine again (admins only)
-    Undrain(Named),
+    Undrain(MachineArgs),
     /// Remove an offline machine from the list and delete its measurements (admins only)
     Remove {
         #[command(flatten)]
-        named: Named,
+        args: MachineArgs,
         /// Do not ask for confirmation; required without a terminal
         #[arg(long, short)]
         yes: bool,
@@ -72,19 +72,19 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     block_on(async {
         match action {
             Action::List(server) => list_machines(&server).await,
-            Action::Drain(named) => set_draining(&named, true).await,
-            Action::Undrain(named) => set_draining(&named, false).await,
-            Action::Remove { named, yes } => remove(&named, yes).await,
+            Action::Drain(args) => set_draining(&args, true).await,
+            Action::Undrain(args) => set_draining(&args, false).await,
+            Action::Remove { args, yes } => remove(&args, yes).await,
         }
     })
 }
 
 async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
-    let all = server.api()?.all("/agents", "agents", &[], None).await?;
+    let values = server.api()?.read_pages("/agents", "agents", &[], None).await?;
     if server.json {
-        return output::json(&all);
+        return output::json(&values);
     }
-    let machines: Vec<Machine> = list(&Value::Array(all), "agents")?;
+    let machines: Vec<Machine> = list(&Value::Array(values), "agents")?;
     if machines.is_empty() {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
@@ -107,11 +107,11 @@ fn row(machine: &Machine) -> [String; 5] {
         state.push_str(", drained");
     }
     let busy = format!("{} of {}", machine.busy_slots(), machine.slots.len());
-    [machine.name.clone(), machine.id.clone(), state, busy, kinds(&machine.slots)]
+    [machine.name.clone(), machine.id.clone(), state, busy, count_by_kind(&machine.slots)]
 }
 
 /// Counts slots by kind: `8 x NVIDIA H200`.
-fn kinds(slots: &[Slot]) -> String {
+fn count_by_kind(slots: &[Slot]) -> String {
     let mut counts: Vec<(&str, usize)> = Vec::new();
     for slot in slots {
         match counts.iter_mut().find(|(name, _)| *name == slot.name) {
@@ -133,23 +133,23 @@ impl Machine {
 ///
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name.
-async fn find(api: &Api, wanted: &str) -> anyhow::Result<Machine> {
-    choose(api.list("/agents", "agents").await?, wanted)
+async fn find(api: &Api, name_or_id: &str) -> anyhow::Result<Machine> {
+    choose(api.list("/agents", "agents").await?, name_or_id)
 }
 
-fn choose(mut machines: Vec<Machine>, wanted: &str) -> anyhow::Result<Machine> {
-    machines.retain(|machine| machine.name == wanted || machine.id == wanted);
+fn choose(mut machines: Vec<Machine>, name_or_id: &str) -> anyhow::Result<Machine> {
+    machines.retain(|machine| machine.name == name_or_id || machine.id == name_or_id);
     match machines.len() {
         0 => Err(usage_error(format!(
-            "no machine is called {wanted}; `lockstep machine list` shows all machines"
+            "no machine is called {name_or_id}; `lockstep machine list` shows all machines"
         ))),
         1 => Ok(machines.swap_remove(0)),
         _ => {
-            let all: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
+            let descriptions: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
             Err(usage_error(output::one_line(&format!(
-                "{} have the name or the id {wanted}: {}; give another name or id of the machine, or use the page Machines",
-                plural(all.len() as u64, "machine"),
-                all.join(", ")
+                "{} have the name or the id {name_or_id}: {}; give another name or id of the machine, or use the page Machines",
+                plural(descriptions.len() as u64, "machine"),
+                descriptions.join(", ")
             ))))
         }
     }
@@ -167,12 +167,12 @@ fn path(machine: &Machine) -> anyhow::Result<String> {
     Ok(format!("/agents/{}", machine.id))
 }
 
-async fn set_draining(named: &Named, draining: bool) -> anyhow::Result<()> {
-    let api = named.server.api()?;
-    let machine = find(&api, &named.machine).await?;
+async fn set_draining(args: &MachineArgs, draining: bool) -> anyhow::Result<()> {
+    let api = args.server.api()?;
+    let machine = find(&api, &args.machine).await?;
     let action = if draining { "drain" } else { "undrain" };
     api.post::<Value>(&format!("{}/{action}", path(&machine)?), &json!({})).await?;
-    if named.server.json {
+    if args.server.json {
         return output::json(&json!({ "id": machine.id, "name": machine.name, "draining": draining }));
     }
     // Reads the machine again, because ranks may have started there since.
@@ -187,9 +187,9 @@ async fn set_draining(named: &Named, draining: bool) -> anyhow::Result<()> {
     output::line(output::one_line(&words))
 }
 
-async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
-    let api = named.server.api()?;
-    let machine = find(&api, &named.machine).await?;
+async fn remove(args: &MachineArgs, yes: bool) -> anyhow::Result<()> {
+    let api = args.server.api()?;
+    let machine = find(&api, &args.machine).await?;
     let path = path(&machine)?;
     let Machine { id, name, .. } = machine;
     let question = format!(
@@ -199,7 +199,7 @@ async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
     confirm(yes, question, format_args!("machine {name}"))?;
     api.delete(&path).await?;
     let value = json!({ "removed": name, "id": id });
-    output::print(named.server.json, &value, output::one_line(&format!("{name} removed")))
+    output::print(args.server.json, &value, output::one_line(&format!("{name} removed")))
 }
 
 #[cfg(test)]

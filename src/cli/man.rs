@@ -10,7 +10,7 @@ use std::{
 
 /// Write man pages: lockstep.1, and one page for each command
 ///
-/// `lockstep man --out ~/.local/share/man/man1` writes them to a folder that `man` searches.
+/// `lockstep man --out ~/.local/share/man/man1` writes the pages to a folder that `man` searches.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The folder for the pages

@@ -9,6 +9,9 @@ use lockstep_protocol::numbers;
 use serde_json::Value;
 use std::{collections::BTreeSet, io::Write};
 
+/// Maximum number of points of a series that the server returns.
+const MAX_POINTS: u32 = 10_000;
+
 /// Print a job's metrics
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -39,8 +42,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         };
         // A run from elsewhere may have metrics of any name, so the server refuses no name.
         if let Some(name) = args.name.as_ref().filter(|_| job.external.is_some()) {
-            let found: Value = api.get(&path("metrics", 1)?).await?;
-            if found["series"].as_array().is_none_or(Vec::is_empty) {
+            let requested: Value = api.get(&path("metrics", 1)?).await?;
+            if requested["series"].as_array().is_none_or(Vec::is_empty) {
                 let all: Value = api.get(&format!("/jobs/{}/metrics?points=1", job.id)).await?;
                 let series = all["series"].as_array().into_iter().flatten();
                 let names: BTreeSet<_> = series.filter_map(|series| series["name"].as_str()).collect();
@@ -57,7 +60,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             return Ok(out.flush()?);
         }
-        let response: Value = api.get(&path("metrics", 10_000)?).await?;
+        let response: Value = api.get(&path("metrics", MAX_POINTS)?).await?;
         if args.server.json {
             return output::json(&response);
         }

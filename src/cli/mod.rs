@@ -1,4 +1,4 @@
-//! The commands, each a module with `Args` (clap) and `run`, which returns `anyhow::Result<()>`. Other modules are code that commands share.
+//! The commands, each a module with `Args` (clap) and `run`, which returns `anyhow::Result<()>`, and code that commands share.
 
 pub(crate) mod access;
 mod age;
@@ -81,7 +81,7 @@ pub(crate) fn usage_error(message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(WrongRequest(message.into()))
 }
 
-/// A command that stopped as its user asked. It leads to exit status 1, and its message is not called an error.
+/// The error of a command that its user has stopped. It leads to exit status 1, and its message has no prefix `error:`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Stopped(pub(crate) String);

@@ -108,11 +108,11 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         }
         Action::Show { model, server } => {
             let api = server.api()?;
-            let found: Value = block_on(api.get(&path(&model, "")?))?;
+            let response: Value = block_on(api.get(&path(&model, "")?))?;
             if server.json {
-                return output::json(&found);
+                return output::json(&response);
             }
-            let versions: Vec<ModelVersion> = list(&found, "versions")?;
+            let versions: Vec<ModelVersion> = list(&response, "versions")?;
             let rows: Vec<_> = versions.iter().map(row_of_version).collect();
             output::table(
                 ["VERSION", "ALIASES", "ACCURACY", "CHECKPOINT", "JOB", "DATASET", "REGISTERED"],
@@ -120,26 +120,28 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             )
         }
         Action::Alias { model, alias, version, remove, server } => {
-            let at = alias_mistake(&alias).map_or_else(
+            let url = alias_mistake(&alias).map_or_else(
                 || path(&model, &format!("/aliases/{alias}")),
                 |detail| Err(usage_error(format!("the alias {detail}"))),
             )?;
             match version.filter(|_| !remove) {
                 Some(version) => {
                     let message = format!("{SCHEME}{model}@{alias} is version {version}");
-                    send(&server, Method::PUT, &at, Some(json!({ "version": version })), &message)
+                    send(&server, Method::PUT, &url, Some(json!({ "version": version })), &message)
                 }
-                None => send(&server, Method::DELETE, &at, None, &format!("{SCHEME}{model}@{alias} removed")),
+                None => {
+                    send(&server, Method::DELETE, &url, None, &format!("{SCHEME}{model}@{alias} removed"))
+                }
             }
         }
         Action::Remove { model, version, yes, server } => {
-            let at = path(&model, &format!("/versions/{version}"))?;
+            let url = path(&model, &format!("/versions/{version}"))?;
             let question = format!(
                 "Remove {SCHEME}{model}/{version}? Its number is not assigned again; its checkpoint stays with the job."
             );
             confirm(yes, question, format_args!("{SCHEME}{model}/{version}"))?;
             let message = format!("{SCHEME}{model}/{version} removed; its checkpoint stays with the job");
-            send(&server, Method::DELETE, &at, None, &message)
+            send(&server, Method::DELETE, &url, None, &message)
         }
     }
 }

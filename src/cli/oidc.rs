@@ -13,7 +13,7 @@ const FILE_BYTES: u64 = 8192;
 
 #[derive(clap::Args)]
 pub(crate) struct OidcArgs {
-    /// Also sign people in with this OpenID provider: the issuer URL exactly as the provider writes it
+    /// OpenID provider that also signs people in: its issuer URL exactly as the provider writes it
     #[arg(long, value_name = "URL", requires = "oidc_client_id")]
     oidc_issuer: Option<Issuer>,
     /// This server's client id at the provider; <public-url>/login/oidc/callback must be registered there as a redirect URI
@@ -40,7 +40,7 @@ pub(crate) struct OidcArgs {
     /// Group whose members have the role member. People in neither group get the role in --oidc-role, or are refused without --oidc-role
     #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
     oidc_member_group: Option<String>,
-    /// Also trust this CA (PEM) for connections to the provider
+    /// CA certificates to trust in addition to the system's (PEM), for connections to the provider
     #[arg(long, value_name = "FILE", requires = "oidc_issuer")]
     oidc_ca: Option<PathBuf>,
 }
@@ -58,9 +58,9 @@ impl OidcArgs {
             Some(path) => Some((format!("the file {}", path.display()), read(&path)?)),
             None => env::var(SECRET_VARIABLE).ok().map(|secret| (SECRET_VARIABLE.to_owned(), secret)),
         };
-        let parse = |(place, text): (String, String)| {
+        let parse = |(source, text): (String, String)| {
             text.parse::<ClientSecret>()
-                .map_err(|error| usage_error(format!("the client secret in {place}: {error}")))
+                .map_err(|error| usage_error(format!("the client secret in {source}: {error}")))
         };
         let groups = self.oidc_group_claim.map(|claim| Groups {
             claim,

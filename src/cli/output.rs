@@ -104,8 +104,8 @@ pub(crate) fn table_of_names<const N: usize>(
     Table::new(&header, names, rows).print()
 }
 
-/// Like [`table_of_names`], with sentences in the last column. If a terminal has no room for this column, each sentence is printed below
-/// its row.
+/// Like [`table_of_names`], with sentences in the last column. If a terminal is too narrow for this column, each sentence is printed
+/// below its row.
 ///
 /// # Errors
 /// See [`line`].
@@ -191,8 +191,8 @@ impl<'a> Table<'a> {
         let last = self.widths.len().saturating_sub(1);
         let (mut widths, mut fits) = (self.widths.clone(), false);
         if self.has_sentences && last > 0 {
-            let room = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE_SHARE));
-            fits = narrow(&self.header, self.names, &mut widths[..last], room);
+            let available = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE_SHARE));
+            fits = narrow(&self.header, self.names, &mut widths[..last], available);
             if !fits {
                 self.below = self.remove(last);
                 widths.clone_from(&self.widths);
@@ -229,8 +229,8 @@ fn shorten(name: &str, max: usize) -> String {
         return middle(name, max);
     }
     let settings = middle(settings, max.saturating_sub(1));
-    let room = max.saturating_sub(1 + settings.chars().count());
-    format!("{}…{settings}", title.chars().take(room).collect::<String>())
+    let available = max.saturating_sub(1 + settings.chars().count());
+    format!("{}…{settings}", title.chars().take(available).collect::<String>())
 }
 
 /// Returns the number of characters in a row.
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sentence_without_room_stands_below_its_row() {
+    fn a_sentence_that_does_not_fit_stands_below_its_row() {
         let narrow = table([27, 200, 30, 0, 300], 80);
         assert_eq!(narrow.header, HEADER[..3]);
         assert_eq!(narrow.widths, [27, 25, 24], "names get the sentence's space");

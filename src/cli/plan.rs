@@ -127,16 +127,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         plural(machine.ranks as u64, "rank"),
         side = network.image_size
     ))?;
-    let has_ranks = |differ: fn(usize, usize) -> bool| {
-        plans.iter().any(|(spec, _)| differ(spec.parallel.ranks as usize, machine.ranks))
+    let any_plan = |compare: fn(usize, usize) -> bool| {
+        plans.iter().any(|(spec, _)| compare(spec.parallel.ranks as usize, machine.ranks))
     };
-    if machine.backend == "cpu" && has_ranks(|ranks, measured| ranks < measured) {
+    if machine.backend == "cpu" && any_plan(|ranks, measured| ranks < measured) {
         output::line(format_args!(
             "A rank is predicted with its share of the cores among {}; fewer ranks have more cores each, and are faster.",
             plural(machine.ranks as u64, "rank")
         ))?;
     }
-    if machine.between.is_none() && has_ranks(|ranks, measured| ranks > measured) {
+    if machine.between.is_none() && any_plan(|ranks, measured| ranks > measured) {
         output::line(
             "The network between machines is predicted to be as fast as the connection within a machine, because it was not measured.",
         )?;
@@ -326,13 +326,14 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 
 /// Returns this machine's measurements, either cached or measured now with at most `max_ranks` ranks.
 fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) -> anyhow::Result<Machine> {
-    let wanted = spec.parallel.device;
-    let offer = registry::offer(Selection { device: wanted, ..Selection::default() }).map_err(usage_error)?;
+    let requested = spec.parallel.device;
+    let offer =
+        registry::offer(Selection { device: requested, ..Selection::default() }).map_err(usage_error)?;
     if offer.slots.is_empty() {
         let why = offer.hindrance.unwrap_or_default();
         return Err(usage_error(format!(
             "parallel.device = {:?}: {why}; give --machine FILE",
-            wanted.name()
+            requested.name()
         )));
     }
     let devices: Vec<String> = offer.slots.into_iter().filter_map(|slot| slot.uuid).collect();
@@ -341,7 +342,7 @@ fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) 
         gpus => max_ranks.min(gpus),
     };
     let first_gpu = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
-    let device = registry::device_of(first_gpu.as_ref(), wanted);
+    let device = registry::device_of(first_gpu.as_ref(), requested);
     let sample = planning::sample(spec, network, device, (cores() / ranks).max(1) as usize);
     if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
         return Ok(stored);

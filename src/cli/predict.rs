@@ -21,8 +21,8 @@ use std::{
 
 /// Maximum total size of pictures in a request, as on the server.
 const MAX_REQUEST_BYTES: u64 = 24 << 20;
-/// Maximum number of pictures that a model file classifies together. All of them are in memory.
-const PART_SIZE: usize = 256;
+/// Maximum number of pictures that a model file classifies together. All pictures of a batch are in memory.
+const BATCH_SIZE: usize = 256;
 
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
@@ -96,8 +96,8 @@ fn unreadable_picture(name: String, detail: String) -> Prediction {
 /// Exit status 1 if a picture cannot be read; the results of the other pictures are printed. Exit status 2 if the job, the checkpoint or
 /// the model file does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    if let Some(place) = &args.output {
-        file::check_output(place)?;
+    if let Some(path) = &args.output {
+        file::check_output(path)?;
     }
     if let Some(model) = args.model.as_deref().filter(|m| m.extension().is_some_and(|e| e == "onnx")) {
         return Err(usage_error(format!(
@@ -135,7 +135,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match (&model_used, &args.output) {
         // No picture could be read, so there is no embedding to write.
         (_, Some(_)) if errors.len() == predictions.len() => {}
-        (_, Some(place)) => write(place, &predictions)?,
+        (_, Some(path)) => write(path, &predictions)?,
         (Some(by), _) if args.server.json => {
             let lines = predictions.iter().map(|prediction| PredictionLine { prediction, by });
             output::json(&lines.collect::<Vec<_>>())?;
@@ -160,11 +160,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Writes embeddings to `place`.
-fn write(place: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
+/// Writes embeddings to the safetensors file `path`.
+fn write(path: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
     let write = |partial: &Path| inspect::write_embeddings(partial, predictions).map_err(usage_error);
-    let [rows, width] = file::replace(place, write)?;
-    output::line(format_args!("{}: {} of {width} values", place.display(), plural(rows as u64, "embedding")))
+    let [rows, width] = file::replace(path, write)?;
+    output::line(format_args!("{}: {} of {width} values", path.display(), plural(rows as u64, "embedding")))
 }
 
 /// Formats a prediction as one line. Control characters are escaped in names of classes, which come from the model's file.
@@ -203,20 +203,20 @@ struct PredictionLine<'a> {
 fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Prediction>, String> {
     let infer = if embed { inspect::embed } else { inspect::predict };
     let mut predictions = Vec::new();
-    for part in images.chunks(PART_SIZE) {
+    for batch in images.chunks(BATCH_SIZE) {
         let (mut pictures, mut unreadable) = (Vec::new(), Vec::new());
-        for (index, image) in part.iter().enumerate() {
+        for (index, image) in batch.iter().enumerate() {
             let name = image.display().to_string();
             match read(image) {
                 Ok(bytes) => pictures.push((name, bytes)),
                 Err(detail) => unreadable.push((index, unreadable_picture(name, detail))),
             }
         }
-        let mut found = infer(model, pictures)?;
+        let mut results = infer(model, pictures)?;
         for (index, prediction) in unreadable {
-            found.insert(index, prediction);
+            results.insert(index, prediction);
         }
-        predictions.extend(found);
+        predictions.extend(results);
     }
     Ok(predictions)
 }

@@ -31,7 +31,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let query = given([("project", args.project), ("owner", args.owner)]);
     let (jobs, reservations) = block_on(async {
-        let jobs = api.all("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
+        let jobs = api.read_pages("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
         // Every page has the same reservations, so one job is enough.
         let page: Value = api.get("/queue?limit=1&fields=place").await?;
         anyhow::Ok((Value::Array(jobs), page.get("reservations").cloned().unwrap_or_else(|| json!([]))))

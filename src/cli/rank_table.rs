@@ -5,7 +5,7 @@ use super::{file, usage_error};
 use serde_json::Value;
 use std::{collections::HashMap, fmt::Display, path::Path};
 
-/// Maximum size of a file. A table of 4096 devices has about half of this size.
+/// Maximum size of a file in bytes. A table of 4096 devices has about half of this size.
 const TABLE_BYTES: u64 = 1 << 20;
 /// Maximum number of devices in a table. MindSpore's own tools write tables of 2, 8 and 16 devices.
 pub(crate) const MAX_DEVICES: usize = 4096;
@@ -72,7 +72,7 @@ impl RankTable {
     }
 
     /// Returns the machine of a rank, and the rank's index among the ranks of this machine.
-    pub(crate) fn place(&self, rank: u32) -> Option<(&Machine, u32)> {
+    pub(crate) fn machine_of(&self, rank: u32) -> Option<(&Machine, u32)> {
         let local = |machine: &Machine| machine.devices.iter().position(|device| device.rank == rank);
         self.machines.iter().find_map(|machine| Some((machine, local(machine)? as u32)))
     }
@@ -91,15 +91,15 @@ impl Entries {
         let servers = list(table, "server_list", "")?;
         check_count(table, "server_count", "server_list", "", servers.len())?;
         for (s, server) in servers.iter().enumerate() {
-            let at = format!("server_list[{s}]");
-            let address = address(server, &at)?;
+            let location = format!("server_list[{s}]");
+            let address = address(server, &location)?;
             if self.machines.iter().any(|machine| machine.address == address) {
-                return Err(format!("{at}.server_id: {address} is in the list twice"));
+                return Err(format!("{location}.server_id: {address} is in the list twice"));
             }
-            for (d, device) in list(server, "device", &at)?.iter().enumerate() {
-                let at = format!("{at}.device[{d}]");
-                let rank = number(device, "rank_id", &at)?;
-                self.add(&address, rank, number(device, "device_id", &at)?, &at)?;
+            for (d, device) in list(server, "device", &location)?.iter().enumerate() {
+                let location = format!("{location}.device[{d}]");
+                let rank = number(device, "rank_id", &location)?;
+                self.add(&address, rank, number(device, "device_id", &location)?, &location)?;
             }
         }
         Ok(())
@@ -110,37 +110,40 @@ impl Entries {
         let groups = list(table, "group_list", "")?;
         check_count(table, "group_count", "group_list", "", groups.len())?;
         for (g, group) in groups.iter().enumerate() {
-            let at = format!("group_list[{g}]");
-            let instances = list(group, "instance_list", &at)?;
-            check_count(group, "instance_count", "instance_list", &at, instances.len())?;
+            let location = format!("group_list[{g}]");
+            let instances = list(group, "instance_list", &location)?;
+            check_count(group, "instance_count", "instance_list", &location, instances.len())?;
             for (i, instance) in instances.iter().enumerate() {
-                let at = format!("{at}.instance_list[{i}]");
-                let devices = list(instance, "devices", &at)?;
+                let location = format!("{location}.instance_list[{i}]");
+                let devices = list(instance, "devices", &location)?;
                 let [device] = &devices[..] else {
-                    return Err(format!("{at}.devices: has {} devices and must have one", devices.len()));
+                    return Err(format!(
+                        "{location}.devices: has {} devices and must have one",
+                        devices.len()
+                    ));
                 };
-                let rank = number(instance, "rank_id", &at)?;
-                let device = number(device, "device_id", &format!("{at}.devices[0]"))?;
-                self.add(&address(instance, &at)?, rank, device, &at)?;
+                let rank = number(instance, "rank_id", &location)?;
+                let device = number(device, "device_id", &format!("{location}.devices[0]"))?;
+                self.add(&address(instance, &location)?, rank, device, &location)?;
             }
         }
         Ok(())
     }
 
-    fn add(&mut self, address: &str, rank: u32, device: u32, at: &str) -> Result<(), String> {
+    fn add(&mut self, address: &str, rank: u32, device: u32, location: &str) -> Result<(), String> {
         if self.ranks.len() == MAX_DEVICES {
-            return Err(format!("{at}: a rank table may have at most {MAX_DEVICES} devices"));
+            return Err(format!("{location}: a rank table may have at most {MAX_DEVICES} devices"));
         }
-        if let Some(first) = self.ranks.insert(rank, at.to_owned()) {
-            return Err(format!("{at}.rank_id: rank {rank} is at {first} already"));
+        if let Some(first) = self.ranks.insert(rank, location.to_owned()) {
+            return Err(format!("{location}.rank_id: rank {rank} is at {first} already"));
         }
         let found = self.machines.iter().position(|machine| machine.address == address);
         let machine = found.unwrap_or_else(|| {
             self.machines.push(Machine { address: address.to_owned(), devices: Vec::new() });
             self.machines.len() - 1
         });
-        if let Some(first) = self.devices.insert((machine, device), at.to_owned()) {
-            return Err(format!("{at}.device_id: device {device} of {address} is at {first} already"));
+        if let Some(first) = self.devices.insert((machine, device), location.to_owned()) {
+            return Err(format!("{location}.device_id: device {device} of {address} is at {first} already"));
         }
         self.machines[machine].devices.push(Device { rank, device });
         Ok(())
@@ -164,22 +167,22 @@ impl Entries {
     }
 }
 
-/// Returns the path of a key of the object at `at`, which is empty for the table itself.
-fn path(at: &str, key: &str) -> String {
-    if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") }
+/// Returns the path of a key of the object at `location`, which is empty for the table itself.
+fn path(location: &str, key: &str) -> String {
+    if location.is_empty() { key.to_owned() } else { format!("{location}.{key}") }
 }
 
-fn list<'a>(object: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String> {
+fn list<'a>(object: &'a Value, key: &str, location: &str) -> Result<&'a Vec<Value>, String> {
     match object.get(key) {
         Some(Value::Array(list)) => Ok(list),
-        Some(_) => Err(format!("{}: must be a list", path(at, key))),
-        None => Err(format!("{}: is missing", path(at, key))),
+        Some(_) => Err(format!("{}: must be a list", path(location, key))),
+        None => Err(format!("{}: is missing", path(location, key))),
     }
 }
 
 /// Parses a number, which tables contain as a text.
-fn number(object: &Value, key: &str, at: &str) -> Result<u32, String> {
-    let path = path(at, key);
+fn number(object: &Value, key: &str, location: &str) -> Result<u32, String> {
+    let path = path(location, key);
     let invalid = |given: &dyn Display| format!("{path}: is {given} and must be a whole number from 0");
     match object.get(key) {
         Some(Value::String(text)) => text.trim().parse().map_err(|_| invalid(&format!("{text:?}"))),
@@ -192,26 +195,28 @@ fn number(object: &Value, key: &str, at: &str) -> Result<u32, String> {
 }
 
 /// Checks that an optional count equals the length of its list.
-fn check_count(object: &Value, key: &str, list: &str, at: &str, length: usize) -> Result<(), String> {
+fn check_count(object: &Value, key: &str, list: &str, location: &str, length: usize) -> Result<(), String> {
     if object.get(key).is_none() {
         return Ok(());
     }
-    match number(object, key, at)? {
+    match number(object, key, location)? {
         count if count as usize == length => Ok(()),
-        count => Err(format!("{}: is {count}, but {} has {length}", path(at, key), path(at, list))),
+        count => {
+            Err(format!("{}: is {count}, but {} has {length}", path(location, key), path(location, list)))
+        }
     }
 }
 
-fn address(object: &Value, at: &str) -> Result<String, String> {
+fn address(object: &Value, location: &str) -> Result<String, String> {
     let text = match object.get("server_id") {
         Some(Value::String(text)) => text.trim(),
-        Some(_) => return Err(format!("{at}.server_id: must be text, a machine's address")),
-        None => return Err(format!("{at}.server_id: is missing")),
+        Some(_) => return Err(format!("{location}.server_id: must be text, a machine's address")),
+        None => return Err(format!("{location}.server_id: is missing")),
     };
     let plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
     if text.is_empty() || text.len() > MAX_NAME_BYTES || text.starts_with('-') || !text.chars().all(plain) {
         return Err(format!(
-            "{at}.server_id: must be a machine's name or address of at most {MAX_NAME_BYTES} characters"
+            "{location}.server_id: must be a machine's name or address of at most {MAX_NAME_BYTES} characters"
         ));
     }
     Ok(text.to_owned())

@@ -102,7 +102,7 @@ pub(crate) struct Args {
     /// first), or off (the job that was submitted first comes first)
     #[arg(long, value_name = "BY", default_value = "off")]
     fair_share: FairShare,
-    /// Seconds after a job's end for which its points stay in the event stream; metrics stay available
+    /// Seconds after a job's end for which the points of its metrics stay in the event stream; the metrics stay available
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
     /// Seconds without a message after which an agent counts as lost and its jobs continue on other machines; its ranks end 4 s earlier
@@ -128,8 +128,8 @@ pub(crate) struct Args {
     /// Let webhooks connect to this machine, private networks and metadata services, and not only to the internet
     #[arg(long)]
     webhooks_allow_private: bool,
-    /// Mail server for e-mail of webhooks: smtps://USER:PASSWORD@HOST (TLS), smtp://USER:PASSWORD@HOST?tls=required (STARTTLS) or smtp://HOST
-    /// (not encrypted); the variable keeps the password from other accounts of the machine
+    /// Mail server for e-mail of webhooks: smtps://USER:PASSWORD@HOST (TLS), smtp://USER:PASSWORD@HOST?tls=required (STARTTLS) or
+    /// smtp://HOST (not encrypted). Other accounts of the machine can read a password in this option, but not in the environment variable
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SMTP", hide_env_values = true, requires = "smtp_from")]
     smtp: Option<String>,
     /// Sender of e-mail, such as "Lockstep <lockstep@example.org>"
@@ -149,7 +149,7 @@ pub(crate) struct Args {
     /// GPUs to use: their indexes among the visible GPUs (CUDA_VISIBLE_DEVICES), or their UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
-    /// Free GPUs on which a process waits with the GPU already open; see `lockstep agent --help` [default: auto]
+    /// On which free GPUs a process waits with the GPU already open: auto, on or off; see `lockstep agent --help` [default: auto]
     #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM)]
     warm: Option<String>,
 }
@@ -160,7 +160,7 @@ pub(crate) struct Args {
 /// Exit status 2 if the address, the folder or the database cannot be used.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    // The object store's client would log each failed request. The server itself logs it once.
+    // The object store's client would log each failed request, which the server itself already logs.
     init_tracing("info,object_store=warn");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
@@ -394,6 +394,6 @@ fn stopped_error(why: &str) -> ServeError {
 pub(crate) fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
     let problem =
         |why: String| usage_error(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
-    let mut found = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;
-    found.next().ok_or_else(|| problem("no such address".into()))
+    let mut addresses = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;
+    addresses.next().ok_or_else(|| problem("no such address".into()))
 }

@@ -52,14 +52,14 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
         Some(run) => serde_json::to_string_pretty(&json!({"config": run.config, "summary": run.summary}))?,
         None => format!(
             "# Settings that differ from the defaults, and the recipe's settings; --json prints all settings\n{}",
-            own_settings(&job.spec)?
+            changed_settings(&job.spec)?
         ),
     };
     output::line(format_args!("\n{}", settings.trim_end()))
 }
 
 /// Returns the settings that differ from the defaults, and the recipe's settings, as a job file.
-fn own_settings(spec: &JobSpec) -> anyhow::Result<String> {
+fn changed_settings(spec: &JobSpec) -> anyhow::Result<String> {
     Ok(toml::to_string(&toml::Table::try_from(spec.non_default())?)?)
 }
 
@@ -82,7 +82,8 @@ struct JobWithAttempts {
     attempts: Value,
 }
 
-/// Formats an attempt: `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from 1-40`.
+/// Formats an attempt: `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from checkpoint
+/// 1-40`.
 fn describe_attempt(attempt: &AttemptRow) -> (String, String) {
     let mut text = attempt.state.clone();
     if let Some(reason) = &attempt.reason {
@@ -140,7 +141,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         match job.ranks_now() {
             _ if job.external.is_some() => "none (run from elsewhere)".into(),
             now if now < job.ranks => format!("{now} of {}", job.ranks),
-            all => all.to_string(),
+            ranks => ranks.to_string(),
         },
     ));
     if let Some(Batch { batch_size, accumulate, global_batch_size, .. }) = job.batch {
@@ -150,7 +151,8 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         lines.extend(job.spec.parallel.pipeline_in_words(accumulate).map(|words| ("pipeline", words)));
     }
     if job.spec.parallel.optimizer_sharding && job.ranks > 1 {
-        lines.push(("optimizer state", "divided over the ranks; the log has the bytes of each rank".into()));
+        lines
+            .push(("optimizer state", "divided over the ranks; the log shows the bytes of each rank".into()));
     }
     if job.attempt > 0 {
         lines.push(("attempt", job.attempt.to_string()));
@@ -197,7 +199,7 @@ mod tests {
         spec.data.dataset = "pets".into();
         spec.train.lr = 0.25;
         assert_eq!(
-            own_settings(&spec).unwrap(),
+            changed_settings(&spec).unwrap(),
             "name = \"mine\"\n\n[data]\ndataset = \"pets\"\n\n[train]\nlr = 0.25\n"
         );
         // The recipe flips pictures, and the default does not.
@@ -207,7 +209,7 @@ mod tests {
             "train": {"recipe": "imagenet"},
         });
         let spec = from_json(&job).unwrap();
-        let printed: JobSpec = from_toml(&own_settings(&spec).unwrap()).unwrap();
+        let printed: JobSpec = from_toml(&changed_settings(&spec).unwrap()).unwrap();
         assert_eq!(printed, spec);
         assert!(!printed.data.horizontal_flip);
     }

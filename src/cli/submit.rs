@@ -3,7 +3,10 @@
 use super::{
     api::ServerArgs,
     block_on,
-    job_file::{UnknownPath, all_mistakes, check, document, keep_datasets, mistakes_error, name_dataset},
+    job_file::{
+        UnknownPath, check, document, merge_mistakes, mistakes_error, name_dataset,
+        remove_datasets_if_refused,
+    },
     output, sweep, sweeps, watch,
 };
 use lockstep_protocol::{Job, spec::from_json, sweep::Sweep};
@@ -15,10 +18,10 @@ use std::{
 
 /// Submit a job or a sweep
 ///
-/// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and with
-/// --detach, it prints the job's id and URL. If data.dataset is a path, it stands for the dataset that is registered at that path; an
-/// unregistered path is registered. A section `sweep` in the file, --sweep or --folds makes the submission a sweep: the server starts a job
-/// for each of the sweep's settings.
+/// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and
+/// with --detach, the command prints the job's id and URL. If data.dataset is a path, it stands for the dataset that is registered at that
+/// path; an unregistered path is registered. A section `sweep` in the file, --sweep or --folds makes the submission a sweep: the server
+/// starts a job for each of the sweep's settings.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -72,11 +75,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if !local_mistakes.is_empty() {
             // The server may be unreachable, or not allow the request.
             let found = api.find_mistakes(&document).await.unwrap_or_default();
-            let mistakes = all_mistakes(&document, local_mistakes, found);
+            let mistakes = merge_mistakes(&document, local_mistakes, found);
             return Err(mistakes_error(&args.job, &mistakes));
         }
         let registered = named?;
-        let job: Job = keep_datasets(&api, &registered, api.post("/jobs", &document).await).await?;
+        let job: Job =
+            remove_datasets_if_refused(&api, &registered, api.post("/jobs", &document).await).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         let (follows, as_json) = (shows_progress(&args), args.server.json);
         // `to_the_end` with JSON prints the job itself.
@@ -103,7 +107,7 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     block_on(async {
         let registered = name_dataset(&api, &mut document, UnknownPath::Register).await?;
         let sweep: anyhow::Result<Sweep> = api.post_once("/sweeps", &document).await;
-        let sweep = keep_datasets(&api, &registered, sweep).await?;
+        let sweep = remove_datasets_if_refused(&api, &registered, sweep).await?;
         let (follows, as_json) = (shows_progress(args), args.server.json);
         // `to_the_end` with JSON prints only the sweep at its end.
         if !(follows && as_json) {

@@ -62,13 +62,13 @@ pub(crate) fn find_mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)>
     // Each distinct mistake, with the indexes of the trials that have it.
     let mut mistakes: Vec<(SpecError, Vec<usize>)> = Vec::new();
     for (index, setting) in settings.iter().enumerate() {
-        let found = match trial_document(&job, setting, "sweep") {
+        let trial_mistakes = match trial_document(&job, setting, "sweep") {
             Ok(trial) => {
-                job_file::read(&trial).map_or_else(|found| found, |spec| sweep.check_with_trial(&spec))
+                job_file::read(&trial).map_or_else(|mistakes| mistakes, |spec| sweep.check_with_trial(&spec))
             }
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
         };
-        for mistake in found {
+        for mistake in trial_mistakes {
             match mistakes.iter_mut().find(|(known, _)| *known == mistake) {
                 Some((_, trials)) => trials.push(index),
                 None => mistakes.push((mistake, vec![index])),
@@ -129,8 +129,8 @@ pub(crate) fn write_grid(
     let mut arguments = arguments.to_vec();
     if let Some(folds) = folds {
         set_key(document, "data.folds", folds.into()).map_err(|e| usage_error(format!("--folds: {e}")))?;
-        let all: Vec<_> = (1..=folds).map(|fold| fold.to_string()).collect();
-        arguments.push(format!("data.fold={}", all.join(",")));
+        let folds: Vec<_> = (1..=folds).map(|fold| fold.to_string()).collect();
+        arguments.push(format!("data.fold={}", folds.join(",")));
     }
     let mut parameters = Map::new();
     for argument in &arguments {

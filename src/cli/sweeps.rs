@@ -27,7 +27,7 @@ pub(crate) enum Action {
     List(ServerArgs),
     /// Show a sweep's trials
     Show(SweepArgs),
-    /// Pause a sweep: no trial starts or resumes; running trials continue until their next rung or their end
+    /// Pause a sweep: no trial starts or resumes; running trials continue until they are next compared (at a rung) or end
     Pause(SweepArgs),
     /// Resume a paused sweep
     Resume(SweepArgs),
@@ -77,21 +77,21 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         }
         Action::Show(SweepArgs { sweep, server }) => {
             let api = server.api()?;
-            let found = block_on(api.find_sweep(&sweep))?;
+            let sweep = block_on(api.find_sweep(&sweep))?;
             if server.json {
-                return output::json(&found);
+                return output::json(&sweep);
             }
-            output::line(title(&found))?;
-            let rows: Vec<_> = found.trials.iter().map(|trial| row_of_trial(&found, trial)).collect();
-            let metric = format!("BEST {}", found.metric.to_uppercase());
+            output::line(title(&sweep))?;
+            let rows: Vec<_> = sweep.trials.iter().map(|trial| row_of_trial(&sweep, trial)).collect();
+            let metric = format!("BEST {}", sweep.metric.to_uppercase());
             output::table_of_names(
                 ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
                 &["SETTING"],
                 &rows,
             )?;
-            output::line(describe(&found))?;
-            mean_of_folds(&found).map_or(Ok(()), output::line)?;
-            found.paused_in_words().map_or(Ok(()), output::line)
+            output::line(describe(&sweep))?;
+            mean_of_folds(&sweep).map_or(Ok(()), output::line)?;
+            sweep.paused_in_words().map_or(Ok(()), output::line)
         }
         Action::Pause(args) => change(&args, "pause"),
         Action::Resume(args) => change(&args, "resume"),
@@ -142,7 +142,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// A trial did not succeed, the sweep did not finish, or the server was unreachable for too long.
 pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> anyhow::Result<()> {
     output::warn(format_args!(
-        "Ctrl-C ends this display and not the sweep. `lockstep sweep show {0}` shows its trials; `lockstep sweep cancel {0}` stops the sweep",
+        "Ctrl-C ends this display and not the sweep. `lockstep sweep show {0}` shows its trials; `lockstep sweep cancel {0}` stops the \
+         sweep",
         sweep.id
     ));
     let path = format!("/sweeps/{}", sweep.id);
@@ -189,7 +190,8 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
     Ok(())
 }
 
-/// Whether the trials differ only in `data.fold`, as with `--folds`. Then no trial is better than another: they have different pictures.
+/// Whether the trials differ only in `data.fold`, as with `--folds`. Then no trial is the best, because each trial has other validation
+/// pictures.
 fn is_cross_validation(sweep: &Sweep) -> bool {
     !sweep.trials.is_empty() && sweep.trials.iter().all(|trial| trial.setting.keys().eq(["data.fold"]))
 }

@@ -80,23 +80,23 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 output::line(created.get("secret").and_then(Value::as_str).unwrap_or_default())
             }
             Command::List(server) => {
-                let all = Value::Array(server.api()?.all("/tokens", "tokens", &[], None).await?);
+                let tokens = Value::Array(server.api()?.read_pages("/tokens", "tokens", &[], None).await?);
                 if server.json {
-                    return output::json(&json!({ "tokens": all }));
+                    return output::json(&json!({ "tokens": tokens }));
                 }
-                for token in api::list::<Token>(&all, "tokens")? {
+                for token in api::list::<Token>(&tokens, "tokens")? {
                     output::line(format_token(&token))?;
                 }
                 Ok(())
             }
             Command::Revoke { token, server } => {
                 let api = server.api()?;
-                let all: Vec<Token> = api.list("/tokens", "tokens").await?;
+                let tokens: Vec<Token> = api.list("/tokens", "tokens").await?;
                 let is_valid_with_name = |t: &&Token| t.name == token && t.revoked_at.is_none();
-                let named: Vec<_> = all.iter().filter(is_valid_with_name).collect();
-                let id = match (all.iter().find(|t| t.id == token), &named[..]) {
-                    (Some(found), _) => found.id.clone(),
-                    (None, [found]) => found.id.clone(),
+                let named: Vec<_> = tokens.iter().filter(is_valid_with_name).collect();
+                let id = match (tokens.iter().find(|t| t.id == token), &named[..]) {
+                    (Some(token), _) => token.id.clone(),
+                    (None, [token]) => token.id.clone(),
                     (None, []) => {
                         return Err(usage_error(format!(
                             "no token is called {token}; `lockstep token list` shows all tokens"

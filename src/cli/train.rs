@@ -3,9 +3,9 @@
 mod launcher;
 mod local;
 mod out_lock;
-mod part;
 mod resume;
 mod show;
+mod started_ranks;
 
 use super::{Stopped, init_tracing, job_file, launch::quote, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
@@ -32,8 +32,8 @@ use lockstep_worker::{
     supervisor::configs,
 };
 use out_lock::OutLock;
-use part::Part;
 use resume::resume_from;
+use started_ranks::StartedRanks;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -79,12 +79,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "MS_ROLE is MS_SCHED: Lockstep's ranks find each other at rank 0 and need no scheduler; nothing to do",
         );
     }
-    let part = Part::find(&args)?;
-    if let Part::Rank(place) = &part {
+    let started_ranks = StartedRanks::find(&args)?;
+    if let StartedRanks::Rank(launched) = &started_ranks {
         // Done before the job file is read, because a pipe can be read only once.
-        libraries::reexec_if_needed(Library::needed(place.world_size));
+        libraries::reexec_if_needed(Library::needed(launched.world_size));
     }
-    let (mut spec, gives_validation) = read_spec(&args, part.launched())?;
+    let (mut spec, gives_validation) = read_spec(&args, started_ranks.launcher_and_world_size())?;
     let dataset = job_file::dataset_path(&spec, &args.job).ok_or_else(|| {
         let given = &spec.data.dataset;
         usage_error(format!(
@@ -94,14 +94,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if !gives_validation {
         choose_validation(&mut spec, &dataset);
     }
-    if !matches!(part, Part::Rank(_)) {
+    if !matches!(started_ranks, StartedRanks::Rank(_)) {
         check_classes(&spec, &dataset)?;
     }
     let out = args
         .out
         .clone()
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
-    if args.resume.as_deref() == Some("latest") && part.has_rank_0() && !out.exists() {
+    if args.resume.as_deref() == Some("latest") && started_ranks.has_rank_0() && !out.exists() {
         return Err(usage_error(format!(
             "--resume latest: the folder {} does not exist; give the folder of the run with --out",
             out.display()
@@ -114,8 +114,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
-    let _lock = if part.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
-    let resume = match part.has_rank_0() {
+    let _lock = if started_ranks.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
+    let resume = match started_ranks.has_rank_0() {
         true => resume_from(&out, args.resume.as_deref()).inspect_err(|_| {
             // A refused run leaves no folder behind.
             if is_new {
@@ -132,10 +132,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         resume,
         ..StartAttempt::local(spec, dataset.to_string_lossy(), world_size)
     };
-    let outcome = match part {
-        Part::Rank(place) => run_rank_here(start, &place, &out)?,
-        Part::Machine(ranks) => run_ranks_of_machine(start, &ranks, &out)?,
-        Part::All => run_all_ranks(start, &out)?,
+    let outcome = match started_ranks {
+        StartedRanks::Rank(launched) => run_rank_here(start, &launched, &out)?,
+        StartedRanks::Machine(ranks) => run_ranks_of_machine(start, &ranks, &out)?,
+        StartedRanks::All => run_all_ranks(start, &out)?,
     };
     report_outcome(&outcome, &out, began, &args)?;
     if matches!(outcome, Outcome::Succeeded { .. }) && !checkpoint::list(&out.join("checkpoints"))?.is_empty()
@@ -204,8 +204,8 @@ fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> a
     }
 }
 
-/// Returns the number of the next attempt: the first without records of `rank`. Other machines may write into the same folder, so only the
-/// records of this machine's rank count.
+/// Returns the number of the next attempt: the first attempt without records of `rank`. Other machines may write into the same folder, so
+/// the records of other ranks are ignored.
 fn next_attempt(out: &Path, rank: u32) -> u32 {
     let events = |n: u32| {
         let dir = out.join("attempts").join(n.to_string());
@@ -214,21 +214,21 @@ fn next_attempt(out: &Path, rank: u32) -> u32 {
     (1..).find(|n| !events(*n).exists()).unwrap_or(1)
 }
 
-fn run_rank_here(mut start: StartAttempt, place: &LaunchedRank, out: &Path) -> anyhow::Result<Outcome> {
-    start.master_addr.clone_from(&place.addr);
-    start.master_port = place.port;
-    start.secret.clone_from(&place.secret);
-    start.attempt.attempt = next_attempt(out, place.rank);
-    if place.rank == 0 {
+fn run_rank_here(mut start: StartAttempt, launched: &LaunchedRank, out: &Path) -> anyhow::Result<Outcome> {
+    start.master_addr.clone_from(&launched.addr);
+    start.master_port = launched.port;
+    start.secret.clone_from(&launched.secret);
+    start.attempt.attempt = next_attempt(out, launched.rank);
+    if launched.rank == 0 {
         write_spec(out, &start.spec)?;
     }
-    let gpu = rank_device(&start.spec, place)?;
+    let gpu = rank_device(&start.spec, launched)?;
     let config = RankConfig {
         start,
-        rank: place.rank,
-        slot: place.local_rank,
-        local_ranks: place.local_ranks,
-        threads: (cores() / place.local_ranks).max(1),
+        rank: launched.rank,
+        slot: launched.local_rank,
+        local_ranks: launched.local_ranks,
+        threads: (cores() / launched.local_ranks).max(1),
         gpu,
         lease: None,
         job_dir: out.into(),
@@ -258,14 +258,14 @@ fn visible_devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
 
 /// Returns the device of a rank that a launcher started: the only visible device, or the device that the launcher names, or the device with
 /// the rank's index on this machine.
-fn rank_device(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<RankGpu>> {
+fn rank_device(spec: &JobSpec, launched: &LaunchedRank) -> anyhow::Result<Option<RankGpu>> {
     let visible = visible_devices(spec)?;
     if visible.is_empty() {
         return Ok(None);
     }
-    let ordinal = if visible.len() == 1 { 0 } else { place.device.unwrap_or(place.local_rank) };
+    let ordinal = if visible.len() == 1 { 0 } else { launched.device.unwrap_or(launched.local_rank) };
     if ordinal as usize >= visible.len() {
-        let (launcher, count, ranks) = (place.launcher, visible.len(), place.local_ranks);
+        let (launcher, count, ranks) = (launched.launcher, visible.len(), launched.local_ranks);
         return Err(usage_error(format!(
             "{launcher} has started {ranks} ranks on a machine that has {count} visible GPUs"
         )));
@@ -278,7 +278,7 @@ fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
 }
 
 fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) -> anyhow::Result<()> {
-    // The next run knows only the job file and its own options.
+    // The folder does not store these options, so the next run needs them again.
     let options = [
         ("--out", args.out.is_some()),
         ("--set", !args.sets.is_empty()),
@@ -376,16 +376,16 @@ fn check_classes(spec: &JobSpec, dataset: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads the specification. Also returns whether it gives `data.validation`. `launched` is the name of the launcher and the number of ranks
+/// Reads the specification. Also returns whether it gives `data.validation`. `launcher` is the name of the launcher and the number of ranks
 /// that the launcher has started. This number, or `--ranks`, replaces `parallel.ranks`.
-fn read_spec(args: &Args, launched: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
+fn read_spec(args: &Args, launcher: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let mut sets = args.sets.clone();
-    if let Some((launcher, ranks)) = launched
-        && args.ranks.is_some_and(|wanted| wanted != ranks)
+    if let Some((launcher, ranks)) = launcher
+        && args.ranks.is_some_and(|given| given != ranks)
     {
         return Err(usage_error(format!("--ranks: {launcher} has started {ranks} ranks; leave --ranks out")));
     }
-    let ranks = launched.map(|(_, ranks)| ranks).or(args.ranks);
+    let ranks = launcher.map(|(_, ranks)| ranks).or(args.ranks);
     sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
     let document = job_file::document_as_written(&args.job, &sets)?;
     let job = args.job.display();

@@ -18,7 +18,7 @@ use std::io::{self, BufRead, IsTerminal};
 const LINE_BYTES: u64 = 8192;
 
 #[derive(clap::Args)]
-pub(crate) struct Named {
+pub(crate) struct PersonArgs {
     /// The person's name
     name: String,
     #[command(flatten)]
@@ -52,19 +52,19 @@ pub(crate) enum Command {
         server: ServerArgs,
     },
     /// Remove the link to an account at the OpenID provider; the person's sessions end
-    Unlink(Named),
+    Unlink(PersonArgs),
     /// List people
     List(ServerArgs),
     /// Remove a person; sessions end, tokens are revoked, and jobs keep the person's name
     Remove {
         #[command(flatten)]
-        named: Named,
+        args: PersonArgs,
         /// Do not ask for confirmation; required without a terminal
         #[arg(long, short)]
         yes: bool,
     },
-    /// Set a person's password: asked for, or read from the first line of standard input; the person's sessions end
-    Password(Named),
+    /// Set a person's password. The command asks for it, or reads the first line of standard input; the person's sessions end
+    Password(PersonArgs),
     /// Change a person's role; the person's sessions end
     Role {
         /// The person's name
@@ -75,9 +75,9 @@ pub(crate) enum Command {
         server: ServerArgs,
     },
     /// Forbid a person to sign in; the person's sessions end, and the person's tokens are refused
-    Disable(Named),
+    Disable(PersonArgs),
     /// Let a person sign in again
-    Enable(Named),
+    Enable(PersonArgs),
 }
 
 /// Runs the command.
@@ -99,9 +99,9 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 if let Some(detail) = subject_mistake(&subject) {
                     return Err(usage_error(format!("a subject {detail}")));
                 }
-                Named { name, server }.change(json!({ "subject": subject })).await
+                PersonArgs { name, server }.change(json!({ "subject": subject })).await
             }
-            Command::Unlink(named) => named.change(json!({ "subject": "" })).await,
+            Command::Unlink(args) => args.change(json!({ "subject": "" })).await,
             Command::List(server) => {
                 let response: Value = server.api()?.get("/people").await?;
                 if server.json {
@@ -112,7 +112,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 }
                 Ok(())
             }
-            Command::Remove { named: Named { name, server }, yes } => {
+            Command::Remove { args: PersonArgs { name, server }, yes } => {
                 let path = path(&name)?;
                 let question =
                     format!("Remove {name}? Then {name}'s sessions end, and {name}'s tokens are revoked.");
@@ -120,17 +120,17 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 server.api()?.delete(&path).await?;
                 output::print(server.json, &json!({ "removed": name }), &name)
             }
-            Command::Password(named) => named.change(json!({ "password": read_password()? })).await,
+            Command::Password(args) => args.change(json!({ "password": read_password()? })).await,
             Command::Role { name, role, server } => {
-                Named { name, server }.change(json!({ "role": role })).await
+                PersonArgs { name, server }.change(json!({ "role": role })).await
             }
-            Command::Disable(named) => named.change(json!({ "disabled": true })).await,
-            Command::Enable(named) => named.change(json!({ "disabled": false })).await,
+            Command::Disable(args) => args.change(json!({ "disabled": true })).await,
+            Command::Enable(args) => args.change(json!({ "disabled": false })).await,
         }
     })
 }
 
-impl Named {
+impl PersonArgs {
     async fn change(&self, body: Value) -> anyhow::Result<()> {
         let person: Value = self.server.api()?.patch(&path(&self.name)?, &body).await?;
         show(&self.server, &person)

@@ -122,7 +122,7 @@ fn check_without_dataset(
     let (spec, _) = spec::read(sweep::trials(document).first().unwrap_or(document));
     mistakes.extend(mistakes_in_files(document, spec.as_ref()));
     if asks_server {
-        mistakes = job_file::all_mistakes(document, mistakes, block_on(api.find_mistakes(document))?);
+        mistakes = job_file::merge_mistakes(document, mistakes, block_on(api.find_mistakes(document))?);
         mistakes.extend(block_on(job_file::taken_names(api, document))?);
     }
     if !mistakes.is_empty() {

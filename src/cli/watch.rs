@@ -18,7 +18,8 @@ use lockstep_protocol::{
 use progress::Progress;
 use std::time::{Duration, Instant};
 
-/// Interval between two requests for a waiting job's position in the queue. It depends on other jobs, so no event of this job reports it.
+/// Interval between two requests for a waiting job's place in the queue. The place depends on other jobs, so no event of this job reports
+/// it.
 const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
 /// Interval between two requests for a job whose state is about to change.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -113,17 +114,17 @@ pub(crate) trait Display {
 }
 
 /// Passes every frame of a job's stream after the event `job.last_seq` to `display`, each event once even if the connection breaks. Returns
-/// the job after its end.
+/// the job that has ended.
 ///
 /// # Errors
 /// The job was deleted, or the connection to the server was lost.
 pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> anyhow::Result<Job> {
     let mut since = job.last_seq;
-    let mut over = job.state.is_final();
+    let mut is_over = job.state.is_final();
     let mut backoff = RETRY;
     let mut outage_start: Option<Instant> = None;
     let mut outage = Outage::default();
-    while !over {
+    while !is_over {
         let lost = match api.stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
@@ -157,18 +158,18 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
                         if let Frame::Event(event) = &frame {
                             since = event.seq;
                             if let EventBody::State { state, .. } = event.body {
-                                over = state.is_final();
+                                is_over = state.is_final();
                             }
                         }
                         display.show(&frame)?;
-                        if over {
+                        if is_over {
                             break None;
                         }
                     }
                 }
             },
         };
-        if !over {
+        if !is_over {
             let start = *outage_start.get_or_insert_with(Instant::now);
             if start.elapsed() > SERVER_TIMEOUT {
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
@@ -179,7 +180,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
             }
             // The job may have ended or been deleted while no stream was connected.
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
-                Ok(now) => over = now.state.is_final() && now.last_seq <= since,
+                Ok(now) => is_over = now.state.is_final() && now.last_seq <= since,
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }

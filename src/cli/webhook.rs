@@ -56,11 +56,11 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 output::line(text(&webhook, "secret"))
             }
             Command::List(server) => {
-                let all = server.api()?.all("/webhooks", "webhooks", &[], None).await?;
+                let webhooks = server.api()?.read_pages("/webhooks", "webhooks", &[], None).await?;
                 if server.json {
-                    return output::json(&json!({ "webhooks": all }));
+                    return output::json(&json!({ "webhooks": webhooks }));
                 }
-                for webhook in &all {
+                for webhook in &webhooks {
                     let enabled = webhook.get("enabled") == Some(&Value::Bool(true));
                     let state = if enabled { "enabled" } else { "disabled" };
                     let (id, form, url) = (text(webhook, "id"), text(webhook, "form"), text(webhook, "url"));

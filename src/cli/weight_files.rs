@@ -50,7 +50,7 @@ pub(super) async fn files(
     }
 }
 
-/// Downloads a file to `place`. First writes to a path next to `place`, so that a broken download leaves no file at `place`. Returns the
+/// Downloads a file to `target`. First writes to a path next to `target`, so that a broken download leaves no file at `target`. Returns the
 /// size in bytes.
 ///
 /// # Errors
@@ -58,11 +58,11 @@ pub(super) async fn files(
 pub(super) async fn fetch(
     api: &Api,
     checkpoint: &ListedCheckpoint,
-    wanted: &WeightFile,
-    place: &Path,
+    weight_file: &WeightFile,
+    target: &Path,
 ) -> anyhow::Result<u64> {
-    let path = format!("/checkpoints/{}/{}", checkpoint.id, wanted.name);
-    let partial = file::partial(place);
+    let path = format!("/checkpoints/{}/{}", checkpoint.id, weight_file.name);
+    let partial = file::partial(target);
     let mut file = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
     let result = async {
         let mut body = api.get_response(&path).await?.bytes_stream();
@@ -74,12 +74,12 @@ pub(super) async fn fetch(
             size_bytes += chunk.len() as u64;
             file.write_all(&chunk).with_context(|| partial.display().to_string())?;
         }
-        let (actual, expected) = (hex::encode(hash.finalize()), &wanted.sha256);
+        let (actual, expected) = (hex::encode(hash.finalize()), &weight_file.sha256);
         if !actual.eq_ignore_ascii_case(expected) {
             bail!("the download is damaged: its sha256 is {actual}, but the checkpoint's is {expected}; try again");
         }
         file.sync_all()?;
-        fs::rename(&partial, place).with_context(|| place.display().to_string())?;
+        fs::rename(&partial, target).with_context(|| target.display().to_string())?;
         Ok(size_bytes)
     }
     .await;
@@ -90,17 +90,17 @@ pub(super) async fn fetch(
     result
 }
 
-/// Downloads `files` into a temporary folder next to `place`.
+/// Downloads `files` into a temporary folder next to `target`.
 ///
 /// # Errors
 /// See [`fetch`].
 pub(super) async fn fetch_beside(
-    place: &Path,
+    target: &Path,
     api: &Api,
     checkpoint: &ListedCheckpoint,
     files: &[WeightFile],
 ) -> anyhow::Result<TempDir> {
-    let beside = place.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let beside = target.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = tempfile::tempdir_in(beside.unwrap_or(Path::new(".")))?;
     for file in files {
         fetch(api, checkpoint, file, &folder.path().join(&file.name)).await?;
@@ -134,9 +134,9 @@ pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
         let (path, runs) = (path.display(), runs.join(", "));
         return Err(usage_error(format!("{path} is not the folder of a run; it contains the runs {runs}")));
     }
-    let all = checkpoint::infos(&directory)?;
-    let best = all.iter().rfind(|info| info.best);
-    let Some(chosen) = best.or(all.last()) else {
+    let infos = checkpoint::infos(&directory)?;
+    let best = infos.iter().rfind(|info| info.best);
+    let Some(chosen) = best.or(infos.last()) else {
         return Err(usage_error(format!("{}: this run has no complete checkpoint yet", path.display())));
     };
     let name = checkpoint::folder_name(chosen.epoch, chosen.step);
@@ -151,7 +151,7 @@ pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
 ///
 /// # Errors
 /// Exit status 2 if the checkpoint does not exist or is damaged.
-pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Result<ManifestFile> {
+pub(super) fn join(folder: &Path, weights: Weights, target: &Path) -> anyhow::Result<ManifestFile> {
     if !folder.is_dir() {
         return Err(usage_error(format!("{} is not the folder of a checkpoint", folder.display())));
     }
@@ -160,10 +160,10 @@ pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Res
         let detail = "this checkpoint has no averaged weights: leave --weights out";
         return Err(usage_error(format!("{}: {detail}", folder.display())));
     }
-    file::replace(place, |partial| checkpoint::join(&files, partial).map_err(usage_error))
+    file::replace(target, |partial| checkpoint::join(&files, partial).map_err(usage_error))
 }
 
-/// Returns the path of a checkpoint's weights, as an argument for [`checkpoint::model_files`].
+/// Returns the path to pass to [`checkpoint::model_files`] for these weights of the checkpoint in `folder`.
 pub(super) fn path(folder: &Path, weights: Weights) -> PathBuf {
     match weights {
         Weights::Model => folder.to_owned(),

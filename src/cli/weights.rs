@@ -18,10 +18,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Default hub, on which timm's authors publish weights. Hugging Face's own programs use the same variable.
+/// Default hub, on which timm's authors publish weights.
 const HUB: &str = "https://huggingface.co";
+/// Environment variable with the hub's URL, as in Hugging Face's own programs.
 const HUB_VARIABLE: &str = "HF_ENDPOINT";
-/// Name of the file in a repository. Its tensors have torchvision's names.
+/// Name of the file in a repository. The file's tensors have torchvision's names.
 const FILE: &str = "model.safetensors";
 /// Maximum size of a Git LFS pointer, from its specification.
 const POINTER_BYTES: usize = 1024;
@@ -49,11 +50,11 @@ pub(crate) enum Action {
 /// Exit status 1 if the URL cannot be reached, 2 if the content does not match its checksum.
 pub(crate) fn run(action: &Action) -> anyhow::Result<()> {
     let Action::Get { name, from } = action;
-    let place = path_of(name).ok_or_else(|| {
+    let target = path_of(name).ok_or_else(|| {
         usage_error("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
     })?;
-    fetch(name, from, &place)?;
-    output::line(format_args!("{name}: {}; jobs use it with model.pretrained = \"{name}\"", place.display()))
+    fetch(name, from, &target)?;
+    output::line(format_args!("{name}: {}; jobs use it with model.pretrained = \"{name}\"", target.display()))
 }
 
 /// Returns the path of the weights with this name, which may not exist yet. `None` for unknown names.
@@ -61,10 +62,10 @@ pub(super) fn path_of(name: &str) -> Option<PathBuf> {
     Some(cache::dir().filter(|_| KNOWN.contains(&name))?.join("weights").join(format!("{name}.safetensors")))
 }
 
-/// Downloads a network's weights from a hub to `place`.
-fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
-    if place.is_file() {
-        return check(place);
+/// Downloads a network's weights from a hub to `target`.
+fn fetch(name: &str, hub: &str, target: &Path) -> anyhow::Result<()> {
+    if target.is_file() {
+        return check(target);
     }
     let base = format!("{}/timm/{name}.a1_in1k", hub.trim_end_matches('/'));
     if reqwest::Url::parse(&base).is_err() {
@@ -74,32 +75,32 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
     let explain = |failure: Failure| {
         let manually = format!(
             "Without a network: download {url} on another machine and put it here as {}. Or name a mirror with --from URL.",
-            place.display()
+            target.display()
         );
         match failure {
             Failure::Unreachable(why) => anyhow!("{why}\nThe same command continues.\n{manually}"),
             Failure::Refused(why) => usage_error(format!("{why}\n{manually}")),
-            Failure::Local(why) => anyhow!("{}: {why}", place.display()),
+            Failure::Local(why) => anyhow!("{}: {why}", target.display()),
         }
     };
-    let folder = place.parent().unwrap_or(Path::new("."));
+    let folder = target.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(|e| anyhow!("{}: {e}", folder.display()))?;
     let client = new_client()?;
     block_on(async {
         let remote = read_pointer(&client, &format!("{base}/raw/main/{FILE}")).await.map_err(explain)?;
         let bar = new_bar(remote.bytes);
-        let result = download(&client, &url, &remote, place, &|bytes| bar.set_position(bytes)).await;
+        let result = download(&client, &url, &remote, target, &|bytes| bar.set_position(bytes)).await;
         bar.finish_and_clear();
         result.map_err(explain)
     })?;
-    check(place)
+    check(target)
 }
 
 /// Checks that a file contains tensors: the user may have put another file there.
-fn check(place: &Path) -> anyhow::Result<()> {
-    checkpoint::shapes(place)
+fn check(target: &Path) -> anyhow::Result<()> {
+    checkpoint::shapes(target)
         .map(drop)
-        .map_err(|why| usage_error(format!("{why}; remove {} and run the command again", place.display())))
+        .map_err(|why| usage_error(format!("{why}; remove {} and run the command again", target.display())))
 }
 
 /// Returns the size and the checksum of the file, from the repository's Git LFS pointer.
@@ -172,20 +173,20 @@ mod tests {
     #[test]
     fn downloads_of_weights_are_continued_checked_and_not_repeated() {
         let folder = tempfile::tempdir().unwrap();
-        let place = folder.path().join("weights/resnet18.safetensors");
+        let target = folder.path().join("weights/resnet18.safetensors");
         let content = weights();
         let cuts = vec![usize::MAX, 60_000, 20_000];
         let mirror = Mirror::start(Behaviour { cuts, ..serving(pointer_to(&content), content.clone()) });
-        fetch("resnet18", &mirror.base, &place).unwrap();
-        assert_eq!(fs::read(&place).unwrap(), content);
+        fetch("resnet18", &mirror.base, &target).unwrap();
+        assert_eq!(fs::read(&target).unwrap(), content);
         assert_eq!(mirror.requested_starts(), [None, None, Some(60_000), Some(80_000)]);
         // No temporary file is left, and the second call sends no request.
-        assert_eq!(fs::read_dir(place.parent().unwrap()).unwrap().count(), 1);
-        fetch("resnet18", &mirror.base, &place).unwrap();
+        assert_eq!(fs::read_dir(target.parent().unwrap()).unwrap().count(), 1);
+        fetch("resnet18", &mirror.base, &target).unwrap();
         assert_eq!(mirror.requested_starts().len(), 4);
         // A file that the user has put there is checked, too.
-        fs::write(&place, "<html>").unwrap();
-        let message = fetch("resnet18", "http://nobody.invalid", &place).unwrap_err().to_string();
+        fs::write(&target, "<html>").unwrap();
+        let message = fetch("resnet18", "http://nobody.invalid", &target).unwrap_err().to_string();
         assert!(message.contains("remove ") && message.contains("run the command again"), "{message}");
     }
 
@@ -204,16 +205,16 @@ mod tests {
             (busy, false, "503 Service Unavailable"),
         ] {
             let folder = tempfile::tempdir().unwrap();
-            let place = folder.path().join("resnet18.safetensors");
+            let target = folder.path().join("resnet18.safetensors");
             let mirror = Mirror::start(behaviour);
-            let error = fetch("resnet18", &mirror.base, &place).unwrap_err();
+            let error = fetch("resnet18", &mirror.base, &target).unwrap_err();
             let message = format!("{error:#}");
             let file = format!("{}/{WEIGHTS_PATH}", mirror.base);
-            for words in [words, &file, place.to_str().unwrap(), "Without a network", "--from URL"] {
+            for words in [words, &file, target.to_str().unwrap(), "Without a network", "--from URL"] {
                 assert!(message.contains(words), "{words:?} in {message}");
             }
             assert_eq!(error.is::<WrongRequest>(), is_wrong, "{message}");
-            assert!(!place.exists());
+            assert!(!target.exists());
         }
         let error = fetch("resnet18", "nowhere", Path::new("/nowhere/x")).unwrap_err().to_string();
         assert!(error.contains("--from nowhere is not a URL"), "{error}");

@@ -7,6 +7,7 @@ use std::{fmt::Write as _, path::Path};
 
 /// Minimum length of an id's prefix. Ids that are made at about the same time have the same first characters.
 const MIN_PREFIX_CHARS: usize = 4;
+
 /// The kind of object that a name means.
 #[derive(Clone, Copy)]
 pub(super) struct Kind {
@@ -18,26 +19,26 @@ pub(super) struct Kind {
 pub(super) const JOB: Kind = Kind { noun: "job", list: "lockstep list" };
 pub(super) const SWEEP: Kind = Kind { noun: "sweep", list: "lockstep sweep list" };
 pub(super) const MODEL: Kind = Kind { noun: "model", list: "lockstep model list" };
-/// Maximum number of jobs that an error message lists.
+/// Maximum number of jobs or sweeps that an error message lists.
 const MAX_LISTED: usize = 10;
 
 pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
     job.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// What [`choose`] does if several jobs with the name count.
+/// What [`choose`] does if several jobs have the name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Several {
     TakeNewest,
     Refuse,
 }
 
-/// Returns the id of the newest job called `name`, or of the only job whose id begins with `name`. `None` if no job matches. Of the jobs
-/// called `name`, only jobs that `is_meant` accepts count, unless it rejects all of them. If several jobs are called `name`, also returns a
-/// note that names the chosen job. `jobs` are in order, the newest first.
+/// Returns the id of the newest job (or sweep) called `name`, or of the only job whose id begins with `name`. `None` if no job matches. Of
+/// the jobs called `name`, ignores the jobs that `is_meant` rejects, unless it rejects all of them. If several jobs are called `name`, also
+/// returns a note that names the chosen job. `jobs` is sorted, the newest first.
 ///
 /// # Errors
-/// Several jobs called `name` count and `several` refuses them, several ids begin with `name`, or `name` is the path of a file. The error
+/// `several` refuses the jobs called `name` that are not ignored, several ids begin with `name`, or `name` is the path of a file. The error
 /// is a sentence.
 pub(super) fn choose(
     Kind { noun, list }: Kind,
@@ -73,7 +74,7 @@ pub(super) fn choose(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
         )),
         [] => Ok(None),
-        several => Err(ambiguous_prefix(several, name)),
+        matches => Err(ambiguous_prefix(matches, name)),
     }
 }
 
@@ -158,7 +159,8 @@ mod tests {
         let error = choose(JOB, &trials, "pics", |_| true, Several::Refuse).unwrap_err();
         assert_eq!(error, "several jobs are called pics: give a job's id; `lockstep list` shows the ids");
         let error = choose(JOB, &jobs[..2], "j000", |_| true, Several::TakeNewest).unwrap_err();
-        let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
+        let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  \
+                      j0001, failed, 3 d ago  pics";
         assert_eq!(error, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
         let error = choose(JOB, &many, "j000", |_| true, Several::TakeNewest).unwrap_err();

@@ -15,8 +15,8 @@ const BATCH_SIZE: usize = 128;
 const WARM_UP_BATCHES: usize = 2;
 const MEASURED_TIME: Duration = Duration::from_secs(10);
 
-/// Reads, decodes, crops at random like torchvision's `RandomResizedCrop`, and flips. Does not normalise pictures, because the device
-/// normalises them during training.
+/// Prepares pictures for 10 s: reads and decodes them, crops them at random like torchvision's `RandomResizedCrop`, and flips them. Does
+/// not normalise pictures, because the device normalises them during training.
 ///
 /// # Errors
 /// The dataset cannot be read, or is too small to measure.

@@ -70,10 +70,10 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::print(args.server.json, &dataset, text)
 }
 
-/// Puts all of the dataset's files into `to`, or none. Until all files are complete, they are kept next to `to`.
+/// Puts all of the dataset's files into `to`, or none. Until all files are complete, they are in a folder next to `to`.
 fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     if to.exists() {
-        let missing: Vec<_> = known.parts().filter(|part| !to.join(part).is_file()).collect();
+        let missing: Vec<_> = known.file_names().filter(|name| !to.join(name).is_file()).collect();
         if missing.is_empty() {
             return Ok(());
         }
@@ -95,16 +95,16 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     let mut finished_bytes = 0;
     for file in known.files {
         let url = format!("{base}{}", file.name);
-        let place = work.join(file.name);
+        let target = work.join(file.name);
         block_on(async {
             let progress = |bytes: u64| bar.set_position(finished_bytes + bytes);
-            let result = download(&client, &url, file, &place, &progress).await;
+            let result = download(&client, &url, file, &target, &progress).await;
             result.map_err(|failure| add_advice(failure, known, &base, &work, to))
         })?;
         finished_bytes += file.bytes;
     }
     bar.finish_and_clear();
-    let complete = work.join("whole");
+    let complete = work.join("complete");
     // An earlier run may have ended while it unpacked files.
     if complete.exists() {
         fs::remove_dir_all(&complete).map_err(|e| failed(&complete, e))?;
@@ -168,7 +168,7 @@ pub(crate) fn new_bar(bytes: u64) -> ProgressBar {
     ProgressBar::new(bytes).with_style(output::bar_style(template))
 }
 
-/// Adds advice to a failure.
+/// Makes an error from a failure, with advice.
 fn add_advice(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     let manually = format!(

@@ -104,7 +104,7 @@ const FASHION: [&str; 10] = [
 
 impl Known {
     /// Returns the names of the dataset's files.
-    pub(super) fn parts(&self) -> impl Iterator<Item = &'static str> {
+    pub(super) fn file_names(&self) -> impl Iterator<Item = &'static str> {
         self.files.iter().flat_map(|file| {
             let names: &[&str] =
                 if file.members.is_empty() { std::slice::from_ref(&file.name) } else { file.members };

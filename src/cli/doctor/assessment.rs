@@ -6,7 +6,7 @@ use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
 /// Speed in bytes per second below which all-reduces take longer than most steps, so that several machines are not faster than one. A
 /// gigabit link transfers about 117 million bytes of TCP data per second.
 pub(super) const SLOW_BYTES_PER_SECOND: f64 = 110e6;
-/// Speed below which a link is a problem.
+/// Speed in bytes per second below which a link is a problem, slightly less than the speed of a 100 Mbit/s link.
 const USELESS_BYTES_PER_SECOND: f64 = 11e6;
 /// A link gets a finding if another link is faster by this factor.
 const SPEED_RATIO: f64 = 2.5;
@@ -14,8 +14,8 @@ const SPEED_RATIO: f64 = 2.5;
 const RESNET_50_BYTES: f64 = 102e6;
 /// Maximum round trip time, in milliseconds, between machines in one room.
 pub(super) const MAX_ROUND_TRIP_MS: f64 = 1.0;
-/// Clock differences in milliseconds that lead to a note and to a problem: log lines are in order to about a second, and certificates may
-/// be rejected from about a minute.
+/// Clock differences in milliseconds that lead to a note and to a problem: from about a second, log lines of the machines are out of order,
+/// and from about a minute, certificates may be rejected.
 const CLOCK_NOTE_MS: f64 = 1_000.0;
 const CLOCK_PROBLEM_MS: f64 = 60_000.0;
 
@@ -199,6 +199,7 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
         (to_a.bytes_per_second, &pair.a, &pair.b)
     };
     let faster = to_b.bytes_per_second.max(to_a.bytes_per_second);
+    // In a ring of many machines, each machine sends about twice the bytes of the gradients.
     let time = duration(2.0 * RESNET_50_BYTES / slower * 1e3);
     let meaning = format!("an all-reduce of ResNet-50's gradients over many machines takes {time}");
     if slower < USELESS_BYTES_PER_SECOND {
@@ -206,8 +207,8 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
             "speed",
             Grade::Problem,
             format!("{} from {slow_from} to {slow_to}: {meaning}", speed(slower)),
-            "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a rate limit or a tunnel between the machines; otherwise \
-             leave one of the two machines out.",
+            "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a rate limit or a tunnel between the \
+             machines; otherwise leave one of the two machines out.",
         ));
     } else if slower * SPEED_RATIO < faster {
         findings.push(finding(

@@ -81,9 +81,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     } else {
         show(&report)?;
     }
-    let all = report.hosts.iter().flat_map(|host| &host.findings);
-    let all = all.chain(report.pairs.iter().flat_map(|pair| &pair.findings));
-    check_count(all.filter(|finding| finding.grade == Grade::Problem).count(), " on these machines")
+    let findings = report.hosts.iter().flat_map(|host| &host.findings);
+    let findings = findings.chain(report.pairs.iter().flat_map(|pair| &pair.findings));
+    check_count(findings.filter(|finding| finding.grade == Grade::Problem).count(), " on these machines")
 }
 
 /// Connects to all machines at the same time.
@@ -132,17 +132,18 @@ fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec
     measured.into_iter().map(|(_, _, pair)| pair).collect()
 }
 
-/// Returns rounds in which each of `n` machines is paired with another machine, until all pairs have occurred (circle method, Lucas 1883).
-fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
-    if n < 2 {
+/// Returns rounds in which each of `count` machines is paired with another machine, until all pairs have occurred (circle method, Lucas
+/// 1883).
+fn rounds(count: usize) -> Vec<Vec<(usize, usize)>> {
+    if count < 2 {
         return Vec::new();
     }
     // With an odd number of machines, one machine pauses in each round.
-    let seats = n.next_multiple_of(2) - 1;
+    let seats = count.next_multiple_of(2) - 1;
     let round = |r: usize| {
         let others = (1..=seats / 2).map(|i| ((r + i) % seats, (r + seats - i) % seats));
         let pairs = std::iter::once((r, seats)).chain(others);
-        pairs.filter(|(a, b)| *a < n && *b < n).map(|(a, b)| (a.min(b), a.max(b))).collect()
+        pairs.filter(|(a, b)| *a < count && *b < count).map(|(a, b)| (a.min(b), a.max(b))).collect()
     };
     (0..seats).map(round).collect()
 }
@@ -182,15 +183,15 @@ fn run_all_reduces(
     remote_b.send(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| remote_a.close())?;
     let timeout = ALL_REDUCE_TIMEOUT + Duration::from_secs(20);
     let responses = [remote_a.wait_for_response(timeout), remote_b.wait_for_response(timeout)];
-    let mut found = None;
+    let mut measured = None;
     for (name, response) in [a, b].iter().zip(responses) {
         match response {
-            Ok(PeerMessage::Met(Ok(gathered))) => found = found.or(gathered),
+            Ok(PeerMessage::Met(Ok(gathered))) => measured = measured.or(gathered),
             Ok(PeerMessage::Met(Err(why))) | Err(why) => return Err(format!("on {name}: {why}")),
             Ok(other) => return Err(format!("{name} answers {other:?}")),
         }
     }
-    found.ok_or_else(|| "rank 0 reported no measurement".to_owned())
+    measured.ok_or_else(|| "rank 0 reported no measurement".to_owned())
 }
 
 /// Measures a link, and measures again if the link seems slow: a machine may be busy for a moment.

@@ -101,7 +101,7 @@ fn start_listening(secret: &str) -> Result<(Facts, u16), String> {
     Ok((facts, port))
 }
 
-/// Reads the first line, and starts this program again with the line's environment variables: they decide where libraries are found and
+/// Reads the first line, and starts this program again with the line's environment variables, which decide where libraries are found and
 /// which network interface is used.
 fn start_with_environment() -> anyhow::Result<()> {
     // Reads exactly this line: the rest of the input is for the program that replaces this one (exec).

@@ -18,7 +18,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(40);
 const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for processes to exit before they are killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Maximum size of ssh's standard error that is kept.
+/// Maximum size of ssh's standard error that is stored.
 const MAX_STDERR_BYTES: u64 = 64 << 10;
 
 pub(super) struct Remote {

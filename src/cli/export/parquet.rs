@@ -72,8 +72,8 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
         for rank in 0..job.ranks {
             let series = history::read_points(api, job.id.as_str(), rank).await?;
             let mut points: Vec<(&str, Point)> = Vec::new();
-            for (name, all) in &series {
-                points.extend(all.iter().map(|point| (name.as_str(), *point)));
+            for (name, of_metric) in &series {
+                points.extend(of_metric.iter().map(|point| (name.as_str(), *point)));
             }
             if points.is_empty() {
                 continue;

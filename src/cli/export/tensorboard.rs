@@ -40,7 +40,7 @@ pub(super) struct Args {
     server: ServerArgs,
 }
 
-/// Interval at which `--follow` asks for new points. TensorBoard reads its files again as often.
+/// Interval at which `--follow` asks for new points. TensorBoard reads its files again at the same interval.
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The event files of a job.
@@ -132,7 +132,7 @@ impl Run {
 /// need not be unique.
 fn run_name(job: &Job) -> String {
     let name = job.name.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '-' });
-    // At most 240 bytes; file systems allow 255.
+    // At most 240 bytes in UTF-8, and 9 for the end of the id; file systems allow 255.
     let name: String = name.take(60).collect();
     let id = job.id.as_str();
     format!("{name}-{}", &id[id.len().saturating_sub(8)..])
@@ -172,12 +172,12 @@ impl RankFile {
     /// Writes the points that follow the last point of their metric. Returns their number.
     fn append(&mut self, clock: &Clock, series: &Series) -> io::Result<usize> {
         let mut points: Vec<(Point, &str)> = Vec::new();
-        for (name, all) in series {
+        for (name, of_metric) in series {
             let last = self.last.get(name).copied();
             let is_new = |point: &Point| last.is_none_or(|last| (point.attempt, point.step) > last);
-            let new = history::without_repeated(all).into_iter().filter(is_new);
+            let new = history::without_repeated(of_metric).into_iter().filter(is_new);
             points.extend(new.map(|point| (point, name.as_str())));
-            if let Some(point) = all.last() {
+            if let Some(point) = of_metric.last() {
                 self.last.insert(name.clone(), (point.attempt, point.step));
             }
         }
@@ -197,7 +197,7 @@ impl RankFile {
         Ok(points.len())
     }
 
-    /// Makes what has been written visible to TensorBoard.
+    /// Makes the written events visible to TensorBoard.
     fn publish(&mut self) -> io::Result<()> {
         self.out.flush()?;
         match self.partial.take() {
@@ -236,12 +236,12 @@ fn seconds(at: Timestamp) -> f64 {
 /// time of each point.
 struct Clock(BTreeMap<u32, Span>);
 
-/// Start, end, and first and last step of an attempt.
+/// Start and end of an attempt, in seconds since 1970, and its first and last step.
 struct Span {
-    from: f64,
-    to: f64,
-    first: u64,
-    last: u64,
+    start: f64,
+    end: f64,
+    first_step: u64,
+    last_step: u64,
 }
 
 impl Clock {
@@ -253,21 +253,21 @@ impl Clock {
             (*first, *last) = (point.step.min(*first), point.step.max(*last));
         }
         let span = |times: &AttemptTimes| {
-            let (first, last) = *steps.get(&times.attempt)?;
-            let to = times.ended_at.unwrap_or_else(Timestamp::now);
-            Some((times.attempt, Span { from: seconds(times.started_at), to: seconds(to), first, last }))
+            let (first_step, last_step) = *steps.get(&times.attempt)?;
+            let end = seconds(times.ended_at.unwrap_or_else(Timestamp::now));
+            Some((times.attempt, Span { start: seconds(times.started_at), end, first_step, last_step }))
         };
         Self(attempts.iter().filter_map(span).collect())
     }
 
     fn start(&self) -> f64 {
-        self.0.values().next().map_or(0.0, |span| span.from)
+        self.0.values().next().map_or(0.0, |span| span.start)
     }
 
     fn time_of(&self, point: Point) -> f64 {
         let Some(span) = self.0.get(&point.attempt) else { return self.start() };
-        let (done, all) = (point.step - span.first + 1, span.last - span.first + 1);
-        span.from + (span.to - span.from) * (done as f64 / all as f64)
+        let (done, total) = (point.step - span.first_step + 1, span.last_step - span.first_step + 1);
+        span.start + (span.end - span.start) * (done as f64 / total as f64)
     }
 }
 

@@ -40,8 +40,8 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     if runs.is_empty() {
         return Err(usage_error(format!(
-            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {META_FILE}. For a database, start `mlflow server` with the database and \
-             give the server's address",
+            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {META_FILE}. For a database, start `mlflow server` with the \
+             database and give the server's address",
             root.display()
         )));
     }

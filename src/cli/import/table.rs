@@ -50,7 +50,7 @@ pub(super) fn csv(path: &Path) -> anyhow::Result<Table> {
     Ok(Table { columns: rows.remove(0), rows })
 }
 
-/// Parses the rows of CSV. No other code needs a crate for CSV.
+/// Parses the rows of CSV. This is the only use of CSV, so the program does not depend on a crate for it.
 fn parse_csv(text: &str) -> Vec<Vec<String>> {
     let (mut rows, mut row, mut cell) = (Vec::new(), Vec::new(), String::new());
     let (mut is_quoted, mut chars) = (false, text.chars().peekable());
@@ -102,7 +102,8 @@ pub(super) fn parquet(path: &Path) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Parses seconds or milliseconds since 1970, or an ISO 8601 time (UTC without an offset), as milliseconds since 1970.
+/// Parses seconds or (above 1e11, which as seconds would be after the year 5000) milliseconds since 1970, or an ISO 8601 time (UTC without
+/// an offset), as milliseconds since 1970.
 fn parse_time(text: &str) -> Option<i64> {
     if let Ok(at) = text.parse::<f64>() {
         return at.is_finite().then_some((if at > 1e11 { at } else { at * 1000.0 }) as i64);
@@ -119,17 +120,18 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
     let columns: Vec<String> = table.columns.iter().map(|name| name.trim().to_lowercase()).collect();
     let find = |name: &str| columns.iter().position(|column| column == name);
     let find_first = |names: &[&str]| names.iter().find_map(|name| find(name));
-    let (step, time) = (find_first(&STEPS), find_first(&TIMES));
+    let (step_column, time_column) = (find_first(&STEPS), find_first(&TIMES));
     let (run_column, rank_column) = (find_first(&RUNS), find("rank"));
-    let not_metrics = [step, time, run_column, rank_column];
+    let not_metrics = [step_column, time_column, run_column, rank_column];
     // One value per row, as in the output of `lockstep export parquet` and `lockstep metrics --csv`.
-    let value = find("value");
-    let metric = find("metric").or_else(|| find("name")).filter(|_| value.is_some() && step.is_some());
-    let name = find("name").filter(|name| metric.is_some_and(|metric| metric != *name));
+    let value_column = find("value");
+    let has_value_and_step = value_column.is_some() && step_column.is_some();
+    let metric_column = find("metric").or_else(|| find("name")).filter(|_| has_value_and_step);
+    let name_column = find("name").filter(|name| metric_column.is_some_and(|metric| metric != *name));
     let stem =
         Path::new(file).file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned());
 
-    let mut found = BTreeMap::<(String, String), Run>::new();
+    let mut runs_by_key = BTreeMap::<(String, String), Run>::new();
     let mut order = Vec::new();
     for (index, row) in table.rows.iter().enumerate() {
         let cell =
@@ -137,9 +139,9 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
         let (run_name, rank) = (cell(run_column), cell(rank_column));
         let rank = if rank == "0" { "" } else { rank };
         let key = (run_name.to_owned(), rank.to_owned());
-        let run = found.entry(key.clone()).or_insert_with(|| {
+        let run = runs_by_key.entry(key.clone()).or_insert_with(|| {
             let parts = [identity, run_name, rank].map(str::as_bytes);
-            let names = [cell(name), run_name, stem.as_str()];
+            let names = [cell(name_column), run_name, stem.as_str()];
             let name = names.into_iter().find(|name| !name.is_empty()).unwrap_or_default();
             let name = if rank.is_empty() { name.to_owned() } else { format!("{name} rank {rank}") };
             order.push(key.clone());
@@ -147,24 +149,25 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
         });
         // A row that is appended to the file later must add a record, and must not change an earlier record.
         run.begins_record = true;
-        let at = parse_time(cell(time));
-        run.leave_out("times that cannot be read", u64::from(at.is_none() && !cell(time).is_empty()));
+        let at = parse_time(cell(time_column));
+        run.leave_out("times that cannot be read", u64::from(at.is_none() && !cell(time_column).is_empty()));
         run.started_at = run.started_at.or(at);
         run.ended_at = run.ended_at.max(at);
-        let at_step = match step {
+        let step = match step_column {
             None => Some(index as i64),
             // `12` or `12.0`.
             Some(_) => {
-                cell(step).parse::<f64>().ok().filter(|step| step.fract() == 0.0).map(|step| step as i64)
+                let number = cell(step_column).parse::<f64>().ok();
+                number.filter(|step| step.fract() == 0.0).map(|step| step as i64)
             }
         };
-        let Some(at_step) = at_step else {
+        let Some(step) = step else {
             run.leave_out("rows without a whole number as step", 1);
             continue;
         };
-        if metric.is_some() {
-            match cell(value).parse() {
-                Ok(value) => run.add(at_step, at, cell(metric), value),
+        if metric_column.is_some() {
+            match cell(value_column).parse() {
+                Ok(value) => run.add(step, at, cell(metric_column), value),
                 Err(_) => run.leave_out("values that are not numbers", 1),
             }
             continue;
@@ -173,12 +176,12 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
         for (column, text) in row.iter().enumerate().filter(|(column, _)| is_metric(*column)) {
             match (text.trim(), text.trim().parse(), table.columns.get(column)) {
                 ("", ..) | (.., None) => {}
-                (_, Ok(value), Some(metric)) => run.add(at_step, at, metric.trim(), value),
+                (_, Ok(value), Some(metric)) => run.add(step, at, metric.trim(), value),
                 (_, Err(_), _) => run.leave_out("values that are not numbers", 1),
             }
         }
     }
-    let runs: Vec<Run> = order.into_iter().filter_map(|key| found.remove(&key)).collect();
+    let runs: Vec<Run> = order.into_iter().filter_map(|key| runs_by_key.remove(&key)).collect();
     anyhow::ensure!(
         runs.iter().any(|run| run.points > 0),
         "no number was found below the columns {:?} in {}: separate columns by commas, write numbers such as 0.5, and steps as whole \
@@ -214,17 +217,17 @@ mod tests {
         ]);
         assert_eq!(records(&wide[0]), expected);
         assert_eq!(wide[0].left_out.values().copied().collect::<Vec<_>>(), [1]);
-        let ours = read(
+        let exported = read(
             "attempt,rank,name,step,value\n1,0,loss,1,2\n1,1,loss,1,3\n1,0,\"a,\"\"b\"\"\",1,4\n1,0,loss,2,1.5\n",
         );
-        let names: Vec<_> = ours.iter().map(|run| run.name.as_str()).collect();
+        let names: Vec<_> = exported.iter().map(|run| run.name.as_str()).collect();
         assert_eq!(names, ["losses", "losses rank 1"]);
         let expected = json!([
             {"step": 1, "values": {"loss": 2.0}},
             {"step": 1, "values": {"a,\"b\"": 4.0}},
             {"step": 2, "values": {"loss": 1.5}},
         ]);
-        assert_eq!(records(&ours[0]), expected);
+        assert_eq!(records(&exported[0]), expected);
         let several = read("job,name,metric,step,value\nj1,shoes,loss,1,2\nj2,boots,loss,1,3\n");
         assert_eq!(several.iter().map(|run| run.name.as_str()).collect::<Vec<_>>(), ["shoes", "boots"]);
         let times = read("loss,time\n1,2023-11-14T22:13:20.5Z\n2,2023-11-14 22:13:21\n3,noon\n");

@@ -19,9 +19,9 @@ use std::{
 static CHECKSUM: Crc<u32> = Crc::<u32>::new(&CRC_32_ISO_HDLC);
 /// The file's header: `:W&B`, a magic number and version 0.
 const HEADER: [u8; 7] = [b':', b'W', b'&', b'B', 0xe1, 0xbe, 0];
-/// Size of a block of the log.
+/// Size of a block of the log in bytes.
 const BLOCK: usize = 32 << 10;
-/// Size of the head of each part of a record: checksum, length and kind.
+/// Size of the head of each part of a record: checksum (4 bytes), length (2 bytes) and kind (1 byte).
 const PART_HEAD: usize = 7;
 
 #[derive(Clone, PartialEq, Message)]
@@ -180,7 +180,7 @@ fn read(file: &Path) -> anyhow::Result<Run> {
     if !is_complete {
         run.leave_out("damaged or incomplete records and all later records", 1);
     }
-    // Without a description of the run, the file's name has the run's id.
+    // If the log has no description of the run, the run's id is taken from the file's name.
     if run.id.is_empty() {
         let name = file_name(file);
         run.id = derive_id("wandb", &[name.as_bytes()]);
@@ -292,10 +292,10 @@ fn add_history(run: &mut Run, history: &History) {
         if name.starts_with('_') {
             continue;
         }
-        let mut found = Vec::new();
-        let not_numbers = collect_numbers(&name, &item.value(), &mut found);
+        let mut numbers = Vec::new();
+        let not_numbers = collect_numbers(&name, &item.value(), &mut numbers);
         run.leave_out("logged values that are not numbers", not_numbers);
-        for (name, value) in found {
+        for (name, value) in numbers {
             run.add(step.unwrap_or(0), at, &name, value);
         }
     }

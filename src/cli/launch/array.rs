@@ -26,8 +26,10 @@ use std::{
 };
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Maximum number of agents in a sweep. Each agent has a token, and a server keeps 5000 tokens.
+/// Maximum number of agents in a sweep. Each agent has a token, and a server stores at most 5000 tokens.
 const MAX_AGENTS: usize = 500;
+/// The exit status of a program that Ctrl-C has ended.
+const INTERRUPTED: i32 = 130;
 
 /// Submits the sweep and the array, and follows the trials.
 ///
@@ -50,7 +52,7 @@ pub(super) async fn run(
     let ca = machines::read_ca(args)?;
     let registered = job_file::name_dataset(api, &mut document, UnknownPath::Register).await?;
     let sweep: anyhow::Result<Sweep> = api.post_once("/sweeps?launched=true", &document).await;
-    let sweep = job_file::keep_datasets(api, &registered, sweep).await?;
+    let sweep = job_file::remove_datasets_if_refused(api, &registered, sweep).await?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     sweeps::announce(api, &sweep, args.server.json)?;
     let launch = |job| Launch::new(args, api, job, hosts.clone(), ca.clone());
@@ -85,7 +87,7 @@ pub(super) async fn run(
             };
             tokio::select! {
                 () = clean_up => return Err(error),
-                _ = interrupt.recv() => std::process::exit(130),
+                _ = interrupt.recv() => std::process::exit(INTERRUPTED),
             }
         }
     };
@@ -98,12 +100,12 @@ pub(super) async fn run(
     }
     tokio::select! {
         result = array.follow(args, api, &id) => result,
-        // The status of a program that Ctrl-C has ended.
-        _ = interrupt.recv() => std::process::exit(130),
+        _ = interrupt.recv() => std::process::exit(INTERRUPTED),
     }
 }
 
-/// Returns the machines with slots for the largest of the jobs, and whether any job trains on CPU cores.
+/// Returns the machines with slots for the job with the most ranks, and the device: the CPU if any job trains on CPU cores, otherwise
+/// [`Device::Auto`].
 fn hosts_for_largest(
     args: &Args,
     mut hosts: Vec<Host>,
@@ -132,7 +134,7 @@ fn hosts_for_largest(
 async fn wait_for_trials(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
-        let found = api.all("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
+        let found = api.read_pages("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
         let mut jobs: Vec<Job> = list(&Value::Array(found.unwrap_or_default()), "jobs").unwrap_or_default();
         if jobs.len() == sweep.trial_count as usize {
             jobs.sort_by_key(|job| job.trial.as_ref().map(|trial| trial.number));
@@ -235,7 +237,8 @@ impl Array {
                             }
                             _ if over_since.elapsed() > UPLOAD_TIMEOUT => {
                                 output::warn(format_args!(
-                                    "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, and `scancel {in_slurm}` ends it",
+                                    "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, \
+                                     and `scancel {in_slurm}` ends it",
                                     job.id
                                 ));
                                 remaining.remove(&task);
@@ -254,7 +257,8 @@ impl Array {
                     None => {
                         let how = slurm::describe_end(&in_slurm);
                         output::warn(format_args!(
-                            "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts agents for it again",
+                            "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts \
+                             agents for it again",
                             job.id, job.state
                         ));
                         self.remove_bundle(task);
@@ -263,13 +267,14 @@ impl Array {
                 }
             }
         }
-        let all = self.launches.len();
-        if succeeded == all { Ok(()) } else { Err(anyhow::anyhow!("{succeeded} of {all} jobs succeeded")) }
+        let total = self.launches.len();
+        anyhow::ensure!(succeeded == total, "{succeeded} of {total} jobs succeeded");
+        Ok(())
     }
 
     /// Returns the sweep's jobs by id, or `None` if the server does not respond.
     async fn jobs(&self, api: &Api) -> Option<HashMap<String, Job>> {
-        let found = api.all("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
+        let found = api.read_pages("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
         let job = |value| serde_json::from_value::<Job>(value).ok().map(|job| (job.id.to_string(), job));
         Some(found.into_iter().filter_map(job).collect())
     }

@@ -22,7 +22,7 @@ use std::{
 /// Time for agents to exit after their job: a heartbeat tells an agent that the job has ended.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(90);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Number of bytes at the end of a log in which the last line is searched.
+/// Number of bytes at the end of a log in which [`Launched::last_line`] searches.
 const TAIL_BYTES: u64 = 4096;
 
 /// A process on which agents depend. It has its own process group and writes into a file, so Ctrl-C ends only this command.
@@ -133,31 +133,32 @@ async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: E
             let job = match read_job_with_retries(launch).await {
                 Ok(job) => job,
                 Err(error) => {
-                    let what = explain(&launched[index].label, status, &launched[index].last_line());
-                    return LaunchDetached(format!("{what}; the job's state is unknown: {error}")).into();
+                    let explanation = explain(&launched[index].label, status, &launched[index].last_line());
+                    return LaunchDetached(format!("{explanation}; the job's state is unknown: {error}"))
+                        .into();
                 }
             };
             if job.state.is_final() {
                 continue;
             }
-            let what = explain(&launched[index].label, status, &launched[index].last_line());
+            let explanation = explain(&launched[index].label, status, &launched[index].last_line());
             let is_last = launched.iter().all(|process| process.status.is_some());
-            let has_enough = launch.has_enough(&job, slots_left(launch, launched));
-            if !status.success() && launch.never_ran(&job) && !has_enough {
-                return anyhow::anyhow!(what);
+            let can_continue = launch.can_run_with(&job, slots_left(launch, launched));
+            if !status.success() && launch.never_ran(&job) && !can_continue {
+                return anyhow::anyhow!(explanation);
             }
             if is_last && launch.agents_of_other_launch(&job).is_some() {
                 // The caller adds that agents of another launch run the job.
-                return anyhow::anyhow!(what);
+                return anyhow::anyhow!(explanation);
             }
             if is_last {
                 return anyhow::anyhow!(
-                    "no agent of this launch is left, and the job is {}: {what}. `lockstep launch {}` starts agents for it again",
+                    "no agent of this launch is left, and the job is {}: {explanation}. `lockstep launch {}` starts agents for it again",
                     job.state,
                     job.id
                 );
             }
-            output::warn(what);
+            output::warn(explanation);
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }
@@ -209,11 +210,11 @@ async fn poll_online(
     }
     for index in 0..launched.len() {
         let Some(status) = launched[index].take_exit() else { continue };
-        let what = explain(&launched[index].label, status, &launched[index].last_line());
-        if !launch.has_enough(&job, slots_left(launch, launched)) {
-            return Ok(Some(Err(anyhow::anyhow!(what))));
+        let explanation = explain(&launched[index].label, status, &launched[index].last_line());
+        if !launch.can_run_with(&job, slots_left(launch, launched)) {
+            return Ok(Some(Err(anyhow::anyhow!(explanation))));
         }
-        output::warn(what);
+        output::warn(explanation);
     }
     let agents: Option<Value> = launch.api.find("/agents").await?;
     let agents = agents.and_then(|mut agents| agents["agents"].as_array_mut().map(std::mem::take));

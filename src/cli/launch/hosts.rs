@@ -6,11 +6,13 @@ use super::{
 };
 use std::{collections::BTreeMap, path::Path};
 
+/// Maximum size of a hostfile.
 const HOSTFILE_BYTES: u64 = 1 << 20;
 /// Maximum number of a machine's variables.
 const MAX_VARIABLES: usize = 32;
 /// Maximum total size of a machine's variables. The variables of 256 machines fit into one environment variable.
 const MAX_VARIABLE_BYTES: usize = 2048;
+/// Maximum length of a machine's name: the limit of DNS names.
 const MAX_NAME_BYTES: usize = 253;
 
 /// A machine on which a launch starts an agent.
@@ -159,7 +161,7 @@ fn check_name(name: &str) -> Result<String, String> {
         Ok(name.to_owned())
     } else {
         Err(format!(
-            "{name:?} is not a machine's name or address (at most {MAX_NAME_BYTES} plain characters)"
+            "{name:?} is not a machine's name or address (at most {MAX_NAME_BYTES} letters, digits and characters of -_.@:[]%)"
         ))
     }
 }

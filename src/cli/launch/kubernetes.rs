@@ -37,7 +37,7 @@ pub(super) fn print_objects(
 ) -> anyhow::Result<()> {
     let stem = Path::new(&args.job).file_stem().unwrap_or_default().to_string_lossy();
     let name = objects::name(id, &stem);
-    let launch = "a-word-of-each-launch".to_owned();
+    let launch = "random-id-of-the-launch".to_owned();
     let plan = Plan { name, job: id, launch, program: &args.program, hosts, spec, tokens: &[], template };
     let items = [plan.job(), plan.service(None), plan.secret(None, None)?];
     output::json(&json!({"apiVersion": "v1", "kind": "List", "items": items}))

@@ -15,8 +15,8 @@ use lockstep_protocol::{JobSpec, numbers::plural};
 
 /// Returns the machines that the arguments name. Machines that Slurm or Kubernetes chooses have no name.
 pub(super) fn from_args(args: &Args) -> anyhow::Result<Vec<Host>> {
-    let lists = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
-    if args.with == LauncherKind::Kubernetes && lists {
+    let has_list = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
+    if args.with == LauncherKind::Kubernetes && has_list {
         return Err(usage_error("Kubernetes chooses the machines: give --nodes N instead of a list"));
     }
     let mut hosts = match (&args.hostfile, &args.hosts, &args.rank_table) {

@@ -169,9 +169,9 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
             // If other accounts could write into the folder, they could replace its files.
-            let found = fs::symlink_metadata(path)?;
-            let is_own = found.is_dir() && found.uid() == rustix::process::getuid().as_raw();
-            let is_private = found.mode() & 0o022 == 0;
+            let metadata = fs::symlink_metadata(path)?;
+            let is_own = metadata.is_dir() && metadata.uid() == rustix::process::getuid().as_raw();
+            let is_private = metadata.mode() & 0o022 == 0;
             (is_own && is_private).then_some(()).ok_or_else(|| {
                 io::Error::other(
                     "another account owns the folder or may write to it: remove the folder, or name another folder with --dir",

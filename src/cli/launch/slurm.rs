@@ -170,7 +170,8 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     }
     if !launch.wait_for_uploads().await {
         return Err(LaunchDetached(format!(
-            "the job was queued again, or its last checkpoint is not known to be on the server: Slurm's job {id} continues, and `scancel {id}` ends it"
+            "the job was queued again, or its last checkpoint is not known to be on the server: Slurm's job {id} continues, and \
+             `scancel {id}` ends it"
         ))
         .into());
     }

@@ -70,11 +70,11 @@ pub(super) async fn select_of_job(api: &Api, job: &Job, ids: &str) -> Vec<String
     if ids.is_empty() {
         return Vec::new();
     }
-    match api.all("/tokens", "tokens", &[], None).await {
-        Ok(all) => {
-            let all = all.into_iter().filter_map(|token| serde_json::from_value::<Token>(token).ok());
-            let own = all.filter(|token| ids.contains(token.id.as_str()) && is_of_launch(token, job));
-            own.map(|token| token.id).collect()
+    match api.read_pages("/tokens", "tokens", &[], None).await {
+        Ok(values) => {
+            let tokens = values.into_iter().filter_map(|value| serde_json::from_value::<Token>(value).ok());
+            let selected = tokens.filter(|token| ids.contains(token.id.as_str()) && is_of_launch(token, job));
+            selected.map(|token| token.id).collect()
         }
         Err(error) => {
             output::warn(format_args!(

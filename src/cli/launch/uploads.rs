@@ -38,11 +38,12 @@ impl Launch {
     async fn inspect(&self) -> anyhow::Result<UploadStatus> {
         let path = format!("/jobs/{}", self.job.id);
         let job = async || self.api.find::<Job>(&path).await;
-        let all = match self.api.all(&format!("{path}/checkpoints"), "checkpoints", &[], None).await {
-            Ok(all) => all,
+        let read = self.api.read_pages(&format!("{path}/checkpoints"), "checkpoints", &[], None).await;
+        let checkpoints = match read {
+            Ok(checkpoints) => checkpoints,
             Err(error) => return if job().await?.is_none() { Ok(UploadStatus::Deleted) } else { Err(error) },
         };
-        if awaits_upload(&all) {
+        if awaits_upload(&checkpoints) {
             return Ok(UploadStatus::Uploading);
         }
         Ok(job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))

@@ -45,7 +45,8 @@ pub(super) fn run(
         metrics.push(sort_key);
     }
     query.push(("metrics", metrics.join(",")));
-    let groups = block_on(api.all("/jobs/groups", "groups", &query, limit.map(|limit| limit as usize)))?;
+    let groups =
+        block_on(api.read_pages("/jobs/groups", "groups", &query, limit.map(|limit| limit as usize)))?;
     if as_json {
         return output::json(&groups);
     }
@@ -64,6 +65,7 @@ fn row(group: &Group) -> [String; 5] {
     let value = |value: &Value| match value {
         Value::Null => "none".to_owned(),
         Value::String(text) => text.clone(),
+        // Formats whole numbers without `.0`, as far as floats represent them exactly.
         Value::Number(number) => number
             .as_f64()
             .filter(|n| n.fract() == 0.0 && n.abs() < 1e15)

@@ -33,9 +33,9 @@ fn tables_of_2_8_and_16_devices_are_read_in_both_formats() {
         assert_eq!(table.world_size(), machines * devices);
         assert_eq!(table.machines.len(), machines as usize);
         assert_eq!(table, parse(&groups(machines * devices, devices)).unwrap());
-        let last = table.place(machines * devices - 1).unwrap();
+        let last = table.machine_of(machines * devices - 1).unwrap();
         assert_eq!((last.0.address.as_str(), last.1), (&*format!("10.0.0.{machines}"), devices - 1));
-        assert_eq!(table.place(machines * devices), None);
+        assert_eq!(table.machine_of(machines * devices), None);
     }
 }
 
@@ -50,7 +50,7 @@ fn ranks_are_placed_by_the_table() {
     let of = |m: usize| table.machines[m].devices.iter().map(|d| (d.rank, d.device)).collect::<Vec<_>>();
     assert_eq!((of(0), of(1)), (vec![(0, 1), (2, 0)], vec![(1, 1), (3, 0)]));
     assert_eq!(
-        table.place(2).map(|(machine, local)| (machine.address.as_str(), local)),
+        table.machine_of(2).map(|(machine, local)| (machine.address.as_str(), local)),
         Some(("10.0.0.1", 1))
     );
 }

@@ -10,8 +10,8 @@ pub(super) fn markdown(mut program: Command) -> String {
     let mut text = generated_from("the definitions of the commands");
     text += "# Commands\n\n";
     let _ = writeln!(text, "{}\n", prose(&about(&program)));
-    text += "`lockstep help COMMAND` prints the usage of a command. `lockstep completions bash|zsh|fish` prints completions for a shell, and \
-             `lockstep man --out DIR` writes man pages.\n\n";
+    text += "`lockstep help COMMAND` prints the usage of a command. `lockstep completions bash|zsh|fish` prints completions for a shell, \
+             and `lockstep man --out DIR` writes man pages.\n\n";
     let _ = writeln!(text, "{}\n", program.get_after_help().map(ToString::to_string).unwrap_or_default());
     let rows: Vec<_> = visible_subcommands(&program)
         .map(|command| {

@@ -15,9 +15,9 @@ const MEANING_INDENT: &str = "      ";
 pub(super) fn markdown() -> String {
     let mut text = generated_from("the specification's types and limits");
     text += "# Keys of a job file\n\n\
-        A job is a TOML file, or JSON of the same shape. Every key except `data.dataset` has a default. Unknown keys and values out of range \
-        are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job train.lr` one \
-        key; `--set train.lr=0.1` changes a key on the command line.\n";
+        A job is a TOML file, or JSON of the same shape. Every key except `data.dataset` has a default. Unknown keys and values out of \
+        range are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job \
+        train.lr` one key; `--set train.lr=0.1` changes a key on the command line.\n";
     for section in sections() {
         let title = title(&section);
         let rows = section.keys.into_iter().map(|key| {
@@ -53,8 +53,8 @@ fn title(section: &SectionReference) -> String {
 /// Returns the reference for a terminal: the whole reference, a section (`train`), or a key (`train.lr`, or `lr` in any section).
 ///
 /// # Errors
-/// `wanted` is neither a section nor a key. The error suggests the nearest name.
-pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
+/// `topic` is neither a section nor a key. The error suggests the nearest name.
+pub(crate) fn text(topic: Option<&str>) -> Result<String, String> {
     let sections = sections();
     let path = |section: &SectionReference, key: &KeyReference| match section.name {
         "" => key.name.to_owned(),
@@ -62,10 +62,9 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
     };
     let mut text = String::new();
     for section in &sections {
-        let is_section_wanted = wanted.is_none_or(|wanted| wanted == section.name && !wanted.is_empty());
+        let is_whole_section = topic.is_none_or(|topic| topic == section.name && !topic.is_empty());
         let keys = section.keys.iter().filter(|key| {
-            is_section_wanted
-                || wanted.is_some_and(|wanted| wanted == key.name || wanted == path(section, key))
+            is_whole_section || topic.is_some_and(|topic| topic == key.name || topic == path(section, key))
         });
         let keys: Vec<_> = keys.collect();
         if keys.is_empty() {
@@ -74,7 +73,7 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
         if !text.is_empty() {
             text.push('\n');
         }
-        if is_section_wanted {
+        if is_whole_section {
             let name = if section.name.is_empty() { String::new() } else { format!("[{}] ", section.name) };
             text += &wrap(&format!("{name}{}", section.meaning), WIDTH, "", "");
             text.push('\n');
@@ -90,16 +89,16 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
     if !text.is_empty() {
         return Ok(text);
     }
-    let wanted = wanted.unwrap_or_default();
+    let topic = topic.unwrap_or_default();
     let paths: Vec<String> =
         sections.iter().flat_map(|section| section.keys.iter().map(move |key| path(section, key))).collect();
     let names = paths.iter().map(String::as_str).chain(sections.iter().map(|section| section.name));
     let keys = sections.iter().flat_map(|section| section.keys.iter().map(|key| key.name));
-    let near = nearest(wanted, names.chain(keys)).map_or_else(
+    let near = nearest(topic, names.chain(keys)).map_or_else(
         || "`lockstep help job` lists all keys".to_owned(),
         |near| format!("did you mean {near:?}?"),
     );
-    Err(format!("a job file has no section or key {wanted:?}; {near}"))
+    Err(format!("a job file has no section or key {topic:?}; {near}"))
 }
 
 #[cfg(test)]

@@ -118,8 +118,8 @@ fn read_port(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u16>, 
     port.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is not a port"))).transpose()
 }
 
-/// Returns the port to use without `MASTER_PORT`. It is the same for all ranks of the job, usually differs between jobs, and is below the
-/// ephemeral ports.
+/// Returns the port to use without `MASTER_PORT`. The port is the same for all ranks of the job, usually differs between jobs, and is below
+/// the ephemeral ports (from 32768 on Linux).
 fn port_for(job: &str) -> u16 {
     let mut hash = DefaultHasher::new();
     job.hash(&mut hash);
@@ -147,9 +147,12 @@ mod tests {
             ("MASTER_PORT", "29500"),
             ("TORCHELASTIC_USE_AGENT_STORE", "True"),
         ];
-        let place = detect_with(&variables).unwrap().unwrap();
-        assert_eq!((place.rank, place.world_size, place.local_rank, place.local_ranks), (5, 8, 1, 4));
-        assert_eq!((place.addr.as_str(), place.port), ("10.0.0.7", 29501));
+        let launched = detect_with(&variables).unwrap().unwrap();
+        assert_eq!(
+            (launched.rank, launched.world_size, launched.local_rank, launched.local_ranks),
+            (5, 8, 1, 4)
+        );
+        assert_eq!((launched.addr.as_str(), launched.port), ("10.0.0.7", 29501));
     }
 
     #[test]
@@ -182,8 +185,8 @@ mod tests {
         assert!(detect_with(&step).unwrap_err().contains("MASTER_ADDR"));
         let mut more = step.to_vec();
         more.extend([("MASTER_ADDR", "node1"), ("MASTER_PORT", "4000"), ("LOCKSTEP_SECRET", "s")]);
-        let place = detect_with(&more).unwrap().unwrap();
-        assert_eq!((place.rank, place.local_ranks, place.secret.as_str()), (3, 2, "s"));
+        let launched = detect_with(&more).unwrap().unwrap();
+        assert_eq!((launched.rank, launched.local_ranks, launched.secret.as_str()), (3, 2, "s"));
         // Some machines have fewer ranks than others.
         let of_node = |node: &str| {
             let mut more = more.clone();
@@ -196,8 +199,8 @@ mod tests {
         let mut listed = step.to_vec();
         listed.push(("SLURM_STEP_NODELIST", "gpu[007-008],gpu10"));
         listed.push(("SLURM_JOB_ID", "12"));
-        let place = detect_with(&listed).unwrap().unwrap();
-        assert_eq!((place.addr.as_str(), place.secret.contains("12.0")), ("gpu007", true));
+        let launched = detect_with(&listed).unwrap().unwrap();
+        assert_eq!((launched.addr.as_str(), launched.secret.contains("12.0")), ("gpu007", true));
         // A batch script is not a step.
         assert_eq!(detect_with(&step[..3]).unwrap(), None);
     }

@@ -17,8 +17,8 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Time for the other ranks to detect that a rank has failed, and to end. Then they get SIGTERM. Ranks that stop in order have the time
-/// that a rank allows itself for its checkpoint.
+/// Time for the other ranks to detect that a rank has failed, and to end. After this time they get SIGTERM. Ranks that stop in order have
+/// the time that a rank allows itself for its checkpoint.
 const END_DELAYS: EndDelays = {
     let delay = Duration::from_secs(2);
     EndDelays { certain: delay, provisional: delay, stopping: Duration::from_secs(20) }
@@ -28,7 +28,6 @@ const KILL_DELAY: Duration = Duration::from_secs(6);
 /// Time from SIGTERM to SIGKILL for ranks that write a checkpoint. Longer than the time that ranks allow themselves. A second Ctrl-C ends
 /// the ranks at once.
 const STOP_KILL_DELAY: Duration = Duration::from_secs(25);
-
 /// Time limit for this process to exit after its rank has failed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -227,7 +226,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
         }
         EXIT_STOPPED => Outcome::Stopped { step: show.step },
         _ => {
-            // The reason is printed soon. CUDA's exit handlers may wait for ranks that have exited.
+            // CUDA's exit handlers may wait for ranks that have exited. The caller prints the reason within this time.
             end_by_force_within(EXIT_TIMEOUT);
             // Exit handlers free resources that aborts still use.
             let may_run_exit_handlers = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);

@@ -12,7 +12,7 @@ use std::{
 
 /// Name of the locked file in the folder.
 const LOCK: &str = "train.lock";
-/// Time for the threads of a killed run to exit. Its threads may hold the lock after the process has disappeared from `ps`.
+/// Time for the threads of a killed run to exit: they may hold the lock after the process has disappeared from `ps`.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A locked folder. The lock is held until this value is dropped and every process that inherited the lock has exited.

@@ -21,11 +21,11 @@ pub(super) struct Show {
     steps_per_epoch: u64,
     /// The mean loss of the ranks whose records this process reads.
     loss: JobLoss,
-    /// Names the ranks of [`Show::loss`]: ` (rank 1 of 4)`. Empty if they are all ranks of the job.
+    /// Names the ranks of [`Show::loss`]: ` (rank 1 of 4)`. Empty if [`Show::loss`] has all ranks of the job.
     rank_note: String,
     /// Rank 0's lines that have not been printed: the line of a step waits for the losses of the other ranks.
     lines: VecDeque<String>,
-    /// Whether this process reads rank 0's lines.
+    /// Whether this process reads rank 0's log lines.
     has_lines: bool,
     /// Losses of steps whose lines have not been printed.
     losses: BTreeMap<u64, f32>,
@@ -56,9 +56,9 @@ impl Show {
             steps_per_epoch: 0,
             loss: JobLoss::new(ranks.len()),
             rank_note: match (ranks, spec.parallel.ranks) {
-                (ranks, all) if ranks.len() == all as usize => String::new(),
-                ([rank], all) => format!(" (rank {rank} of {all})"),
-                (ranks, all) => format!(" ({} of {all} ranks)", ranks.len()),
+                (ranks, total) if ranks.len() == total as usize => String::new(),
+                ([rank], total) => format!(" (rank {rank} of {total})"),
+                (ranks, total) => format!(" ({} of {total} ranks)", ranks.len()),
             },
             lines: VecDeque::new(),
             has_lines: ranks.contains(&0),

@@ -55,26 +55,26 @@ fn unreachable_directions_are_reported_separately() {
 
 #[test]
 fn slow_directions_are_distinguished() {
-    let of = |there: f64, back: f64, fastest: f64| {
+    let speed_finding = |there: f64, back: f64, fastest: f64| {
         let findings = found(&pair(Ok(link(there, 0.1)), Ok(link(back, 0.1))), fastest);
         assert!(findings.len() <= 1, "{findings:?}");
         findings.into_iter().next().map(|(_, grade, found)| (grade, found))
     };
-    let (grade, message) = of(0.05, 0.9, 0.9).unwrap();
+    let (grade, message) = speed_finding(0.05, 0.9, 0.9).unwrap();
     assert!(grade == Grade::Problem && message.contains("50.0 Mbit/s from b to a"), "{message}");
-    let (grade, message) = of(9.0, 3.0, 9.0).unwrap();
+    let (grade, message) = speed_finding(9.0, 3.0, 9.0).unwrap();
     assert!(
         grade == Grade::Note && message.contains("3.00 Gbit/s from a to b, 9.00 Gbit/s the other way"),
         "{message}"
     );
-    let (grade, message) = of(0.9, 0.94, 9.4).unwrap();
+    let (grade, message) = speed_finding(0.9, 0.94, 9.4).unwrap();
     assert!(grade == Grade::Note && message.contains("slowest link"), "{message}");
-    let (grade, message) = of(0.4, 0.4, 0.4).unwrap();
+    let (grade, message) = speed_finding(0.4, 0.4, 0.4).unwrap();
     assert!(
         grade == Grade::Note && message.contains("ResNet-50's gradients") && message.contains("4.1 s"),
         "{message}"
     );
-    assert_eq!(of(4.0, 9.0, 9.0), None, "less than 2.5 times");
+    assert_eq!(speed_finding(4.0, 9.0, 9.0), None, "less than 2.5 times");
     let far = found(&pair(Ok(link(9.4, 10.0)), Ok(link(9.4, 10.1))), 9.4);
     assert!(far.len() == 1 && far[0].2.starts_with("10.0 ms"), "{far:?}");
 }
@@ -126,24 +126,24 @@ fn machine(name: &str, lockstep: &str, gpu: Option<(&str, &str)>) -> ExaminedMac
 
 #[test]
 fn relevant_versions_must_be_equal() {
-    let of = |a: &ExaminedMachine, b: &ExaminedMachine| -> Vec<(String, Grade)> {
+    let findings = |a: &ExaminedMachine, b: &ExaminedMachine| -> Vec<(String, Grade)> {
         version_findings(a, b).into_iter().map(|f| (f.what, f.grade)).collect()
     };
     let problem = |what: &str| vec![(what.to_owned(), Grade::Problem)];
     let note = |what: &str| vec![(what.to_owned(), Grade::Note)];
     let good = machine("a", "1.2.0", Some(("580.95.05", "2.28.9")));
-    assert_eq!(of(&good, &machine("b", "1.2.0", Some(("580.95.05", "2.28.9")))), []);
-    assert_eq!(of(&good, &machine("b", "1.2.1", Some(("580.95.05", "2.28.9")))), problem("Lockstep"));
-    assert_eq!(of(&good, &machine("b", "1.2.0", Some(("580.95.05", "2.27.3")))), problem("NCCL"));
-    assert_eq!(of(&good, &machine("b", "1.2.0", Some(("580.82.07", "2.28.9")))), note("GPU driver"));
-    assert_eq!(of(&good, &machine("b", "1.2.0", Some(("570.82.07", "2.28.9")))), problem("GPU driver"));
-    assert_eq!(of(&good, &machine("b", "1.2.0", None)), note("GPUs"));
-    assert_eq!(of(&good, &machine("a", "1.2.0", Some(("580.95.05", "2.28.9")))), note("machine"));
+    assert_eq!(findings(&good, &machine("b", "1.2.0", Some(("580.95.05", "2.28.9")))), []);
+    assert_eq!(findings(&good, &machine("b", "1.2.1", Some(("580.95.05", "2.28.9")))), problem("Lockstep"));
+    assert_eq!(findings(&good, &machine("b", "1.2.0", Some(("580.95.05", "2.27.3")))), problem("NCCL"));
+    assert_eq!(findings(&good, &machine("b", "1.2.0", Some(("580.82.07", "2.28.9")))), note("GPU driver"));
+    assert_eq!(findings(&good, &machine("b", "1.2.0", Some(("570.82.07", "2.28.9")))), problem("GPU driver"));
+    assert_eq!(findings(&good, &machine("b", "1.2.0", None)), note("GPUs"));
+    assert_eq!(findings(&good, &machine("a", "1.2.0", Some(("580.95.05", "2.28.9")))), note("machine"));
     let mut none = machine("b", "1.2.0", Some(("580.95.05", "2.28.9")));
     none.facts.as_mut().unwrap().nccl = None;
     let mut also = machine("c", "1.2.0", Some(("580.95.05", "2.28.9")));
     also.facts.as_mut().unwrap().nccl = None;
-    assert_eq!(of(&none, &also), problem("NCCL"));
+    assert_eq!(findings(&none, &also), problem("NCCL"));
     none.facts = None;
-    assert_eq!(of(&good, &none), [], "a machine without facts has its own finding");
+    assert_eq!(findings(&good, &none), [], "a machine without facts has its own finding");
 }

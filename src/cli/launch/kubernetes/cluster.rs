@@ -19,6 +19,8 @@ use std::{
 
 /// Pauses before a request is retried.
 pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
+/// Status of the API server if an object of this name exists already, or if another writer has changed the object (Conflict).
+const STATUS_CONFLICT: u16 = 409;
 /// Maximum number of retries of a change after conflicts with another writer.
 const MAX_CONFLICTS: u32 = 20;
 /// Time limit for the deletion of an object, whose pods end first.
@@ -156,7 +158,8 @@ impl Cluster {
                 status.message
             )),
             Error::Api(status) if status.code == 403 => usage_error(format!(
-                "{action}: Kubernetes does not let you do this ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs in namespace {namespace}",
+                "{action}: Kubernetes does not let you do this ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs \
+                 in namespace {namespace}",
                 status.message
             )),
             Error::Api(status) => anyhow::anyhow!("{action}: Kubernetes refuses: {}", status.message),
@@ -171,7 +174,9 @@ impl Cluster {
     pub(super) async fn get(&self, kind: Kind, name: &str) -> anyhow::Result<Option<Value>> {
         let api = self.api(kind);
         let found = self.with_retries(async || api.get_opt(name).await).await;
-        found.map(|found| found.map(plain)).map_err(|e| self.explain(&format!("reading {kind:?} {name}"), &e))
+        found
+            .map(|found| found.map(to_json))
+            .map_err(|e| self.explain(&format!("reading {kind:?} {name}"), &e))
     }
 
     /// Creates an object.
@@ -185,12 +190,14 @@ impl Cluster {
         let typed: DynamicObject = serde_json::from_value(object.clone())?;
         loop {
             match self.with_retries(async || api.create(&PostParams::default(), &typed).await).await {
-                Ok(created) => return Ok(Created::Now(plain(created))),
-                Err(Error::Api(status)) if status.code == 409 => match self.get(kind, name).await? {
-                    Some(found) => return Ok(Created::Exists(found)),
-                    // The object was deleted between the two requests.
-                    None => tokio::time::sleep(RETRY.first).await,
-                },
+                Ok(created) => return Ok(Created::Now(to_json(created))),
+                Err(Error::Api(status)) if status.code == STATUS_CONFLICT => {
+                    match self.get(kind, name).await? {
+                        Some(found) => return Ok(Created::Exists(found)),
+                        // The object was deleted between the two requests.
+                        None => tokio::time::sleep(RETRY.first).await,
+                    }
+                }
                 Err(error) => return Err(self.explain(&action, &error)),
             }
         }
@@ -214,7 +221,7 @@ impl Cluster {
             let typed: DynamicObject = serde_json::from_value(job)?;
             match self.with_retries(async || api.replace(name, &PostParams::default(), &typed).await).await {
                 Ok(_) => return Ok(()),
-                Err(Error::Api(status)) if status.code == 409 => {}
+                Err(Error::Api(status)) if status.code == STATUS_CONFLICT => {}
                 Err(error) => return Err(self.explain(&action, &error)),
             }
         }
@@ -235,8 +242,8 @@ impl Cluster {
         };
         match self.with_retries(async || api.delete(name, &params).await).await {
             Ok(_) => Ok(()),
-            // 409: another object has this name now.
-            Err(Error::Api(status)) if [404, 409].contains(&status.code) => Ok(()),
+            // After a conflict, another object has this name.
+            Err(Error::Api(status)) if [404, STATUS_CONFLICT].contains(&status.code) => Ok(()),
             Err(error) => Err(self.explain(&format!("deleting {kind:?} {name}"), &error)),
         }
     }
@@ -274,7 +281,7 @@ pub(super) fn is_retryable(error: &Error) -> bool {
     }
 }
 
-pub(super) fn plain(object: DynamicObject) -> Value {
+pub(super) fn to_json(object: DynamicObject) -> Value {
     serde_json::to_value(object).unwrap_or_default()
 }
 

@@ -88,7 +88,8 @@ impl Plan<'_> {
                 "completions": pods,
                 "parallelism": pods,
                 "suspend": true,
-                // Limits the replacements of lost pods. A failed rank does not end a pod: the server counts its restarts (`max_restarts`).
+                // Limits the replacements of lost pods; Kubernetes' default is 6. A failed rank does not end a pod: the server counts the
+                // job's restarts (`max_restarts`).
                 "backoffLimit": (3 * pods).max(6),
                 // The only policy that Kubernetes accepts with a podFailurePolicy. Two pods of an index would be the same agent, and a
                 // terminating pod still uploads its checkpoint.
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_dns_labels_with_room_for_an_index() {
+    fn names_are_dns_labels_with_space_for_an_index() {
         let id = "01890a5d-ac96-774b-bcce-b302099a8057";
         assert_eq!(name(id, "ResNet 50/v2"), "lockstep-resnet-50-v2-b302099a8057");
         assert_eq!(name(id, "Ärger--"), "lockstep-rger-b302099a8057");

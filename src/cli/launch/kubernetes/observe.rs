@@ -1,6 +1,6 @@
 //! Lists objects, then watches changes that follow the listed version.
 
-use super::cluster::{Cluster, Kind, RETRY, is_retryable, plain};
+use super::cluster::{Cluster, Kind, RETRY, is_retryable, to_json};
 use futures_util::StreamExt as _;
 use kube::{
     Error,
@@ -25,7 +25,7 @@ const STATUS_GONE: u16 = 410;
 /// A message about the observed objects.
 #[derive(Debug)]
 pub(super) enum Observation {
-    /// All objects.
+    /// All objects that exist.
     Listed(Vec<Value>),
     Changed(Value),
     Deleted(Value),
@@ -57,7 +57,7 @@ pub(super) async fn observe(
         };
         cluster.report_restored();
         let mut version = list.metadata.resource_version.unwrap_or_default();
-        let objects = list.items.into_iter().map(plain).collect();
+        let objects = list.items.into_iter().map(to_json).collect();
         if sender.send((kind, Observation::Listed(objects))).await.is_err() {
             return Ok(());
         }
@@ -132,11 +132,11 @@ async fn forward_events(
             }
             Ok(Some(Ok(WatchEvent::Added(object) | WatchEvent::Modified(object)))) => {
                 update_version(version, &object);
-                Observation::Changed(plain(object))
+                Observation::Changed(to_json(object))
             }
             Ok(Some(Ok(WatchEvent::Deleted(object)))) => {
                 update_version(version, &object);
-                Observation::Deleted(plain(object))
+                Observation::Deleted(to_json(object))
             }
             // Usually status 410. Listing the objects again also handles other errors.
             Ok(Some(Ok(WatchEvent::Error(_)))) => return true,

@@ -12,6 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+/// Maximum size of a template.
 const TEMPLATE_BYTES: u64 = 256 << 10;
 /// Maximum number of containers in a pod, including init containers.
 const MAX_CONTAINERS: usize = 32;
@@ -22,6 +23,7 @@ const STATE_DIR: &str = "/var/lib/lockstep";
 /// Path at which the Secret with the agents' bundles is mounted.
 pub(super) const BUNDLE_DIR: &str = "/run/lockstep/launch";
 pub(super) const BUNDLE_FILE: &str = "bundle.json";
+/// The resource of GPUs in Kubernetes.
 const GPU: &str = "nvidia.com/gpu";
 /// Prefix of Kueue's labels, which are moved to the Job.
 const KUEUE: &str = "kueue.x-k8s.io/";
@@ -178,14 +180,14 @@ fn check_extensible(
     match object.get(key) {
         Some(Value::Null) => drop(object.remove(key)),
         Some(value) if !has_right_type(value) => {
-            let (wanted, example) = match key {
+            let (expected, example) = match key {
                 "volumes" | "volumeMounts" => ("list", "- name: ..."),
                 "limits" | "requests" => ("mapping", "cpu: 4"),
                 "resources" => ("mapping", "limits: {cpu: 4}"),
                 _ => ("mapping", "team: vision"),
             };
             return Err(format!(
-                "{path}.{key} is not a {wanted}: write it as `{example}` below `{key}:`, or leave it out"
+                "{path}.{key} is not a {expected}: write it as `{example}` below `{key}:`, or leave it out"
             ));
         }
         _ => {}

@@ -78,7 +78,8 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
         let ended = [&container["state"]["terminated"], &container["lastState"]["terminated"]];
         if ended.iter().any(|ended| ended["reason"] == "OOMKilled") {
             return Some(format!(
-                "pod {name}: container {label} was killed because its memory was used up (OOMKilled): raise resources.limits.memory in the template, or lower train.batch_size"
+                "pod {name}: container {label} was killed because its memory was used up (OOMKilled): raise resources.limits.memory in \
+                 the template, or lower train.batch_size"
             ));
         }
         let waiting = &container["state"]["waiting"];

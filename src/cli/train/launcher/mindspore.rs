@@ -1,4 +1,5 @@
-//! Reads the environment variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers. Each worker is a rank.
+//! Reads the environment variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers. Each worker is a
+//! rank.
 
 use super::{LaunchedRank, read_number, read_port, table::rank_of_table};
 use crate::cli::{access::is_loopback, rank_table::RankTable};
@@ -53,11 +54,11 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
             let ranks = table.world_size();
             return Err(format!("MS_WORKER_NUM is {world_size}, but RANK_TABLE_FILE has {ranks} devices"));
         }
-        let place = rank_of_table(&table, rank, variable)?;
-        return Ok(LaunchedRank { launcher: LAUNCHER, addr, port, secret, ..place });
+        let launched = rank_of_table(&table, rank, variable)?;
+        return Ok(LaunchedRank { launcher: LAUNCHER, addr, port, secret, ..launched });
     }
     let device = read_number(variable, "DEVICE_ID")?;
-    // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers on each machine is unknown.
+    // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers per machine is unknown.
     let default = if is_loopback(&addr) { world_size } else { 1 };
     let local_ranks = read_number(variable, "LOCAL_WORLD_SIZE")?.unwrap_or(default).clamp(1, world_size);
     let local_rank = read_number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
@@ -88,9 +89,12 @@ mod tests {
 
     #[test]
     fn a_worker_is_a_rank() {
-        let place = detect_with(&[("DEVICE_ID", "1"), ("LOCAL_WORLD_SIZE", "4")]).unwrap();
-        assert_eq!((place.rank, place.world_size, place.local_rank, place.local_ranks), (5, 8, 1, 4));
-        assert_eq!((place.addr.as_str(), place.port, place.device), ("10.0.0.7", 8118, Some(1)));
+        let launched = detect_with(&[("DEVICE_ID", "1"), ("LOCAL_WORLD_SIZE", "4")]).unwrap();
+        assert_eq!(
+            (launched.rank, launched.world_size, launched.local_rank, launched.local_ranks),
+            (5, 8, 1, 4)
+        );
+        assert_eq!((launched.addr.as_str(), launched.port, launched.device), ("10.0.0.7", 8118, Some(1)));
         // Node ids may be names.
         let named = detect_with(&[("MS_NODE_ID", "host-a"), ("RANK_ID", "3")]).unwrap();
         assert_eq!((named.rank, named.local_rank, named.local_ranks), (3, 0, 1));

@@ -29,7 +29,7 @@ pub(in super::super) fn rank_of_table(
 ) -> Result<LaunchedRank, String> {
     let world_size = table.world_size();
     let (machine, local_rank) = table
-        .place(rank)
+        .machine_of(rank)
         .ok_or_else(|| format!("{RANK_TABLE} has no rank {rank}: its ranks are 0 to {}", world_size - 1))?;
     let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
     let local_ranks = machine.devices.len() as u32;
@@ -71,7 +71,7 @@ fn rendezvous_address(
         let _ = write!(text, "{}{:?};", machine.address, machine.devices);
     }
     let given = variable("MASTER_ADDR").map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
-    let addr = match (given, table.place(0)) {
+    let addr = match (given, table.machine_of(0)) {
         (Some(addr), _) => addr,
         (None, _) if table.machines.len() == 1 => "127.0.0.1".into(),
         (None, Some((machine, _))) => machine.address.clone(),

@@ -11,7 +11,7 @@ use std::path::Path;
 const TABLE_FILE: &str = "RANK_TABLE_FILE";
 
 /// The ranks that this process starts.
-pub(super) enum Part {
+pub(super) enum StartedRanks {
     /// All ranks, each in a process of its own.
     All,
     /// The ranks of this machine, each in a process of its own.
@@ -20,26 +20,26 @@ pub(super) enum Part {
     Rank(LaunchedRank),
 }
 
-impl Part {
+impl StartedRanks {
     /// Returns the name of the launcher or table that determines the number of ranks, and this number.
-    pub(super) fn launched(&self) -> Option<(&'static str, u32)> {
+    pub(super) fn launcher_and_world_size(&self) -> Option<(&'static str, u32)> {
         match self {
-            Part::All => None,
-            Part::Machine(ranks) => Some((launcher::RANK_TABLE, ranks.world_size)),
-            Part::Rank(place) => Some((place.launcher, place.world_size)),
+            StartedRanks::All => None,
+            StartedRanks::Machine(ranks) => Some((launcher::RANK_TABLE, ranks.world_size)),
+            StartedRanks::Rank(launched) => Some((launched.launcher, launched.world_size)),
         }
     }
 
     /// Whether this process starts rank 0, which locks the folder, and reads and writes checkpoints.
     pub(super) fn has_rank_0(&self) -> bool {
         match self {
-            Part::All => true,
-            Part::Machine(ranks) => ranks.local.iter().any(|(rank, _)| *rank == 0),
-            Part::Rank(place) => place.rank == 0,
+            StartedRanks::All => true,
+            StartedRanks::Machine(ranks) => ranks.local.iter().any(|(rank, _)| *rank == 0),
+            StartedRanks::Rank(launched) => launched.rank == 0,
         }
     }
 
-    /// Determines the part from a rank table, or from the launcher's environment variables.
+    /// Determines the ranks from a rank table, or from the launcher's environment variables.
     ///
     /// # Errors
     /// Exit status 2 if an argument or a variable is missing or invalid.
@@ -51,8 +51,8 @@ impl Part {
             (Some(path), _) => RankTable::read(path)?,
             (None, given) => match (launcher::detect(variable).map_err(usage_error)?, given) {
                 // A worker of MindSpore has already read the table.
-                (Some(place), Some(_)) if variable("MS_ROLE").is_none() => {
-                    let launcher = place.launcher;
+                (Some(launched), Some(_)) if variable("MS_ROLE").is_none() => {
+                    let launcher = launched.launcher;
                     return Err(usage_error(format!(
                         "{TABLE_FILE} is set and {launcher} has started this process: both decide which rank this process is; unset \
                          {TABLE_FILE}, or start without {launcher}"
@@ -63,7 +63,7 @@ impl Part {
                         "--node: a launcher says which rank this process is; leave --node out",
                     ));
                 }
-                (Some(place), _) => return Ok(Part::Rank(place)),
+                (Some(launched), _) => return Ok(StartedRanks::Rank(launched)),
                 (None, Some(path)) => {
                     let read = RankTable::read(Path::new(path.trim()));
                     read.map_err(|e| usage_error(format!("{TABLE_FILE}: {e}")))?
@@ -76,20 +76,20 @@ impl Part {
                         "RANK_ID is set, but the number of ranks is unknown: give --rank-table or {TABLE_FILE}, or unset RANK_ID"
                     )));
                 }
-                (None, None) => return Ok(Part::All),
+                (None, None) => return Ok(StartedRanks::All),
             },
         };
-        let part = match (args.node, rank()?) {
-            (Some(node), _) => launcher::ranks_of_machine(&table, node, &variable).map(Part::Machine),
-            (None, Some(rank)) => launcher::rank_of_table(&table, rank, &variable).map(Part::Rank),
+        let started = match (args.node, rank()?) {
+            (Some(node), _) => launcher::ranks_of_machine(&table, node, &variable).map(StartedRanks::Machine),
+            (None, Some(rank)) => launcher::rank_of_table(&table, rank, &variable).map(StartedRanks::Rank),
             (None, None) if table.machines.len() == 1 => {
-                launcher::ranks_of_machine(&table, 0, &variable).map(Part::Machine)
+                launcher::ranks_of_machine(&table, 0, &variable).map(StartedRanks::Machine)
             }
             (None, None) => Err(format!(
                 "the rank table has {} machines: name this machine with --node, or set RANK_ID for one rank",
                 table.machines.len()
             )),
         };
-        part.map_err(usage_error)
+        started.map_err(usage_error)
     }
 }

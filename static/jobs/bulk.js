@@ -52,7 +52,7 @@ export class Bulk {
     const n = this.#selected.size;
     byId("bulk").hidden = !n;
     if ([...this.#selected].join() !== this.#messageFor) this.#showMessage("");
-    text(byId("bulk-count"), `${plural(n, "job")} chosen`);
+    text(byId("bulk-count"), `${plural(n, "job")} selected`);
     for (const button of byId("bulk").querySelectorAll("[data-bulk]")) {
       const applicable = this.#jobs(button.dataset.bulk).length;
       button.hidden = !applicable;

@@ -13,7 +13,7 @@ import { Picker } from "./compare/picker.js";
 import { Scatter } from "./compare/scatter.js";
 import { Selection } from "./compare/selection.js";
 import { Tables } from "./compare/tables.js";
-import { ALL, axisTitle, isResult, ownMetrics } from "./job/names.js";
+import { ALL, axisTitle, isResult, knownMetrics } from "./job/names.js";
 import { isFinal } from "./job/states.js";
 import { plural } from "./numbers.js";
 
@@ -105,7 +105,7 @@ byId("selection-keep").addEventListener("click", () => { const kept = chosen(); 
  * have, preferably a loss or an accuracy.
  */
 function defaultMetric() {
-  const ofJobs = list().map(ownMetrics), all = [...new Set(ofJobs.flat())].sort((a, b) => isResult(b) - isResult(a));
+  const ofJobs = list().map(knownMetrics), all = [...new Set(ofJobs.flat())].sort((a, b) => isResult(b) - isResult(a));
   if (!ofJobs.length) return "val_accuracy";
   const isShared = (name) => ofJobs.every((names) => names.includes(name));
   return ["val_accuracy", "loss"].find((name) => all.includes(name)) ?? all.find(isShared) ?? all[0] ?? "loss";
@@ -121,7 +121,7 @@ function metrics() {
 function showCharts() {
   const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
-  const more = byId("more-metrics"), all = [...list().filter((job) => job.external).flatMap(ownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
+  const more = byId("more-metrics"), all = [...list().filter((job) => job.external).flatMap(knownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
   more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${axisTitle(name)}`, name)));
   curves.setMetrics(now);
 }

@@ -222,7 +222,7 @@ function showMistakes(errors) {
 /** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
 const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
 
-/** Keys that change the number of steps, which then differs between the trials of a sweep. */
+/** Keys that change the number of steps. If a sweep sets one of these keys, the number differs between its trials. */
 const STEP_COUNT_KEYS = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;
 
 /** Says at each field whose key the sweep sets that the trials do not use the field's value. */

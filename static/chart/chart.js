@@ -14,7 +14,7 @@ import { Gestures } from "./gestures.js";
 import { dot, drawSegment, MAX_POINTS_PER_PIXEL, visible } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear } from "./scale.js";
-import { amount, span, vertical } from "./vertical.js";
+import { countVisible, span, vertical } from "./vertical.js";
 
 const DATA_FRAME_MS = 100;
 const charts = new Set();
@@ -130,7 +130,7 @@ export class Chart {
     return this.layers().map((layer) => ({
       layer,
       parts: this.source(layer.series).segments
-        .filter((g) => g.length).map((segment) => ({ segment, xs: this.view.places(segment) })),
+        .filter((g) => g.length).map((segment) => ({ segment, xs: this.view.positions(segment) })),
     }));
   }
 
@@ -165,7 +165,8 @@ export class Chart {
 
     const [first, last] = fullRange(parts), [low, high] = view.zoom ?? [first, last > first ? last : first + 1];
 
-    const { shown, buckets, exact } = amount(gathered, low, high);
+    const { shown, buckets, exact } = countVisible(gathered, low, high);
+    // A tick about every 52 pixels of the vertical axes, and below about every 90 pixels of the horizontal axis.
     const rows = Math.max(2, Math.floor(height / 52)), sides = this.second ? [this, this.second] : [this];
     const [left, right] = sides.map((side, n) => vertical(side, this.scale, gathered.filter(({ layer }) => (layer.side ?? 0) === n), low, high, rows));
     const beside = right ? labelWidth(ctx, right.labels, colours, 24) + 8 : 0;

@@ -32,6 +32,7 @@ export class Parallel {
     root.addEventListener("keydown", (event) => this.#key(event));
   }
 
+  /** Returns the pointer's position along an axis, from 0 (bottom) to 1. */
   #place(event) {
     const top = this.root.querySelector("svg").getBoundingClientRect().top;
     return Math.min(1, Math.max(0, (HEIGHT - BOTTOM - (event.clientY - top)) / (HEIGHT - TOP - BOTTOM)));

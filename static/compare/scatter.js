@@ -6,7 +6,7 @@ import { byId, make, text } from "../page.js";
 import { read, write } from "../address.js";
 import { drawAxes, labelWidth } from "../chart/axes.js";
 import { csvCell, headOf, saveMenu, tools } from "../chart/export.js";
-import { onHold } from "../chart/hold.js";
+import { onLongPress } from "../chart/hold.js";
 import { mark } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
@@ -173,7 +173,7 @@ export class Scatter {
       root.setPointerCapture(event.pointerId);
       this.#drag = { from: place(event) };
     });
-    onHold(root, (event) => {
+    onLongPress(root, (event) => {
       if (!this.plot) return;
       // A rectangle of the size of a fingertip shows that the long press was recognised.
       const from = place(event);

@@ -15,7 +15,7 @@ import { colourOf } from "./ranks.js";
 import { isFinal } from "./states.js";
 
 /** Minimum time between requests while the reader zooms. The first request is sent at once. */
-const SETTLE_MS = 80;
+const ZOOM_INTERVAL_MS = 80;
 
 export class Charts {
   other = SELECTABLE[read("metric")] ? read("metric") : "lr";
@@ -23,6 +23,7 @@ export class Charts {
   /** `job()`: the job's current state. */
   constructor(job, metrics, ranks) {
     Object.assign(this, { job, metrics, ranks, isDrawing: false, panelled: () => [], panelPixels: () => 0 });
+    // `Panels` replaces `panelled`, the metrics of all panels, and `panelPixels`, the width in pixels of the widest panel of a metric.
     const view = this.view = new View(() => metrics.series("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
@@ -205,7 +206,7 @@ export class Charts {
     write({ zoom: view.zoom ? view.zoom.map((v) => Number(v.toPrecision(9))).join("~") : "" });
     clearTimeout(this.#timer);
     if (!view.zoom || !this.metrics.coarse) return;
-    const now = performance.now(), rest = this.#askedAt + SETTLE_MS - now;
+    const now = performance.now(), rest = this.#askedAt + ZOOM_INTERVAL_MS - now;
     if (rest > 0) this.#timer = setTimeout(() => this.#zoomed(), rest);
     else { this.#askedAt = now; this.readZoomedPart(); }
   }

@@ -44,13 +44,13 @@ export class History {
 
   /** Reads the history again after a change of the job's state. */
   async load() {
-    const mine = ++this.#requests, history = await ask(`/api/v1/jobs/${this.job}/history`);
-    for (let next = history.next_cursor; next && mine === this.#requests;) {
+    const thisRequest = ++this.#requests, history = await ask(`/api/v1/jobs/${this.job}/history`);
+    for (let next = history.next_cursor; next && thisRequest === this.#requests;) {
       const more = await ask(`/api/v1/jobs/${this.job}/history?cursor=${encodeURIComponent(next)}`);
       history.entries.push(...more.entries);
       next = more.next_cursor;
     }
-    if (mine !== this.#requests) return;
+    if (thisRequest !== this.#requests) return;
     this.queue = history.queue;
     const why = ({ state, reason }) => (state === "paused" ? "a pause on request" : reason?.code === "cancelled_by_user" ? "a cancellation" : reason?.words ?? state);
     this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, why(e)]));

@@ -4,6 +4,7 @@ import { bytes, millis, percent, rate, value } from "../numbers.js";
 
 const perSecond = (v) => `${bytes(v)}/s`;
 
+/** Formats a number for a tick label, with at most six digits. */
 export const short = (v) => {
   const size = Math.abs(v);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return Number(v.toPrecision(6)).toExponential().replace("e+", "e");
@@ -36,11 +37,11 @@ export const ALL = {
   loss: metric("Loss", value, true, "loss"), accuracy: metric("Training accuracy", percent, true, "accuracy"), val_accuracy: metric("Validation accuracy", percent, false, "accuracy"),
   images_per_second: metric("Images/s", rate, false, "images/s"), ...SELECTABLE,
 };
-/** Returns the entry of a metric. Metrics that a run from elsewhere has named get a default entry. */
+/** Returns label, format and quantity of a metric. Metrics that only a run from elsewhere has get defaults. */
 export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : metric(name, value, false, "value"));
 export const quantity = (name) => about(name).quantity;
-/** Returns the metrics for which a run from elsewhere has a newest value. `val_pictures` is a number of pictures, which is no curve. */
-export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
+/** Returns the names of the metrics of which a job has a newest value. `val_pictures` is left out, because it is no metric. */
+export const knownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Whether a name is the name of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */
 export const isResult = (name) => /loss|acc/i.test(name);
 /** Groups in the list of metrics, with the first metric of each group. */
@@ -64,8 +65,8 @@ export function axisTitle(name) {
 export function axesTitle(names) {
   const sides = [...new Set(names.map(quantity))];
   return sides.map((side, i) => {
-    const own = names.filter((name) => quantity(name) === side);
-    return `${own.length === 1 ? axisTitle(own[0]) : withUnit(side, side)}${i ? " (right)" : ""}`;
+    const members = names.filter((name) => quantity(name) === side);
+    return `${members.length === 1 ? axisTitle(members[0]) : withUnit(side, side)}${i ? " (right)" : ""}`;
   }).join(" · ");
 }
 

@@ -1,7 +1,7 @@
 // The form that edits a panel.
 
 import { byId, make, Problem, errorText, text } from "../page.js";
-import { about, ALL, GROUPS, ownMetrics, unitOf } from "./names.js";
+import { about, ALL, GROUPS, knownMetrics, unitOf } from "./names.js";
 
 const field = (name) => byId(`panel-${name}`);
 
@@ -11,7 +11,7 @@ export class PanelForm {
     let group = null;
     const box = field("metrics");
     const job = charts.job();
-    for (const name of job.external ? ownMetrics(job) : Object.keys(ALL)) {
+    for (const name of job.external ? knownMetrics(job) : Object.keys(ALL)) {
       const { label } = about(name);
       const [title] = GROUPS.find(([, first]) => first === name) ?? (group ? [] : ["Results"]);
       if (title) box.append(group = make("fieldset", {}, make("legend", { textContent: title })));

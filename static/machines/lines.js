@@ -4,7 +4,7 @@ import { ask, serverNow } from "../page.js";
 
 /** For each range, its length in minutes and its number of intervals. No interval is shorter than the interval of the server's samples. */
 const RANGES = { "10m": [10, 60], "1h": [60, 60], "6h": [360, 90], "24h": [1440, 96] };
-const EVERY_MS = 60_000;
+const MAX_AGE_MS = 60_000;
 /** The size of a line in web/templates/machines.html. */
 const WIDTH = 120, HEIGHT = 28;
 
@@ -21,11 +21,11 @@ export class Lines {
     await this.refresh();
   }
 
-  /** Reads histories that are older than a minute, one machine after the other, and draws them. */
+  /** Reads histories that are older than a minute (10 s for the range of 10 min), one machine after the other, and draws them. */
   async refresh() {
     for (const section of this.root.querySelectorAll("[data-agent]")) {
       const id = section.dataset.agent, known = this.#history.get(id);
-      if (known && performance.now() - known.read < Math.min(EVERY_MS, this.#range[0] * 1000)) continue;
+      if (known && performance.now() - known.read < Math.min(MAX_AGE_MS, this.#range[0] * 1000)) continue;
       const range = this.#range, [minutes, points] = range, since = new Date(serverNow() - minutes * 60_000).toISOString();
       const response = await ask(`/api/v1/agents/${encodeURIComponent(id)}/metrics?since=${since}&points=${points}`);
       if (range !== this.#range) return;

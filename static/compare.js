@@ -24,9 +24,9 @@ const ids = () => read("jobs").split(",").filter(Boolean);
 const list = () => ids().map((id) => jobs.get(id)).filter(Boolean);
 
 const selection = new Selection(list);
-const chosen = () => selection.ids();
-const curves = new Curves(list, chosen);
-const tables = new Tables(list, (id) => choose(ids().filter((other) => other !== id)), chosen);
+const selected = () => selection.ids();
+const curves = new Curves(list, selected);
+const tables = new Tables(list, (id) => choose(ids().filter((other) => other !== id)), selected);
 const parallel = new Parallel(byId("parallel"), list, selection);
 const scatter = new Scatter(byId("scatter"), list, selection);
 const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), list, () => new Set(ids()));
@@ -87,7 +87,7 @@ for (const button of byId("bands").children) button.addEventListener("click", ()
 // --- the selection ------------------------------------------------------------------------------------
 
 function drawSelection() {
-  const kept = chosen(), all = list().length;
+  const kept = selected(), all = list().length;
   byId("selection").hidden = !selection.hasBrushes;
   text(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
   text(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
@@ -96,7 +96,7 @@ function drawSelection() {
 
 selection.addEventListener("change", () => { drawSelection(); tables.draw(); curves.invalidate(); });
 byId("selection-clear").addEventListener("click", () => { selection.clear(); byId("parallel").querySelector("[data-axis]")?.focus(); });
-byId("selection-keep").addEventListener("click", () => { const kept = chosen(); selection.brushes.clear(); choose(ids().filter((id) => kept.has(id))).then(() => byId("selection-keep").blur()); });
+byId("selection-keep").addEventListener("click", () => { const kept = selected(); selection.brushes.clear(); choose(ids().filter((id) => kept.has(id))).then(() => byId("selection-keep").blur()); });
 
 // --- controls -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import { Bulk } from "./jobs/bulk.js";
 import { Columns } from "./jobs/columns.js";
 import { groupedBy, Grouping } from "./jobs/grouping.js";
 import { Groups } from "./jobs/groups.js";
-import { Narrow } from "./jobs/narrow.js";
+import { FilterMenu } from "./jobs/filter-menu.js";
 import { filter, fits, mentions, MIN_PAUSE_MS, parameters, readPage, pauseAfter } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
 import { blank, fill as fillRow } from "./jobs/row.js";
@@ -50,18 +50,18 @@ const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups
 /** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
 let round = 0;
 const written = new WeakMap();
-const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
+const rowWindow = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
 const queue = new Queue(() => loadedJobs(), (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.refill(job); });
 
 const isSorted = () => order() !== DEFAULT_ORDER;
 const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
 const drawHeadings = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === defaultOrder() ? "" : sort }));
-const fillAll = () => { round++; for (const row of viewed.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
+const fillAll = () => { round++; for (const row of rowWindow.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
 const loadedJobs = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
 const knownTags = () => new Set(loadedJobs().flatMap((job) => job.tags));
 const columns = new Columns({ refill: (needsRead) => { fillAll(); drawHeadings(); if (groups?.isGrouped || needsRead) read(); }, known: () => ({ jobs: loadedJobs(), tags: knownTags() }) });
-groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { showEmpty(); bulk.forgetUnshown(); }, ended: tellEnd });
-const narrow = new Narrow((values) => change(values), () => columns.settings());
+groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { showEmpty(); bulk.forgetUnshown(); }, ended: notifyOfEnd });
+const filterMenu = new FilterMenu((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
 new Views(() => columns.words());
 
@@ -119,9 +119,9 @@ async function loadShown(thisLoad) {
   bulk.forgetUnshown();
 }
 
-const read = () => load().then(() => narrow.showProblem(""), (error) => {
+const read = () => load().then(() => filterMenu.showProblem(""), (error) => {
   if (error instanceof Unreachable || error.status >= 500) return showLive("reconnecting");
-  if (!(error instanceof Problem)) return narrow.showProblem(errorText(error));
+  if (!(error instanceof Problem)) return filterMenu.showProblem(errorText(error));
   // For an invalid filter or order, no jobs are listed.
   next = null;
   for (const id of [...rowOf.keys()]) remove(id);
@@ -129,7 +129,7 @@ const read = () => load().then(() => narrow.showProblem(""), (error) => {
   groups.isEmpty = true;
   showEmpty();
   bulk.forgetUnshown();
-  narrow.showProblem(errorText(error));
+  filterMenu.showProblem(errorText(error));
 });
 
 /** Reads the list again after a pause, because the places of jobs may have changed. */
@@ -151,14 +151,14 @@ async function loadMore() {
   reading = false;
   if (!response) return;
   // The list was read again in the meantime, so other jobs may follow.
-  if (thisLoad !== loads) return nearEnd() ? loadMore() : undefined;
+  if (thisLoad !== loads) return isNearEnd() ? loadMore() : undefined;
   next = response.next_cursor;
   for (const job of response.jobs) show(job);
   showEmpty();
-  if (next && nearEnd()) requestAnimationFrame(loadMore);
+  if (next && isNearEnd()) requestAnimationFrame(loadMore);
 }
 
-const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
+const isNearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
 
 /** Handles a job from the stream. A new job is inserted at its place in the order, which only the server knows. */
 function handleJob(job) {
@@ -198,7 +198,7 @@ function countSoon() {
   }, countPause);
 }
 
-function tellEnd(job) {
+function notifyOfEnd(job) {
   const before = stateOf.get(job.id), end = `${job.id} ${job.finished_at}`;
   stateOf.set(job.id, job.state);
   if (!before || isFinal(before) || !isFinal(job.state) || notified.has(end)) return;
@@ -210,7 +210,7 @@ function tellEnd(job) {
 function receive(job) {
   const before = { ...job, state: stateOf.get(job.id) };
   if (before.state !== job.state) countSoon();
-  if (jobs.has(job.id) || groups.jobs.has(job.id) || (fits(before, filter()) && mentions(before, filter().text))) tellEnd(job);
+  if (jobs.has(job.id) || groups.jobs.has(job.id) || (fits(before, filter()) && mentions(before, filter().text))) notifyOfEnd(job);
   else stateOf.set(job.id, job.state);
   received.set(job.id, job);
 }
@@ -219,7 +219,7 @@ function show(job) {
   const known = jobs.get(job.id);
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
-  tellEnd(job);
+  notifyOfEnd(job);
   queue.keepPlace(known, job);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
@@ -253,7 +253,7 @@ function showEmpty() {
   const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
     owner && `belongs to ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted on these days"].filter(Boolean);
   text(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
-  viewed.draw();
+  rowWindow.draw();
 }
 
 /** Writes a change of the filter or the order into the URL, and reads the list again. */
@@ -274,7 +274,7 @@ const searchFor = (words) => change({ q: words, name: "" });
 function filterChanged() {
   requestedKey.clear();
   markStates();
-  narrow.draw();
+  filterMenu.draw();
   grouping.draw();
   drawHeadings();
 }
@@ -307,12 +307,12 @@ byId("jobs").addEventListener("click", (event) => {
   const tag = event.target.closest("a.tag");
   if (!tag || event.ctrlKey || event.metaKey || event.shiftKey) return;
   event.preventDefault();
-  narrow.addTag(tag.title);
+  filterMenu.addTag(tag.title);
 });
 addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); filterChanged(); isFilterChanged = true; read(); });
 setInterval(fillAll, 15_000);
 // The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, the observer reports nothing.
-addEventListener("scroll", () => { if (nearEnd()) loadMore(); }, { passive: true });
+addEventListener("scroll", () => { if (isNearEnd()) loadMore(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) loadMore(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
 // The script shows these filters as chips.

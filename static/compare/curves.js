@@ -40,9 +40,9 @@ export class Curves {
   #scale = "linear";
   #smoothing = 0;
 
-  /** `jobs()`: the compared jobs. `chosen()`: ids of the selected jobs. */
-  constructor(jobs, chosen) {
-    Object.assign(this, { jobs, chosen });
+  /** `jobs()`: the compared jobs. `selected()`: ids of the selected jobs. */
+  constructor(jobs, selected) {
+    Object.assign(this, { jobs, selected });
     this.view = new View(() => ({ segments: [] }));
     this.view.positions = (segment) => this.#positions(segment);
   }
@@ -75,12 +75,12 @@ export class Curves {
   }
 
   #layers(metric) {
-    const chosen = this.chosen(), isSelective = chosen.size > 0 && chosen.size < this.jobs().length, alpha = (isSelected) => (isSelective && !isSelected ? 0.15 : 1);
+    const selected = this.selected(), isSelective = selected.size > 0 && selected.size < this.jobs().length, alpha = (isSelected) => (isSelective && !isSelected ? 0.15 : 1);
     if (!this.groupBy) {
-      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: shortenMiddle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
+      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: shortenMiddle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(selected.has(job.id)) }));
     }
     return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({ series: this.#mean(id, metric, jobs), id, label, jobs })).map(({ series, id, label, jobs }) => ({
-      label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
+      label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => selected.has(job.id))),
     }));
   }
 

@@ -24,8 +24,8 @@ const VALIDATED = ["val. accuracy", "best accuracy"];
 export class Tables {
   #all = false;
 
-  /** `chosen()`: ids of the selected jobs. */
-  constructor(jobs, remove, chosen) { Object.assign(this, { jobs, remove, chosen }); }
+  /** `selected()`: ids of the selected jobs. */
+  constructor(jobs, remove, selected) { Object.assign(this, { jobs, remove, selected }); }
 
   setAll(all) { this.#all = all; if (this.jobs().length) this.draw(); }
 
@@ -59,9 +59,9 @@ export class Tables {
     head.append(make("td", { className: "num" }));
     text(byId("results-note"), caution(this.jobs()));
     byId("results-head").replaceChildren(head);
-    const chosen = this.chosen();
+    const selected = this.selected();
     byId("results").replaceChildren(...order.map((job) => {
-      const row = make("tr", { className: chosen.has(job.id) ? "" : "out" });
+      const row = make("tr", { className: selected.has(job.id) ? "" : "out" });
       COLUMNS.forEach(({ name, get, format }, i) => {
         const v = get(job), cell = i ? make("td", { className: i > 1 ? "num" : "", "data-column": name }) : make("th", { scope: "row", "data-column": name }, this.#swatch(job));
         if (i) text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : format(v));

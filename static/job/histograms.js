@@ -4,14 +4,14 @@ import { ask, byId, make, makeSvg, say, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
 import { choices, read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
-import { short } from "./names.js";
+import { formatTick } from "./names.js";
 
 /** Pause between requests while the job trains. */
 const RELOAD_INTERVAL_MS = 3000;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
 
-const number = (v) => short(Number(v.toPrecision(3)));
+const number = (v) => formatTick(Number(v.toPrecision(3)));
 
 /** Returns the value below which the fraction `share` of the values is, as exactly as the bins allow. */
 function quantile({ min, max, counts }, share) {

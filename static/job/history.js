@@ -4,8 +4,8 @@ import { ask, byId, make, text } from "../page.js";
 import { clock, count, plural, timeAndDay } from "../numbers.js";
 
 /** Returns `1-38` from a checkpoint's id. */
-const short = (id) => id.slice(id.indexOf("-") + 1);
-const fromCheckpoint = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
+const shortName = (id) => id.slice(id.indexOf("-") + 1);
+const fromCheckpoint = (id) => (id ? `from checkpoint ${shortName(id)}` : "from the start");
 
 /** Returns title and description of an entry. */
 function describe(entry) {
@@ -28,7 +28,7 @@ function describeEnd({ reason, rank, step, state, next_checkpoint }) {
   if (reason) parts.push(reason.words);
   if (rank != null && !reason?.words.includes(`rank ${rank}`)) parts.push(`rank ${rank}`);
   if (step != null && !reason?.words.includes(`step ${step}`)) parts.push(`${state === "succeeded" ? "after" : "at"} step ${count(step)}`);
-  if (next_checkpoint) parts.push(`the next attempt continued from ${short(next_checkpoint)}`);
+  if (next_checkpoint) parts.push(`the next attempt continued from ${shortName(next_checkpoint)}`);
   return parts.join("; ");
 }
 

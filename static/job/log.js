@@ -205,6 +205,7 @@ export class Log {
   get #below() { return this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight; }
 
   #scrolled() {
+    // The log follows within 24 pixels of its end, and reads more lines within 400 pixels of either end.
     const { box } = this, below = this.#below;
     if (below >= 24 && box.scrollTop < this.#lastTop) this.follow.checked = false;
     else if (below < 24 && !this.#hasNewer && !this.follow.checked) { this.follow.checked = true; this.#unread = 0; }

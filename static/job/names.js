@@ -5,12 +5,12 @@ import { bytes, millis, percent, rate, value } from "../numbers.js";
 const perSecond = (v) => `${bytes(v)}/s`;
 
 /** Formats a number for a tick label, with at most six digits. */
-export const short = (v) => {
+export const formatTick = (v) => {
   const size = Math.abs(v);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return Number(v.toPrecision(6)).toExponential().replace("e+", "e");
   return String(Number(v.toPrecision(6))).replace(/\B(?=(\d{3})+$)/g, size >= 1000 ? "," : "");
 };
-export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;
+export const formatPercentTick = (v) => `${formatTick(Number((v * 100).toFixed(3)))} %`;
 
 /** `isPerRank`: whether every rank has its own values. Metrics of the same quantity (as in protocol/src/metric.rs) share an axis. */
 const metric = (label, format, isPerRank, quantity) => ({ label, format, isPerRank, quantity });
@@ -76,6 +76,6 @@ export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(n
 /** Returns the axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
   const { format, quantity } = about(name);
-  const tick = quantity === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;
+  const tick = quantity === "accuracy" ? formatPercentTick : [value, rate].includes(format) ? formatTick : format;
   return { format, tick, zero: !["loss", "accuracy", "value"].includes(quantity), limits: quantity === "accuracy" ? [0, 1] : undefined };
 }

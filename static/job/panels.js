@@ -37,8 +37,8 @@ export class Panels {
     this.form = new PanelForm(charts);
     this.#show(this.#showsDefaults ? knownMetrics(job()).sort((a, b) => sortKey(a) - sortKey(b)).slice(0, MAX_PANELS).map(defaultPanel) : initial.panels);
     byId("panel-add").addEventListener("click", () => this.#edit(null));
-    byId("panels-to-project").addEventListener("click", () => this.#toProject());
-    byId("panels-from-project").addEventListener("click", () => this.#fromProject());
+    byId("panels-to-project").addEventListener("click", () => this.#saveForProject());
+    byId("panels-from-project").addEventListener("click", () => this.#useProjectPanels());
   }
 
   /** Whether the page shows a panel for each metric of a run from elsewhere, because no panel is configured. */
@@ -93,7 +93,7 @@ export class Panels {
     note(card.querySelector("h3"), panel.title);
     root.dataset.chart = key;
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
-    const chart = this.charts.draw(root, {
+    const chart = this.charts.createChart(root, {
       label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => axesTitle(panel.metrics), layers: () => this.charts.panelLayers(panel),
       onNote: (words) => note(noteNode, words),
     });
@@ -234,7 +234,7 @@ export class Panels {
     handle.addEventListener("pointercancel", end);
   }
 
-  async #toProject() {
+  async #saveForProject() {
     const { project } = this.job();
     try {
       await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
@@ -242,7 +242,7 @@ export class Panels {
     } catch (error) { this.#showMessage(fieldError(error)); }
   }
 
-  #fromProject() {
+  #useProjectPanels() {
     const { id, project } = this.job(), path = `/api/v1/jobs/${id}/panels`;
     const act = async () => {
       await ask(path, { method: "DELETE" });

@@ -3,7 +3,7 @@
 import { make, text } from "../page.js";
 import { read } from "../address.js";
 import { setting } from "../settings.js";
-import { field, menu } from "./narrow.js";
+import { field, menu } from "./filter-menu.js";
 
 /** Keys that are fields of a job. All other keys are settings. */
 const JOB_KEYS = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };

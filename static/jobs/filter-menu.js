@@ -29,7 +29,7 @@ const startOfDay = (words, later) => {
 /** Returns the last day before a time. */
 const lastDayBefore = (at) => dayOf(Date.parse(at) - 1);
 
-export class Narrow {
+export class FilterMenu {
   /** `change(values)`: writes values into the URL and reads the list again. `keys()`: returns the settings to offer. */
   constructor(change, keys) {
     this.change = change;

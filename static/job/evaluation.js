@@ -134,7 +134,7 @@ export class Evaluation {
   async #showPictures(title, entries, names, total = entries.length) {
     const thisRequest = this.behind = Symbol(title), box = byId("behind"), more = byId("behind-more");
     text(byId("behind-title"), title);
-    text(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are kept` : "");
+    text(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "");
     box.replaceChildren();
     let shown = 0;
     const next = async () => {

@@ -270,7 +270,7 @@ export class Log {
     if (!this.box.childElementCount) this.box.append(make("p", { className: "none" }));
     const none = this.box.querySelector(".none");
     if (none) text(none, !this.#isSearching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
-    text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
+    text(byId("log-note"), this.#unread ? `not following, ${plural(this.#unread, "new line")} below`
       : this.#isSearching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
       : this.#hasOlder ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;

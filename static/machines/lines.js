@@ -44,21 +44,21 @@ export class Lines {
       const slot = svg.closest("[data-slot]")?.dataset.slot;
       const metrics = slot === undefined ? history.machine : history.gpus.find((gpu) => gpu.slot === Number(slot))?.metrics;
       const paths = [...svg.querySelectorAll("path")], series = paths.map((path) => metrics?.[path.dataset.metric] ?? []);
-      const most = Number(svg.dataset.most) || Math.max(1e-9, ...series.flat().filter(Number.isFinite));
+      const top = Number(svg.dataset.top) || Math.max(1e-9, ...series.flat().filter(Number.isFinite));
       paths.forEach((path, i) => {
-        const drawn = line(series[i], most);
+        const drawn = line(series[i], top);
         if (path.getAttribute("d") !== drawn) path.setAttribute("d", drawn);
       });
     }
   }
 }
 
-/** Returns a path from 0 at the bottom to `most` at the top, with gaps where values are missing. */
-function line(values, most) {
+/** Returns a path from 0 at the bottom to `top` at the top, with gaps where values are missing. */
+function line(values, top) {
   const dx = (WIDTH - 2) / Math.max(1, values.length - 1), parts = [];
   values.forEach((value, i) => {
     if (!Number.isFinite(value)) return;
-    const x = 1 + i * dx, y = HEIGHT - 2 - Math.min(1, value / most) * (HEIGHT - 4);
+    const x = 1 + i * dx, y = HEIGHT - 2 - Math.min(1, value / top) * (HEIGHT - 4);
     const begins = !Number.isFinite(values[i - 1]), alone = begins && !Number.isFinite(values[i + 1]);
     parts.push(`${begins ? "M" : "L"}${x.toFixed(1)},${y.toFixed(1)}${alone ? "h0.5" : ""}`);
   });

@@ -239,7 +239,7 @@ describe("a job's page", () => {
       return false;
     });
     const held = await last();
-    await until("new lines are counted", async () => /held still, \d+ new lines/.test(await page.locator("#log-note").textContent()));
+    await until("new lines are counted", async () => /not following, \d+ new lines below/.test(await page.locator("#log-note").textContent()));
     assert.equal(await last(), held, "the shown lines do not move");
     await newest.click();
     await until("the newest line is shown", async () => (await last()) !== held && (await box.evaluate((b) => b.scrollHeight - b.scrollTop - b.clientHeight)) < 24);

@@ -2,8 +2,8 @@
 // between two words if possible.
 
 /**
- * Limits in characters. `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that are
- * kept at the end, or a number from `least` to `most` if the kept end then begins with a word.
+ * Limits in characters. `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that
+ * are kept at the end, or a number from `least` to `most` if the kept end then begins with a word.
  */
 const DEFAULT = { long: 24, tail: 12, least: 5, most: 20 };
 /** Limits for a column that is about 100 pixels wide. */

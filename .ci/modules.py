@@ -359,39 +359,39 @@ def named(path):
 
 def problems(crate):
     """A sentence for each cycle and for each reference that ORDER or USERS forbids."""
-    said, levels = [], crate.levels()
+    messages, levels = [], crate.levels()
     for _, edges in sorted(levels.items()):
-        left = dict(edges)
-        while cycle := shortest_cycle(left):
+        remaining = dict(edges)
+        while cycle := shortest_cycle(remaining):
             ring = list(zip(cycle, cycle[1:] + cycle[:1]))
-            places = "; ".join(f"{named(a)} names {named(b)} at {left[(a, b)][0]}:{left[(a, b)][1]}" for a, b in ring)
-            said.append(f"{crate.name}: cycle {' -> '.join(map(named, cycle + cycle[:1]))} ({places})")
+            places = "; ".join(f"{named(a)} names {named(b)} at {remaining[(a, b)][0]}:{remaining[(a, b)][1]}" for a, b in ring)
+            messages.append(f"{crate.name}: cycle {' -> '.join(map(named, cycle + cycle[:1]))} ({places})")
             # Removes one reference of this cycle, to find other cycles of this level.
-            del left[ring[-1]]
+            del remaining[ring[-1]]
     if order := ORDER.get(crate.name):
         place = {name: n for n, name in enumerate(order)}
         for name in sorted(set(crate.root.children) ^ set(order)):
-            said.append(f"{crate.name}: {name} must be a module and in ORDER of .ci/modules.py")
+            messages.append(f"{crate.name}: {name} must be a module and in ORDER of .ci/modules.py")
         for ((a,), (b,)), (file, line) in sorted(levels[()].items()):
             if place.get(a, 0) < place.get(b, 0):
-                said.append(f"{crate.name}: {a} must not use {b}, which comes after it ({file}:{line})")
+                messages.append(f"{crate.name}: {a} must not use {b}, which comes after it ({file}:{line})")
     for (name, module), users in USERS.items():
         for source, target, file, line in crate.references() if name == crate.name else ():
             if named(target) != module or source in users:
                 continue
-            said.append(f"{crate.name}: {named(source)} must not use {named(target)} ({file}:{line})")
-    return said
+            messages.append(f"{crate.name}: {named(source)} must not use {named(target)} ({file}:{line})")
+    return messages
 
 
 def self_test():
-    def judge(files):
+    def problems_of(files):
         with tempfile.TemporaryDirectory() as folder:
             for name, text in files.items():
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
-            said = problems(Crate("made", Path(folder, "lib.rs")))
-            return [line.split(" (")[0] for line in said]
+            messages = problems(Crate("made", Path(folder, "lib.rs")))
+            return [line.split(" (")[0] for line in messages]
 
     root = "pub mod a; mod b; mod c;"
     plain = {"a.rs": "pub struct A;", "b.rs": "pub struct B;", "c.rs": ""}
@@ -443,7 +443,7 @@ def self_test():
         ),
     ]
     for what, files, expected in cases:
-        found = judge(files)
+        found = problems_of(files)
         if found != expected:
             sys.exit(f"modules.py self-test: a cycle {what}: expected {expected}, found {found}")
     ORDER["made"] = ["c", "a", "b"]
@@ -452,11 +452,11 @@ def self_test():
         (tree_of(a="use crate::b::B;"), ["made: a must not use b, which comes after it"]),
         (tree_of() | {"lib.rs": "mod a; mod b;"}, ["made: c must be a module and in ORDER of .ci/modules.py"]),
     ]:
-        found = judge(files)
+        found = problems_of(files)
         if found != expected:
             sys.exit(f"modules.py self-test: an order: expected {expected}, found {found}")
     USERS["made", "a"] = {("c",)}
-    found = judge(tree_of(b="use crate::a::A;"))
+    found = problems_of(tree_of(b="use crate::a::A;"))
     if found != ["made: b must not use a"]:
         sys.exit(f"modules.py self-test: a user that is not allowed: found {found}")
     print(f"modules: {len(cases) + 4} synthetic crates were judged correctly")
@@ -466,12 +466,12 @@ def main(arguments):
     top = Path(__file__).resolve().parent.parent
     if arguments[:1] == ["self-test"]:
         return self_test()
-    said = []
+    messages = []
     for name, root in CRATES.items():
-        said += problems(Crate(name, top / root))
-    for line in said:
+        messages += problems(Crate(name, top / root))
+    for line in messages:
         print(f"dependency rule: {line.replace(str(top) + '/', '')}", file=sys.stderr)
-    if said:
+    if messages:
         sys.exit(1)
     print("modules: no cycles")
 

@@ -13,7 +13,7 @@ import { Picker } from "./compare/picker.js";
 import { Scatter } from "./compare/scatter.js";
 import { Selection } from "./compare/selection.js";
 import { Tables } from "./compare/tables.js";
-import { ALL, axisTitle, isResult, ownMetrics } from "./job/names.js";
+import { ALL, axisTitle, isResult, knownMetrics } from "./job/names.js";
 import { isFinal } from "./job/states.js";
 import { plural } from "./numbers.js";
 
@@ -24,9 +24,9 @@ const ids = () => read("jobs").split(",").filter(Boolean);
 const list = () => ids().map((id) => jobs.get(id)).filter(Boolean);
 
 const selection = new Selection(list);
-const chosen = () => selection.ids();
-const curves = new Curves(list, chosen);
-const tables = new Tables(list, (id) => choose(ids().filter((other) => other !== id)), chosen);
+const selected = () => selection.ids();
+const curves = new Curves(list, selected);
+const tables = new Tables(list, (id) => choose(ids().filter((other) => other !== id)), selected);
 const parallel = new Parallel(byId("parallel"), list, selection);
 const scatter = new Scatter(byId("scatter"), list, selection);
 const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), list, () => new Set(ids()));
@@ -87,7 +87,7 @@ for (const button of byId("bands").children) button.addEventListener("click", ()
 // --- the selection ------------------------------------------------------------------------------------
 
 function drawSelection() {
-  const kept = chosen(), all = list().length;
+  const kept = selected(), all = list().length;
   byId("selection").hidden = !selection.hasBrushes;
   text(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
   text(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
@@ -96,7 +96,7 @@ function drawSelection() {
 
 selection.addEventListener("change", () => { drawSelection(); tables.draw(); curves.invalidate(); });
 byId("selection-clear").addEventListener("click", () => { selection.clear(); byId("parallel").querySelector("[data-axis]")?.focus(); });
-byId("selection-keep").addEventListener("click", () => { const kept = chosen(); selection.brushes.clear(); choose(ids().filter((id) => kept.has(id))).then(() => byId("selection-keep").blur()); });
+byId("selection-keep").addEventListener("click", () => { const kept = selected(); selection.brushes.clear(); choose(ids().filter((id) => kept.has(id))).then(() => byId("selection-keep").blur()); });
 
 // --- controls -----------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ byId("selection-keep").addEventListener("click", () => { const kept = chosen(); 
  * have, preferably a loss or an accuracy.
  */
 function defaultMetric() {
-  const ofJobs = list().map(ownMetrics), all = [...new Set(ofJobs.flat())].sort((a, b) => isResult(b) - isResult(a));
+  const ofJobs = list().map(knownMetrics), all = [...new Set(ofJobs.flat())].sort((a, b) => isResult(b) - isResult(a));
   if (!ofJobs.length) return "val_accuracy";
   const isShared = (name) => ofJobs.every((names) => names.includes(name));
   return ["val_accuracy", "loss"].find((name) => all.includes(name)) ?? all.find(isShared) ?? all[0] ?? "loss";
@@ -121,7 +121,7 @@ function metrics() {
 function showCharts() {
   const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
-  const more = byId("more-metrics"), all = [...list().filter((job) => job.external).flatMap(ownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
+  const more = byId("more-metrics"), all = [...list().filter((job) => job.external).flatMap(knownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
   more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${axisTitle(name)}`, name)));
   curves.setMetrics(now);
 }

@@ -2,15 +2,15 @@
 // between two words if possible.
 
 /**
- * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that are kept at the end, or a
- * number from `least` to `most` if the kept end then begins with a word.
+ * Limits in characters. `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that
+ * are kept at the end, or a number from `least` to `most` if the kept end then begins with a word.
  */
 const DEFAULT = { long: 24, tail: 12, least: 5, most: 20 };
-/** For a column with a width of a hundred pixels. */
+/** Limits for a column that is about 100 pixels wide. */
 export const NARROW = { long: 13, tail: 6, least: 3, most: 10 };
-/** For a list at the side with a width of two hundred pixels. */
+/** Limits for a list that is about 200 pixels wide. */
 export const SIDE = { long: 16, tail: 10, least: 5, most: 14 };
-/** A number of characters that do not fit on a line. */
+/** Number of characters that never fit on a line. */
 const LINE = 300;
 /** Separators. A word begins with a separator, or after a space. */
 const SEPARATORS = new Set("/-_");

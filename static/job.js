@@ -32,10 +32,10 @@ const charts = new Charts(() => job, metrics, ranks);
 const panels = new Panels(() => job, charts, metrics, initial.panels, initial.may_change);
 const log = new Log(job.id);
 const jobHistory = new History(job.id, () => { charts.setMarks(jobHistory.reasons); facts.queue = jobHistory.queue; factsSoon(); });
-const checkpoints = new Checkpoints(initial.checkpoints, (what, c) => {
-  if (what === "fork") return actions.fork(c.id);
-  if (what === "register") return register(c);
-  if (what === "evaluate") { evaluation.choose(c.id); tabs.show("evaluation"); } else { classify.choose(c.id); tabs.show("classify"); }
+const checkpoints = new Checkpoints(initial.checkpoints, (action, c) => {
+  if (action === "fork") return actions.fork(c.id);
+  if (action === "register") return register(c);
+  if (action === "evaluate") { evaluation.choose(c.id); tabs.show("evaluation"); } else { classify.choose(c.id); tabs.show("classify"); }
   byId("panels").scrollIntoView({ block: "nearest" });
 }, initial.has_artifact_store ? job.id : null);
 checkpoints.draw();
@@ -220,14 +220,14 @@ const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)
 
 /** Reads everything again over REST, and continues the stream after the last event that the responses include. */
 async function reload() {
-  const mine = ++newestReload;
-  stream.hold();
-  for (let delay = 250; mine === newestReload; delay = Math.min(10_000, delay * 2)) {
+  const thisReload = ++newestReload;
+  stream.disconnect();
+  for (let delay = 250; thisReload === newestReload; delay = Math.min(10_000, delay * 2)) {
     try {
       const seq = await metrics.load(charts.wanted, charts.meanFirst);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
       await Promise.all([log.handleGap(), jobHistory.load(), reloadPage()]);
-      if (mine !== newestReload) return;
+      if (thisReload !== newestReload) return;
       checkpoints.replace(stored.checkpoints);
       charts.redraw();
       return stream.reconnect(seq);

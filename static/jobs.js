@@ -9,8 +9,8 @@ import { Bulk } from "./jobs/bulk.js";
 import { Columns } from "./jobs/columns.js";
 import { groupedBy, Grouping } from "./jobs/grouping.js";
 import { Groups } from "./jobs/groups.js";
-import { Narrow } from "./jobs/narrow.js";
-import { filter, fits, mentions, MIN_PAUSE_MS, parameters, readPart, pauseAfter } from "./jobs/query.js";
+import { FilterMenu } from "./jobs/filter-menu.js";
+import { filter, fits, mentions, MIN_PAUSE_MS, parameters, readPage, pauseAfter } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
 import { blank, fill as fillRow } from "./jobs/row.js";
 import { arrange, drawHeads, sortValue, order, DEFAULT_ORDER, defaultOrder } from "./jobs/sort.js";
@@ -21,8 +21,8 @@ import { Window } from "./jobs/window.js";
 const [, experiment, run] = /^#\/experiments\/([^/]+)(?:\/runs\/([^/]+))?$/.exec(location.hash) ?? [];
 if (experiment) location.replace(run ? `/jobs/${run}` : `/jobs?project=${experiment === "0" ? "default" : experiment}`);
 
-/** Number of jobs per request. Older jobs are read when the reader scrolls to them, with larger requests further down. */
-const PART = 50, LARGEST_PART = 250;
+/** First and maximum number of jobs per request. Older jobs are read when the reader scrolls to them, in larger requests further down. */
+const PAGE_SIZE = 50, MAX_PAGE_SIZE = 250;
 /** Maximum number of jobs that are read again when the order or search results may have changed. */
 const MAX_RELOAD = 200;
 const rows = byId("rows"), search = byId("search");
@@ -33,7 +33,7 @@ const requestedKey = new Map();
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
 /** Ends of jobs of which the reader was notified. After an interruption, both a request and the stream may report the same end. */
 const notified = new Set();
-/** Number of the newest load. */
+/** Number of the newest call of `load` or `loadShown`, which earlier calls compare with `thisLoad`. */
 let loads = 0;
 /** Cursor of the next jobs, and whether these jobs are being read. */
 let next = null, reading = false;
@@ -50,18 +50,18 @@ const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups
 /** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
 let round = 0;
 const written = new WeakMap();
-const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
+const rowWindow = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
 const queue = new Queue(() => loadedJobs(), (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.refill(job); });
 
 const isSorted = () => order() !== DEFAULT_ORDER;
 const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
 const drawHeadings = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === defaultOrder() ? "" : sort }));
-const fillAll = () => { round++; for (const row of viewed.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
+const fillAll = () => { round++; for (const row of rowWindow.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
 const loadedJobs = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
-const tagsOf = () => new Set(loadedJobs().flatMap((job) => job.tags));
-const columns = new Columns({ refill: (needsRead) => { fillAll(); drawHeadings(); if (groups?.isGrouped || needsRead) read(); }, known: () => ({ jobs: loadedJobs(), tags: tagsOf() }) });
-groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { showEmpty(); bulk.forgetUnshown(); }, ended: tellEnd });
-const narrow = new Narrow((values) => change(values), () => columns.settings());
+const knownTags = () => new Set(loadedJobs().flatMap((job) => job.tags));
+const columns = new Columns({ refill: (needsRead) => { fillAll(); drawHeadings(); if (groups?.isGrouped || needsRead) read(); }, known: () => ({ jobs: loadedJobs(), tags: knownTags() }) });
+groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { showEmpty(); bulk.forgetUnshown(); }, ended: notifyOfEnd });
+const filterMenu = new FilterMenu((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
 new Views(() => columns.words());
 
@@ -76,14 +76,14 @@ async function load() {
     return showEmpty();
   }
   groups.clear();
-  const mine = ++loads, sorted = isSorted(), isNewList = isFilterChanged;
-  if (wasInterrupted && !isNewList && rowOf.size > PART) return loadShown(mine);
-  const response = await readPart(filter(), null, sorted && !isNewList ? Math.min(MAX_RELOAD, Math.max(PART, rowOf.size)) : PART);
+  const thisLoad = ++loads, sorted = isSorted(), isNewList = isFilterChanged;
+  if (wasInterrupted && !isNewList && rowOf.size > PAGE_SIZE) return loadShown(thisLoad);
+  const response = await readPage(filter(), null, sorted && !isNewList ? Math.min(MAX_RELOAD, Math.max(PAGE_SIZE, rowOf.size)) : PAGE_SIZE);
   await firstPaint;
-  if (mine !== loads) return;
+  if (thisLoad !== loads) return;
   isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
-  // Rows further down that the reader has reached stay. Jobs that are missing from this part of the list are removed.
+  // Rows further down that the reader has reached stay. Jobs that are missing from this page of the list are removed.
   const stays = (id, row) => !isNewList && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of response.jobs) show(job);
@@ -94,22 +94,22 @@ async function load() {
   bulk.forgetUnshown();
 }
 
-/** Reads all visible rows, in parts: the stream does not repeat the events during an interruption. */
-async function loadShown(mine) {
+/** Reads all visible rows, page by page: the stream does not repeat the events during an interruption. */
+async function loadShown(thisLoad) {
   const before = new Map(jobs), shownBefore = [...rowOf.keys()], listed = [];
   let cursor = null;
-  catchUpLoad = mine;
+  catchUpLoad = thisLoad;
   try {
     do {
-      const response = await readPart(filter(), cursor, LARGEST_PART);
+      const response = await readPage(filter(), cursor, MAX_PAGE_SIZE);
       await firstPaint;
-      if (mine !== loads) return;
+      if (thisLoad !== loads) return;
       for (const job of response.jobs) { listed.push(job.id); show(job); }
       cursor = response.next_cursor;
     } while (cursor && listed.length < shownBefore.length);
-  } finally { if (catchUpLoad === mine) catchUpLoad = 0; }
+  } finally { if (catchUpLoad === thisLoad) catchUpLoad = 0; }
   const listedIds = new Set(listed);
-  // Jobs that the stream reported in the meantime stay. Later parts contain other jobs.
+  // Jobs that the stream reported in the meantime stay. Later pages contain other jobs.
   for (const id of shownBefore) if (!listedIds.has(id) && jobs.get(id) === before.get(id)) remove(id);
   if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
   next = cursor;
@@ -119,9 +119,9 @@ async function loadShown(mine) {
   bulk.forgetUnshown();
 }
 
-const read = () => load().then(() => narrow.showProblem(""), (error) => {
+const read = () => load().then(() => filterMenu.showProblem(""), (error) => {
   if (error instanceof Unreachable || error.status >= 500) return showLive("reconnecting");
-  if (!(error instanceof Problem)) return narrow.showProblem(errorText(error));
+  if (!(error instanceof Problem)) return filterMenu.showProblem(errorText(error));
   // For an invalid filter or order, no jobs are listed.
   next = null;
   for (const id of [...rowOf.keys()]) remove(id);
@@ -129,7 +129,7 @@ const read = () => load().then(() => narrow.showProblem(""), (error) => {
   groups.isEmpty = true;
   showEmpty();
   bulk.forgetUnshown();
-  narrow.showProblem(errorText(error));
+  filterMenu.showProblem(errorText(error));
 });
 
 /** Reads the list again after a pause, because the places of jobs may have changed. */
@@ -147,18 +147,18 @@ function readSoon() {
 async function loadMore() {
   if (!next || reading) return;
   reading = true;
-  const mine = loads, response = await readPart(filter(), next, Math.max(PART, Math.min(LARGEST_PART, rowOf.size))).catch(() => null);
+  const thisLoad = loads, response = await readPage(filter(), next, Math.max(PAGE_SIZE, Math.min(MAX_PAGE_SIZE, rowOf.size))).catch(() => null);
   reading = false;
   if (!response) return;
   // The list was read again in the meantime, so other jobs may follow.
-  if (mine !== loads) return nearEnd() ? loadMore() : undefined;
+  if (thisLoad !== loads) return isNearEnd() ? loadMore() : undefined;
   next = response.next_cursor;
   for (const job of response.jobs) show(job);
   showEmpty();
-  if (next && nearEnd()) requestAnimationFrame(loadMore);
+  if (next && isNearEnd()) requestAnimationFrame(loadMore);
 }
 
-const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
+const isNearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
 
 /** Handles a job from the stream. A new job is inserted at its place in the order, which only the server knows. */
 function handleJob(job) {
@@ -198,7 +198,7 @@ function countSoon() {
   }, countPause);
 }
 
-function tellEnd(job) {
+function notifyOfEnd(job) {
   const before = stateOf.get(job.id), end = `${job.id} ${job.finished_at}`;
   stateOf.set(job.id, job.state);
   if (!before || isFinal(before) || !isFinal(job.state) || notified.has(end)) return;
@@ -210,16 +210,16 @@ function tellEnd(job) {
 function receive(job) {
   const before = { ...job, state: stateOf.get(job.id) };
   if (before.state !== job.state) countSoon();
-  if (jobs.has(job.id) || groups.jobs.has(job.id) || (fits(before, filter()) && mentions(before, filter().text))) tellEnd(job);
+  if (jobs.has(job.id) || groups.jobs.has(job.id) || (fits(before, filter()) && mentions(before, filter().text))) notifyOfEnd(job);
   else stateOf.set(job.id, job.state);
-  waiting.set(job.id, job);
+  received.set(job.id, job);
 }
 
 function show(job) {
   const known = jobs.get(job.id);
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
-  tellEnd(job);
+  notifyOfEnd(job);
   queue.keepPlace(known, job);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
@@ -253,7 +253,7 @@ function showEmpty() {
   const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
     owner && `belongs to ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted on these days"].filter(Boolean);
   text(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
-  viewed.draw();
+  rowWindow.draw();
 }
 
 /** Writes a change of the filter or the order into the URL, and reads the list again. */
@@ -274,7 +274,7 @@ const searchFor = (words) => change({ q: words, name: "" });
 function filterChanged() {
   requestedKey.clear();
   markStates();
-  narrow.draw();
+  filterMenu.draw();
   grouping.draw();
   drawHeadings();
 }
@@ -307,12 +307,12 @@ byId("jobs").addEventListener("click", (event) => {
   const tag = event.target.closest("a.tag");
   if (!tag || event.ctrlKey || event.metaKey || event.shiftKey) return;
   event.preventDefault();
-  narrow.addTag(tag.title);
+  filterMenu.addTag(tag.title);
 });
 addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); filterChanged(); isFilterChanged = true; read(); });
 setInterval(fillAll, 15_000);
 // The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, the observer reports nothing.
-addEventListener("scroll", () => { if (nearEnd()) loadMore(); }, { passive: true });
+addEventListener("scroll", () => { if (isNearEnd()) loadMore(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) loadMore(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
 // The script shows these filters as chips.
@@ -320,19 +320,20 @@ for (const id of ["tag-filter", "project-filter"]) byId(id).hidden = true;
 markStates();
 
 let frame = 0;
-const waiting = new Map();
+/** Jobs from the stream, by id, which are handled in the next frame. */
+const received = new Map();
 new Stream({
   path: () => "/api/v1/stream",
   onStatus: showLive,
   onFrame(message) {
     if (message.type === "job") receive(message.job);
-    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); countSoon(); if (groups.isGrouped) groups.readSoon(); showEmpty(); }
+    else if (message.type === "job_deleted") { received.delete(message.id); remove(message.id); countSoon(); if (groups.isGrouped) groups.readSoon(); showEmpty(); }
     // The list is read after the stream has opened, so that no change is lost between the two.
     else if (message.type === "hello" || message.type === "live") { wasInterrupted = true; read(); countSoon(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;
-      for (const job of waiting.values()) handleJob(job);
-      waiting.clear();
+      for (const job of received.values()) handleJob(job);
+      received.clear();
       showEmpty();
       // The possible actions for the selected jobs may have changed.
       bulk.draw();

@@ -1,4 +1,4 @@
-// Numbers for people, in the same format as in web/src/numbers.rs.
+// Formats numbers for people, as web/src/numbers.rs does.
 
 export const count = (n) => String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, ",");
 
@@ -8,15 +8,18 @@ const FEW_PICTURES = 10_000;
 export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
 
 /**
- * Formats the standard error of an accuracy in percent: ` ± 2.6`. Empty for many pictures, and where all or none are right. The
- * same as `standard_error` in protocol/src/numbers.rs.
+ * Formats the standard error of an accuracy in percent: ` ± 2.6`. Empty for `FEW_PICTURES` or more, and if all or no pictures are
+ * classified correctly. The same as `standard_error` in protocol/src/numbers.rs.
  */
 export const standardError = (share, pictures) => (pictures > 0 && pictures < FEW_PICTURES && share > 0 && share < 1 ? ` ± ${(100 * Math.sqrt(share * (1 - share) / pictures)).toFixed(1)}` : "");
 
 /** Formats an accuracy, its standard error, and its number of pictures: `84.00 % ± 2.6 of 200`. */
 export const accuracyOf = (share, pictures, digits = 1) => `${percent(share, digits)}${standardError(share, pictures)} of ${count(pictures)}`;
 
-/** Formats what a list shows after an accuracy: ` ± 2.6 of 200`. Empty for many pictures. The same as `uncertainty` in protocol/src/numbers.rs. */
+/**
+ * Formats the standard error of an accuracy and its number of pictures: ` ± 2.6 of 200`. Empty for `FEW_PICTURES` or more. The same as
+ * `uncertainty` in protocol/src/numbers.rs.
+ */
 export const uncertainty = (share, pictures) => (pictures > 0 && pictures < FEW_PICTURES ? `${standardError(share, pictures)} of ${pictures}` : "");
 
 /** Formats a loss or a learning rate. */
@@ -58,7 +61,7 @@ const nouns = (n, noun) => (n === 1 ? noun : /(s|x|ch|sh)$/.test(noun) ? `${noun
 
 export const plural = (n, noun) => `${count(n)} ${nouns(n, noun)}`;
 
-/** Formats a time: `24.9 ms`, `1.52 s`. */
+/** Formats a duration: `24.9 ms`, `1.52 s`. */
 export const millis = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 100 ? 1 : 0)} ms`);
 
 /** Formats a time: `14:03`, or with `length` 8 `14:03:41`. Begins with the date if the time is on another day than `now`. */

@@ -1,19 +1,19 @@
-// Settings of jobs by dotted keys, for the list's columns and for Compare.
+// Settings of jobs by fullKey keys, for the list's columns and for Compare.
 
 /** Returns every setting with its value, by keys such as `train.lr`. */
-export function flat(spec, at = "") {
-  return Object.entries(spec).flatMap(([key, v]) => (v && typeof v === "object" && !Array.isArray(v) ? flat(v, `${at}${key}.`) : [[at + key, v]]));
+export function flatten(spec, prefix = "") {
+  return Object.entries(spec).flatMap(([key, v]) => (v && typeof v === "object" && !Array.isArray(v) ? flatten(v, `${prefix}${key}.`) : [[prefix + key, v]]));
 }
 
 /** Formats a value of a setting. */
-export const formatted = (v) => (v === undefined || v === null ? "–" : Array.isArray(v) ? v.join(", ") : String(v));
+export const formatSetting = (v) => (v === undefined || v === null ? "–" : Array.isArray(v) ? v.join(", ") : String(v));
 
-/** Returns the whole key for a key without its table: `train.lr` for `lr`, if only one table has the key. */
-export function dotted(spec, key) {
+/** Returns the key with its table for a key without: `train.lr` for `lr`, if only one table has the key. */
+export function fullKey(spec, key) {
   if (key.includes(".") || key in spec) return key;
   const tables = Object.keys(spec).filter((table) => spec[table] && typeof spec[table] === "object" && !Array.isArray(spec[table]) && key in spec[table]);
   return tables.length === 1 ? `${tables[0]}.${key}` : key;
 }
 
-/** Returns the value of a key. */
-export const setting = (spec, key) => dotted(spec, key).split(".").reduce((at, part) => at?.[part], spec);
+/** Returns the value of a key, with or without its table; undefined if the specification lacks the key. */
+export const setting = (spec, key) => fullKey(spec, key).split(".").reduce((table, name) => table?.[name], spec);

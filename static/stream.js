@@ -17,6 +17,8 @@ const SILENT_MS = 45_000;
  * after a silence of `SILENT_AND_LATE_MS`, in which one heartbeat is missing.
  */
 const LATE_MS = 15_000, SILENT_AND_LATE_MS = 25_000;
+/** Interval at which the silence is checked. */
+const CHECK_INTERVAL_MS = 5000;
 
 export class Stream {
   #socket = null;
@@ -41,7 +43,7 @@ export class Stream {
       const now = Date.now(), silent = now - this.#heard;
       if (this.#socket && silent > (now - lastTick > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { suspectConnections(); this.reconnect(); }
       lastTick = now;
-    }, 5000);
+    }, CHECK_INTERVAL_MS);
     addEventListener("online", this.#online = () => this.reconnect());
   }
 
@@ -76,6 +78,7 @@ export class Stream {
       if (event.code === 4008) this.#delay = FIRST_DELAY_MS;
       else if (!opened && await this.onGone?.()) return this.close();
       if (socket !== this.#socket) return;
+      // A random factor, so that not all pages reconnect at the same time.
       this.#timer = setTimeout(() => this.#open(), this.#delay * (0.75 + Math.random() / 2));
       this.#delay = Math.min(LONGEST_DELAY_MS, this.#delay * 2);
     };
@@ -85,14 +88,14 @@ export class Stream {
   reconnect(seq = this.seq) {
     if (this.#closed) return;
     this.seq = seq;
-    this.hold();
+    this.disconnect();
     this.#delay = FIRST_DELAY_MS;
     this.onStatus("reconnecting");
     this.#open();
   }
 
   /** Closes the connection. `reconnect` opens a new connection. */
-  hold() {
+  disconnect() {
     const old = this.#socket;
     this.#socket = null;
     clearTimeout(this.#timer);

@@ -20,7 +20,7 @@ const replaced = new Map();
 /** Sizes that belong together in a recipe: they are sent even if they have the recipe's values. */
 const TOGETHER = ["data.validation_size", "data.resize_size"];
 /** Keys that a recipe scales with the epochs, and keys whose default depends on the dataset: sent only if the user has changed them. */
-const IN_PROPORTION = JSON.parse(form.dataset.inProportion), LEFT_TO_SERVER = JSON.parse(form.dataset.leftToServer);
+const SCALED_WITH_EPOCHS = JSON.parse(form.dataset.scaledWithEpochs), DATASET_DEFAULTS = JSON.parse(form.dataset.datasetDefaults);
 /** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
 let isSubmitted = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
@@ -76,8 +76,8 @@ function specification({ defaults }) {
   for (const field of fields) {
     const words = valueOf(field);
     const isUnchanged = words === untouchedValue(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
-    const isScaled = isUnchanged && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
-    if (words === "" || (!defaults && isUnchanged) || isScaled || (isUnchanged && LEFT_TO_SERVER.includes(field.name))) continue;
+    const isScaled = isUnchanged && SCALED_WITH_EPOCHS.includes(field.name) && field.name in (recipes[filled.value] ?? {});
+    if (words === "" || (!defaults && isUnchanged) || isScaled || (isUnchanged && DATASET_DEFAULTS.includes(field.name))) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     if (table) (spec[table] ??= {})[key] = jsonValue(field); else spec[key] = jsonValue(field);
   }
@@ -160,7 +160,7 @@ function fillRecipe(name) {
     const value = effectiveValue(field, filled.value), isUnchanged = value === untouchedValue(field, filled.value);
     // The reader wrote this value, or a preset or a clone wrote it and the recipe does not set it.
     if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
-    const isChosenByServer = LEFT_TO_SERVER.includes(field.name), defaultValue = untouchedValue(field, "");
+    const isChosenByServer = DATASET_DEFAULTS.includes(field.name), defaultValue = untouchedValue(field, "");
     const earlier = isUnchanged ? replaced.get(field) ?? (isChosenByServer ? value : defaultValue) : value;
     const isWritten = field.name in own && (!isChosenByServer || earlier === defaultValue);
     writeValue(field, isWritten ? own[field.name] : earlier, name);
@@ -172,7 +172,7 @@ function fillRecipe(name) {
 
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
 function showReplaced() {
-  const isDefault = (field, value) => value === untouchedValue(field, "") && !LEFT_TO_SERVER.includes(field.name);
+  const isDefault = (field, value) => value === untouchedValue(field, "") && !DATASET_DEFAULTS.includes(field.name);
   const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
   const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
   text(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
@@ -222,8 +222,8 @@ function showMistakes(errors) {
 /** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
 const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
 
-/** Keys that change the number of steps, which then differs between the trials of a sweep. */
-const OF_LENGTH = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;
+/** Keys that change the number of steps. If a sweep sets one of these keys, the number differs between its trials. */
+const STEP_COUNT_KEYS = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;
 
 /** Says at each field whose key the sweep sets that the trials do not use the field's value. */
 function showSwept(swept) {
@@ -247,7 +247,7 @@ function showPlan(response) {
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
-  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${!trials ? "in all" : swept.some((key) => OF_LENGTH.test(key)) ? "in the first trial" : "steps each"}`);
+  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${!trials ? "in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each"}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");

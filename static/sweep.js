@@ -1,5 +1,5 @@
-// The page of a sweep. The server renders it; the script reads it again every few seconds until the sweep has ended, and changes the parts that
-// differ. The parallel coordinates are those of the page Compare.
+// The page of a sweep. The server renders the page; the script requests it again every few seconds until the sweep has ended, and changes
+// the parts that differ. The script also draws the parallel coordinates, like the page Compare.
 
 import { ask, byId, confirmThen, errorText, text } from "./page.js";
 import { assign } from "./compare/colours.js";
@@ -7,7 +7,7 @@ import { Parallel } from "./compare/parallel.js";
 import { Selection } from "./compare/selection.js";
 import { morph, refresher } from "./machines/morph.js";
 
-const EVERY_MS = 4000, JOBS = 200;
+const REFRESH_INTERVAL_MS = 4000, JOBS_PER_REQUEST = 200;
 const sweep = byId("sweep"), url = `/api/v1/sweeps/${encodeURIComponent(sweep.dataset.sweep)}`;
 let jobs = [];
 
@@ -15,13 +15,13 @@ const selection = new Selection(() => jobs), parallel = new Parallel(byId("paral
 
 /** Reads the trials' jobs, which have values that the table lacks, and draws the parallel coordinates. */
 async function draw() {
-  const found = [];
+  const loaded = [];
   for (let cursor = ""; cursor !== null;) {
-    const page = await ask(`/api/v1/jobs?tag=${encodeURIComponent(sweep.dataset.sweep)}&limit=${JOBS}${cursor && `&cursor=${encodeURIComponent(cursor)}`}`);
-    found.push(...page.jobs);
+    const page = await ask(`/api/v1/jobs?tag=${encodeURIComponent(sweep.dataset.sweep)}&limit=${JOBS_PER_REQUEST}${cursor && `&cursor=${encodeURIComponent(cursor)}`}`);
+    loaded.push(...page.jobs);
     cursor = page.next_cursor;
   }
-  jobs = found.filter((job) => job.trial?.sweep === sweep.dataset.sweep).sort((a, b) => a.trial.number - b.trial.number);
+  jobs = loaded.filter((job) => job.trial?.sweep === sweep.dataset.sweep).sort((a, b) => a.trial.number - b.trial.number);
   assign(jobs.map((job) => job.id));
   byId("settings-and-results").hidden = jobs.length < 2;
   if (jobs.length > 1) parallel.draw();
@@ -32,18 +32,18 @@ const refresh = refresher((page) => {
   return draw();
 });
 
-async function act(what) {
+async function act(action) {
   text(byId("sweep-error"), "");
-  await ask(`${url}/${what}`, { method: "POST" });
+  await ask(`${url}/${action}`, { method: "POST" });
   await refresh();
 }
 
 sweep.addEventListener("click", (event) => {
-  const what = event.target.closest("[data-act]")?.dataset.act;
-  if (what === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its unfinished trials are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(what) });
-  else if (what === "delete") confirmThen({ title: "Delete the sweep?", detail: "Its jobs stay, with their logs and checkpoints, as jobs without a sweep.", yes: "Delete the sweep", act: async () => { await ask(url, { method: "DELETE" }); location.href = "/sweeps"; } });
-  else if (what) act(what).catch((error) => text(byId("sweep-error"), errorText(error)));
+  const action = event.target.closest("[data-act]")?.dataset.act;
+  if (action === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its unfinished trials are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(action) });
+  else if (action === "delete") confirmThen({ title: "Delete the sweep?", detail: "Its jobs stay, with their logs and checkpoints, as jobs without a sweep.", yes: "Delete the sweep", act: async () => { await ask(url, { method: "DELETE" }); location.href = "/sweeps"; } });
+  else if (action) act(action).catch((error) => text(byId("sweep-error"), errorText(error)));
 });
 
 draw().catch((error) => text(byId("sweep-error"), errorText(error)));
-setInterval(() => { if (sweep.dataset.over === undefined) refresh(); }, EVERY_MS);
+setInterval(() => { if (sweep.dataset.over === undefined) refresh(); }, REFRESH_INTERVAL_MS);

@@ -98,7 +98,8 @@ def write_zip() -> str:
     return "shoes.zip"
 
 
-# Calls in order: the name, the call, and a check of its result or of the error that it raises.
+# Calls in order: the name, the call, and a check of its result or of the error that it raises. `w`: the fixture `api`;
+# `a`: the result; `e`: the error.
 CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     ("Client.register_bundled", lambda w: w.client.register_bundled(), lambda w, e: e.code == "name_taken"),
     ("Client.datasets", lambda w: w.client.datasets(), lambda w, a: store(w, path=a[0]["path"])),

@@ -69,7 +69,7 @@ fn row(job: &QueuedJob) -> [String; 10] {
     ]
 }
 
-/// Formats a reservation: `a: slots 0, 1, and what else becomes free, kept for large (j...)`.
+/// Formats a reservation: `a: slots 0, 1, and every other slot that becomes free, kept for large (j...)`.
 fn describe_reservation(reservation: &Reservation) -> String {
     let slots = |numbers: &[u32]| {
         let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();
@@ -83,7 +83,7 @@ fn describe_reservation(reservation: &Reservation) -> String {
         parts.push(format!("{} of jobs that are ending", slots(&reservation.ending)));
     }
     if reservation.whole_machine {
-        parts.push(format!("what{} becomes free", if parts.is_empty() { "" } else { " else" }));
+        parts.push(format!("every{} slot that becomes free", if parts.is_empty() { "" } else { " other" }));
     }
     let job = match (&reservation.name, &reservation.job) {
         (Some(name), Some(job)) => format!("{name} ({job})"),
@@ -110,9 +110,12 @@ mod tests {
             whole_machine: true,
             since: jiff::Timestamp::UNIX_EPOCH,
         };
-        let words = "a: slots 0, 1, and slot 2 of jobs that are ending, and what else becomes free, kept for a private job";
+        let words = "a: slots 0, 1, and slot 2 of jobs that are ending, and every other slot that becomes free, kept for a private job";
         assert_eq!(describe_reservation(&reservation), words);
         (reservation.free, reservation.ending) = (Vec::new(), Vec::new());
-        assert_eq!(describe_reservation(&reservation), "a: what becomes free, kept for a private job");
+        assert_eq!(
+            describe_reservation(&reservation),
+            "a: every slot that becomes free, kept for a private job"
+        );
     }
 }

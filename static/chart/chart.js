@@ -14,7 +14,7 @@ import { Gestures } from "./gestures.js";
 import { dot, drawSegment, MAX_POINTS_PER_PIXEL, visible } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear } from "./scale.js";
-import { amount, span, vertical } from "./vertical.js";
+import { countVisible, span, vertical } from "./vertical.js";
 
 const DATA_FRAME_MS = 100;
 const charts = new Set();
@@ -66,10 +66,10 @@ export class Chart {
     Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, zero, limits, held });
     this.second = second && { ends: [null, null], robust: false, ...second };
     this.canvas = make("canvas", { role: "img", "aria-label": label });
-    this.over = make("canvas", { "aria-hidden": "true" });
+    this.overlay = make("canvas", { "aria-hidden": "true" });
     this.tip = make("div", { className: "tip", hidden: true });
     this.status = make("p", { className: "sr", role: "status" });
-    root.append(this.canvas, this.over, this.tip, this.status);
+    root.append(this.canvas, this.overlay, this.tip, this.status);
     root.tabIndex = 0;
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", `${label}. Arrow keys move the crosshair, plus and minus zoom, 0 shows all.`);
@@ -78,7 +78,7 @@ export class Chart {
     size.observe(root);
     signal.addEventListener("abort", () => { size.disconnect(); charts.delete(this); });
     view.addEventListener("zoom", () => this.invalidate(), { signal });
-    view.addEventListener("cursor", () => this.#drawOver(), { signal });
+    view.addEventListener("cursor", () => this.#drawOverlay(), { signal });
     this.#listen();
     schedule();
   }
@@ -130,7 +130,7 @@ export class Chart {
     return this.layers().map((layer) => ({
       layer,
       parts: this.source(layer.series).segments
-        .filter((g) => g.length).map((segment) => ({ segment, xs: this.view.places(segment) })),
+        .filter((g) => g.length).map((segment) => ({ segment, xs: this.view.positions(segment) })),
     }));
   }
 
@@ -139,7 +139,7 @@ export class Chart {
     const { width, height } = this.root.getBoundingClientRect();
     if (!width || !height) return;
     const ratio = devicePixelRatio || 1;
-    for (const c of [this.canvas, this.over]) {
+    for (const c of [this.canvas, this.overlay]) {
       const w = Math.round(width * ratio), h = Math.round(height * ratio);
       if (c.width !== w || c.height !== h) { c.width = w; c.height = h; }
     }
@@ -147,7 +147,7 @@ export class Chart {
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     ctx.clearRect(0, 0, width, height);
     this.paint(ctx, width, height);
-    this.#drawOver();
+    this.#drawOverlay();
   }
 
   /** The width of the data in pixels: the number of buckets to request from the server. */
@@ -165,7 +165,8 @@ export class Chart {
 
     const [first, last] = fullRange(parts), [low, high] = view.zoom ?? [first, last > first ? last : first + 1];
 
-    const { shown, buckets, exact } = amount(gathered, low, high);
+    const { shown, buckets, exact } = countVisible(gathered, low, high);
+    // A tick about every 52 pixels of the vertical axes, and below about every 90 pixels of the horizontal axis.
     const rows = Math.max(2, Math.floor(height / 52)), sides = this.second ? [this, this.second] : [this];
     const [left, right] = sides.map((side, n) => vertical(side, this.scale, gathered.filter(({ layer }) => (layer.side ?? 0) === n), low, high, rows));
     const beside = right ? labelWidth(ctx, right.labels, colours, 24) + 8 : 0;
@@ -248,11 +249,11 @@ export class Chart {
 
   // --- crosshair and selection -------------------------------------------------------------------
 
-  #drawOver() {
+  #drawOverlay() {
     if (!this.plot) { this.tip.hidden = true; return; }
-    const ratio = devicePixelRatio || 1, ctx = this.over.getContext("2d"), { plot, x, view } = this;
+    const ratio = devicePixelRatio || 1, ctx = this.overlay.getContext("2d"), { plot, x, view } = this;
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-    ctx.clearRect(0, 0, this.over.width, this.over.height);
+    ctx.clearRect(0, 0, this.overlay.width, this.overlay.height);
     const colours = palette();
     const brush = this.#gestures.brush;
     if (brush?.held || brush?.to !== undefined) {
@@ -323,7 +324,7 @@ export class Chart {
   #listen() {
     const { root, view } = this;
     this.#gestures = new Gestures(this, {
-      brushed: (low, high) => this.#zoomTo(low, high), changed: () => this.#drawOver(),
+      brushed: (low, high) => this.#zoomTo(low, high), changed: () => this.#drawOverlay(),
       ends: () => fullRange(this.gathered.flatMap((g) => g.parts)),
     });
     root.addEventListener("blur", () => { if (!this.#gestures.over) view.setCursor(null); });
@@ -331,7 +332,7 @@ export class Chart {
   }
 
   #zoomTo(low, high) {
-    // A range with fewer steps would show no line.
+    // A range of less than 4 steps or 0.05 s would show no line.
     const least = this.view.axis === "time" ? 0.05 : 4;
     if (high - low >= least) this.view.setZoom([low, high]);
   }

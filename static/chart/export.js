@@ -86,7 +86,7 @@ function csv(chart) {
   const [low, high] = chart.view.zoom ?? [-Infinity, Infinity];
   for (const { label, series } of chart.layers()) {
     for (const g of chart.source(series).segments) {
-      const xs = chart.view.places(g);
+      const xs = chart.view.positions(g);
       for (let i = 0; i < g.length; i++) {
         if (xs[i] >= low && xs[i] <= high) lines.push([csvCell(label), g.attempt, g.steps[i], g.counts[i], g.min[i], g.max[i], g.mean[i]].join(","));
       }

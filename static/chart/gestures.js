@@ -1,7 +1,7 @@
 // Pointer gestures on a chart. Dragging with a mouse, or with a finger after a long press, selects a range (a brush). A finger that moves at
 // once moves the crosshair. Two fingers zoom and pan.
 
-import { onHold } from "./hold.js";
+import { onLongPress } from "./hold.js";
 
 /** Minimum width of a brush, and minimum distance of two fingers, in pixels. */
 const MIN_BRUSH = 4, MIN_PINCH = 24;
@@ -27,7 +27,7 @@ export class Gestures {
     root.addEventListener("pointermove", (event) => this.#move(event));
     for (const type of ["pointerup", "pointercancel"]) root.addEventListener(type, (event) => this.#up(event));
     root.addEventListener("dblclick", () => view.setZoom(null));
-    onHold(root, (event) => {
+    onLongPress(root, (event) => {
       if (!chart.plot || this.#pinch) return;
       const from = this.#place(event);
       // Drawn as a thin bar before the first move, as feedback that the long press was recognised.
@@ -36,6 +36,7 @@ export class Gestures {
     });
   }
 
+  /** Returns the pointer's horizontal position in the chart, in pixels. */
   #place(event) {
     const { root, plot } = this.chart;
     return Math.min(plot.right, Math.max(plot.left, event.clientX - root.getBoundingClientRect().left));

@@ -4,7 +4,7 @@
 const LONG_PRESS_MS = 350, MAX_MOVE = 8;
 
 /** Calls `begin(event)` after a long press on `root`. Until the finger is lifted, its moves do not scroll the page. */
-export function onHold(root, begin) {
+export function onLongPress(root, begin) {
   let timer = 0, from = null, held = false;
   const forget = () => { clearTimeout(timer); from = null; held = false; };
   root.addEventListener("pointerdown", (event) => {

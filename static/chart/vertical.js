@@ -13,7 +13,7 @@ export function span(parts) {
 }
 
 /** Returns the largest numbers of points and of buckets that a layer has between `low` and `high`, and whether all points are exact. */
-export function amount(gathered, low, high) {
+export function countVisible(gathered, low, high) {
   let shown = 0, buckets = 0, exact = true;
   for (const { parts } of gathered) {
     let points = 0, bucketCount = 0;

@@ -39,7 +39,7 @@ export class View extends EventTarget {
   }
 
   /** Returns the positions of a segment's buckets on the axis: of the first step of each bucket. */
-  places(segment) {
+  positions(segment) {
     return this.axis === "time" ? times(segment, this.clock()) : segment.steps;
   }
 

@@ -3,7 +3,7 @@
 
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { serverNow } from "../page.js";
-import { formatted } from "../settings.js";
+import { formatSetting } from "../settings.js";
 import { settings } from "./names.js";
 
 const plain = (v) => String(Number(v.toPrecision(6)));
@@ -33,7 +33,7 @@ function numberColumn(key, name, values, words, isLowGood = false) {
   return { key, name, values, log, low, high, isLowGood, at, from, ends: finite.length ? [words(bottom), words(top)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
 }
 
-/** Returns a column of texts, in sorted order. */
+/** Returns a column of texts. `kinds`: the distinct texts, in sorted order. */
 function textColumn(key, name, values) {
   const kinds = [...new Set(values)].sort(), at = (v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(v) / (kinds.length - 1));
   return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], words: (v) => v };
@@ -45,7 +45,7 @@ export const varies = (column) => (column.kinds ? column.kinds.length > 1 : colu
 /** Returns every column of these jobs: settings that differ, results, and other settings. */
 export function columns(jobs) {
   const all = settings(jobs).map(({ key, values, different }) => {
-    const column = values.every((v) => typeof v === "number" || v == null) ? numberColumn(key, key, values.map((v) => v ?? NaN), plain) : textColumn(key, key, values.map(formatted));
+    const column = values.every((v) => typeof v === "number" || v == null) ? numberColumn(key, key, values.map((v) => v ?? NaN), plain) : textColumn(key, key, values.map(formatSetting));
     return { ...column, different };
   });
   const results = RESULTS.map(({ key, name, get, format }) => ({ ...numberColumn(`result:${key}`, name, jobs.map((j) => get(j) ?? NaN), format, LOW_IS_GOOD.includes(key)), result: true }));

@@ -40,11 +40,11 @@ export class Curves {
   #scale = "linear";
   #smoothing = 0;
 
-  /** `jobs()`: the compared jobs. `chosen()`: ids of the selected jobs. */
-  constructor(jobs, chosen) {
-    Object.assign(this, { jobs, chosen });
+  /** `jobs()`: the compared jobs. `selected()`: ids of the selected jobs. */
+  constructor(jobs, selected) {
+    Object.assign(this, { jobs, selected });
     this.view = new View(() => ({ segments: [] }));
-    this.view.places = (segment) => this.#places(segment);
+    this.view.positions = (segment) => this.#positions(segment);
   }
 
   /** The chart that was added last. */
@@ -56,9 +56,9 @@ export class Curves {
   #make(metric) {
     const label = axisTitle(metric), { format, tick, limits } = axisOf(metric);
     const note = make("span", { className: "small" }), head = make("header", { className: "card-head" }, make("h3", { textContent: label }), note);
-    const place = make("div", { className: "chart tall" }), root = make("div", { className: "curve", "data-metric": metric }, head, place);
+    const chartRoot = make("div", { className: "chart tall" }), root = make("div", { className: "curve", "data-metric": metric }, head, chartRoot);
     const describe = (x) => (this.axis === "step" ? `step ${count(Math.round(x))}` : this.axis === "epoch" ? `epoch ${x.toFixed(2)}` : clock(x));
-    const chart = new Chart(place, this.view, {
+    const chart = new Chart(chartRoot, this.view, {
       label: `${label} of the jobs`, describe, format, tick, limits,
       layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
       // In the CSV file of groups, positions are in the axis's unit. In the CSV file of jobs, positions are steps.
@@ -75,12 +75,12 @@ export class Curves {
   }
 
   #layers(metric) {
-    const chosen = this.chosen(), isSelective = chosen.size > 0 && chosen.size < this.jobs().length, alpha = (isSelected) => (isSelective && !isSelected ? 0.15 : 1);
+    const selected = this.selected(), isSelective = selected.size > 0 && selected.size < this.jobs().length, alpha = (isSelected) => (isSelective && !isSelected ? 0.15 : 1);
     if (!this.groupBy) {
-      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: shortenMiddle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
+      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: shortenMiddle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(selected.has(job.id)) }));
     }
     return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({ series: this.#mean(id, metric, jobs), id, label, jobs })).map(({ series, id, label, jobs }) => ({
-      label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
+      label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => selected.has(job.id))),
     }));
   }
 
@@ -91,7 +91,7 @@ export class Curves {
     const parts = jobs.map((job) => this.#series(job, metric)), key = `${id}:${metric}`, known = this.#means.get(key);
     const version = `${this.axis}:${this.band}:${jobs.map((job) => [metric, CLOCK].map((name) => this.#known.get(`${job.id}:${name}`)?.read ?? 0))}`;
     if (known?.version === version) return known.series;
-    const series = mean(parts, (segment) => this.#places(segment), this.band);
+    const series = mean(parts, (segment) => this.#positions(segment), this.band);
     this.#means.set(key, { version, series });
     return series;
   }
@@ -99,7 +99,8 @@ export class Curves {
   /** Called when a job has newer points than the page has read. */
   changed(id) { this.#news.set(id, (this.#news.get(id) ?? 0) + 1); }
 
-  #places(segment) {
+  /** Returns the positions of a segment's buckets on the axis. */
+  #positions(segment) {
     if (this.axis === "step") return segment.steps;
     // Means of groups already have positions on the axis.
     const known = [...this.#known.values()].find(({ series }) => (series.base ?? series).segments.includes(segment.source ?? segment)), job = known && this.jobs().find((j) => j.id === known.job);
@@ -123,12 +124,12 @@ export class Curves {
   invalidate() { for (const chart of this.#charts.values()) chart.invalidate(); }
 
   async draw() {
-    const mine = ++this.#asked;
+    const thisRequest = ++this.#asked;
     this.#legend();
     const wanted = this.axis === "time" ? [...this.metrics, CLOCK] : this.metrics;
     await Promise.all(wanted.flatMap((metric) => this.jobs().map((job) => this.#read(job, metric))));
     this.#legend();
-    if (mine === this.#asked) this.invalidate();
+    if (thisRequest === this.#asked) this.invalidate();
   }
 
   async #read(job, metric) {

@@ -1,7 +1,7 @@
 // Jobs with the same tag or setting as one line: the mean of their curves, with a band.
 
 import { Series } from "../chart/series.js";
-import { dotted, flat, formatted } from "../settings.js";
+import { fullKey, flatten, formatSetting } from "../settings.js";
 import { settings, specOf } from "./names.js";
 
 /** Maximum number of positions along the axis at which a mean is computed. */
@@ -19,7 +19,7 @@ function valuesOf(job, key) {
   if (key === "tag") return job.tags.length ? job.tags.map((tag) => `#${tag}`) : ["no tag"];
   if (key in FIELDS) return [job[key] ?? "no owner"];
   const spec = specOf(job);
-  return [`${key} ${formatted(new Map(flat(spec)).get(dotted(spec, key)))}`];
+  return [`${key} ${formatSetting(new Map(flatten(spec)).get(fullKey(spec, key)))}`];
 }
 
 /** Returns the groups of these jobs, each with an id that fixes its colour. */

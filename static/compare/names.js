@@ -1,6 +1,6 @@
 // Titles of jobs for comparison: jobs with the same name are distinguished by settings that differ.
 
-import { flat, formatted } from "../settings.js";
+import { flatten, formatSetting } from "../settings.js";
 
 /** Maximum number of settings in a title, and maximum length of a value. */
 const MAX_SETTINGS = 2, MAX_CHARS = 12;
@@ -14,13 +14,13 @@ export const withSummary = (job) => (job.external ? { ...specOf(job), summary: O
 
 /**
  * Returns settings by key, each with its value for every job. `name` is left out. A run from elsewhere, which has none of the settings of a
- * job file, does not make these settings different. `of`: `specOf` or `withSummary`.
+ * job file, does not make these settings different. `read`: `specOf` or `withSummary`.
  */
-export function settings(jobs, of = specOf) {
-  const specs = jobs.map((j) => new Map(flat(of(j)))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
+export function settings(jobs, read = specOf) {
+  const specs = jobs.map((j) => new Map(flatten(read(j)))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
   return keys.map((key) => {
     const values = specs.map((s) => s.get(key)), isOfRuns = specs.some((s, i) => jobs[i].external && s.has(key)), compared = isOfRuns ? values : values.filter((_, i) => !jobs[i].external);
-    return { key, values, different: new Set(compared.map(formatted)).size > 1 };
+    return { key, values, different: new Set(compared.map(formatSetting)).size > 1 };
   });
 }
 
@@ -31,7 +31,7 @@ function titles(jobs) {
   const titles = new Map(), byName = Map.groupBy(jobs, (job) => job.name);
   for (const [name, namesakes] of byName) {
     const differing = namesakes.length > 1 ? settings(namesakes).filter((row) => row.different && !/^(tags|notes|project|priority|private)\b/.test(row.key)).slice(0, MAX_SETTINGS) : [];
-    const labels = namesakes.map((_, i) => differing.map(({ key, values }) => `${key.split(".").at(-1)} ${formatted(values[i]).slice(0, MAX_CHARS)}`).join(", "));
+    const labels = namesakes.map((_, i) => differing.map(({ key, values }) => `${key.split(".").at(-1)} ${formatSetting(values[i]).slice(0, MAX_CHARS)}`).join(", "));
     // If the settings are equal, the random end of the id distinguishes the jobs.
     namesakes.forEach((job, i) => titles.set(job.id, namesakes.length < 2 ? name : `${name} · ${labels.filter((w) => w === labels[i]).length > 1 || !labels[i] ? [labels[i], job.id.slice(-5)].filter(Boolean).join(", ") : labels[i]}`));
   }

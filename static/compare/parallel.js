@@ -32,6 +32,7 @@ export class Parallel {
     root.addEventListener("keydown", (event) => this.#key(event));
   }
 
+  /** Returns the pointer's position along an axis, from 0 (bottom) to 1. */
   #place(event) {
     const top = this.root.querySelector("svg").getBoundingClientRect().top;
     return Math.min(1, Math.max(0, (HEIGHT - BOTTOM - (event.clientY - top)) / (HEIGHT - TOP - BOTTOM)));
@@ -74,14 +75,14 @@ export class Parallel {
   }
 
   draw() {
-    const jobs = this.jobs(), { settings, results } = columns(jobs), chosen = this.selection.ids();
+    const jobs = this.jobs(), { settings, results } = columns(jobs), selected = this.selection.ids();
     const axes = this.axes = [...settings.filter((c) => c.different && varies(c)).slice(0, SETTINGS), ...results.filter((c) => RESULTS.includes(c.key) && c.values.some(Number.isFinite))];
     const width = Math.max(this.root.clientWidth, axes.length * AXIS_WIDTH), focused = document.activeElement?.dataset?.axis;
     const x = (i) => 62 + i * (width - 124) / Math.max(1, axes.length - 1), y = (v) => HEIGHT - BOTTOM - v * (HEIGHT - TOP - BOTTOM);
     const svg = makeSvg("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line per job across ${axes.map((a) => a.name).join(", ")}` });
-    jobs.map((job, j) => ({ job, j })).sort((a, b) => chosen.has(a.job.id) - chosen.has(b.job.id)).forEach(({ job, j }) => {
+    jobs.map((job, j) => ({ job, j })).sort((a, b) => selected.has(a.job.id) - selected.has(b.job.id)).forEach(({ job, j }) => {
       const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), spoken = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
-      const line = makeSvg("g", { class: `job stroke-${colour(job.id)} ${dash(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });
+      const line = makeSvg("g", { class: `job stroke-${colour(job.id)} ${dash(job.id)}${selected.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });
       line.append(makeSvg("title", {}, `${titleOf(job, jobs)}\n${spoken.join("\n")}`), makeSvg("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => makeSvg("circle", { cx, cy, r: 3.5 })));
       svg.append(line);
     });

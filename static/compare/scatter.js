@@ -6,7 +6,7 @@ import { byId, make, text } from "../page.js";
 import { read, write } from "../address.js";
 import { drawAxes, labelWidth } from "../chart/axes.js";
 import { csvCell, headOf, saveMenu, tools } from "../chart/export.js";
-import { onHold } from "../chart/hold.js";
+import { onLongPress } from "../chart/hold.js";
 import { mark } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
@@ -101,14 +101,14 @@ export class Scatter {
 
   /** Draws into any context with a canvas's methods. `live`: also draws the brush, and emphasises the focused job. */
   paint(ctx, width, height, live = false) {
-    const colours = palette(), jobs = this.jobs(), chosen = this.selection.ids(), { x: across, y: up } = this;
+    const colours = palette(), jobs = this.jobs(), selected = this.selection.ids(), { x: across, y: up } = this;
     const rows = Math.max(2, Math.floor(height / 52));
     const left = labelWidth(ctx, this.#scale(up, 0, 1, rows).ticks.map(this.#scale(up, 0, 1, rows).label), colours, 24) + 12;
     const plot = { left, right: width - 12, top: 10, bottom: height - 26, margin: 10 };
     if (plot.right - plot.left < 20) return;
     const x = this.#scale(across, plot.left, plot.right, Math.max(2, Math.floor((plot.right - plot.left) / 90))), y = this.#scale(up, plot.bottom, plot.top, rows);
     drawAxes(ctx, plot, { x, y, xTicks: x.ticks, yTicks: y.ticks, xLabel: x.label, yLabel: y.label, colours });
-    const points = jobs.map((job, i) => ({ job, i, x: x.to(across.values[i]), y: y.to(up.values[i]), out: !chosen.has(job.id) })).filter((p) => Number.isFinite(p.x) && Number.isFinite(p.y));
+    const points = jobs.map((job, i) => ({ job, i, x: x.to(across.values[i]), y: y.to(up.values[i]), out: !selected.has(job.id) })).filter((p) => Number.isFinite(p.x) && Number.isFinite(p.y));
     if (live) {
       Object.assign(this, { plot, sx: x, sy: y });
       this.#points = points.toSorted((a, b) => a.x - b.x || a.y - b.y);
@@ -173,7 +173,7 @@ export class Scatter {
       root.setPointerCapture(event.pointerId);
       this.#drag = { from: place(event) };
     });
-    onHold(root, (event) => {
+    onLongPress(root, (event) => {
       if (!this.plot) return;
       // A rectangle of the size of a fingertip shows that the long press was recognised.
       const from = place(event);

@@ -34,8 +34,8 @@ export class Selection extends EventTarget {
 
   /** Returns the ids of the selected jobs: all jobs if there is no brush. */
   ids() {
-    const jobs = this.jobs(), chosen = new Set(jobs.map((j) => j.id));
-    if (!this.hasBrushes) return chosen;
+    const jobs = this.jobs(), selected = new Set(jobs.map((j) => j.id));
+    if (!this.hasBrushes) return selected;
     for (const { key, values } of columns(jobs).all) {
       const brush = this.brushes.get(key);
       if (!brush) continue;
@@ -43,9 +43,9 @@ export class Selection extends EventTarget {
       const slack = brush.words ? 0 : Math.abs(brush.to - brush.from) * 1e-9 + Number.EPSILON * Math.abs(brush.to);
       jobs.forEach((job, i) => {
         const v = values[i], inside = brush.words ? brush.words.includes(v) : v >= brush.from - slack && v <= brush.to + slack;
-        if (!inside) chosen.delete(job.id);
+        if (!inside) selected.delete(job.id);
       });
     }
-    return chosen;
+    return selected;
   }
 }

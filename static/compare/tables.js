@@ -7,7 +7,7 @@ import { RESULTS } from "./columns.js";
 import { byId, make, text } from "../page.js";
 import { writeShortened } from "../cut.js";
 import { read, write } from "../address.js";
-import { formatted } from "../settings.js";
+import { formatSetting } from "../settings.js";
 import { stateWords } from "../job/states.js";
 import { uncertainty } from "../numbers.js";
 
@@ -24,8 +24,8 @@ const VALIDATED = ["val. accuracy", "best accuracy"];
 export class Tables {
   #all = false;
 
-  /** `chosen()`: ids of the selected jobs. */
-  constructor(jobs, remove, chosen) { Object.assign(this, { jobs, remove, chosen }); }
+  /** `selected()`: ids of the selected jobs. */
+  constructor(jobs, remove, selected) { Object.assign(this, { jobs, remove, selected }); }
 
   setAll(all) { this.#all = all; if (this.jobs().length) this.draw(); }
 
@@ -59,9 +59,9 @@ export class Tables {
     head.append(make("td", { className: "num" }));
     text(byId("results-note"), caution(this.jobs()));
     byId("results-head").replaceChildren(head);
-    const chosen = this.chosen();
+    const selected = this.selected();
     byId("results").replaceChildren(...order.map((job) => {
-      const row = make("tr", { className: chosen.has(job.id) ? "" : "out" });
+      const row = make("tr", { className: selected.has(job.id) ? "" : "out" });
       COLUMNS.forEach(({ name, get, format }, i) => {
         const v = get(job), cell = i ? make("td", { className: i > 1 ? "num" : "", "data-column": name }) : make("th", { scope: "row", "data-column": name }, this.#swatch(job));
         if (i) text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : format(v));
@@ -81,7 +81,7 @@ export class Tables {
     const jobs = this.jobs(), all = settings(jobs, withSummary), shown = all.filter((r) => this.#all || r.different).sort((a, b) => b.different - a.different);
     byId("settings-head").replaceChildren(make("tr", {}, make("th", { scope: "col", textContent: "setting" }), ...jobs.map((job) => make("th", { scope: "col" }, this.#swatch(job)))));
     byId("settings").replaceChildren(...shown.map(({ key, values, different }) => make("tr", { className: different ? "different" : "" },
-      make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatted(v) })))));
+      make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatSetting(v) })))));
     text(byId("settings-note"), jobs.length < 2 ? "" : `${all.filter((r) => r.different).length} of ${all.length} differ`);
     byId("settings-none").hidden = shown.length > 0;
     text(byId("settings-none"), jobs.length < 2 ? "Choose a second job." : "All settings are the same.");

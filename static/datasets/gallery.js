@@ -6,7 +6,7 @@ import { read, write } from "../address.js";
 import { figure } from "../job/pictures.js";
 
 /** Number of pictures per request without augmentation. */
-const PART = 48;
+const PICTURES_PER_REQUEST = 48;
 /** Number of pictures that are shown before the reader asks for more. */
 const PREVIEW_PICTURES = 8;
 /** Number of pictures whose augmented versions are shown at a time, and number of versions of each picture. */
@@ -75,11 +75,11 @@ export class Gallery {
 
   /** Adds pictures: the first pictures, or the pictures after `cursor`. */
   async #read(cursor) {
-    const mine = ++this.#requests, { element } = this, job = element("augmented").value, grid = element("grid");
+    const thisRequest = ++this.#requests, { element } = this, job = element("augmented").value, grid = element("grid");
     for (const key of ["split", "class", "order", "shuffle"]) element(key).disabled = job !== "";
     text(element("note"), "Reading …");
     element("more").hidden = true;
-    const query = new URLSearchParams({ limit: job ? AUGMENTED_PICTURES * VERSIONS : PART, split: element("split").value });
+    const query = new URLSearchParams({ limit: job ? AUGMENTED_PICTURES * VERSIONS : PICTURES_PER_REQUEST, split: element("split").value });
     if (cursor) query.set("cursor", cursor);
     if (job) query.set("augmented", job);
     else {
@@ -88,14 +88,14 @@ export class Gallery {
     }
     try {
       const { samples, total, classes, next_cursor } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
-      if (mine !== this.#requests) return;
+      if (thisRequest !== this.#requests) return;
       const words = (s) => (s.epoch === null || s.epoch === undefined ? [[classes[s.label]], [s.file ? s.file.split("/").pop() : `number ${count(s.index)}`, "muted"]] : [[classes[s.label]], [`number ${count(s.index)}, epoch ${s.epoch + 1}`, "muted"]]);
       grid.append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, words(s))));
       grid.classList.toggle("by-five", job !== "");
-      this.#offset += job ? AUGMENTED_PICTURES : PART;
+      this.#offset += job ? AUGMENTED_PICTURES : PICTURES_PER_REQUEST;
       this.#cursor = next_cursor;
       text(element("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs; it is the same in every run, because the augmentation is seeded` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
       element("more").hidden = next_cursor === null;
-    } catch (error) { if (mine === this.#requests) text(element("note"), errorText(error)); }
+    } catch (error) { if (thisRequest === this.#requests) text(element("note"), errorText(error)); }
   }
 }

@@ -6,13 +6,13 @@ import { read } from "../address.js";
 import { nameOf, postUntilInspected } from "./form.js";
 
 /** Maximum size of a piece that the server accepts, and maximum number of attempts to send a piece. */
-const PIECE = 8 * 2 ** 20, TRIES = 6;
+const PIECE_BYTES = 8 * 2 ** 20, MAX_TRIES = 6;
 
 async function send(path, piece) {
   for (let tries = 1; ; tries++) {
     try { return await ask(path, { method: "PUT", body: piece }); } catch (error) {
       const isTemporary = !(error instanceof Problem) || error.status === 429 || error.status >= 500;
-      if (!isTemporary || tries === TRIES) throw error;
+      if (!isTemporary || tries === MAX_TRIES) throw error;
       await new Promise((done) => setTimeout(done, 1000 * tries));
     }
   }
@@ -36,10 +36,10 @@ export function offerUpload(form) {
     button.disabled = true;
     bar.hidden = false;
     try {
-      for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE) {
+      for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE_BYTES) {
         bar.value = offset / Math.max(1, file.size);
         showActivity("Uploading …", `${bytes(offset)} of ${bytes(file.size)}`);
-        await send(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE));
+        await send(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE_BYTES));
       }
       bar.value = 1;
       showActivity("Unpacking the files …");

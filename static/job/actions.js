@@ -23,7 +23,7 @@ export class Actions {
    */
   constructor(page) {
     this.page = page;
-    for (const what of ["pause", "resume", "retry"]) byId(what).addEventListener("click", (event) => this.#do(what, event.currentTarget));
+    for (const action of ["pause", "resume", "retry"]) byId(action).addEventListener("click", (event) => this.#do(action, event.currentTarget));
     document.querySelector(".title .actions").addEventListener("click", ({ target }) => { this.#pressed = target.closest("button"); });
     byId("confirm").addEventListener("close", () => this.#keepFocus());
     byId("cancel").addEventListener("click", () => this.#cancel());
@@ -34,7 +34,7 @@ export class Actions {
 
   show() {
     const job = this.page.job();
-    for (const [what, applies] of Object.entries(APPLIES)) byId(what).hidden = !applies(job);
+    for (const [action, applies] of Object.entries(APPLIES)) byId(action).hidden = !applies(job);
     byId("fork").hidden = !this.page.checkpoints.size;
     byId("predict").hidden = byId("fork").hidden || job.state !== "succeeded";
     const priority = byId("priority"), now = String(job.spec.priority);
@@ -53,12 +53,12 @@ export class Actions {
 
   hide() { for (const button of document.querySelectorAll(".title .actions > *")) button.hidden = true; }
 
-  #post(what, body) { return ask(`/api/v1/jobs/${this.page.job().id}/${what}`, { method: "POST", body }); }
+  #post(action, body) { return ask(`/api/v1/jobs/${this.page.job().id}/${action}`, { method: "POST", body }); }
 
-  async #do(what, button) {
+  async #do(action, button) {
     button.disabled = true;
     this.page.showRefusal(null);
-    try { this.page.setJob(await this.#post(what)); } catch (error) { this.page.showRefusal(errorText(error)); }
+    try { this.page.setJob(await this.#post(action)); } catch (error) { this.page.showRefusal(errorText(error)); }
     button.disabled = false;
   }
 

@@ -10,12 +10,12 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
 import { picturesUntil } from "./facts.js";
-import { about, axesTitle, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, short, shortPercent } from "./names.js";
+import { about, axesTitle, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, formatTick, formatPercentTick } from "./names.js";
 import { colourOf } from "./ranks.js";
 import { isFinal } from "./states.js";
 
 /** Minimum time between requests while the reader zooms. The first request is sent at once. */
-const SETTLE_MS = 80;
+const ZOOM_INTERVAL_MS = 80;
 
 export class Charts {
   other = SELECTABLE[read("metric")] ? read("metric") : "lr";
@@ -23,18 +23,19 @@ export class Charts {
   /** `job()`: the job's current state. */
   constructor(job, metrics, ranks) {
     Object.assign(this, { job, metrics, ranks, isDrawing: false, panelled: () => [], panelPixels: () => 0 });
+    // `Panels` replaces `panelled`, the metrics of all panels, and `panelPixels`, the width in pixels of the widest panel of a metric.
     const view = this.view = new View(() => metrics.series("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
     const xName = () => axisName(view.axis), empty = () => this.#empty();
     // Charts are held until the history has been read, so that they are not drawn twice.
-    this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.isDrawing, ...options });
-    const chart = (id, options) => this.draw(byId(`${id}-chart`), options);
+    this.createChart = (root, options) => new Chart(root, view, { tick: formatTick, describe, xName, empty, held: !this.isDrawing, ...options });
+    const chart = (id, options) => this.createChart(byId(`${id}-chart`), options);
     const withRanks = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
       loss: chart("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
       accuracy: chart("accuracy", {
-        label: "Accuracy in training and validation", yName: () => axesTitle(["accuracy", "val_accuracy"]), format: percent, limits: [0, 1], tick: shortPercent,
+        label: "Accuracy in training and validation", yName: () => axesTitle(["accuracy", "val_accuracy"]), format: percent, limits: [0, 1], tick: formatPercentTick,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
           { label: "validation", colour: "accent-2", series: metrics.series("val_accuracy"), rings: true, smoothing: 0 },
@@ -45,7 +46,7 @@ export class Charts {
         label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.series("step_ms"), picturesUntil(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
-      lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
+      lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? formatTick(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
     for (const name of this.extra) {
       const { label, format } = SELECTABLE[name];
@@ -205,7 +206,7 @@ export class Charts {
     write({ zoom: view.zoom ? view.zoom.map((v) => Number(v.toPrecision(9))).join("~") : "" });
     clearTimeout(this.#timer);
     if (!view.zoom || !this.metrics.coarse) return;
-    const now = performance.now(), rest = this.#askedAt + SETTLE_MS - now;
+    const now = performance.now(), rest = this.#askedAt + ZOOM_INTERVAL_MS - now;
     if (rest > 0) this.#timer = setTimeout(() => this.#zoomed(), rest);
     else { this.#askedAt = now; this.readZoomedPart(); }
   }

@@ -30,14 +30,14 @@ export class Checkpoints {
   #uploadsOf;
   #refreshTimer = 0;
 
-  /** `act(what, checkpoint)`: performs `evaluate`, `classify`, `fork` or `register`. */
+  /** `act(action, checkpoint)`: performs `evaluate`, `classify`, `fork` or `register`. */
   constructor(initial, act, uploadsOf) {
     this.#uploadsOf = uploadsOf;
     for (const c of initial) this.#all.set(c.id, c);
     byId("checkpoints").addEventListener("click", (event) => {
-      const what = event.target.closest("[data-do]")?.dataset.do, id = event.target.closest("tr")?.dataset.id;
-      if (what === "everything") downloadAll(id, event.target.closest("details"));
-      else if (what) act(what, this.#all.get(id));
+      const action = event.target.closest("[data-do]")?.dataset.do, id = event.target.closest("tr")?.dataset.id;
+      if (action === "everything") downloadAll(id, event.target.closest("details"));
+      else if (action) act(action, this.#all.get(id));
     });
   }
 

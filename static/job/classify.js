@@ -3,7 +3,8 @@
 import { Problem, ask, byId, make, errorText, text } from "../page.js";
 import { accuracyOf, percent, plural } from "../numbers.js";
 
-const TOP = 5;
+/** Number of most probable classes that are listed for a picture. */
+const MAX_CLASSES = 5;
 
 export class Classify {
   /** Id of the checkpoint that the reader has chosen. Until then, the best checkpoint is selected. */
@@ -85,7 +86,7 @@ function validationAccuracy(checkpoint) {
 }
 
 async function card(prediction, file, checkpoint) {
-  const lines = prediction.classes.slice(0, TOP).map(({ class: label, probability }) => make("li", {},
+  const lines = prediction.classes.slice(0, MAX_CLASSES).map(({ class: label, probability }) => make("li", {},
     make("span", { textContent: label, title: label }),
     make("meter", { value: probability, "aria-label": `probability of ${label}` }),
     make("b", { textContent: percent(probability), title: String(probability) })));

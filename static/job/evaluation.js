@@ -3,12 +3,12 @@
 import { ask, byId, make, Problem, errorText, text } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { read, write } from "../address.js";
-import { predicted } from "./pictures.js";
+import { predictionFigures } from "./pictures.js";
 
 /** Number of pictures shown at first. A button shows more. */
 const FIRST_PICTURES = 24;
 const ASK_AGAIN_MS = 1500;
-/** Number of classes above which the matrix shows only the most confused classes. */
+/** Maximum number of classes in the matrix. Of more classes, the most confused are shown. */
 const MAX_MATRIX_CLASSES = 25;
 
 /** Shows the current activity and its duration. A screen reader announces only the activity, and not every second. */
@@ -45,14 +45,14 @@ export class Evaluation {
   update() { if (this.choice.value !== this.#shown) this.#load(); }
 
   async #load() {
-    const mine = ++this.#requests, out = byId("evaluation-out"), began = Date.now();
+    const thisRequest = ++this.#requests, out = byId("evaluation-out"), began = Date.now();
     this.#shown = this.choice.value;
     out.hidden = true;
     text(byId("neighbours-sum"), "");
     if (!this.choice.value) return tell("No checkpoint yet. The first checkpoint can be evaluated here.");
     const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
     if (found) this.#show(found);
-    else if (mine === this.#requests) {
+    else if (thisRequest === this.#requests) {
       this.#shown = null;
       tell(byId("evaluation-status").textContent);
     }
@@ -67,24 +67,24 @@ export class Evaluation {
   }
 
   /**
-   * Requests a result for the chosen checkpoint until the result is available. Returns nothing if another checkpoint is chosen meanwhile, or after
-   * a problem, which is shown.
+   * Requests `path` for the chosen checkpoint until the result is available. Returns null if another checkpoint is chosen meanwhile, or
+   * after a problem, which is shown.
    */
-  async #request(what, doing, say) {
-    const mine = this.#requests;
+  async #request(path, doing, say) {
+    const thisRequest = this.#requests;
     for (;;) {
       say(doing);
       let found;
-      try { found = await ask(`/api/v1/jobs/${this.job}/${what}?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
-        if (mine !== this.#requests) return null;
+      try { found = await ask(`/api/v1/jobs/${this.job}/${path}?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
+        if (thisRequest !== this.#requests) return null;
         doing = errorText(error);
         if (error instanceof Problem && error.status !== 503) { say(doing); return null; }
       }
-      if (mine !== this.#requests) return null;
+      if (thisRequest !== this.#requests) return null;
       if (found && !found.detail) return found;
       if (found?.detail) doing = found.detail.replace("; ask again", " …");
       await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
-      if (mine !== this.#requests) return null;
+      if (thisRequest !== this.#requests) return null;
     }
   }
 
@@ -132,9 +132,9 @@ export class Evaluation {
   }
 
   async #showPictures(title, entries, names, total = entries.length) {
-    const mine = this.behind = Symbol(title), box = byId("behind"), more = byId("behind-more");
+    const thisRequest = this.behind = Symbol(title), box = byId("behind"), more = byId("behind-more");
     text(byId("behind-title"), title);
-    text(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are kept` : "");
+    text(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "");
     box.replaceChildren();
     let shown = 0;
     const next = async () => {
@@ -143,13 +143,13 @@ export class Evaluation {
       if (!part.length) return box.append(make("p", { textContent: "None.", className: "muted" }));
       box.setAttribute("aria-busy", "true");
       try {
-        const figures = await predicted(this.job, part, names);
-        if (mine !== this.behind) return;
+        const figures = await predictionFigures(this.job, part, names);
+        if (thisRequest !== this.behind) return;
         box.append(...figures);
         shown += part.length;
         more.hidden = shown >= entries.length;
         more.onclick = next;
-      } catch (error) { if (mine === this.behind) text(byId("behind-note"), errorText(error)); }
+      } catch (error) { if (thisRequest === this.behind) text(byId("behind-note"), errorText(error)); }
       box.removeAttribute("aria-busy");
     };
     await next();

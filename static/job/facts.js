@@ -2,7 +2,7 @@
 
 import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
-import { isResult, ownMetrics } from "./names.js";
+import { isResult, knownMetrics } from "./names.js";
 import { writeSentence } from "../cut.js";
 import { isActive, isFinal, stateWords, waits } from "./states.js";
 import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
@@ -94,7 +94,7 @@ export class Facts {
     const isBestMissing = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !isBestMissing;
     text(byId("best-note"), isBestMissing ? `Epoch ${best.epoch} was the best with ${percent(best.value)}, but this epoch has no checkpoint.` : "");
-    if (job.external) this.#drawOwnResults();
+    if (job.external) this.#drawExternalResults();
     // A single rank does not wait for other ranks.
     byId("wait").closest("div").hidden = this.#ranksNow === 1;
     const wait = this.ranks.waitShare();
@@ -111,11 +111,11 @@ export class Facts {
   }
 
   /** Replaces the results of a run from elsewhere in the row of numbers. Such a run has no estimate of the time that is left. */
-  #drawOwnResults() {
+  #drawExternalResults() {
     const row = byId("facts");
     byId("left").closest("div").hidden = !isFinal(this.job.state) || this.job.ran_secs == null;
     for (const node of row.querySelectorAll(".own-result")) node.remove();
-    row.append(...ownResults(this.job, this.metrics).map(([name, v]) => make("div", { className: "own-result" }, make("dt", { textContent: name }), make("dd", { textContent: ownResult(name, v) }))));
+    row.append(...externalResults(this.job, this.metrics).map(([name, v]) => make("div", { className: "own-result" }, make("dt", { textContent: name }), make("dd", { textContent: formatResult(name, v) }))));
   }
 
   drawTitle() {
@@ -219,18 +219,18 @@ function newestFinite({ last, segments }) {
   return segments.flatMap((segment) => [...segment.mean.subarray(0, segment.length)]).findLast(Number.isFinite);
 }
 
-/** Returns names and values of a run's results, in the order of `own_results` in web/src/job.rs. */
-function ownResults({ external, last }, metrics) {
+/** Returns names and values of a run's results, in the order of `external_results` in web/src/job.rs. */
+function externalResults({ external, last }, metrics) {
   const results = new Map(Object.entries(external.summary).filter(([, v]) => typeof v === "number"));
-  for (const name of [...ownMetrics({ last }), ...metrics.reported]) {
+  for (const name of [...knownMetrics({ last }), ...metrics.reported]) {
     if (!results.has(name)) results.set(name, newestFinite(metrics.series(name)) ?? last[name]);
   }
-  const place = ([name]) => (Object.hasOwn(external.summary, name) ? 0 : 2) + (isResult(name) ? 0 : 1);
-  return [...results].filter(([name, v]) => !name.startsWith("_") && typeof v === "number").sort((a, b) => place(a) - place(b)).slice(0, MAX_RESULTS);
+  const sortKey = ([name]) => (Object.hasOwn(external.summary, name) ? 0 : 2) + (isResult(name) ? 0 : 1);
+  return [...results].filter(([name, v]) => !name.startsWith("_") && typeof v === "number").sort((a, b) => sortKey(a) - sortKey(b)).slice(0, MAX_RESULTS);
 }
 
-/** The same as `own_result` in web/src/job.rs. */
-function ownResult(name, v) {
+/** The same as `format_result` in web/src/job.rs. */
+function formatResult(name, v) {
   if (["accuracy", "val_accuracy"].includes(name) && v >= 0 && v <= 1) return percent(v);
   return Number.isInteger(v) && v >= 0 && v < 1e15 ? count(v) : value(v);
 }

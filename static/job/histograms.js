@@ -4,14 +4,14 @@ import { ask, byId, make, makeSvg, say, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
 import { choices, read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
-import { short } from "./names.js";
+import { formatTick } from "./names.js";
 
 /** Pause between requests while the job trains. */
 const RELOAD_INTERVAL_MS = 3000;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
 
-const number = (v) => short(Number(v.toPrecision(3)));
+const number = (v) => formatTick(Number(v.toPrecision(3)));
 
 /** Returns the value below which the fraction `share` of the values is, as exactly as the bins allow. */
 function quantile({ min, max, counts }, share) {
@@ -73,19 +73,19 @@ export class Histograms {
   #get(query) { return ask(`/api/v1/jobs/${this.job}/histograms?kind=${this.kind}${query}`); }
 
   async #load() {
-    const mine = ++this.#requests;
+    const thisRequest = ++this.#requests;
     try {
       const { steps, layers } = await this.#get("");
-      if (mine !== this.#requests) return;
+      if (thisRequest !== this.#requests) return;
       const names = layers.map((layer) => layer.name);
       if (!names.includes(this.layer)) this.layer = names[0] ?? "";
       byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
       this.#setStatus(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < Number(byId("histograms-panel").dataset.maxSteps) ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
-      if (mine !== this.#requests) return;
+      if (thisRequest !== this.#requests) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
       if (!steps.includes(this.#step) || this.showsNewest) this.#step = steps.at(-1) ?? null;
-      await this.#table(mine);
+      await this.#table(thisRequest);
     } catch (error) { this.#setStatus(errorText(error)); }
   }
 
@@ -108,15 +108,15 @@ export class Histograms {
     this.soon = setTimeout(() => this.#table(this.#requests), 150);
   }
 
-  async #table(mine) {
+  async #table(thisRequest) {
     const step = this.#step;
     if (step === null) return;
     const { histograms } = await this.#get(`&step=${step}`);
-    if (mine !== this.#requests || step !== this.#step) return;
+    if (thisRequest !== this.#requests || step !== this.#step) return;
     text(byId("histogram-title"), `Every layer at step ${count(step)}`);
     const rows = histograms.map((h) => this.#row(h)), remaining = rows.splice(ROWS);
     byId("histogram-rows").replaceChildren(...rows);
-    if (remaining.length) requestAnimationFrame(() => { if (mine === this.#requests) byId("histogram-rows").append(...remaining); });
+    if (remaining.length) requestAnimationFrame(() => { if (thisRequest === this.#requests) byId("histogram-rows").append(...remaining); });
   }
 
   #row(histogram) {

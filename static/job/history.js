@@ -4,8 +4,8 @@ import { ask, byId, make, text } from "../page.js";
 import { clock, count, plural, timeAndDay } from "../numbers.js";
 
 /** Returns `1-38` from a checkpoint's id. */
-const short = (id) => id.slice(id.indexOf("-") + 1);
-const fromCheckpoint = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
+const shortName = (id) => id.slice(id.indexOf("-") + 1);
+const fromCheckpoint = (id) => (id ? `from checkpoint ${shortName(id)}` : "from the start");
 
 /** Returns title and description of an entry. */
 function describe(entry) {
@@ -28,7 +28,7 @@ function describeEnd({ reason, rank, step, state, next_checkpoint }) {
   if (reason) parts.push(reason.words);
   if (rank != null && !reason?.words.includes(`rank ${rank}`)) parts.push(`rank ${rank}`);
   if (step != null && !reason?.words.includes(`step ${step}`)) parts.push(`${state === "succeeded" ? "after" : "at"} step ${count(step)}`);
-  if (next_checkpoint) parts.push(`the next attempt continued from ${short(next_checkpoint)}`);
+  if (next_checkpoint) parts.push(`the next attempt continued from ${shortName(next_checkpoint)}`);
   return parts.join("; ");
 }
 
@@ -44,13 +44,13 @@ export class History {
 
   /** Reads the history again after a change of the job's state. */
   async load() {
-    const mine = ++this.#requests, history = await ask(`/api/v1/jobs/${this.job}/history`);
-    for (let next = history.next_cursor; next && mine === this.#requests;) {
+    const thisRequest = ++this.#requests, history = await ask(`/api/v1/jobs/${this.job}/history`);
+    for (let next = history.next_cursor; next && thisRequest === this.#requests;) {
       const more = await ask(`/api/v1/jobs/${this.job}/history?cursor=${encodeURIComponent(next)}`);
       history.entries.push(...more.entries);
       next = more.next_cursor;
     }
-    if (mine !== this.#requests) return;
+    if (thisRequest !== this.#requests) return;
     this.queue = history.queue;
     const why = ({ state, reason }) => (state === "paused" ? "a pause on request" : reason?.code === "cancelled_by_user" ? "a cancellation" : reason?.words ?? state);
     this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, why(e)]));

@@ -9,8 +9,8 @@ import { colourOf } from "./ranks.js";
 /** Maximum number of lines on the page. Other lines are read when the reader scrolls. */
 const MAX_LINES = 1000;
 /** Number of events per request. */
-const PART = 400;
-/** Number of found lines that fill the panel. */
+const EVENTS_PER_REQUEST = 400;
+/** Number of matching lines after which a search pauses, because they fill the panel. */
 const MIN_FOUND_LINES = 25;
 /** Words of lines that are marked as warnings, and as errors. */
 const WARNING = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
@@ -80,12 +80,12 @@ export class Log {
   }
 
   async #ask(query) {
-    const mine = ++this.#requests;
+    const thisRequest = ++this.#requests;
     this.#reading = true;
     try {
       const response = await ask(`/api/v1/jobs/${this.job}/logs?${this.#filter(query)}`);
-      return mine === this.#requests ? response : null;
-    } finally { if (mine === this.#requests) this.#reading = false; }
+      return thisRequest === this.#requests ? response : null;
+    } finally { if (thisRequest === this.#requests) this.#reading = false; }
   }
 
   /** Shows the line that the page's URL names, or the newest lines. */
@@ -93,7 +93,7 @@ export class Log {
     const line = read("line").match(/^(\d+)\.(\d+)\.(\d+)\.(\d+)$/)?.slice(1).map(Number);
     if (!line) return this.toNewest();
     const [seq, attempt, rank, number] = line;
-    const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ sort: "-seq", limit: PART, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: PART })}`)]);
+    const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ sort: "-seq", limit: EVENTS_PER_REQUEST, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: EVENTS_PER_REQUEST })}`)]);
     this.follow.checked = false;
     this.#cursor = before.next_cursor;
     this.#replaceLines([...before.lines.reverse(), ...after.lines], before.next_cursor !== null, after.next_cursor !== null);
@@ -113,7 +113,7 @@ export class Log {
   }
 
   async toNewest() {
-    const response = await this.#ask({ sort: "-seq", limit: this.#isSearching ? PART : MAX_LINES });
+    const response = await this.#ask({ sort: "-seq", limit: this.#isSearching ? EVENTS_PER_REQUEST : MAX_LINES });
     if (!response) return;
     this.#cursor = response.next_cursor;
     this.#replaceLines(response.lines.reverse(), response.next_cursor !== null, false);
@@ -205,6 +205,7 @@ export class Log {
   get #below() { return this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight; }
 
   #scrolled() {
+    // The log follows within 24 pixels of its end, and reads more lines within 400 pixels of either end.
     const { box } = this, below = this.#below;
     if (below >= 24 && box.scrollTop < this.#lastTop) this.follow.checked = false;
     else if (below < 24 && !this.#hasNewer && !this.follow.checked) { this.follow.checked = true; this.#unread = 0; }
@@ -220,7 +221,7 @@ export class Log {
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
     const place = this.#isSearching ? { cursor: this.#cursor } : { before: seq };
     if (!Object.values(place)[0]) return false;
-    const response = await this.#ask({ sort: "-seq", limit: PART, ...place }).catch(() => null);
+    const response = await this.#ask({ sort: "-seq", limit: EVENTS_PER_REQUEST, ...place }).catch(() => null);
     if (!response) return false;
     response.lines.reverse();
     this.#cursor = response.next_cursor;
@@ -242,7 +243,7 @@ export class Log {
     if (this.#reading) return;
     const last = this.box.lastElementChild, seq = Number(last?.dataset.at?.split(".")[0]);
     if (!seq) return;
-    const response = await this.#ask({ after: seq, limit: PART }).catch(() => null);
+    const response = await this.#ask({ after: seq, limit: EVENTS_PER_REQUEST }).catch(() => null);
     if (!response) return;
     // Counts lines that arrived meanwhile as unread, because the response may lack them.
     this.#flush();
@@ -269,7 +270,7 @@ export class Log {
     if (!this.box.childElementCount) this.box.append(make("p", { className: "none" }));
     const none = this.box.querySelector(".none");
     if (none) text(none, !this.#isSearching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
-    text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
+    text(byId("log-note"), this.#unread ? `not following, ${plural(this.#unread, "new line")} below`
       : this.#isSearching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
       : this.#hasOlder ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;

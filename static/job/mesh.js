@@ -9,14 +9,14 @@ const SIDE = 28;
 const MAX_RANKS = 64;
 
 /** Returns a rank's coordinates. From rank to rank, `part` varies fastest and the stage slowest (worker/engine/src/plan/mesh.rs). */
-function place(rank, { pipeline = 1, height = 1, model = 1 }, ranks) {
+function coordinates(rank, { pipeline = 1, height = 1, model = 1 }, ranks) {
   const ranksPerStage = Math.max(1, Math.floor(ranks / pipeline)), within = rank % ranksPerStage;
   return { stage: Math.floor(rank / ranksPerStage), data: Math.floor(within / (model * height)), row: Math.floor(within / model) % height, part: within % model };
 }
 
-/** Describes a rank's place in the mesh of `ranks` ranks, and its part of stages, pictures and layers. Empty if each rank has everything. */
-export function describePlace(rank, plan, ranks) {
-  const { pipeline = 1, height = 1, model = 1, shard = [] } = plan, { stage, data, row, part } = place(rank, plan, ranks), words = [];
+/** Describes a rank's coordinates in the mesh, and its part of stages, pictures and layers. Empty if each rank has everything. */
+export function describePosition(rank, plan, ranks) {
+  const { pipeline = 1, height = 1, model = 1, shard = [] } = plan, { stage, data, row, part } = coordinates(rank, plan, ranks), words = [];
   if (pipeline * height * model === 1) return words;
   if (pipeline > 1) words.push(`stage ${stage}`);
   words.push(`data ${data}`);
@@ -27,7 +27,7 @@ export function describePlace(rank, plan, ranks) {
 
 /** Returns a square that shows the rank's share of the rows as a part of the height, and its share of the layers as a part of the width. */
 function square(rank, plan, ranks) {
-  const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), title = [`rank ${rank}`, ...describePlace(rank, plan, ranks)].join(" · ");
+  const { height = 1, model = 1 } = plan, { row, part } = coordinates(rank, plan, ranks), title = [`rank ${rank}`, ...describePosition(rank, plan, ranks)].join(" · ");
   const picture = makeSvg("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, width: SIDE, height: SIDE, "aria-hidden": "true" },
     makeSvg("rect", { class: "all", x: 0.5, y: 0.5, width: SIDE - 1, height: SIDE - 1 }),
     makeSvg("rect", { class: "own", x: (SIDE * part) / model, y: (SIDE * row) / height, width: SIDE / model, height: SIDE / height }),

@@ -15,6 +15,7 @@ const CAPACITY = 65_536;
 export class Metrics {
   #series = new Map();
   #means = new Map();
+  /** For each metric that has been read: the sequence number of the newest event that the response includes. */
   #asOf = new Map();
   /** For each metric that is being read: the events that arrived meanwhile (`events`), and a promise of the end (`done`). */
   #reading = new Map();

@@ -4,12 +4,13 @@ import { bytes, millis, percent, rate, value } from "../numbers.js";
 
 const perSecond = (v) => `${bytes(v)}/s`;
 
-export const short = (v) => {
+/** Formats a number for a tick label, with at most six digits. */
+export const formatTick = (v) => {
   const size = Math.abs(v);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return Number(v.toPrecision(6)).toExponential().replace("e+", "e");
   return String(Number(v.toPrecision(6))).replace(/\B(?=(\d{3})+$)/g, size >= 1000 ? "," : "");
 };
-export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;
+export const formatPercentTick = (v) => `${formatTick(Number((v * 100).toFixed(3)))} %`;
 
 /** `isPerRank`: whether every rank has its own values. Metrics of the same quantity (as in protocol/src/metric.rs) share an axis. */
 const metric = (label, format, isPerRank, quantity) => ({ label, format, isPerRank, quantity });
@@ -36,11 +37,11 @@ export const ALL = {
   loss: metric("Loss", value, true, "loss"), accuracy: metric("Training accuracy", percent, true, "accuracy"), val_accuracy: metric("Validation accuracy", percent, false, "accuracy"),
   images_per_second: metric("Images/s", rate, false, "images/s"), ...SELECTABLE,
 };
-/** Returns the entry of a metric. Metrics that a run from elsewhere has named get a default entry. */
+/** Returns label, format and quantity of a metric. Metrics that only a run from elsewhere has get defaults. */
 export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : metric(name, value, false, "value"));
 export const quantity = (name) => about(name).quantity;
-/** Returns the metrics for which a run from elsewhere has a newest value. `val_pictures` is a number of pictures, which is no curve. */
-export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
+/** Returns the names of the metrics of which a job has a newest value. `val_pictures` is left out, because it is no metric. */
+export const knownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Whether a name is the name of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */
 export const isResult = (name) => /loss|acc/i.test(name);
 /** Groups in the list of metrics, with the first metric of each group. */
@@ -64,8 +65,8 @@ export function axisTitle(name) {
 export function axesTitle(names) {
   const sides = [...new Set(names.map(quantity))];
   return sides.map((side, i) => {
-    const own = names.filter((name) => quantity(name) === side);
-    return `${own.length === 1 ? axisTitle(own[0]) : withUnit(side, side)}${i ? " (right)" : ""}`;
+    const members = names.filter((name) => quantity(name) === side);
+    return `${members.length === 1 ? axisTitle(members[0]) : withUnit(side, side)}${i ? " (right)" : ""}`;
   }).join(" · ");
 }
 
@@ -75,6 +76,6 @@ export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(n
 /** Returns the axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
   const { format, quantity } = about(name);
-  const tick = quantity === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;
+  const tick = quantity === "accuracy" ? formatPercentTick : [value, rate].includes(format) ? formatTick : format;
   return { format, tick, zero: !["loss", "accuracy", "value"].includes(quantity), limits: quantity === "accuracy" ? [0, 1] : undefined };
 }

@@ -1,7 +1,7 @@
 // The form that edits a panel.
 
 import { byId, make, Problem, errorText, text } from "../page.js";
-import { about, ALL, GROUPS, ownMetrics, unitOf } from "./names.js";
+import { about, ALL, GROUPS, knownMetrics, unitOf } from "./names.js";
 
 const field = (name) => byId(`panel-${name}`);
 
@@ -11,16 +11,16 @@ export class PanelForm {
     let group = null;
     const box = field("metrics");
     const job = charts.job();
-    for (const name of job.external ? ownMetrics(job) : Object.keys(ALL)) {
+    for (const name of job.external ? knownMetrics(job) : Object.keys(ALL)) {
       const { label } = about(name);
       const [title] = GROUPS.find(([, first]) => first === name) ?? (group ? [] : ["Results"]);
       if (title) box.append(group = make("fieldset", {}, make("legend", { textContent: title })));
       group.append(make("label", { className: "inline" }, make("input", { type: "checkbox", value: name }), label));
     }
-    field("smoothing").addEventListener("input", () => this.#tellSmoothing());
+    field("smoothing").addEventListener("input", () => this.#showSmoothing());
   }
 
-  #tellSmoothing() { text(field("smoothing-value"), Number(field("smoothing").value) ? field("smoothing").value : "off"); }
+  #showSmoothing() { text(field("smoothing-value"), Number(field("smoothing").value) ? field("smoothing").value : "off"); }
 
   get #boxes() { return [...field("metrics").querySelectorAll("input")]; }
 
@@ -40,7 +40,7 @@ export class PanelForm {
     field("scale").value = now.log ? "log" : "lin";
     // The server stores a 32-bit float.
     field("smoothing").value = String(Number(now.smoothing.toPrecision(6)));
-    this.#tellSmoothing();
+    this.#showSmoothing();
     field("robust").checked = now.robust;
     for (const end of ["min", "max"]) field(end).value = now[`y_${end}`] === undefined ? "" : Number((now[`y_${end}`] / unitOf(now.metrics[0])).toPrecision(12));
     field("columns").value = String(now.columns);

@@ -5,7 +5,7 @@ import { ask, byId, confirmThen, make, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { fieldError, PanelForm } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
-import { about, axesTitle, axisOf, ownMetrics, quantity } from "./names.js";
+import { about, axesTitle, axisOf, knownMetrics, quantity } from "./names.js";
 
 /** Maximum number of panels. */
 const MAX_PANELS = Number(byId("custom").dataset.max);
@@ -14,7 +14,7 @@ const MAX_PANELS = Number(byId("custom").dataset.max);
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
 
 /** Returns a metric's sort key among default panels: accuracies, losses, other metrics. In each group, validation metrics come first. */
-const place = (name) => (/acc/i.test(name) ? 0 : /loss/i.test(name) ? 2 : 4) + (/val|test/i.test(name) ? 0 : 1);
+const sortKey = (name) => (/acc/i.test(name) ? 0 : /loss/i.test(name) ? 2 : 4) + (/val|test/i.test(name) ? 0 : 1);
 
 /** Returns the default panel of a metric, for runs without configured panels. Its chart is about as high as a job's chart of the loss. */
 const defaultPanel = (name) => ({ title: name.slice(0, 80), metrics: [name], lines: "mean", columns: 1, rows: 2, smoothing: 0, log: false, robust: false });
@@ -35,10 +35,10 @@ export class Panels {
     charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((metric) => source(metric) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
-    this.#show(this.#showsDefaults ? ownMetrics(job()).sort((a, b) => place(a) - place(b)).slice(0, MAX_PANELS).map(defaultPanel) : initial.panels);
+    this.#show(this.#showsDefaults ? knownMetrics(job()).sort((a, b) => sortKey(a) - sortKey(b)).slice(0, MAX_PANELS).map(defaultPanel) : initial.panels);
     byId("panel-add").addEventListener("click", () => this.#edit(null));
-    byId("panels-to-project").addEventListener("click", () => this.#toProject());
-    byId("panels-from-project").addEventListener("click", () => this.#fromProject());
+    byId("panels-to-project").addEventListener("click", () => this.#saveForProject());
+    byId("panels-from-project").addEventListener("click", () => this.#useProjectPanels());
   }
 
   /** Whether the page shows a panel for each metric of a run from elsewhere, because no panel is configured. */
@@ -93,7 +93,7 @@ export class Panels {
     note(card.querySelector("h3"), panel.title);
     root.dataset.chart = key;
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
-    const chart = this.charts.draw(root, {
+    const chart = this.charts.createChart(root, {
       label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => axesTitle(panel.metrics), layers: () => this.charts.panelLayers(panel),
       onNote: (words) => note(noteNode, words),
     });
@@ -165,10 +165,10 @@ export class Panels {
     const before = this.list;
     this.#show(list);
     entry.card.querySelector(".handle").focus();
-    const place = list.indexOf(entry.panel) + 1;
+    const position = list.indexOf(entry.panel) + 1;
     try {
       await this.#save(list);
-      this.#showMessage(`${entry.panel.title} is panel ${place} of ${list.length}.`);
+      this.#showMessage(`${entry.panel.title} is panel ${position} of ${list.length}.`);
     } catch (error) {
       this.#show(before);
       this.#showMessage(fieldError(error));
@@ -234,7 +234,7 @@ export class Panels {
     handle.addEventListener("pointercancel", end);
   }
 
-  async #toProject() {
+  async #saveForProject() {
     const { project } = this.job();
     try {
       await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
@@ -242,7 +242,7 @@ export class Panels {
     } catch (error) { this.#showMessage(fieldError(error)); }
   }
 
-  #fromProject() {
+  #useProjectPanels() {
     const { id, project } = this.job(), path = `/api/v1/jobs/${id}/panels`;
     const act = async () => {
       await ask(path, { method: "DELETE" });

@@ -10,7 +10,7 @@ export function figure(png, alt, lines) {
 }
 
 /** Returns a figure for each entry of an evaluation (mistakes or right predictions), in order. */
-export async function predicted(job, entries, names) {
+export async function predictionFigures(job, entries, names) {
   const { samples } = await ask(`/api/v1/jobs/${job}/samples?indices=${entries.map((e) => e.index).join(",")}`);
   return samples.map((sample, i) => {
     const { label, predicted, confidence, index } = entries[i];

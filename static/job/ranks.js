@@ -5,7 +5,7 @@ import { read, write } from "../address.js";
 import { byId, make, text } from "../page.js";
 import { bytes, count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
-import { describePlace } from "./mesh.js";
+import { describePosition } from "./mesh.js";
 import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
@@ -144,6 +144,7 @@ export class Ranks {
     const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
     const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.series(name, rank).last).filter(Boolean);
     const { steps, length, lastPushed } = all.reduce((a, b) => (b.length > a.length ? b : a));
+    // Goes back in blocks of ten buckets, until the rank was not slower in more than three blocks in a row.
     const BLOCK = 10;
     let since = lastPushed, misses = 0;
     for (let end = length; end > 0; end -= BLOCK) {
@@ -163,7 +164,7 @@ export class Ranks {
     return status === "failed" || status === "finished" ? status : "ended";
   }
 
-  /** Describes the axes of a mesh that have several ranks, with the fraction of a step that the rank spends in exchanges along each axis. */
+  /** Describes each axis of a mesh with several ranks: the fraction of a step that the rank spends in exchanges along the axis. */
   #describeAxes(rank, { pipeline = 1, height = 1, model = 1 }) {
     const { axis_ms: spent, step_ms: step } = this.#reports.get(rank) ?? {};
     if (!spent || !step) return [];
@@ -198,7 +199,7 @@ export class Ranks {
         about.push(report.device, this.#describeStatus(r, report.status, live, cause), `step ${count(step)}`);
       } else about.push(live ? "no report yet" : "no report kept");
       if (this.#agents.get(r)) about.push(this.#agents.get(r));
-      if (this.plan || parallel.mode === "hybrid") about.push(...describePlace(r, this.plan ?? parallel, this.metrics.ranks));
+      if (this.plan || parallel.mode === "hybrid") about.push(...describePosition(r, this.plan ?? parallel, this.metrics.ranks));
       about.push(...this.#describeGpu(r));
       const key = about.join("\n");
       if (row.key !== key) {

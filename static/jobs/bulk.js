@@ -46,13 +46,13 @@ export class Bulk {
     text(byId("bulk-status"), words);
   }
 
-  #jobs(what) { return [...this.#selected].map((id) => this.find(id)).filter((j) => j && (APPLIES[what]?.(j) ?? true)); }
+  #jobs(action) { return [...this.#selected].map((id) => this.find(id)).filter((j) => j && (APPLIES[action]?.(j) ?? true)); }
 
   draw() {
     const n = this.#selected.size;
     byId("bulk").hidden = !n;
     if ([...this.#selected].join() !== this.#messageFor) this.#showMessage("");
-    text(byId("bulk-count"), `${plural(n, "job")} chosen`);
+    text(byId("bulk-count"), `${plural(n, "job")} selected`);
     for (const button of byId("bulk").querySelectorAll("[data-bulk]")) {
       const applicable = this.#jobs(button.dataset.bulk).length;
       button.hidden = !applicable;
@@ -69,13 +69,13 @@ export class Bulk {
     }
   }
 
-  async #do(what) {
-    const jobs = this.#jobs(what);
+  async #do(action) {
+    const jobs = this.#jobs(action);
     this.#showMessage("");
-    if (what === "compare") { location.href = `/compare?jobs=${jobs.map((j) => j.id).join(",")}`; return; }
-    if (what === "tag") return this.#tag(jobs);
+    if (action === "compare") { location.href = `/compare?jobs=${jobs.map((j) => j.id).join(",")}`; return; }
+    if (action === "tag") return this.#tag(jobs);
     const each = (work) => this.#each(jobs, work);
-    if (what === "delete") {
+    if (action === "delete") {
       const sizes = await Promise.all(jobs.map((j) => ask(`/api/v1/jobs/${j.id}/size`).then((s) => s.size_bytes, () => 0)));
       return confirmThen({
         title: `Delete ${plural(jobs.length, "job")}?`, yes: `Delete ${plural(jobs.length, "job")}`,
@@ -83,13 +83,13 @@ export class Bulk {
         act: () => each((j) => ask(`/api/v1/jobs/${j.id}`, { method: "DELETE" })),
       });
     }
-    if (what === "cancel") {
+    if (action === "cancel") {
       return confirmThen({
         title: `Cancel ${plural(jobs.length, "job")}?`, yes: `Cancel ${plural(jobs.length, "job")}`, detail: `${jobs.map((j) => j.name).join(", ")}. Their checkpoints stay.`,
         act: () => each((j) => ask(`/api/v1/jobs/${j.id}/cancel`, { method: "POST" })),
       });
     }
-    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); } catch (error) { this.#showMessage(errorText(error)); }
+    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${action}`, { method: "POST" })); } catch (error) { this.#showMessage(errorText(error)); }
   }
 
   /**

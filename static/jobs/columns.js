@@ -4,13 +4,13 @@
 import { writeShortened, NARROW } from "../cut.js";
 import { count, rate, uncertainty } from "../numbers.js";
 import { ask, byId, closable, make, Problem, errorText, store, stored, text } from "../page.js";
-import { dotted, flat, setting, formatted } from "../settings.js";
+import { fullKey, flatten, setting, formatSetting } from "../settings.js";
 import { ALL } from "../job/names.js";
 import { setMetrics } from "./query.js";
 import { read, write } from "../address.js";
 
 /** Default columns: name in the URL, and label. */
-const OWN = ["progress", "loss", "best", "speed", "age"].map((name) => [name, document.querySelector(`#jobs .c-${name}`).textContent]);
+const DEFAULT_COLUMNS = ["progress", "loss", "best", "speed", "age"].map((name) => [name, document.querySelector(`#jobs .c-${name}`).textContent]);
 /** `get(job)`: the job's value; null or undefined if the job has no value. */
 const column = (label, get, format) => ({ label, get, format });
 /** Columns that can be added, besides settings and tags. */
@@ -21,13 +21,13 @@ const METRICS = {
   attempt: column("Attempt", (j) => j.attempt, count), ranks: column("Ranks", (j) => j.ranks, count),
   owner: column("Owner", (j) => j.owner, String), project: column("Project", (j) => j.project, String),
 };
-/** Metrics that every response contains. */
+/** Metrics that the jobs of every response contain. */
 const ALWAYS = ["loss", "accuracy", "lr", "val_loss", "val_accuracy", "images_per_second"];
 /** Maximum number of added columns. */
 const MAX_EXTRA = 12;
 const STORAGE_KEY = "columns";
-/** The default choice: all columns of `OWN`. */
-const DEFAULT_COLUMNS = OWN.map(([name]) => name).join(",");
+/** The default choice: all columns of `DEFAULT_COLUMNS`. */
+const DEFAULT_CHOICE = DEFAULT_COLUMNS.map(([name]) => name).join(",");
 /** The value in the URL if no column is chosen. */
 const NONE = "none";
 
@@ -41,7 +41,7 @@ export class Columns {
     Object.assign(this, { refill, known, menu: byId("columns") });
     this.menu.hidden = false;
     const boxes = byId("own-columns");
-    for (const [name, label] of OWN) {
+    for (const [name, label] of DEFAULT_COLUMNS) {
       const box = make("input", { type: "checkbox", value: name });
       box.addEventListener("change", () => this.#choose());
       boxes.append(make("label", { className: "inline" }, box, label));
@@ -51,7 +51,7 @@ export class Columns {
     byId("column-form").after(this.error);
     byId("column-form").addEventListener("submit", async (event) => {
       event.preventDefault();
-      const typed = add.value, [job] = this.known().jobs, words = typed.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? dotted(job.spec, words) : words;
+      const typed = add.value, [job] = this.known().jobs, words = typed.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? fullKey(job.spec, words) : words;
       text(this.error, "");
       if (!key || this.#extra.includes(key)) return;
       if (this.#extra.length >= MAX_EXTRA) return text(this.error, `At most ${MAX_EXTRA} columns can be added: remove a column first.`);
@@ -70,9 +70,9 @@ export class Columns {
 
   /** Reads the columns from the URL, or otherwise the last chosen columns. */
   fromAddress() {
-    const words = read("columns") || stored(STORAGE_KEY) || DEFAULT_COLUMNS, chosen = words.split(",").filter((name) => name && name !== NONE);
+    const words = read("columns") || stored(STORAGE_KEY) || DEFAULT_CHOICE, chosen = words.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
-    this.#extra = chosen.filter((name) => !OWN.some(([own]) => own === name)).slice(0, MAX_EXTRA);
+    this.#extra = chosen.filter((name) => !DEFAULT_COLUMNS.some(([own]) => own === name)).slice(0, MAX_EXTRA);
     this.#draw();
   }
 
@@ -85,14 +85,14 @@ export class Columns {
   /** Returns the keys of settings with a single value of the jobs on the page. */
   settings() {
     const keys = new Set();
-    for (const job of this.known().jobs.slice(0, 50)) for (const [key, v] of flat(job.spec)) if (!Array.isArray(v)) keys.add(key);
+    for (const job of this.known().jobs.slice(0, 50)) for (const [key, v] of flatten(job.spec)) if (!Array.isArray(v)) keys.add(key);
     return [...keys];
   }
 
   #choose() {
     const words = this.words();
-    store(STORAGE_KEY, words === DEFAULT_COLUMNS ? null : words);
-    write({ columns: words === DEFAULT_COLUMNS ? "" : words });
+    store(STORAGE_KEY, words === DEFAULT_CHOICE ? null : words);
+    write({ columns: words === DEFAULT_CHOICE ? "" : words });
     this.#draw();
   }
 
@@ -134,7 +134,7 @@ export class Columns {
 
   #offer() {
     const { jobs, tags } = this.known(), keys = new Set(Object.keys(METRICS));
-    for (const job of jobs.slice(0, 50)) for (const [key] of flat(job.spec)) if (key !== "name") keys.add(key);
+    for (const job of jobs.slice(0, 50)) for (const [key] of flatten(job.spec)) if (key !== "name") keys.add(key);
     for (const tag of tags) keys.add(`tag:${tag}`);
     byId("column-keys").replaceChildren(...[...keys].map((key) => make("option", { value: key, label: METRICS[key]?.label ?? "" })));
   }
@@ -155,5 +155,5 @@ function valueOf(job, key) {
   const metric = METRICS[key];
   if (metric) { const v = metric.get(job); return v == null ? "" : metric.format(v); }
   const v = setting(job.spec, key);
-  return v == null ? "" : formatted(v);
+  return v == null ? "" : formatSetting(v);
 }

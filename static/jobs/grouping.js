@@ -3,9 +3,10 @@
 import { make, text } from "../page.js";
 import { read } from "../address.js";
 import { setting } from "../settings.js";
-import { field, menu } from "./narrow.js";
+import { field, menu } from "./filter-menu.js";
 
-const OWN = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
+/** Keys that are fields of a job. All other keys are settings. */
+const JOB_KEYS = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
 
 /** Returns the keys in the URL. */
 export const groupedBy = () => read("group_by").split(",").map((key) => key.trim()).filter(Boolean);
@@ -13,9 +14,9 @@ export const groupedBy = () => read("group_by").split(",").map((key) => key.trim
 /** Whether a job belongs to the group with these values, as far as the job's fields show. */
 export function isIn(job, values) {
   return groupedBy().every((key, i) => {
-    const own = OWN[key] ? OWN[key](job) : setting(job.spec, key.replace(/^spec\./, "")), value = values[i];
-    if (Array.isArray(own) && key === "tag") return value === null ? !own.length : own.includes(value);
-    return typeof value === "boolean" ? Boolean(own) === value : (own ?? null) === value;
+    const jobValue = JOB_KEYS[key] ? JOB_KEYS[key](job) : setting(job.spec, key.replace(/^spec\./, "")), value = values[i];
+    if (Array.isArray(jobValue) && key === "tag") return value === null ? !jobValue.length : jobValue.includes(value);
+    return typeof value === "boolean" ? Boolean(jobValue) === value : (jobValue ?? null) === value;
   });
 }
 
@@ -23,9 +24,9 @@ export function isIn(job, values) {
 export function describeGroup(values) {
   const none = { owner: "no owner", tag: "no tag" };
   return groupedBy().map((key, i) => {
-    const value = values[i], isOwnKey = key in OWN;
+    const value = values[i], isJobKey = key in JOB_KEYS;
     if (value === null) return none[key] ?? `no ${key.replace(/^spec\./, "")}`;
-    return isOwnKey ? String(value) : `${key.replace(/^spec\./, "")} ${value}`;
+    return isJobKey ? String(value) : `${key.replace(/^spec\./, "")} ${value}`;
   }).join(" · ");
 }
 
@@ -38,7 +39,7 @@ export class Grouping {
     const list = make("datalist", { id: "group-keys" }), form = make("form", {}, field("Group by a setting", this.input), make("button", { textContent: "Add" }));
     form.addEventListener("submit", (event) => { event.preventDefault(); this.add(this.input.value.trim()); });
     this.own = make("div", { className: "own-keys", role: "group", "aria-label": "Group by" });
-    for (const key of Object.keys(OWN)) {
+    for (const key of Object.keys(JOB_KEYS)) {
       const button = make("button", { type: "button", textContent: key, "data-key": key });
       button.addEventListener("click", () => (groupedBy().includes(key) ? this.remove(key) : this.add(key)));
       this.own.append(button);

@@ -11,11 +11,13 @@ import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/** Numbers of groups, and of a group's jobs, in a first request. Maximum number of groups or jobs in a request. Maximum number of open groups. */
-const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20;
+/** Numbers of groups, and of a group's jobs, in the first request; maximum of either in a request; maximum number of open groups. */
+const FIRST_GROUPS = 100, FIRST_JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20;
 /** For each column of numbers, the format of its mean. */
 const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format }]) => [name, format])), best: percent, speed: rate };
-const OWN = { loss: "loss", best: "best", speed: "speed" };
+/** The metric of each default column of numbers. */
+const DEFAULT_METRICS = { loss: "loss", best: "best", speed: "speed" };
+/** Columns of numbers that the server knows by the same names. All other added columns are settings. */
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
 /** Sort keys of groups, by the sort keys of the list that they replace because groups have no mean of them. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
@@ -79,11 +81,11 @@ export class Groups {
   /** Returns the names of metrics, by column. */
   #metrics() {
     const extra = this.extra().filter((key) => !key.startsWith("tag:") && !["owner", "project"].includes(key) && !this.#texts.has(key));
-    return new Map([...Object.entries(OWN), ...extra.map((key) => [key, NUMBERS.includes(key) ? key : `spec.${key.replace(/^spec\./, "")}`])]);
+    return new Map([...Object.entries(DEFAULT_METRICS), ...extra.map((key) => [key, NUMBERS.includes(key) ? key : `spec.${key.replace(/^spec\./, "")}`])]);
   }
 
   async #ask(cursor) {
-    const known = Math.min(MAX_PER_REQUEST, Math.max(GROUPS, cursor ? 0 : this.#shown.size));
+    const known = Math.min(MAX_PER_REQUEST, Math.max(FIRST_GROUPS, cursor ? 0 : this.#shown.size));
     for (;;) {
       const metrics = this.#metrics(), names = new Set(metrics.values()), by = order().replace(/^-/, "");
       if (!NO_MEAN[by] && !this.#texts.has(by)) names.add(by);
@@ -92,7 +94,7 @@ export class Groups {
       try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
         // A column of texts has no mean, but the other columns do.
         const message = error instanceof Problem && error.status === 400 ? error.message : "";
-        const textColumn = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
+        const textColumn = [...metrics.keys()].filter((key) => !(key in DEFAULT_METRICS)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
         if (!textColumn) throw error;
         this.#texts.add(textColumn);
       }
@@ -100,9 +102,9 @@ export class Groups {
   }
 
   async #read(cursor) {
-    const mine = ++this.#loads, began = performance.now(), response = await this.#ask(cursor);
+    const thisLoad = ++this.#loads, began = performance.now(), response = await this.#ask(cursor);
     this.#pause = pauseAfter(began);
-    if (mine !== this.#loads || !this.isGrouped) return;
+    if (thisLoad !== this.#loads || !this.isGrouped) return;
     const open = openKeys(), seen = new Set();
     for (const group of response.groups) {
       const key = JSON.stringify(group.values);
@@ -164,7 +166,7 @@ export class Groups {
     text(element("c-state"), plural(group.jobs, "job"));
     text(element("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
     element("c-progress").title = element("states").textContent;
-    for (const [name, metric] of Object.entries(OWN)) this.#spread(element(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
+    for (const [name, metric] of Object.entries(DEFAULT_METRICS)) this.#spread(element(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {
       const cell = make("td", { className: "num c-extra", "data-label": key });
@@ -206,12 +208,12 @@ export class Groups {
 
   /** Reads the jobs of a group: the first jobs again, or the jobs after `cursor`. */
   async #openJobs(entry, cursor = null) {
-    const limit = cursor ? JOBS : Math.min(MAX_PER_REQUEST, Math.max(JOBS, entry.rows.length));
+    const limit = cursor ? FIRST_JOBS : Math.min(MAX_PER_REQUEST, Math.max(FIRST_JOBS, entry.rows.length));
     const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...metricsParameter()]);
     if (cursor) given.set("cursor", cursor);
     entry.toggle.setAttribute("aria-expanded", "true");
-    const mine = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
-    if (mine !== this.#loads || entry.toggle.getAttribute("aria-expanded") === "false") return;
+    const thisLoad = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
+    if (thisLoad !== this.#loads || entry.toggle.getAttribute("aria-expanded") === "false") return;
     const before = new Map(entry.rows.map((row) => [row.dataset.id, row])), rows = cursor ? [...entry.rows] : [];
     for (const job of jobs) {
       const known = this.jobs.get(job.id);

@@ -16,20 +16,22 @@ export function parseCondition(words) {
 }
 
 function fulfils(job, words) {
-  const { key, sign, value } = parseCondition(words) ?? {}, own = (key === "project" ? job.project : setting(job.spec, key ?? "")) ?? (/^(true|false)$/.test(value) ? false : null);
+  const { key, sign, value } = parseCondition(words) ?? {};
   // An invalid condition is left to the server, which refuses it.
   if (!sign) return true;
-  if (own === null) return sign === "!=";
-  return typeof own === "number" ? COMPARE[sign](own, Number(value)) : COMPARE[sign](String(own), value);
+  // A boolean setting that the specification lacks is false.
+  const jobValue = (key === "project" ? job.project : setting(job.spec, key)) ?? (/^(true|false)$/.test(value) ? false : null);
+  if (jobValue === null) return sign === "!=";
+  return typeof jobValue === "number" ? COMPARE[sign](jobValue, Number(value)) : COMPARE[sign](String(jobValue), value);
 }
 
 /** Returns the filter in the URL. */
 export function filter() {
-  const at = new URL(location.href).searchParams;
-  const list = (key) => (at.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
+  const url = new URL(location.href).searchParams;
+  const list = (key) => (url.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
   return {
-    states: list("state"), text: at.get("q") ?? at.get("name") ?? "", owner: at.get("owner") ?? "", tags: list("tag"), project: at.get("project") ?? "",
-    conditions: list("where"), after: at.get("created_after") ?? "", before: at.get("created_before") ?? "",
+    states: list("state"), text: url.get("q") ?? url.get("name") ?? "", owner: url.get("owner") ?? "", tags: list("tag"), project: url.get("project") ?? "",
+    conditions: list("where"), after: url.get("created_after") ?? "", before: url.get("created_before") ?? "",
   };
 }
 
@@ -63,7 +65,7 @@ export const MIN_PAUSE_MS = 3000;
 export const pauseAfter = (began) => Math.min(30_000, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
 
 /** Reads one page of matching jobs, after `cursor` (`next_cursor` of the previous page). */
-export async function readPart(filter, cursor, limit) {
+export async function readPage(filter, cursor, limit) {
   const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...metricsParameter()]);
   if (cursor) given.set("cursor", cursor);
   return ask(`/api/v1/jobs?${given}`);

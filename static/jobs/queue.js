@@ -4,13 +4,13 @@
 import { waits } from "../job/states.js";
 import { ask } from "../page.js";
 
-const EVERY_MS = 5000, MAX_JOBS = 1000;
+const REQUEST_INTERVAL_MS = 5000, MAX_JOBS = 1000;
 
 export class Queue {
   /** `jobs()`: jobs on the page. `changed(job)`: a job's place or reason has changed. */
   constructor(jobs, changed) {
     Object.assign(this, { jobs, changed });
-    setInterval(() => this.#ask().catch(() => {}), EVERY_MS);
+    setInterval(() => this.#ask().catch(() => {}), REQUEST_INTERVAL_MS);
   }
 
   /** Keeps the known place when the stream reports the job. */

@@ -5,10 +5,10 @@ import { writeShortened, writeSentence } from "../cut.js";
 import { isFinal, stateWords, waits } from "../job/states.js";
 import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
-/** Maximum number of tags in a row (further tags are only counted), and length up to which a tag is never shortened. */
-const TAGS = 4, SHORT = 8;
+/** Maximum number of tags in a row (further tags are only counted), and number of characters up to which a tag is never shortened. */
+const MAX_TAGS = 4, SHORT_TAG_CHARS = 8;
 /** Maximum length of a path in a reason, in characters. */
-const PATH = 24;
+const MAX_PATH_CHARS = 24;
 
 /** Returns an empty row for a job. */
 export function blank(job) {
@@ -30,7 +30,7 @@ export function fill(row, job) {
   writeAbout(element("about"), job.external ? "run from elsewhere" : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
   // The layout cuts the end of the sentence. Long paths are shortened in the middle, so that the text after them stays visible.
   const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
-  writeSentence(element("reason"), reason, PATH);
+  writeSentence(element("reason"), reason, MAX_PATH_CHARS);
   element("reason").title = reason;
   element("bar").max = job.total_steps || 1;
   element("bar").value = Math.min(job.step, job.total_steps);
@@ -52,9 +52,9 @@ export function fill(row, job) {
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   // The job's page shows the other tags.
-  const more = tags.slice(TAGS);
+  const more = tags.slice(MAX_TAGS);
   box.replaceChildren(
-    ...tags.slice(0, TAGS).map((tag) => make("a", { className: tag.length > SHORT ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
+    ...tags.slice(0, MAX_TAGS).map((tag) => make("a", { className: tag.length > SHORT_TAG_CHARS ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
     ...(more.length ? [make("span", { className: "tag", textContent: `+${more.length}`, title: more.join(", ") })] : []),
   );
 }
@@ -64,9 +64,9 @@ function writeAbout(node, words, project) {
   if (node.dataset.whole === words + project) return;
   node.dataset.whole = node.title = words + project;
   node.classList.add("parts");
-  const of = make("span", { className: "of" });
-  node.replaceChildren(make("span", { textContent: words }), of);
-  writeShortened(of, project);
+  const projectNode = make("span", { className: "of" });
+  node.replaceChildren(make("span", { textContent: words }), projectNode);
+  writeShortened(projectNode, project);
 }
 
 function progress(job) {
@@ -79,7 +79,7 @@ function progress(job) {
   return job.eta_secs != null && job.state === "running" ? `${epoch} · ${clock(job.eta_secs)} left` : epoch;
 }
 
-/** The same as `sparkline` in web/src/jobs.rs. */
+/** The same as `sparkline` in web/src/jobs.rs; 1.2e-7 is the epsilon of 32-bit numbers. */
 export function sparkline(values) {
   const finite = values.filter(Number.isFinite);
   if (finite.length < 2) return "";

@@ -1,7 +1,7 @@
 // Named views of the list. A view is a URL: filters, order and columns. The browser stores the names. To share a view, send its URL.
 
 import { make, store, stored, text } from "../page.js";
-import { field, menu } from "./narrow.js";
+import { field, menu } from "./filter-menu.js";
 
 const STORAGE_KEY = "views", MAX_VIEWS = 50, MAX_NAME = 60, MAX_QUERY = 4000;
 

@@ -75,7 +75,7 @@ export class Window {
     this.shown.add(row);
   }
 
-  /** Measures the height of a row from rows that are laid out one after another. */
+  /** Measures the height of a row in pixels from rows that are laid out one after another; 58 if no row is laid out. */
   #measure() {
     const laid = [...this.rows.children].filter((row) => !row.hidden), first = laid[0]?.getBoundingClientRect(), last = laid.at(-1)?.getBoundingClientRect();
     return (laid.length > 1 ? (last.top - first.top) / (laid.length - 1) : first?.height) || 58;

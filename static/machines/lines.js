@@ -4,7 +4,7 @@ import { ask, serverNow } from "../page.js";
 
 /** For each range, its length in minutes and its number of intervals. No interval is shorter than the interval of the server's samples. */
 const RANGES = { "10m": [10, 60], "1h": [60, 60], "6h": [360, 90], "24h": [1440, 96] };
-const EVERY_MS = 60_000;
+const MAX_AGE_MS = 60_000;
 /** The size of a line in web/templates/machines.html. */
 const WIDTH = 120, HEIGHT = 28;
 
@@ -21,11 +21,11 @@ export class Lines {
     await this.refresh();
   }
 
-  /** Reads histories that are older than a minute, one machine after the other, and draws them. */
+  /** Reads histories that are older than a minute (10 s for the range of 10 min), one machine after the other, and draws them. */
   async refresh() {
     for (const section of this.root.querySelectorAll("[data-agent]")) {
       const id = section.dataset.agent, known = this.#history.get(id);
-      if (known && performance.now() - known.read < Math.min(EVERY_MS, this.#range[0] * 1000)) continue;
+      if (known && performance.now() - known.read < Math.min(MAX_AGE_MS, this.#range[0] * 1000)) continue;
       const range = this.#range, [minutes, points] = range, since = new Date(serverNow() - minutes * 60_000).toISOString();
       const response = await ask(`/api/v1/agents/${encodeURIComponent(id)}/metrics?since=${since}&points=${points}`);
       if (range !== this.#range) return;
@@ -44,21 +44,21 @@ export class Lines {
       const slot = svg.closest("[data-slot]")?.dataset.slot;
       const metrics = slot === undefined ? history.machine : history.gpus.find((gpu) => gpu.slot === Number(slot))?.metrics;
       const paths = [...svg.querySelectorAll("path")], series = paths.map((path) => metrics?.[path.dataset.metric] ?? []);
-      const most = Number(svg.dataset.most) || Math.max(1e-9, ...series.flat().filter(Number.isFinite));
+      const top = Number(svg.dataset.top) || Math.max(1e-9, ...series.flat().filter(Number.isFinite));
       paths.forEach((path, i) => {
-        const drawn = line(series[i], most);
+        const drawn = line(series[i], top);
         if (path.getAttribute("d") !== drawn) path.setAttribute("d", drawn);
       });
     }
   }
 }
 
-/** Returns a path from 0 at the bottom to `most` at the top, with gaps where values are missing. */
-function line(values, most) {
+/** Returns a path from 0 at the bottom to `top` at the top, with gaps where values are missing. */
+function line(values, top) {
   const dx = (WIDTH - 2) / Math.max(1, values.length - 1), parts = [];
   values.forEach((value, i) => {
     if (!Number.isFinite(value)) return;
-    const x = 1 + i * dx, y = HEIGHT - 2 - Math.min(1, value / most) * (HEIGHT - 4);
+    const x = 1 + i * dx, y = HEIGHT - 2 - Math.min(1, value / top) * (HEIGHT - 4);
     const begins = !Number.isFinite(values[i - 1]), alone = begins && !Number.isFinite(values[i + 1]);
     parts.push(`${begins ? "M" : "L"}${x.toFixed(1)},${y.toFixed(1)}${alone ? "h0.5" : ""}`);
   });

@@ -2,9 +2,10 @@
 
 import { byId } from "../page.js";
 
-const PARAMETER = ["values", "min", "max"], METHOD = "grid", METRIC = "val_accuracy";
+/** Keys by which a parameter is recognised, and defaults of the fields. */
+const PARAMETER_KEYS = ["values", "min", "max"], DEFAULT_METHOD = "grid", DEFAULT_METRIC = "val_accuracy";
 /** Keys of a section that was written as text, for which the form has no field. */
-let kept = {};
+let keysWithoutField = {};
 
 const literal = (words) => { try { return JSON.parse(words); } catch { return words; } };
 const words = (value) => (typeof value === "string" ? value : JSON.stringify(value));
@@ -20,8 +21,8 @@ function parameter(given) {
 }
 
 /** Returns `[key path, parameter]` for each parameter, also in nested tables. */
-function flat(table, above = "") {
-  return Object.entries(table).flatMap(([key, value]) => (PARAMETER.some((name) => name in value) ? [[above + key, value]] : flat(value, `${above}${key}.`)));
+function listParameters(table, prefix = "") {
+  return Object.entries(table).flatMap(([key, value]) => (PARAMETER_KEYS.some((name) => name in value) ? [[prefix + key, value]] : listParameters(value, `${prefix}${key}.`)));
 }
 
 const line = ([key, { values, min, max, distribution }]) => `${key} = ${values ? values.map(words).join(", ") : `${min} to ${max}${distribution === "log" ? " log" : ""}`}`;
@@ -31,9 +32,9 @@ export function section() {
   const lines = byId("sweep-parameters").value.split("\n").map((text) => text.trim()).filter(Boolean);
   if (!lines.length) return null;
   const parameters = Object.fromEntries(lines.map((text) => { const [key, ...rest] = text.split("="); return [key.trim(), parameter(rest.join("=").trim())]; }));
-  const { metric, ...others } = kept, name = byId("sweep-metric").value;
-  const found = { method: byId("sweep-method").value, ...(metric || name !== METRIC ? { metric: { ...metric, name } } : {}), max_trials: number("sweep-trials"), max_concurrent: number("sweep-concurrent"), ...others, parameters };
-  return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== undefined));
+  const { metric, ...others } = keysWithoutField, name = byId("sweep-metric").value;
+  const given = { method: byId("sweep-method").value, ...(metric || name !== DEFAULT_METRIC ? { metric: { ...metric, name } } : {}), max_trials: number("sweep-trials"), max_concurrent: number("sweep-concurrent"), ...others, parameters };
+  return Object.fromEntries(Object.entries(given).filter(([, value]) => value !== undefined));
 }
 
 /** Returns the keys of which the sweep tries several values. */
@@ -42,10 +43,10 @@ export const sweptKeys = () => Object.keys(section()?.parameters ?? {});
 /** Fills the form with a section that was written as text. */
 export function showSection(written) {
   const { method, max_trials, max_concurrent, parameters, ...others } = written ?? {};
-  kept = others;
-  byId("sweep-parameters").value = flat(parameters ?? {}).map(line).join("\n");
-  byId("sweep-method").value = method ?? METHOD;
-  byId("sweep-metric").value = others.metric?.name ?? METRIC;
+  keysWithoutField = others;
+  byId("sweep-parameters").value = listParameters(parameters ?? {}).map(line).join("\n");
+  byId("sweep-method").value = method ?? DEFAULT_METHOD;
+  byId("sweep-metric").value = others.metric?.name ?? DEFAULT_METRIC;
   byId("sweep-trials").value = max_trials ?? "";
   byId("sweep-concurrent").value = max_concurrent ?? "";
   byId("sweep-settings").open ||= Boolean(written);

@@ -131,7 +131,7 @@ describe("groups of the list", () => {
     const now = () => box.evaluate(({ checked, indeterminate }) => (indeterminate ? "some" : checked ? "all" : "none"));
     await untilGrouped(page, "base,long,no tag");
     await box.check();
-    await until("all jobs are selected", async () => (await page.locator("#bulk-count").textContent()) === "3 jobs chosen");
+    await until("all jobs are selected", async () => (await page.locator("#bulk-count").textContent()) === "3 jobs selected");
     assert.equal(await now(), "all");
     await group(page, "base").getByLabel("Select a1").uncheck();
     assert.equal(await now(), "some");

@@ -236,7 +236,7 @@ describe("several jobs at once", () => {
     for (const name of ["anna", "berta"]) await choose(name).check();
     await press("Retry");
     await until("the status names the failure", async () => (await status()) === "Not done for 1 of 2 jobs. anna: It is being read.");
-    assert.deepEqual([await page.locator("#bulk-count").innerText(), await choose("anna").isChecked(), await choose("berta").isChecked()], ["1 job chosen", true, false]);
+    assert.deepEqual([await page.locator("#bulk-count").innerText(), await choose("anna").isChecked(), await choose("berta").isChecked()], ["1 job selected", true, false]);
     await choose("carl").check();
     assert.equal(await status(), "", "a new selection clears the status");
     asked.length = 0;

@@ -82,7 +82,7 @@ describe("many jobs", () => {
     const extra = [await server.submit({ name: "one of many", train: { steps: 100_000 } }), await server.submit({ name: "two of many", train: { steps: 100_000 } })];
     for (const job of extra) await until("the job is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
     for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
-    assert.equal(await page.locator("#bulk-count").textContent(), "2 jobs chosen");
+    assert.equal(await page.locator("#bulk-count").textContent(), "2 jobs selected");
     await page.locator("#bulk").getByRole("button", { name: "Tag" }).click();
     await page.getByLabel("Tag", { exact: true }).fill("sweep");
     await page.getByRole("button", { name: "Add" }).click();
@@ -239,7 +239,7 @@ describe("a job's page", () => {
       return false;
     });
     const held = await last();
-    await until("new lines are counted", async () => /held still, \d+ new lines/.test(await page.locator("#log-note").textContent()));
+    await until("new lines are counted", async () => /not following, \d+ new lines below/.test(await page.locator("#log-note").textContent()));
     assert.equal(await last(), held, "the shown lines do not move");
     await newest.click();
     await until("the newest line is shown", async () => (await last()) !== held && (await box.evaluate((b) => b.scrollHeight - b.scrollTop - b.clientHeight)) < 24);

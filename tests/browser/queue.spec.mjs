@@ -35,7 +35,7 @@ describe("the queue", () => {
     assert.doesNotMatch(await row(page, "small").textContent(), /slots? kept/);
     await until("the small job's row names the job that the slot is kept for", async () => /1 of 2 on "made-up" free, kept for "large-/.test(await row(page, "small").locator(".q-reason").textContent()));
     assert.equal(await page.locator("#summary").textContent(), "2 jobs wait · 1 slot kept");
-    assert.match(await page.locator(".reservations li").textContent(), /made-up kept for large-.*: slot 1, and what else becomes free/);
+    assert.match(await page.locator(".reservations li").textContent(), /made-up kept for large-.*: slot 1, and every other slot that becomes free/);
     await submit("urgent", 1);
     await until("the new job is the last", async () => (await names(page)).join() === [LONG, "small", "urgent"].join());
     const priority = page.getByLabel("Priority of urgent");
@@ -44,7 +44,7 @@ describe("the queue", () => {
     // The kept slot goes to the job with the higher priority, which starts immediately.
     await agent.evaluate((job) => window.simulatedAgent.attempt(job), jobs.urgent.id);
     await until("no slot is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));
-    await until("only slots that become free are kept", async () => /: what becomes free/.test(await page.locator(".reservations li").textContent()));
+    await until("only slots that become free are kept", async () => /: every slot that becomes free/.test(await page.locator(".reservations li").textContent()));
     // The focused link stays the same element when the page is updated.
     const link = row(page, "small").getByRole("link");
     await link.focus();

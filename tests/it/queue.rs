@@ -63,7 +63,7 @@ async fn gangs_wait_for_all_their_slots_and_higher_priorities_run_first() {
     let printed = server.cli(&["queue", "--limit", "1"]);
     let lines: Vec<_> = printed.ok().lines().collect();
     assert!(lines[0].starts_with("PLACE") && lines[1].contains("high"), "{}", printed.stdout);
-    assert!(lines[2].contains("what else becomes free, kept for high"), "{}", printed.stdout);
+    assert!(lines[2].contains("every other slot that becomes free, kept for high"), "{}", printed.stdout);
     assert!(server.cli(&["queue", "--project", "none"]).ok().starts_with("no waiting job matches"));
     cancel(&server, &holder).await;
     let mut times = Vec::new();

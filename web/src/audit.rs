@@ -195,11 +195,11 @@ mod tests {
         let lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];
         let (who, text, user) = ("ada".into(), "/jobs".into(), CurrentUser::NOBODY);
         let html = AuditPage { lines, next: Some("c".into()), who, text, user }.render().expect("renders");
-        for wanted in [
+        for expected in [
             "<b>ada</b> cancelled job <a href=\"/jobs/j1\">&#60;shoes&#62;</a>",
             "/audit?who=ada&#38;q=%2Fjobs&#38;cursor=c",
         ] {
-            assert!(html.contains(wanted), "{wanted}: {html}");
+            assert!(html.contains(expected), "{expected}: {html}");
         }
     }
 }

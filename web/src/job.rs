@@ -1,11 +1,11 @@
 //! The page of a job: progress, speed, accuracy and problems.
 
-mod own_settings;
+mod settings;
 
 use crate::{
     jobs::ELSEWHERE,
     layout::CurrentUser,
-    numbers::{Shown, bytes, clock, count, percent, plural, rate, value},
+    numbers::{ShortText, bytes, clock, count, percent, plural, rate, value},
 };
 use askama::Template;
 use lockstep_protocol::{
@@ -35,14 +35,14 @@ pub struct Checkpoint {
     pub stored: Option<&'static str>,
 }
 
-/// The agent of a rank, and the rank's newest report if it has sent a report.
+/// An entry of the list of ranks: the rank's agent and newest report.
 #[derive(Debug, Clone, Serialize)]
-pub struct RankPlace {
+pub struct RankEntry {
     /// The rank, from 0.
     pub rank: u32,
     /// Name of the rank's agent; empty if unknown.
     pub agent: String,
-    /// The rank's newest report.
+    /// The rank's newest report; `None` before its first report.
     pub report: Option<RankReport>,
 }
 
@@ -62,7 +62,7 @@ pub struct JobPage {
     /// The job's current state.
     pub job: Job,
     /// Ranks of the newest attempt, in order. If empty, the script shows ranks from the stream.
-    pub ranks: Vec<RankPlace>,
+    pub ranks: Vec<RankEntry>,
     /// Newest first.
     pub checkpoints: Vec<Checkpoint>,
     /// Files of a run from elsewhere.
@@ -85,7 +85,7 @@ pub struct JobPage {
 #[derive(Serialize)]
 struct Data<'a> {
     job: &'a Job,
-    ranks: &'a [RankPlace],
+    ranks: &'a [RankEntry],
     checkpoints: &'a [Checkpoint],
     panels: &'a Panels,
     may_change: bool,
@@ -140,17 +140,17 @@ impl JobPage {
     }
 
     /// Returns settings that differ from the defaults or have no default, by their keys in a job file.
-    fn own_settings(&self) -> Vec<(String, String)> {
+    fn settings(&self) -> Vec<(String, String)> {
         match &self.job.external {
-            Some(external) => own_settings::flatten(&external.config),
-            None => own_settings::non_default(&self.job.spec),
+            Some(external) => settings::flatten(&external.config),
+            None => settings::non_default(&self.job.spec),
         }
     }
 
     /// Returns the results of a run from elsewhere for the row of numbers: first results with an entry in the run's summary, then the
     /// newest values of other metrics. In both groups, losses and accuracies come first. Names that begin with `_` are left out: these
-    /// entries are W&B's own. The same as `ownResults` in `static/job/facts.js`.
-    fn own_results(&self) -> Vec<(String, String)> {
+    /// entries are W&B's own. The same as `externalResults` in `static/job/facts.js`.
+    fn external_results(&self) -> Vec<(String, String)> {
         const MAX_RESULTS: usize = 4;
         let Some(External { summary, .. }) = &self.job.external else { return Vec::new() };
         let numbers = summary.iter().filter_map(|(name, value)| Some((name.as_str(), value.as_f64()?)));
@@ -164,14 +164,14 @@ impl JobPage {
             |name: &str| ["loss", "acc"].iter().any(|word| name.to_ascii_lowercase().contains(word));
         results.sort_by_key(|&(name, _)| (!summary.contains_key(name), !is_result(name)));
         results.truncate(MAX_RESULTS);
-        results.into_iter().map(|(name, value)| (name.to_owned(), own_result(name, value))).collect()
+        results.into_iter().map(|(name, value)| (name.to_owned(), format_result(name, value))).collect()
     }
 
     /// Returns all entries in the summary of a run from elsewhere, and the run's tags that have values.
     fn summary(&self) -> Vec<(String, String)> {
         let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
         let values = values.iter().map(|(key, value)| (key.clone(), value.clone()));
-        own_settings::flatten(summary).into_iter().chain(values).collect()
+        settings::flatten(summary).into_iter().chain(values).collect()
     }
 
     /// Returns URL, path and size of each file of a run from elsewhere.
@@ -199,13 +199,13 @@ impl JobPage {
     }
 
     /// Returns the title and the sentence of the banner, if the job has a problem.
-    fn banner(&self) -> Option<(String, Shown)> {
+    fn banner(&self) -> Option<(String, ShortText)> {
         let reason = self.job.reason.clone().unwrap_or_default();
         // Checked before the state, because an unknown state of another version counts as failed.
         if let Some(flaw) = &self.job.unreadable {
             return Some((
                 "Not all of this job can be read.".to_owned(),
-                Shown::sentence(&unreadable(flaw, &self.job, &reason)),
+                ShortText::sentence(&unreadable(flaw, &self.job, &reason)),
             ));
         }
         let (mut title, sentence) = match self.job.state {
@@ -230,7 +230,7 @@ impl JobPage {
             title.pop();
             title.push(':');
         }
-        Some((title, Shown::sentence(&sentence)))
+        Some((title, ShortText::sentence(&sentence)))
     }
 
     /// Returns the banner's colour: `bad` or `warn`.
@@ -267,8 +267,8 @@ impl JobPage {
     }
 }
 
-/// Formats a result of a run from elsewhere. The same as `ownResult` in `static/job/facts.js`.
-fn own_result(name: &str, v: f64) -> String {
+/// Formats a result of a run from elsewhere. The same as `formatResult` in `static/job/facts.js`.
+fn format_result(name: &str, v: f64) -> String {
     match name {
         "accuracy" | "val_accuracy" if (0.0..=1.0).contains(&v) => percent(v),
         _ if v.fract() == 0.0 && (0.0..1e15).contains(&v) => count(v as u64),

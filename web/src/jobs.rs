@@ -27,8 +27,8 @@ pub struct JobFilter {
     pub owner: String,
     /// `?sort=-loss`: the order; empty for the newest first.
     pub sort: String,
-    /// Other keys of the URL, which links of the page keep: conditions and times.
-    pub kept: Vec<(&'static str, String)>,
+    /// Other parameters of the URL, which the page's links also contain: conditions and times.
+    pub other_parameters: Vec<(&'static str, String)>,
 }
 
 /// `GET /jobs`.
@@ -78,9 +78,9 @@ impl JobsPage {
 
     /// Returns all filters except states, for the end of a URL.
     fn filters(&self) -> String {
-        let JobFilter { states: _, text, project, tag, owner, sort: _, kept } = &self.filter;
+        let JobFilter { states: _, text, project, tag, owner, sort: _, other_parameters } = &self.filter;
         let given = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
-        let given = given.chain(kept.iter().map(|(key, value)| (*key, value)));
+        let given = given.chain(other_parameters.iter().map(|(key, value)| (*key, value)));
         let given = given.filter(|(_, value)| !value.is_empty());
         given.map(|(key, value)| format!("&{key}={}", percent_encode(value))).collect()
     }
@@ -103,11 +103,11 @@ impl JobsPage {
         let (by, is_descending) = current.strip_prefix('-').map_or((current, false), |by| (by, true));
         let head =
             |&(class, label, sort, largest_first): &(&'static str, &'static str, &'static str, bool)| {
-                let is_on = sort == by;
-                let next_descends = if is_on { !is_descending } else { largest_first };
+                let is_sorted = sort == by;
+                let next_descends = if is_sorted { !is_descending } else { largest_first };
                 let sign = if next_descends { "-" } else { "" };
                 let href = format!("/jobs?state={}{}&sort={sign}{sort}", self.chosen(), self.filters());
-                let order = match (is_on, is_descending) {
+                let order = match (is_sorted, is_descending) {
                     (false, _) => "",
                     (true, true) => "descending",
                     (true, false) => "ascending",
@@ -177,6 +177,7 @@ struct JobRow {
     state: String,
     state_words: &'static str,
     name: String,
+    /// Network, dataset and number of ranks; also the priority and the project if they are not the defaults.
     about: String,
     reason: String,
     step: u64,
@@ -184,8 +185,9 @@ struct JobRow {
     progress: String,
     sparkline: String,
     loss: String,
+    /// Best validation accuracy.
     best: String,
-    /// Standard error of `best`, and the number of validation pictures. Empty for many pictures.
+    /// Standard error of `best`, and the number of validation pictures. Empty for 10,000 pictures or more.
     uncertainty: String,
     speed: String,
     age: String,
@@ -301,7 +303,7 @@ mod tests {
                 tag: "a b".into(),
                 owner: "ada".into(),
                 sort: "loss".into(),
-                kept: vec![("where", "train.lr>0.1".into())],
+                other_parameters: vec![("where", "train.lr>0.1".into())],
             },
             ..page
         };

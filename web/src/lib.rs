@@ -9,9 +9,9 @@
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /models`, `GET /models/{name}` | [`models::ModelsPage`], [`models::ModelPage`] | |
-//! | `GET /sweeps`, `GET /sweeps/{id}` | [`sweeps::SweepsPage`], [`sweeps::SweepPage`] | the page itself, read again |
+//! | `GET /sweeps`, `GET /sweeps/{id}` | [`sweeps::SweepsPage`], [`sweeps::SweepPage`] | the page's own URL |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
-//! | `GET /queue` | [`queue::QueuePage`] | `/api/v1/stream`, and the page itself, read again |
+//! | `GET /queue` | [`queue::QueuePage`] | `/api/v1/stream`, and the page's own URL |
 //! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
 //! | `GET /login` | [`login::LoginPage`], [`login::FirstAdminPage`] | |
 //! | `GET /people`, `POST /people` | [`people::PeoplePage`] | |

@@ -84,7 +84,7 @@ pub struct MachinesPage {
 
 impl MachinesPage {
     /// Whether another machine has the same name.
-    fn is_twin(&self, card: &AgentCard) -> bool {
+    fn shares_name(&self, card: &AgentCard) -> bool {
         self.agents.iter().filter(|other| other.name == card.name).count() > 1
     }
 
@@ -223,8 +223,8 @@ mod tests {
         };
         let page = MachinesPage { agents: vec![card], join: Join::default(), user: CurrentUser::NOBODY };
         let html = page.render().expect("renders");
-        for wanted in ["<b>97 %</b>", "<b>61 GB</b>", "<b>61 °C</b>", "connected 2 h ago", "rank 3"] {
-            assert!(html.contains(wanted), "{wanted}: {html}");
+        for expected in ["<b>97 %</b>", "<b>61 GB</b>", "<b>61 °C</b>", "connected 2 h ago", "rank 3"] {
+            assert!(html.contains(expected), "{expected}: {html}");
         }
         assert!(html.contains("&#60;b&#62;full") && !html.contains("<b>full"), "{html}");
         let (one, other) = html.split_once(r#"data-slot="1""#).expect("two slots");

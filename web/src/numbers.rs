@@ -7,16 +7,16 @@ use lockstep_protocol::cut;
 use lockstep_protocol::numbers::nouns;
 pub use lockstep_protocol::numbers::{count, percent, value};
 
-/// A text, shortened to the space that a page has for it.
+/// A text that is shortened to fit into its element.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Shown {
+pub struct ShortText {
     /// The text; long names and paths are shortened in the middle.
     pub text: String,
     /// The whole text, for the tooltip; empty if nothing was shortened.
     pub title: String,
 }
 
-impl Shown {
+impl ShortText {
     fn of(whole: &str, text: String) -> Self {
         let title = if text == whole { String::new() } else { whole.to_owned() };
         Self { text, title }
@@ -33,7 +33,7 @@ impl Shown {
     }
 }
 
-/// Formats a speed: `38940.2` as `38,940`, `9.73` as `9.7`.
+/// Formats a speed in images per second: `38940.2` as `38,940`, `9.73` as `9.7`.
 pub fn rate(v: f64) -> String {
     if v >= 99.95 { count(v.round() as u64) } else { lockstep_protocol::numbers::rate(v) }
 }
@@ -99,17 +99,17 @@ mod tests {
     use serde_json::Value;
     use std::collections::BTreeMap;
 
-    /// `tests/browser/figures.spec.mjs` checks the same cases with the functions of `static/`, whose names the file has.
+    /// `tests/browser/figures.spec.mjs` checks the same cases with the functions of the same names in `static/`.
     #[test]
     fn pages_have_the_same_texts_as_their_scripts() {
         let functions: BTreeMap<String, Vec<(Vec<Value>, String)>> =
             serde_json::from_str(include_str!("texts.json")).expect("cases");
         let cases = functions.iter().flat_map(|(name, cases)| cases.iter().map(move |case| (name, case)));
         for (function, (arguments, expected)) in cases {
-            let number = |at: usize| arguments[at].as_f64().unwrap_or(f64::NAN);
-            let whole = |at: usize| number(at) as u64;
-            let text = |at: usize| arguments[at].as_str().expect("a text");
-            let time = |at: usize| Timestamp::from_millisecond(number(at) as i64).expect("in range");
+            let number = |index: usize| arguments[index].as_f64().unwrap_or(f64::NAN);
+            let integer = |index: usize| number(index) as u64;
+            let text = |index: usize| arguments[index].as_str().expect("a text");
+            let time = |index: usize| Timestamp::from_millisecond(number(index) as i64).expect("in range");
             let shown = match function.as_str() {
                 "age" => age_at(time(0), time(1)),
                 "bestWords" => {
@@ -118,20 +118,20 @@ mod tests {
                     let checkpoint = CheckpointInfo { val_accuracy, best: true, ..CheckpointInfo::default() };
                     best_words(best, [&checkpoint])
                 }
-                "bytes" => bytes(whole(0)),
+                "bytes" => bytes(integer(0)),
                 "clock" => clock(number(0)),
-                "count" => count(whole(0)),
+                "count" => count(integer(0)),
                 "percent" => percent(number(0)),
-                "plural" => plural(whole(0), text(1)),
+                "plural" => plural(integer(0), text(1)),
                 "quantity" => quantity(text(0)).to_owned(),
                 "rate" => rate(number(0)),
-                "shortenMiddle" => cut::middle(text(0), whole(1) as usize),
+                "shortenMiddle" => cut::middle(text(0), integer(1) as usize),
                 "sparkline" => {
                     let values: Vec<Option<f32>> =
                         serde_json::from_value(arguments[0].clone()).expect("numbers");
                     sparkline(&values.into_iter().map(|v| v.unwrap_or(f32::NAN)).collect::<Vec<_>>())
                 }
-                "standardError" => standard_error(number(0), whole(1)),
+                "standardError" => standard_error(number(0), integer(1)),
                 "uncertainty" => uncertainty(number(0), arguments[1].as_u64()),
                 "value" => value(number(0)),
                 other => panic!("{other} is not a function of the scripts"),

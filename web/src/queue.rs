@@ -3,7 +3,7 @@
 use crate::{
     jobs::percent_encode,
     layout::CurrentUser,
-    numbers::{Shown, age, plural},
+    numbers::{ShortText, age, plural},
 };
 use askama::Template;
 use jiff::Timestamp;
@@ -85,14 +85,14 @@ impl QueuePage {
         }
     }
 
-    fn reason(&self, job: &QueuedJob) -> Shown {
+    fn reason(&self, job: &QueuedJob) -> ShortText {
         let unknown = || "The scheduler has not considered this job yet.".to_owned();
-        Shown::sentence(&job.reason.as_ref().map_or_else(unknown, ToString::to_string))
+        ShortText::sentence(&job.reason.as_ref().map_or_else(unknown, ToString::to_string))
     }
 
     /// Returns the name of the job for which slots are reserved.
-    fn name(&self, reservation: &Reservation) -> Shown {
-        Shown::name(reservation.name.as_deref().unwrap_or_default())
+    fn name(&self, reservation: &Reservation) -> ShortText {
+        ShortText::name(reservation.name.as_deref().unwrap_or_default())
     }
 
     /// Counts the slots that are reserved for a job: `2 slots kept`. Empty if no slot is reserved.
@@ -101,7 +101,7 @@ impl QueuePage {
         slots.map(|slots| format!("{} kept", plural(slots.into(), "slot"))).unwrap_or_default()
     }
 
-    /// Describes the reserved slots, as a text after `kept for NAME: `: `slots 0, 1, and what else becomes free`.
+    /// Describes the reserved slots, as a text after `kept for NAME: `: `slots 0, 1, and every other slot that becomes free`.
     fn reserved_slots(&self, reservation: &Reservation) -> String {
         let mut parts = Vec::new();
         let Reservation { free, ending, whole_machine, .. } = reservation;
@@ -113,8 +113,8 @@ impl QueuePage {
             parts.push(format!("{} {whose}", slots(ending)));
         }
         if *whole_machine {
-            let else_ = if parts.is_empty() { "" } else { " else" };
-            parts.push(format!("what{else_} becomes free"));
+            let other = if parts.is_empty() { "" } else { " other" };
+            parts.push(format!("every{other} slot that becomes free"));
         }
         parts.join(", and ")
     }
@@ -178,20 +178,20 @@ mod tests {
         page.next = Some("x".into());
         page.project = "vision".into();
         let html = page.render().expect("renders");
-        for wanted in [
+        for expected in [
             "2 jobs wait · 3 slots kept",
             "&#60;b&#62;large",
             "ada · vision · priority 5",
             "for 2 h",
             "waits for 4 slots",
             "2 slots kept",
-            "slots 0, 1, and what else becomes free",
+            "slots 0, 1, and every other slot that becomes free",
             "slot 2 whose job is ending",
-            ": what becomes free",
+            ": every slot that becomes free",
             "kept for a private job",
             "/queue?project=vision&#38;cursor=x",
         ] {
-            assert!(html.contains(wanted), "{wanted}: {html}");
+            assert!(html.contains(expected), "{expected}: {html}");
         }
         assert!(!html.contains("<b>large"), "{html}");
         assert!(html.contains("A private job") && !html.contains("data-cancel"), "{html}");

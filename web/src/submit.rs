@@ -117,7 +117,7 @@ impl SubmitPage {
     }
 
     /// Whether "More settings" must be open: the section contains a mistake, or the key that sets the job's length.
-    fn more_is_needed(&self) -> bool {
+    fn is_more_open(&self) -> bool {
         let has_steps = self.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
         let is_in_more = |mistake: &SpecError| fields::fields().any(|f| f.is_in_more && belongs(mistake, f));
         has_steps || self.mistakes.iter().any(is_in_more)

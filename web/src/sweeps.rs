@@ -67,6 +67,7 @@ impl SweepPage {
         (ids.len() > 1).then(|| format!("/compare?jobs={}", ids.join(",")))
     }
 
+    /// Returns the epoch after which a trial was compared last; a dash before its first rung.
     fn rung(&self, trial: &Trial) -> String {
         trial.epoch.map_or_else(|| "–".into(), |epoch| format!("epoch {}", count(u64::from(epoch))))
     }
@@ -180,9 +181,9 @@ mod tests {
         assert!(!html.contains("<i>lrs") && !html.contains("<b>0.1"), "{html}");
         assert!(!page(false).contains("data-act") && !html.contains("data-act=\"delete\""));
         let finished_at = Some(Timestamp::UNIX_EPOCH);
-        let over = Sweep { finished_at, state: SweepState::Finished, ..sweep.clone() };
-        let over = SweepPage { sweep: over, may_change: true, user: CurrentUser::NOBODY };
-        assert!(over.render().expect("renders").contains("data-act=\"delete\""));
+        let finished = Sweep { finished_at, state: SweepState::Finished, ..sweep.clone() };
+        let finished = SweepPage { sweep: finished, may_change: true, user: CurrentUser::NOBODY };
+        assert!(finished.render().expect("renders").contains("data-act=\"delete\""));
         let list = SweepsPage { sweeps: vec![sweep], user: CurrentUser::NOBODY };
         let list = list.render().expect("renders");
         assert!(list.contains("href=\"/sweeps/sweep-1\"") && list.contains("75.0 %"), "{list}");

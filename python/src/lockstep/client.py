@@ -46,7 +46,7 @@ class Series:
 
 
 class Metrics(dict[int, Series]):
-    """A metric of a job, by rank. `exact`: whether every step is included. Else values are means of ranges of steps."""
+    """A metric of a job, by rank. `exact`: whether the values are of single steps, and not means of ranges of steps."""
 
     def __init__(self, answer: Json) -> None:
         self.exact: bool = answer["exact"]
@@ -57,7 +57,7 @@ class Metrics(dict[int, Series]):
             kept = {step: value for step, value in points.get(rank, {}).items() if not steps or step < steps[0]}
             values = (math.nan if value is None else value for value in series["mean"])
             points[rank] = kept | dict(zip(steps, values, strict=True))
-        super().__init__((rank, Series(list(own), list(own.values()))) for rank, own in sorted(points.items()))
+        super().__init__((rank, Series(list(series), list(series.values()))) for rank, series in sorted(points.items()))
 
     def frame(self) -> Any:
         """A `pandas.DataFrame`: a row for each step, a column for each rank. Raises ImportError without pandas."""
@@ -315,8 +315,8 @@ class JobCalls(_Resource, Generic[J, C]):
         sizes = {file["path"]: file["size_bytes"] for file in (await self._get(f"/runs/{self.id}/files"))["files"]}
         if name not in sizes:
             raise LockstepError(f"job {self.id} has no file {name!r}; its files: {', '.join(sizes) or 'none'}")
-        own_name = name.rpartition("/")[2]
-        return await self._save(f"/runs/{self.id}/file", {"path": name}, own_name, path, sizes[name])
+        file_name = name.rpartition("/")[2]
+        return await self._save(f"/runs/{self.id}/file", {"path": name}, file_name, path, sizes[name])
 
     async def _follow(self, key: str, path: str, follow: bool, query: Json) -> AsyncGenerator[Json, None]:
         """Yields the elements of a growing list, in order of `seq`."""
@@ -324,7 +324,7 @@ class JobCalls(_Resource, Generic[J, C]):
         while True:
             was_over = self.is_over
             page = await self._get(f"/jobs/{self.id}/{path}", **query)
-            # The last page has no cursor, so that page is read again, with the elements that were added since.
+            # The last page has no cursor, so the next request reads this page again, with the elements added since.
             for element in [element for element in page[key] if element["seq"] > newest]:
                 newest = element["seq"]
                 yield element
@@ -437,7 +437,7 @@ class ClientCalls(Calls, Generic[J]):
 
     async def _inspect(self, path: str, body: Json | None = None) -> Json:
         while (response := await self._send("POST", path, json=body)).status_code == 202:
-            pass  # The inspection has not ended. The server responds after two minutes.
+            pass  # The server responds with 202 after two minutes if the inspection has not ended.
         return dict(response.json())
 
     @call

@@ -41,7 +41,7 @@ def _new_id() -> str:
     return "".join(secrets.choice("0123456789abcdefghijklmnopqrstuvwxyz") for _ in range(12))
 
 
-def _interrupted(root: Path) -> str | None:
+def _find_interrupted(root: Path) -> str | None:
     """The id of a folder's newest run that has not ended although no process writes it; None without such a run."""
     for file in sorted(root.glob(f"*/{RUN}"), key=lambda file: file.stat().st_mtime, reverse=True):
         if (run := read_run(file.parent))["state"] == "running" and is_free(file.parent):
@@ -138,17 +138,17 @@ def init(
         raise LockstepError(f"id is {id!r}: it must have 1 to 64 letters, digits, '-' and '_'")
     root = Path(dir or ".").absolute() / "lockstep-runs"
     if id is None and resume in (True, "auto"):
-        if (id := _interrupted(root)) is None:
+        if (id := _find_interrupted(root)) is None:
             say(f"a new run begins: {root} has no interrupted run; give id=... to continue a run that has ended")
     if id is None and resume == "must":
         raise LockstepError('resume="must" needs the id of the run to continue')
     is_chosen, id = id is not None, id or _new_id()
-    own_project = re.sub("[^A-Za-z0-9_.-]", "-", (project or "").lstrip("."))[:100] or "default"
+    valid_project = re.sub("[^A-Za-z0-9_.-]", "-", (project or "").lstrip("."))[:100] or "default"
     labels = [*(tags or []), *(label for label in (group, job_type) if label)]
     run: Json = {
         "id": id,
         "name": (name or id)[:200],
-        "project": own_project,
+        "project": valid_project,
         "config": {str(key): to_json(value) for key, value in to_dict(config).items()},
         "tags": [str(label).replace(",", " ")[:40] for label in labels],
         "notes": notes,
@@ -204,9 +204,9 @@ def init(
     _run._start(sender)
     if is_resumed:
         say(f"continues run {id} at step {step}")
-    elif project and project != own_project:
+    elif project and project != valid_project:
         say(
-            f"the project is {own_project!r} instead of {project!r}: a project's name has 1 to 100 letters, digits, "
+            f"the project is {valid_project!r} instead of {project!r}: a project's name has 1 to 100 letters, digits, "
             "'.', '_' and '-', and does not begin with '.'"
         )
     if url:
@@ -323,10 +323,10 @@ def _end_with_program() -> None:
         run._end(*outcome(None if error is run._older_error else error))
 
 
-def _forget_in_child() -> None:
+def _mark_as_forked() -> None:
     if _run is not None:
         _run._is_forked = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=_mark_as_forked)

@@ -175,7 +175,7 @@ class Sender:
         self.id: str = read_run(path)["id"]
         self._client = client
         self._make_durable = make_durable
-        # Whether a run that was deleted on the server is made again.
+        # Whether to send a run that was deleted on the server.
         self.again = False
         self._file = open(path / RECORDS, "rb")
         # The number of the record at the file's position.

@@ -261,15 +261,15 @@ class Run:
             axis, kinds = self._rules[name]
             own_step = step
             if axis is not None:
-                on_axis = self._last.get(axis, -1)
-                if 0 <= on_axis < MAX_EXACT_INT and on_axis == math.floor(on_axis):
-                    own_step = int(on_axis)
+                axis_value = self._last.get(axis, -1)
+                if 0 <= axis_value < MAX_EXACT_INT and axis_value == math.floor(axis_value):
+                    own_step = int(axis_value)
                 else:
                     # Values on two axes would have the same steps and replace each other.
                     self._fields["over_steps"].append(name)
                     self._rules[name] = None, kinds
                     self._has_changed = True
-                    found_value = f"{axis} has the value {on_axis}" if axis in self._last else f"{axis} has no value"
+                    found_value = f"{axis} has the value {axis_value}" if axis in self._last else f"{axis} has no value"
                     warn_once(
                         f"{name} is from now on shown over the run's steps, because {found_value}: "
                         "a step must be a whole number"

@@ -195,7 +195,7 @@ async fn a_machine_is_reserved_for_a_large_job() {
     );
     let (status, page) = server.get_text("/queue").await;
     assert!(status == 200 && page.contains("2 jobs wait · 1 slot kept"), "{page}");
-    assert!(page.contains("slot 1, and what else becomes free"), "{page}");
+    assert!(page.contains("slot 1, and every other slot that becomes free"), "{page}");
     assert!(page.find("the large</a>") < page.find("small</a>"), "{page}");
     for (query, message) in [("?project=none", "No waiting job matches"), ("?owner=", "2 jobs wait")] {
         assert!(server.get_text(&format!("/queue{query}")).await.1.contains(message), "{query}");

@@ -64,7 +64,7 @@ describe("a fork", () => {
     const lineRange = (page, chart, n = 0) => page.evaluate(([chart, n]) => {
       const { view, layers } = window.lockstep.charts[chart], { segments } = layers()[n].series, segment = segments.at(-1);
       if (!segment) return { last: NaN };
-      const places = view.places(segment);
+      const places = view.positions(segment);
       return { attempts: segments.length, first: places[0], last: places[segment.length - 1], steps: [segment.steps[0], segment.lastPushed], points: segment.length };
     }, [chart, n]);
 

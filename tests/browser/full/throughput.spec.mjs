@@ -68,7 +68,7 @@ async function assertSpeed(id, ranks, expected) {
   return { page, compare };
 }
 /** Returns the time of the newest attempt's last point on Compare's axis of time, in seconds. */
-const lastTime = (compare) => compare.evaluate(() => { const { chart } = window.lockstep, segment = chart.layers()[0].series.segments.at(-1); return chart.view.places(segment)[segment.length - 1]; });
+const lastTime = (compare) => compare.evaluate(() => { const { chart } = window.lockstep, segment = chart.layers()[0].series.segments.at(-1); return chart.view.positions(segment)[segment.length - 1]; });
 async function assertLastTime(compare, secs) {
   await compare.locator("button[data-axis=time]").click();
   await until(`the last point is at ${secs} s`, async () => Math.abs((await lastTime(compare)) / secs - 1) < 0.01);

@@ -103,7 +103,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
             more("model.pretrained", "Pretrained weights", Kind::Text, "safetensors path or checkpoint id"),
             more("model.stem", "Stem", Kind::Choice(&["auto", "imagenet", "cifar"]), "auto: by image size"),
             more("model.zero_init_residual", "Residual blocks start as identity", Kind::Switch, ""),
-            more("model.freeze_norm", "Batch norms stay as they start", Kind::Switch, ""),
+            more("model.freeze_norm", "Freeze batch norms", Kind::Switch, ""),
         ],
     ),
     (
@@ -113,7 +113,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 "data.validation",
                 "Validation",
                 Kind::NumberOrText,
-                "a split, a share of train such as 0.1, or none",
+                "a split, a share of the training pictures such as 0.1, or none",
             ),
             more("data.validation_seed", "Validation seed", Kind::Integer, "chooses the pictures of a share"),
             more("data.folds", "Folds", Kind::Integer, "cross-validation: parts of the training pictures"),
@@ -378,6 +378,7 @@ pub(super) fn fields() -> impl Iterator<Item = &'static Field> {
 }
 
 impl Kind {
+    /// Converts a field's text to JSON. Text of the wrong type stays text, so that the check reports it.
     pub(super) fn json(self, text: &str) -> Value {
         let or_text = |parsed: Option<Value>| parsed.unwrap_or_else(|| text.into());
         // A float without a fraction becomes an integer, because people write 1e3 for 1000.

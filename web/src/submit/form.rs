@@ -90,19 +90,20 @@ impl Form {
                 }
             }
         };
-        let recipe_texts =
-            recipe_values(if self.text("train.recipe") == self.filled { &self.filled } else { "" });
-        let untouched = (self.text("train.recipe") != self.filled).then(|| Self::untouched(&self.filled));
+        // After a change of the recipe without a script, the fields still have the values of the previous recipe.
+        let is_recipe_changed = self.text("train.recipe") != self.filled;
+        let recipe_texts = recipe_values(if is_recipe_changed { "" } else { &self.filled });
+        let untouched = is_recipe_changed.then(|| Self::untouched(&self.filled));
         for field in fields() {
             let text = self.text(field.key).trim();
             let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
-            let is_scaled = IN_PROPORTION.contains(&field.key)
+            let is_scaled = SCALED_WITH_EPOCHS.contains(&field.key)
                 && recipe_texts.get(field.key).is_some_and(|value| value == text);
-            let is_left_to_server = LEFT_TO_SERVER.contains(&field.key)
+            let is_dataset_default = DATASET_DEFAULTS.contains(&field.key)
                 && recipe_texts.get(field.key).map_or(DEFAULTS.text(field.key), String::as_str) == text;
             if text.is_empty()
                 || is_scaled
-                || is_left_to_server
+                || is_dataset_default
                 || (is_untouched && field.key != "train.recipe")
             {
                 continue;
@@ -128,11 +129,12 @@ impl Form {
     }
 }
 
-/// Keys that a recipe scales with the job's epochs. These keys are sent only if the user has changed them.
-pub(super) const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
+/// Keys whose value in a recipe is scaled with the job's epochs. These keys are sent only if the user has changed them.
+pub(super) const SCALED_WITH_EPOCHS: [&str; 3] =
+    ["train.milestones", "train.warmup_epochs", "data.image_size"];
 
 /// Keys whose default depends on the dataset. They are sent only if the user has changed them.
-pub(super) const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
+pub(super) const DATASET_DEFAULTS: [&str; 1] = ["data.validation"];
 
 /// Formats an entry of a list: a number, or an epoch and the size that starts there.
 fn item_text(value: &Value) -> String {

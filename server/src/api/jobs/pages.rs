@@ -65,7 +65,7 @@ pub(crate) async fn jobs(
             tag: filter.tags.join(","),
             owner: filter.owner.unwrap_or_default(),
             sort: query.sort.clone().unwrap_or_default(),
-            kept: query.params_without_field(),
+            other_parameters: query.params_without_field(),
         },
         has_jobs,
         next: query.next_cursor(page.next.as_ref())?,
@@ -196,7 +196,7 @@ pub(crate) async fn job(
     let ranks = (0..job.ranks_now())
         .map(|rank| {
             let place = places.iter().find(|p| p.ranks.iter().any(|(r, _)| *r == rank));
-            job_views::RankPlace {
+            job_views::RankEntry {
                 rank,
                 agent: place.map(|place| place.agent.clone()).unwrap_or_default(),
                 report: reports.iter().find(|(r, _)| *r == rank).map(|(_, report)| report.clone()),

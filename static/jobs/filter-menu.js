@@ -29,8 +29,8 @@ const startOfDay = (words, later) => {
 /** Returns the last day before a time. */
 const lastDayBefore = (at) => dayOf(Date.parse(at) - 1);
 
-export class Narrow {
-  /** `change(values)`: writes values into the URL and reads the list again. */
+export class FilterMenu {
+  /** `change(values)`: writes values into the URL and reads the list again. `keys()`: returns the settings to offer. */
   constructor(change, keys) {
     this.change = change;
     const input = make("input", { id: "condition", list: "condition-keys", placeholder: "lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });

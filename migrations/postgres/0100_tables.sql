@@ -8,7 +8,7 @@ CREATE TABLE jobs (
     cause TEXT,
     reason TEXT,
     priority BIGINT NOT NULL,
-    -- The value in the specification, as a column for queries.
+    -- As in the specification.
     preemptible BIGINT NOT NULL DEFAULT 0,
     project TEXT COLLATE "C" NOT NULL DEFAULT 'default',
     spec TEXT NOT NULL,

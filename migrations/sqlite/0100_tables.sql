@@ -10,9 +10,9 @@ CREATE TABLE jobs (
     cause TEXT,
     reason TEXT,
     priority INTEGER NOT NULL,
-    -- The value in the specification, as a column for queries.
+    -- As in the specification.
     preemptible INTEGER NOT NULL DEFAULT 0,
-    -- The value in the specification, as a column for queries.
+    -- As in the specification.
     project TEXT NOT NULL DEFAULT 'default',
     spec TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0,
@@ -35,7 +35,7 @@ CREATE TABLE jobs (
     last_seq INTEGER NOT NULL DEFAULT 0,
     -- Data from which the sparkline and the newest values are computed (JSON).
     progress TEXT NOT NULL DEFAULT '{}',
-    -- The reason why the ranks are being stopped (JSON); NULL if they are not being stopped.
+    -- The reason why the ranks are being stopped (JSON); NULL if they are not.
     stop TEXT,
     -- Number of failed or lost attempts since the job was submitted or last retried.
     restarts INTEGER NOT NULL DEFAULT 0,
@@ -55,7 +55,7 @@ CREATE TABLE jobs (
     -- Of a trial: the sweep that started it, and its number from 1. No reference: a backup restores tables by name.
     sweep TEXT,
     trial INTEGER,
-    -- When the job was deleted. Queries do not find a deleted job, whose rows are removed in small steps.
+    -- When the job was deleted. It is no longer found from then on, and its rows are removed in small steps.
     deleted_at INTEGER
 ) STRICT;
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
@@ -147,7 +147,7 @@ CREATE TABLE metric_compaction (
     job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
     -- Metric events up to this number are in chunks.
     watermark INTEGER NOT NULL,
-    -- Points of events up to this number are only in chunks, so a stream begins after this number.
+    -- Points of events up to this number are only in chunks. A stream begins after it.
     removed INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
@@ -335,7 +335,7 @@ CREATE TABLE audit (
     address TEXT NOT NULL,
     -- Method and route, or `sign in`.
     action TEXT NOT NULL,
-    -- The requested path and, if the path does not contain it, the name of the created or changed object.
+    -- The requested path and, if the path does not name it, the object that was created or changed.
     object TEXT NOT NULL,
     status INTEGER NOT NULL,
     request_id TEXT NOT NULL
@@ -408,7 +408,7 @@ CREATE TABLE model_aliases (
     PRIMARY KEY (model, alias)
 ) STRICT, WITHOUT ROWID;
 
--- Sweeps: jobs that are submitted with several settings. Each trial is a job, which has the trial's state and results.
+-- Sweeps: jobs that are submitted with several settings. Each trial is a job, which says what became of it.
 CREATE TABLE sweeps (
     id TEXT PRIMARY KEY,
     name TEXT NOT NULL,
@@ -417,9 +417,9 @@ CREATE TABLE sweeps (
     state TEXT NOT NULL,
     -- The job file (JSON).
     spec TEXT NOT NULL,
-    -- Why the server has paused the sweep, in words.
+    -- Why the server has paused it, in words.
     reason TEXT,
-    -- [{"train.lr": 0.1, ...}, ...]: the settings of each trial, in the order in which the trials start.
+    -- [{"train.lr": 0.1, ...}, ...]: of each trial, in the order in which they start.
     settings TEXT NOT NULL,
     -- [1, 3, 9]: epochs after which trials are compared; the last is the end of training.
     rungs TEXT NOT NULL,

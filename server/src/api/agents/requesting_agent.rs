@@ -77,7 +77,7 @@ where
 impl RequestingAgent {
     /// Whether the agent has the attempt.
     pub(crate) fn has_attempt(&self, agents: &Agents) -> bool {
-        agents.leases.held_by(&self.agent_id, &self.attempt).is_some()
+        agents.leases.has_live_ranks(&self.agent_id, &self.attempt)
     }
 
     /// Checks that the agent has the attempt.

@@ -198,10 +198,10 @@ pub(crate) async fn fetch_if_missing(
     patience: &mut Duration,
 ) -> store::Result<Availability> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
-    let waits = |failed: Option<String>, keeps_slots: bool| {
+    let waits = |failed: Option<String>, is_kept: bool| {
         let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
         let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail };
-        Availability::Waits(Wait { why: Reason::from(why).into(), keeps_slots })
+        Availability::Waits(Wait { why: Reason::from(why).into(), is_kept })
     };
     // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)

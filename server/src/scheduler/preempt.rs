@@ -33,16 +33,16 @@ pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &C
     let job = &row.job;
     let (ranks, priority) = (job.ranks as usize, job.spec.priority);
     let room = find_room(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
-    if let Some(Wait { why, keeps_slots }) = round.checkpoint_wait(row, candidates, &room.chosen) {
+    if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &room.chosen) {
         // No job is preempted yet, because its slots would be given to others meanwhile. Free slots are reserved during a check.
-        for (c, slots) in room.chosen.iter().filter(|_| keeps_slots) {
+        for (c, slots) in room.chosen.iter().filter(|_| is_kept) {
             let free = &candidates[*c].free;
             let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();
             if !slots.is_empty() {
                 round.promise(&job.id, &candidates[*c], &slots);
             }
         }
-        return Some(Wait { why, keeps_slots: true });
+        return Some(Wait { why, is_kept: true });
     }
     let counted_on = counted_on(&room, candidates, &round.yielding);
     let is_preempting =
@@ -63,7 +63,7 @@ pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &C
     for (c, slots) in &room.chosen {
         round.promise(&job.id, &candidates[*c], slots);
     }
-    Some(Wait { why: why.into(), keeps_slots: true })
+    Some(Wait { why: why.into(), is_kept: true })
 }
 
 /// The jobs that are ending anyway and have some of the room's slots.

@@ -164,9 +164,8 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
                 agent: None,
                 detail: None,
             };
-            let wait = random
-                .is_in(40)
-                .then(|| Wait { why: Reason::from(why).into(), keeps_slots: random.is_in(50) });
+            let wait =
+                random.is_in(40).then(|| Wait { why: Reason::from(why).into(), is_kept: random.is_in(50) });
             let known = snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
             assert!(known.is_none(), "seed {seed}: nothing is asked twice");
         }

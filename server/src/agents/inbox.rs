@@ -12,12 +12,12 @@ use std::{
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
-/// Bytes of encoded reports that may wait. Beyond that, reports stay in the agents' spools.
+/// Maximum size, in bytes, of the encoded reports that wait. Further reports stay in the agents' spools.
 const QUEUE_BYTES: usize = 64 << 20;
-/// Bytes of space for which one permit of the semaphore stands.
+/// Bytes of space for each permit of the semaphore.
 const PERMIT_BYTES: usize = 1 << 10;
-/// Total time for which the reports between two heartbeats may wait for space. Heartbeats queue behind them, so this is much less than a
-/// lease.
+/// Total time for which the reports between two heartbeats may wait for space. A heartbeat waits behind these reports, so the time is much
+/// shorter than a lease (15 s).
 pub(crate) const RESERVE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// An item of the queue.

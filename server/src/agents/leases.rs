@@ -1,7 +1,7 @@
 //! Leases: the slots that attempts occupy, and the time until which they may occupy them.
 //!
 //! Leases are in memory and use the monotonic clock, so a change of the system time expires no lease. A restarted server gives every live
-//! attempt one full lease, within which its agent has to report. Which attempt may write is decided by the store, with the fencing token.
+//! attempt one full lease, within which its agent has to report. The store decides by the fencing token which attempt may write.
 
 use crate::{store::Place, util::lock};
 use lockstep_protocol::{agent::AttemptRef, job::JobId};
@@ -21,14 +21,14 @@ pub(crate) use given_up::RanksEnd;
 #[derive(Debug)]
 pub(crate) struct Leases {
     pub(crate) duration: Duration,
-    held: Mutex<Held>,
+    table: Mutex<LeaseTable>,
     given_up: Mutex<Vec<GivenUp>>,
     pub(crate) wake: Notify,
 }
 
 /// All leases.
 #[derive(Debug, Default)]
-struct Held {
+struct LeaseTable {
     by_job: HashMap<JobId, Lease>,
     /// For each agent, the jobs with slots on the agent.
     on_agent: HashMap<String, HashSet<JobId>>,
@@ -50,7 +50,7 @@ struct Lease {
 struct AgentHold {
     place: Place,
     until: Instant,
-    /// How the ranks have ended here. `None` while they may run.
+    /// How the ranks on this agent have ended. `None` while the ranks may run.
     end: Option<RanksEnd>,
     /// Whether the agent has reported the attempt to this server, so the order to start has reached the agent.
     has_order: bool,
@@ -59,7 +59,7 @@ struct AgentHold {
     ready: Option<Option<u16>>,
 }
 
-/// The part of an attempt on one agent, whose lease has expired or which was given up.
+/// The part of an attempt on an agent whose lease has expired, or which was given up.
 #[derive(Debug)]
 pub(crate) struct Expired {
     pub(crate) attempt: AttemptRef,
@@ -71,8 +71,14 @@ pub(crate) struct Expired {
 }
 
 impl Lease {
-    fn held(&self) -> impl Iterator<Item = &AgentHold> {
+    /// The holds whose ranks may run.
+    fn live_holds(&self) -> impl Iterator<Item = &AgentHold> {
         self.holds.iter().filter(|hold| hold.end.is_none())
+    }
+
+    /// The places of the ranks that may run.
+    fn live_places(&self) -> Vec<Place> {
+        self.live_holds().map(|hold| hold.place.clone()).collect()
     }
 
     fn has_lost_contact(&self) -> bool {
@@ -88,12 +94,12 @@ impl Lease {
         }
     }
 
-    fn held_at(&self, agent_id: &str) -> Option<&AgentHold> {
-        self.held().find(|hold| hold.place.agent_id == agent_id)
+    fn live_hold_on(&self, agent_id: &str) -> Option<&AgentHold> {
+        self.live_holds().find(|hold| hold.place.agent_id == agent_id)
     }
 }
 
-impl Held {
+impl LeaseTable {
     fn put(&mut self, lease: Lease) {
         let job = lease.attempt.job.clone();
         self.remove(&job);
@@ -123,17 +129,17 @@ impl Held {
         self.by_job.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)
     }
 
-    /// Leases with ranks on an agent.
-    fn on(&self, agent_id: &str) -> impl Iterator<Item = (&Lease, &AgentHold)> {
+    /// Leases with live ranks on an agent.
+    fn leases_on(&self, agent_id: &str) -> impl Iterator<Item = (&Lease, &AgentHold)> {
         let jobs = self.on_agent.get(agent_id).into_iter().flatten();
         jobs.filter_map(|job| self.by_job.get(job))
-            .filter_map(move |lease| Some((lease, lease.held_at(agent_id)?)))
+            .filter_map(move |lease| Some((lease, lease.live_hold_on(agent_id)?)))
     }
 }
 
 impl Leases {
     pub(crate) fn new(duration: Duration) -> Self {
-        Self { duration, held: Mutex::default(), given_up: Mutex::default(), wake: Notify::new() }
+        Self { duration, table: Mutex::default(), given_up: Mutex::default(), wake: Notify::new() }
     }
 
     /// Wakes dispatch, which then processes the queue.
@@ -146,40 +152,40 @@ impl Leases {
         let until = Instant::now() + self.duration;
         let hold = |place| AgentHold { place, until, end: None, has_order: false, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        lock(&self.held).put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
+        lock(&self.table).put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
 
     /// Records that the agents of an attempt were requested to stop its ranks.
     pub(crate) fn note_stop_requested(&self, attempt: &AttemptRef) {
-        if let Some(lease) = lock(&self.held).lease_of_mut(attempt) {
+        if let Some(lease) = lock(&self.table).lease_of_mut(attempt) {
             lease.stop_requested = true;
         }
     }
 
     /// Whether the agents of a job's attempt were requested to stop it.
     pub(crate) fn is_stop_requested(&self, job: &JobId) -> bool {
-        lock(&self.held).by_job.get(job).is_some_and(|lease| lease.stop_requested)
+        lock(&self.table).by_job.get(job).is_some_and(|lease| lease.stop_requested)
     }
 
     /// Releases the slots of an attempt. The slots of a later attempt of the job stay occupied.
     pub(crate) fn release(&self, job: &JobId, attempt: u32) {
-        let mut held = lock(&self.held);
-        if held.by_job.get(job).is_some_and(|lease| lease.attempt.attempt <= attempt) {
-            held.remove(job);
+        let mut leases = lock(&self.table);
+        if leases.by_job.get(job).is_some_and(|lease| lease.attempt.attempt <= attempt) {
+            leases.remove(job);
         }
-        drop(held);
+        drop(leases);
         self.wake_dispatch();
     }
 
     /// Frees an attempt's slots on an agent whose ranks have ended or whose lease has expired. Returns the other agents that still have
     /// ranks of the attempt.
     pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: RanksEnd) -> Vec<Place> {
-        let mut leases = lock(&self.held);
+        let mut leases = lock(&self.table);
         let Some(lease) = leases.lease_of_mut(attempt) else { return Vec::new() };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
             hold.end = Some(how);
         }
-        let others = lease.held().map(|hold| hold.place.clone()).collect();
+        let others = lease.live_places();
         drop(leases);
         self.wake_dispatch();
         others
@@ -189,7 +195,7 @@ impl Leases {
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
         self.update_given_up(agent_id, attempts, until);
-        let mut leases = lock(&self.held);
+        let mut leases = lock(&self.table);
         let mut renew_one = |attempt: &AttemptRef| {
             let mut holds = leases.lease_of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
@@ -212,7 +218,7 @@ impl Leases {
         agent_id: &str,
         port: Option<u16>,
     ) -> Option<(u16, Vec<Place>)> {
-        let mut leases = lock(&self.held);
+        let mut leases = lock(&self.table);
         let lease = leases.lease_of_mut(attempt)?;
         let hold = lease.holds.iter_mut().find(|hold| hold.place.agent_id == agent_id)?;
         hold.has_order = true;
@@ -220,53 +226,53 @@ impl Leases {
         hold.ready = Some(port.filter(|_| hold.place.has_rank_0()));
         let ready: Vec<_> = lease.holds.iter().filter_map(|hold| hold.ready).collect();
         let port = ready.iter().flatten().next().copied()?;
-        let all = ready.len() == lease.holds.len() && lease.held().count() == ready.len();
-        all.then(|| (port, lease.holds.iter().map(|hold| hold.place.clone()).collect()))
+        let are_all_ready = ready.len() == lease.holds.len() && lease.live_holds().count() == ready.len();
+        are_all_ready.then(|| (port, lease.holds.iter().map(|hold| hold.place.clone()).collect()))
     }
 
-    /// Live attempts on an agent, each with all places that have its ranks.
+    /// Live attempts on an agent, each with the places of all its live ranks.
     pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<(AttemptRef, Vec<Place>)> {
-        lock(&self.held)
-            .on(agent_id)
-            .map(|(lease, _)| (lease.attempt.clone(), lease.held().map(|hold| hold.place.clone()).collect()))
+        lock(&self.table)
+            .leases_on(agent_id)
+            .map(|(lease, _)| (lease.attempt.clone(), lease.live_places()))
             .collect()
     }
 
     /// Number of agents to which an attempt was given; 0 if the attempt has ended.
     pub(crate) fn agent_count(&self, attempt: &AttemptRef) -> usize {
-        lock(&self.held).lease_of(attempt).map_or(0, |lease| lease.holds.len())
+        lock(&self.table).lease_of(attempt).map_or(0, |lease| lease.holds.len())
     }
 
     /// Whether an agent has ranks of an attempt, and `rank` was given to another agent.
     pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
-        let has_rank = |hold: &AgentHold| hold.place.ranks.iter().any(|(held, _)| *held == rank);
+        let has_rank = |hold: &AgentHold| hold.place.ranks.iter().any(|(other, _)| *other == rank);
         let is_here = |hold: &AgentHold| hold.place.agent_id == agent_id;
-        lock(&self.held).lease_of(attempt).is_some_and(|lease| {
+        lock(&self.table).lease_of(attempt).is_some_and(|lease| {
             lease.holds.iter().any(is_here) && lease.holds.iter().any(|hold| !is_here(hold) && has_rank(hold))
         })
     }
 
-    /// Whether an agent has ranks of an attempt that may run; if so, whether rank 0 is among them.
-    pub(crate) fn held_by(&self, agent_id: &str, attempt: &AttemptRef) -> Option<bool> {
-        Some(lock(&self.held).lease_of(attempt)?.held_at(agent_id)?.place.has_rank_0())
+    /// Whether ranks of an attempt may run on an agent.
+    pub(crate) fn has_live_ranks(&self, agent_id: &str, attempt: &AttemptRef) -> bool {
+        lock(&self.table).lease_of(attempt).is_some_and(|lease| lease.live_hold_on(agent_id).is_some())
     }
 
     /// The attempt of a job that may run.
     pub(crate) fn attempt_of(&self, job: &JobId) -> Option<AttemptRef> {
-        lock(&self.held).by_job.get(job).map(|lease| lease.attempt.clone())
+        lock(&self.table).by_job.get(job).map(|lease| lease.attempt.clone())
     }
 
     /// The shortest time that an attempt on this agent may continue without contact; `None` if there is no attempt.
-    pub(crate) fn left(&self, agent_id: &str) -> Option<Duration> {
+    pub(crate) fn remaining_time(&self, agent_id: &str) -> Option<Duration> {
         let now = Instant::now();
-        let leases = lock(&self.held);
-        leases.on(agent_id).map(|(_, hold)| hold.until.saturating_duration_since(now)).min()
+        let leases = lock(&self.table);
+        leases.leases_on(agent_id).map(|(_, hold)| hold.until.saturating_duration_since(now)).min()
     }
 
     /// Job and rank of each slot in use on an agent.
     pub(crate) fn slots_in_use(&self, agent_id: &str) -> HashMap<u32, (JobId, u32)> {
-        let leases = lock(&self.held);
-        let slots = leases.on(agent_id).flat_map(|(lease, hold)| {
+        let leases = lock(&self.table);
+        let slots = leases.leases_on(agent_id).flat_map(|(lease, hold)| {
             let job = &lease.attempt.job;
             hold.place.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank)))
         });
@@ -275,38 +281,37 @@ impl Leases {
 
     /// For each agent's id, the job in each slot in use.
     pub(crate) fn jobs_in_slots(&self) -> HashMap<String, HashMap<u32, JobId>> {
-        let mut found: HashMap<String, HashMap<u32, JobId>> = HashMap::new();
-        for (job, lease) in &lock(&self.held).by_job {
-            for hold in lease.held() {
+        let mut by_agent: HashMap<String, HashMap<u32, JobId>> = HashMap::new();
+        for (job, lease) in &lock(&self.table).by_job {
+            for hold in lease.live_holds() {
                 let slots = hold.place.ranks.iter().map(|(_, slot)| (*slot, job.clone()));
-                found.entry(hold.place.agent_id.clone()).or_default().extend(slots);
+                by_agent.entry(hold.place.agent_id.clone()).or_default().extend(slots);
             }
         }
-        found
+        by_agent
     }
 
     /// Jobs whose ranks have ended on one agent, so that their ranks on other agents will end, too.
-    pub(crate) fn ending(&self) -> Vec<JobId> {
+    pub(crate) fn ending_jobs(&self) -> Vec<JobId> {
         let ends = |lease: &Lease| lease.holds.iter().any(|hold| hold.end.is_some());
-        lock(&self.held).by_job.iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
+        lock(&self.table).by_job.iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
     }
 
     /// The places of a job's ranks.
     pub(crate) fn places_of(&self, job: &JobId) -> Vec<Place> {
-        let leases = lock(&self.held);
-        let holds = leases.by_job.get(job).into_iter().flat_map(Lease::held);
-        holds.map(|hold| hold.place.clone()).collect()
+        lock(&self.table).by_job.get(job).map(Lease::live_places).unwrap_or_default()
     }
 
+    /// The parts of attempts whose leases have expired.
     pub(crate) fn expired(&self) -> Vec<Expired> {
         let now = Instant::now();
         let expired = |lease: &Lease| -> Vec<Expired> {
-            // Without holds the attempt has ended, although the store may not have all ends yet.
-            let has_no_holds = lease.held().next().is_none();
-            let counts = |hold: &&AgentHold| has_no_holds || hold.end.is_none();
-            let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
+            // If all ranks have ended, all parts may expire, because the store may lack some of the ends.
+            let has_ended = lease.live_holds().next().is_none();
+            let may_expire = |hold: &&AgentHold| has_ended || hold.end.is_none();
+            let holds = lease.holds.iter().filter(may_expire).filter(|hold| hold.until <= now);
             holds.map(|hold| lease.to_expired(hold)).collect()
         };
-        lock(&self.held).by_job.values().flat_map(expired).collect()
+        lock(&self.table).by_job.values().flat_map(expired).collect()
     }
 }

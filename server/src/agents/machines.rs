@@ -29,7 +29,7 @@ use tokio::time::{MissedTickBehavior, interval};
 
 /// Time for which the means of minutes are kept in the database.
 pub(crate) const KEPT: Duration = Duration::from_secs(24 * 3600);
-/// Interval between two times at which finished minutes are stored. A server that is killed loses the minutes since then.
+/// Interval at which finished minutes are stored. A server that is killed loses the minutes since the last time.
 const STORE_INTERVAL: Duration = Duration::from_secs(20);
 const PURGE_INTERVAL: Duration = Duration::from_secs(600);
 /// Number of samples in memory: ten minutes with one sample every five seconds.
@@ -45,7 +45,7 @@ const CLOCK_SAMPLES: usize = 12;
 /// Minimum number of these samples, because the first may have waited for the connection.
 const MIN_CLOCK_SAMPLES: usize = 3;
 
-/// Measurements and findings by agent.
+/// Measurements by the agent's id.
 #[derive(Debug, Default)]
 pub(crate) struct Machines {
     by_agent: Mutex<HashMap<String, Measured>>,
@@ -60,7 +60,7 @@ struct Measured {
     /// The samples in memory, oldest first.
     recent: VecDeque<Point>,
     /// For each of the last samples, the milliseconds by which the sample's time was behind this server's clock on arrival.
-    clock: VecDeque<i64>,
+    behind_ms: VecDeque<i64>,
     minute: Minute,
     /// Finished minutes that are not in the database yet.
     unstored: VecDeque<MinuteRow>,
@@ -90,10 +90,11 @@ fn possible(value: Option<f32>, max: f32) -> Option<f32> {
     value.filter(|value| (0.0..=max).contains(value))
 }
 
-/// Removes impossible values from a sample, such as numbers that are not finite and GPUs without a slot. Other values are trusted.
+/// Removes impossible values from a sample, such as numbers that are not finite and GPUs without a slot. The limits are far above what any
+/// machine has.
 fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     let has_slot = |slot: u32| slots.iter().any(|s| s.index == slot);
-    // The maximum number of slots of an agent.
+    // An agent has at most 1024 slots.
     sample.gpus.truncate(1024);
     let mut seen = Vec::new();
     sample.gpus.retain(|gpu| {
@@ -144,25 +145,25 @@ pub(crate) fn checked_findings(findings: Vec<MachineWarning>) -> Vec<MachineWarn
 impl Machines {
     /// Adds a sample of an agent with these slots, which arrived at the time `at` of this server's clock.
     pub(crate) fn add(&self, agent: &str, sample: MachineSample, slots: &[Slot], at: Timestamp) {
-        let behind = at.as_millisecond() - sample.at.as_millisecond();
+        let behind_ms = at.as_millisecond() - sample.at.as_millisecond();
         let sample = checked(sample, slots);
         let point = Point::of(at, &sample);
-        let mut all = lock(&self.by_agent);
-        if !all.contains_key(agent)
-            && all.len() >= MEASURED_MACHINES
-            && let Some(oldest) = all.iter().min_by_key(|(_, m)| m.arrived_at).map(|(id, _)| id.clone())
+        let mut by_agent = lock(&self.by_agent);
+        if !by_agent.contains_key(agent)
+            && by_agent.len() >= MEASURED_MACHINES
+            && let Some(oldest) = by_agent.iter().min_by_key(|(_, m)| m.arrived_at).map(|(id, _)| id.clone())
         {
-            all.remove(&oldest);
+            by_agent.remove(&oldest);
         }
         let now = Instant::now();
-        let measured = match all.get_mut(agent) {
+        let measured = match by_agent.get_mut(agent) {
             Some(measured) if now - measured.arrived_at < MIN_SAMPLE_INTERVAL => return,
             Some(measured) => measured,
-            None => all.entry(agent.to_owned()).or_insert_with(|| Measured {
+            None => by_agent.entry(agent.to_owned()).or_insert_with(|| Measured {
                 arrived_at: now,
                 newest: sample.clone(),
                 recent: VecDeque::new(),
-                clock: VecDeque::new(),
+                behind_ms: VecDeque::new(),
                 minute: Minute::new(at),
                 unstored: VecDeque::new(),
             }),
@@ -173,17 +174,17 @@ impl Machines {
             measured.unstored.push_back(finished);
         }
         measured.recent.push_back(point);
-        measured.clock.push_back(behind);
+        measured.behind_ms.push_back(behind_ms);
         let excess = |length: usize, max: usize| length.saturating_sub(max);
         measured.recent.drain(..excess(measured.recent.len(), RECENT_SAMPLES));
-        measured.clock.drain(..excess(measured.clock.len(), CLOCK_SAMPLES));
+        measured.behind_ms.drain(..excess(measured.behind_ms.len(), CLOCK_SAMPLES));
         measured.unstored.drain(..excess(measured.unstored.len(), MAX_UNSTORED));
     }
 
     /// Called when an agent connects. Earlier differences of the clocks are dropped.
     pub(crate) fn connected(&self, agent: &str) {
         if let Some(measured) = lock(&self.by_agent).get_mut(agent) {
-            measured.clock.clear();
+            measured.behind_ms.clear();
         }
     }
 
@@ -193,20 +194,20 @@ impl Machines {
 
     /// The newest sample of a machine.
     pub(crate) fn newest(&self, agent: &str) -> Option<Newest> {
-        let all = lock(&self.by_agent);
-        let measured = all.get(agent)?;
-        let nearest = measured.clock.iter().copied().min_by_key(|ms| ms.abs());
+        let by_agent = lock(&self.by_agent);
+        let measured = by_agent.get(agent)?;
+        let fastest = measured.behind_ms.iter().copied().min_by_key(|ms| ms.abs());
         Some(Newest {
             sample: measured.newest.clone(),
             age: measured.arrived_at.elapsed(),
-            clock_behind_ms: nearest.filter(|_| measured.clock.len() >= MIN_CLOCK_SAMPLES),
+            clock_behind_ms: fastest.filter(|_| measured.behind_ms.len() >= MIN_CLOCK_SAMPLES),
         })
     }
 
     /// All finished minutes that are not in the database, and the samples in memory from `since` on. Both are in order of time.
     pub(crate) fn since(&self, agent: &str, since: Timestamp) -> (Vec<MinuteRow>, Vec<Point>) {
-        let all = lock(&self.by_agent);
-        let Some(measured) = all.get(agent) else { return (Vec::new(), Vec::new()) };
+        let by_agent = lock(&self.by_agent);
+        let Some(measured) = by_agent.get(agent) else { return (Vec::new(), Vec::new()) };
         let recent = measured.recent.iter().filter(|point| point.at >= since).cloned();
         (measured.unstored.iter().cloned().collect(), recent.collect())
     }
@@ -230,9 +231,9 @@ impl Machines {
 
     /// Takes minutes back that could not be stored.
     pub(crate) fn give_back(&self, minutes: Vec<MinuteRow>) {
-        let mut all = lock(&self.by_agent);
+        let mut by_agent = lock(&self.by_agent);
         for minute in minutes.into_iter().rev() {
-            if let Some(measured) = all.get_mut(&minute.agent_id)
+            if let Some(measured) = by_agent.get_mut(&minute.agent_id)
                 && measured.unstored.len() < MAX_UNSTORED
             {
                 measured.unstored.push_front(minute);

@@ -37,13 +37,13 @@ pub(crate) struct Online {
     /// The id of the connection. A newer connection of the same agent replaces this connection.
     pub(crate) connection: u64,
     pub(crate) row: Arc<AgentRow>,
-    /// The only job that the agent serves.
+    /// The job for which the agent was started. `None`: the agent serves all jobs.
     pub(crate) only_job: Option<JobId>,
     /// The reason that the agent gave when it began to shut down.
     pub(crate) leaving: Option<String>,
     /// The reason why the agent accepts no work now.
     pub(crate) no_work: Option<String>,
-    /// The agent's process, as in its `Hello`.
+    /// The random id of the agent's process, from its `Hello`.
     process: String,
     /// A refused process with the same id: its address, and the time of its last attempt.
     pub(crate) twin: Option<(IpAddr, Timestamp)>,
@@ -60,7 +60,7 @@ pub(crate) struct Joining {
     pub(crate) row: AgentRow,
     pub(crate) only_job: Option<JobId>,
     pub(crate) no_work: Option<String>,
-    /// The process, as in the `Hello`.
+    /// The random id of the agent's process, from its `Hello`.
     pub(crate) process: String,
     /// The address of the connection's client.
     pub(crate) address: IpAddr,
@@ -70,7 +70,7 @@ pub(crate) struct Joining {
 #[derive(Debug)]
 pub(crate) struct MayNotJoin {
     pub(crate) why: String,
-    /// Whether the agent should retry.
+    /// Whether the reason may pass, so that the agent should retry.
     pub(crate) may_pass: bool,
 }
 
@@ -287,7 +287,7 @@ impl Agents {
     }
 
     /// Updates an agent after a heartbeat, or when it shuts down.
-    pub(crate) fn heard(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
+    pub(crate) fn note_heartbeat(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
             // Copied only if a reader still uses the old value.
             Arc::make_mut(&mut agent.row).last_seen_at = at;
@@ -306,7 +306,7 @@ impl Agents {
     }
 
     /// Notes the findings of an agent's `doctor`.
-    pub(crate) fn found(&self, id: &str, findings: Vec<MachineWarning>) {
+    pub(crate) fn set_findings(&self, id: &str, findings: Vec<MachineWarning>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
             agent.findings = findings;
         }
@@ -319,11 +319,11 @@ impl Agents {
 
     /// Drains or undrains an agent.
     pub(crate) fn drain(&self, id: &str, draining: bool) {
-        let mut all = lock(&self.draining);
+        let mut drained = lock(&self.draining);
         if draining {
-            all.insert(id.to_owned());
+            drained.insert(id.to_owned());
         } else {
-            all.remove(id);
+            drained.remove(id);
         }
     }
 
@@ -333,9 +333,9 @@ impl Agents {
 
     /// The connected agents, by name.
     pub(crate) fn online(&self) -> Vec<Online> {
-        let mut all: Vec<_> = lock(&self.online).values().cloned().collect();
-        all.sort_by(|a, b| natural_order(&a.row.name, &b.row.name));
-        all
+        let mut agents: Vec<_> = lock(&self.online).values().cloned().collect();
+        agents.sort_by(|a, b| natural_order(&a.row.name, &b.row.name));
+        agents
     }
 
     pub(crate) fn is_connected(&self, id: &str) -> bool {
@@ -390,10 +390,10 @@ impl Agents {
     /// The number of requests before this request; `None` after its reply.
     pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
         let pending = lock(&self.pending);
-        let mine = pending.get(&id)?;
+        let request = pending.get(&id)?;
         let before = pending.range(..id).map(|(_, other)| other);
-        let ahead = before.filter(|o| o.connection == mine.connection && o.queue == mine.queue).count();
-        Some(QueuePosition { agent: mine.agent.clone(), ahead })
+        let ahead = before.filter(|o| o.connection == request.connection && o.queue == request.queue).count();
+        Some(QueuePosition { agent: request.agent.clone(), ahead })
     }
 
     /// Number of requests of a queue to which a connection has not replied.
@@ -403,9 +403,9 @@ impl Agents {
 
     /// Passes an agent's reply on to the caller that waits for it.
     pub(crate) fn replied(&self, connection: u64, id: u64, reply: Result<AgentReply, String>) {
-        let mut all = lock(&self.pending);
-        if all.get(&id).is_some_and(|pending| pending.connection == connection)
-            && let Some(pending) = all.remove(&id)
+        let mut requests = lock(&self.pending);
+        if requests.get(&id).is_some_and(|pending| pending.connection == connection)
+            && let Some(pending) = requests.remove(&id)
         {
             // The caller may no longer wait.
             let _ = pending.reply_to.send(reply);

@@ -22,16 +22,17 @@ type Key = (Option<IpAddr>, String, String);
 pub(crate) struct Refusals(Mutex<HashMap<Key, (Instant, u64)>>);
 
 impl Refusals {
-    /// Logs that an agent was refused, or counts it.
+    /// Logs that an agent was refused, or counts the refusal.
     pub(crate) fn note(&self, address: IpAddr, who: &str, why: &str) {
-        if let Some(repeated) = self.is_due((Some(address), who.to_owned(), why.to_owned()), Instant::now()) {
+        if let Some(repeated) = self.count((Some(address), who.to_owned(), why.to_owned()), Instant::now()) {
             tracing::warn!(%address, agent = who, reason = why, repeated, "an agent was refused");
         }
     }
 
-    /// Logs that an agent was disconnected because its reports cannot be stored, or counts it. The agent sends the reports again.
+    /// Logs that an agent was disconnected because its reports cannot be stored, or counts the disconnection. The agent sends
+    /// the reports again.
     pub(crate) fn note_cut_off(&self, agent: &str, why: &str) {
-        if let Some(repeated) = self.is_due((None, agent.to_owned(), why.to_owned()), Instant::now()) {
+        if let Some(repeated) = self.count((None, agent.to_owned(), why.to_owned()), Instant::now()) {
             tracing::error!(
                 agent,
                 why,
@@ -41,14 +42,14 @@ impl Refusals {
         }
     }
 
-    /// The number of refusals that were not logged, if this one must be logged now.
-    fn is_due(&self, key: Key, now: Instant) -> Option<u64> {
-        let mut all = lock(&self.0);
-        if !all.contains_key(&key) && all.len() >= MAX_DISTINCT {
-            all.retain(|_, (logged, _)| now.duration_since(*logged) < REPEAT_INTERVAL);
+    /// Counts a refusal. If it must be logged now, returns the number of equal refusals since the last line.
+    fn count(&self, key: Key, now: Instant) -> Option<u64> {
+        let mut known = lock(&self.0);
+        if !known.contains_key(&key) && known.len() >= MAX_DISTINCT {
+            known.retain(|_, (logged, _)| now.duration_since(*logged) < REPEAT_INTERVAL);
         }
-        let key = if all.contains_key(&key) || all.len() < MAX_DISTINCT { key } else { Key::default() };
-        match all.get_mut(&key) {
+        let key = if known.contains_key(&key) || known.len() < MAX_DISTINCT { key } else { Key::default() };
+        match known.get_mut(&key) {
             Some((logged, repeated)) if now.duration_since(*logged) < REPEAT_INTERVAL => {
                 *repeated += 1;
                 None
@@ -58,7 +59,7 @@ impl Refusals {
                 Some(std::mem::take(repeated))
             }
             None => {
-                all.insert(key, (now, 0));
+                known.insert(key, (now, 0));
                 Some(0)
             }
         }
@@ -76,25 +77,25 @@ mod tests {
     #[test]
     fn a_refusal_is_logged_once_a_minute_with_the_number_of_repeats() {
         let (refusals, now) = (Refusals::default(), Instant::now());
-        assert_eq!(refusals.is_due(key(1), now), Some(0));
+        assert_eq!(refusals.count(key(1), now), Some(0));
         for second in 1..60 {
-            assert_eq!(refusals.is_due(key(1), now + Duration::from_secs(second)), None);
+            assert_eq!(refusals.count(key(1), now + Duration::from_secs(second)), None);
         }
-        assert_eq!(refusals.is_due(key(2), now), Some(0));
-        assert_eq!(refusals.is_due(key(1), now + REPEAT_INTERVAL), Some(59));
-        assert_eq!(refusals.is_due(key(1), now + REPEAT_INTERVAL * 2), Some(0));
+        assert_eq!(refusals.count(key(2), now), Some(0));
+        assert_eq!(refusals.count(key(1), now + REPEAT_INTERVAL), Some(59));
+        assert_eq!(refusals.count(key(1), now + REPEAT_INTERVAL * 2), Some(0));
     }
 
     #[test]
     fn memory_and_lines_for_different_refusals_are_limited() {
         let (refusals, now) = (Refusals::default(), Instant::now());
         for n in 0..MAX_DISTINCT as u32 {
-            assert_eq!(refusals.is_due(key(n), now), Some(0));
+            assert_eq!(refusals.count(key(n), now), Some(0));
         }
-        assert_eq!(refusals.is_due(key(5000), now), Some(0), "one line for all above the limit");
-        assert_eq!(refusals.is_due(key(5001), now), None);
+        assert_eq!(refusals.count(key(5000), now), Some(0), "one line for all above the limit");
+        assert_eq!(refusals.count(key(5001), now), None);
         assert!(refusals.0.lock().unwrap().len() <= MAX_DISTINCT + 1);
-        assert_eq!(refusals.is_due(key(5001), now + REPEAT_INTERVAL), Some(0), "the old ones are forgotten");
+        assert_eq!(refusals.count(key(5001), now + REPEAT_INTERVAL), Some(0), "old refusals are forgotten");
         assert_eq!(refusals.0.lock().unwrap().len(), 1);
     }
 }

@@ -63,20 +63,20 @@ async fn agents_with_files(
         let request = AgentRequest::HasFiles { paths: paths.clone() };
         async {
             let waiting = agents.send_request(&agent, request);
-            let found = match agents.reply(waiting, FILES_TIMEOUT).await {
+            let existing = match agents.reply(waiting, FILES_TIMEOUT).await {
                 Ok(AgentReply::Files { there }) => Some(there),
                 // The agent is silent or disconnected.
                 _ => None,
             };
-            (agent, found)
+            (agent, existing)
         }
     });
     let (mut with_files, mut silent, mut without_files) = (Vec::new(), Vec::new(), Vec::new());
     let mut missing = None;
-    for (agent, found) in join_all(checks).await {
-        match found {
+    for (agent, existing) in join_all(checks).await {
+        match existing {
             // For each path, whether the agent has the file.
-            Some(found) => match found.iter().position(|is_found| !is_found) {
+            Some(existing) => match existing.iter().position(|exists| !exists) {
                 None => with_files.push(agent),
                 Some(index) => {
                     without_files.push(agent.row.name.clone());

@@ -1,5 +1,5 @@
 //! Rows of agents that wait to be stored. After a restart, all agents reconnect at the same time. Rows that arrive while a transaction is
-//! written are stored together in the next one.
+//! written are stored together in the next transaction.
 
 use crate::{
     store::{AgentRow, Result, Store, StoreError},

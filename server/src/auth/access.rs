@@ -137,13 +137,14 @@ impl Access {
         known.tokens.insert(row.hash, Arc::new(credential));
     }
 
-    /// Adds a session of an existing token or person. Returns the hashes of the sessions that were ended to make room for it.
+    /// Adds a session. Returns the hashes of the sessions that were ended to make room for it, or the hash of the new session if its token
+    /// or person does not exist.
     pub(crate) fn put_session(&self, row: SessionRow) -> Vec<String> {
         let mut known = self.write();
         let Some(holder) = known.session_credential(&row.token_id) else { return vec![row.hash] };
-        let mut gone = Vec::new();
+        let mut ended = Vec::new();
         loop {
-            // Beyond the limit per token, only this token's oldest session is ended.
+            // At the limit per token, this token's oldest session is ended. At the limit of all sessions, the oldest of all.
             let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
             let has_many = of_token.clone().count() >= SESSIONS_OF_A_TOKEN;
             let oldest = match has_many {
@@ -157,7 +158,7 @@ impl Access {
             if let Some(session) = known.sessions.remove(&oldest) {
                 session.ended.cancel();
             }
-            gone.push(oldest);
+            ended.push(oldest);
         }
         let credential = Credential {
             token: holder.token.clone(),
@@ -170,7 +171,7 @@ impl Access {
             usage: holder.usage.clone(),
         };
         known.sessions.insert(row.hash, Arc::new(credential));
-        gone
+        ended
     }
 
     /// Ends a session, if it exists.
@@ -245,9 +246,9 @@ impl Access {
 
     /// All tokens, the oldest first.
     pub(crate) fn tokens(&self) -> Vec<Token> {
-        let mut all: Vec<_> = self.read().tokens.values().map(|c| c.token_with_use()).collect();
-        all.sort_by(|a, b| (a.created_at, &a.id).cmp(&(b.created_at, &b.id)));
-        all
+        let mut tokens: Vec<_> = self.read().tokens.values().map(|c| c.token_with_use()).collect();
+        tokens.sort_by(|a, b| (a.created_at, &a.id).cmp(&(b.created_at, &b.id)));
+        tokens
     }
 
     /// The stored row of a token.
@@ -273,7 +274,7 @@ impl Access {
         self.read().tokens.values().filter_map(|c| Some((c.token.id.clone(), c.take_used()?))).collect()
     }
 
-    /// The name of the token or person with this id, to which sessions belong.
+    /// The name of the token or person with this id.
     pub(crate) fn name_of(&self, id: &str) -> Option<String> {
         self.read().session_credential(id).map(|credential| credential.token.who())
     }

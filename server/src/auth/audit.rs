@@ -1,4 +1,4 @@
-//! The audit log. Requests queue their entries and do not wait until these are written. A task writes many entries at a time, and removes
+//! The audit log. Requests queue entries and do not wait until the entries are written. A task writes many entries at a time, and removes
 //! old entries.
 
 use crate::{
@@ -21,7 +21,7 @@ const MAX_BATCH: usize = 500;
 /// Maximum age of an entry. The number of entries is also limited (`ServeConfig::audit_entries`).
 const ENTRY_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
 const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
-/// A purge begins early after this many new entries.
+/// A purge begins early after this many new entries, or after half of the maximum number of entries if that is less.
 const PURGE_AFTER: usize = 1000;
 /// Pause between two steps of a purge.
 const PURGE_PAUSE: Duration = Duration::from_millis(50);
@@ -41,10 +41,10 @@ enum Entry {
 pub(crate) struct Audit(mpsc::Sender<Entry>);
 
 impl Audit {
-    /// `kept`: maximum number of entries in the database.
-    pub(crate) fn new(store: Arc<dyn Store>, kept: u32, stopping: CancellationToken) -> (Self, AuditWriter) {
+    /// `limit`: maximum number of entries in the database.
+    pub(crate) fn new(store: Arc<dyn Store>, limit: u32, stopping: CancellationToken) -> (Self, AuditWriter) {
         let (to, queue) = mpsc::channel(MAX_WAITING);
-        (Self(to), AuditWriter { queue, store, kept, stopping })
+        (Self(to), AuditWriter { queue, store, limit, stopping })
     }
 
     /// Queues an entry.
@@ -69,7 +69,7 @@ impl Audit {
 pub(crate) struct AuditWriter {
     queue: mpsc::Receiver<Entry>,
     store: Arc<dyn Store>,
-    kept: u32,
+    limit: u32,
     stopping: CancellationToken,
 }
 
@@ -98,7 +98,7 @@ impl AuditWriter {
             new_entries += batch.len();
             self.write(batch).await;
             let is_due = purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL);
-            if (is_due || new_entries >= PURGE_AFTER.min(self.kept as usize / 2 + 1))
+            if (is_due || new_entries >= PURGE_AFTER.min(self.limit as usize / 2 + 1))
                 && !self.stopping.is_cancelled()
             {
                 self.purge().await;
@@ -120,15 +120,15 @@ impl AuditWriter {
         while !entries.is_empty() {
             match self.store.add_audit(&entries).await {
                 Ok(()) => {
-                    if let Some(failures) = failing.ended() {
+                    if let Some(failures) = failing.note_success() {
                         tracing::info!(failures, "writing the audit log works again");
                     }
                     break;
                 }
                 Err(error) if error.may_pass() && !self.stopping.is_cancelled() => {
-                    // The entries are in the server's log.
+                    // Flushes do not wait for the retry, because the entries are in the server's log.
                     flushes.clear();
-                    if failing.is_new(&error) {
+                    if failing.note_failure(&error) {
                         tracing::warn!(%error, "the audit log cannot be written; trying again");
                     }
                     sleep(backoff.pause()).await;
@@ -148,7 +148,7 @@ impl AuditWriter {
     async fn purge(&self) {
         let before = crate::now() - ENTRY_LIFE;
         loop {
-            match self.store.purge_audit(before, self.kept).await {
+            match self.store.purge_audit(before, self.limit).await {
                 Ok(true) => sleep(PURGE_PAUSE).await,
                 Ok(false) => return,
                 Err(error) => {

@@ -59,7 +59,7 @@ impl Auth {
     }
 
     /// The id of a run's job. `id` is the job's id, or an id that the caller's program chose. For a chosen id, the job's id is a hash of
-    /// the chosen id and the owner. So it is found without a query, and different owners may choose the same id.
+    /// the chosen id and the owner. So the job is found without a query, and different owners may choose the same id.
     pub(crate) fn run_id(&self, caller: &Caller, id: &str) -> JobId {
         id.parse().unwrap_or_else(|_| {
             let owner = caller.owner().unwrap_or_default();

@@ -5,7 +5,7 @@
 //! the server starts and runs while the provider is unreachable.
 //!
 //! The crate `openidconnect` is not used, because it depends on `rsa`, whose timing leak RUSTSEC-2023-0071 has no fix, on `chrono`, and on
-//! about thirty crates of arithmetic, in place of which this module uses `ring`.
+//! about thirty crates of arithmetic. This module verifies signatures with `ring`.
 
 mod authorities;
 mod id_token;
@@ -54,7 +54,7 @@ pub(crate) struct Answer {
     error: Option<String>,
     #[serde(rename = "error_description")]
     description: Option<String>,
-    /// RFC 9207.
+    /// The provider's issuer (RFC 9207).
     #[serde(rename = "iss")]
     issuer: Option<String>,
 }
@@ -153,8 +153,8 @@ impl Oidc {
         };
         let verified = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
         let groups = self.config.groups.as_ref().map(|g| g.claim.as_str());
-        let wanted = [Some(self.config.name_claim.as_str()), verified, groups];
-        if wanted.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
+        let needed = [Some(self.config.name_claim.as_str()), verified, groups];
+        if needed.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
             self.provider.add_user_info(&metadata, &tokens, &subject, &mut claims).await?;
         }
         let identity = Identity { issuer: self.config.issuer.as_str().to_owned(), subject };
@@ -182,8 +182,8 @@ impl Oidc {
     fn role_of(&self, claims: &Claims) -> Option<Role> {
         let Some(groups) = &self.config.groups else { return self.config.role };
         let is_in = |group: &Option<String>| match (group, claims.get(&groups.claim)) {
-            (Some(group), Some(Value::Array(all))) => all.iter().any(|one| one.as_str() == Some(group)),
-            (Some(group), Some(Value::String(one))) => one == group,
+            (Some(group), Some(Value::Array(all))) => all.iter().any(|name| name.as_str() == Some(group)),
+            (Some(group), Some(Value::String(name))) => name == group,
             _ => false,
         };
         match () {

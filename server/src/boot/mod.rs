@@ -178,8 +178,8 @@ async fn known_artifacts(
     Ok(artifacts)
 }
 
-/// Refuses an empty database if the data directory has folders of jobs.
-async fn check_is_used(
+/// Refuses an empty database if the data directory has folders of jobs, because the database was then lost.
+async fn refuse_empty_database(
     config: &ServeConfig,
     location: &Location,
     store: &dyn Store,
@@ -226,7 +226,7 @@ async fn open(
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let location = Location::of(&config)?;
     let store = location.open().await?;
-    if let Err(error) = check_is_used(&config, &location, &*store).await {
+    if let Err(error) = refuse_empty_database(&config, &location, &*store).await {
         store.close().await;
         return Err(error);
     }

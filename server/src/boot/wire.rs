@@ -56,7 +56,8 @@ pub(super) async fn start(
             }),
             Box::new(move |changed: &Changed| {
                 if let Some(artifacts) = &artifact_store {
-                    changed.events.iter().filter_map(EventRow::checkpoint).for_each(|id| artifacts.note(&id));
+                    let ids = changed.events.iter().filter_map(EventRow::checkpoint);
+                    ids.for_each(|id| artifacts.queue(&id));
                 }
             }),
             // When a job is no longer active, its lease is released, which frees its slots.

@@ -3,7 +3,7 @@
 
 use super::{
     Checkpoints,
-    manifest::{MANIFEST, Manifest, check_whole, is_media_error},
+    manifest::{MANIFEST, Manifest, is_media_error, verify_checkpoint},
     name_of,
 };
 use crate::{
@@ -48,7 +48,7 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
     let before = read_manifest(folder).ok();
     let checked = find_irregular(folder).and_then(|irregular| match irregular {
         Some(how) => Err(io::Error::new(io::ErrorKind::InvalidData, how)),
-        None => check_whole(folder),
+        None => verify_checkpoint(folder),
     });
     let how = match checked {
         Ok(()) => return Ok(None),
@@ -71,7 +71,7 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
 fn find_irregular(folder: &Path) -> io::Result<Option<String>> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        if !entry.path().metadata().is_ok_and(|found| found.is_file()) {
+        if !entry.path().metadata().is_ok_and(|metadata| metadata.is_file()) {
             return Ok(Some(format!("its {} is not a regular file", entry.file_name().to_string_lossy())));
         }
     }
@@ -79,12 +79,12 @@ fn find_irregular(folder: &Path) -> io::Result<Option<String>> {
 }
 
 /// Whether all files of a checkpoint exist with the right sizes. The contents are not read.
-pub(crate) fn looks_whole(folder: &Path) -> bool {
+pub(crate) fn has_expected_sizes(folder: &Path) -> bool {
     let Ok(bytes) = read_manifest(folder) else { return false };
     let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes) else { return false };
     manifest.files.iter().all(|(name, listed)| {
-        let found = folder.join(name).metadata();
-        found.is_ok_and(|found| found.is_file() && found.len() == listed.size_bytes)
+        let metadata = folder.join(name).metadata();
+        metadata.is_ok_and(|metadata| metadata.is_file() && metadata.len() == listed.size_bytes)
     })
 }
 
@@ -107,7 +107,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (folder, aside) = (dir.path().join("1-10"), dir.path().join("damaged-1-10"));
         checkpoint(&folder);
-        assert!(set_aside(&folder).unwrap().is_none() && looks_whole(&folder));
+        assert!(set_aside(&folder).unwrap().is_none() && has_expected_sizes(&folder));
         // Changed bytes, a missing file, a file that the disk cannot read, a folder instead of a file, the manifest. Each folder that
         // is set aside replaces the previous one.
         let damages: [(&str, bool, fn(&Path)); 5] = [
@@ -127,12 +127,12 @@ mod tests {
                 fs::write(folder.join(MANIFEST), b"{").unwrap();
             }),
         ];
-        for (detail, still_looks_whole, damage) in damages {
+        for (detail, has_sizes, damage) in damages {
             checkpoint(&folder);
             damage(&folder);
-            assert_eq!(looks_whole(&folder), still_looks_whole, "{detail}");
-            let found = set_aside(&folder).unwrap().expect("it is damaged");
-            assert!(found.starts_with(detail), "{found}");
+            assert_eq!(has_expected_sizes(&folder), has_sizes, "{detail}");
+            let how = set_aside(&folder).unwrap().expect("it is damaged");
+            assert!(how.starts_with(detail), "{how}");
             assert!(!folder.exists() && aside.exists());
         }
     }

@@ -6,7 +6,7 @@ use super::{
     artifact_store::{ArtifactStore, Fetch, FetchOutcome, NotFetched, RequestKind},
     manifest::{MANIFEST, ManifestFile, Verifier},
     name_of,
-    object_storage::{Place, describe},
+    object_storage::{Prefix, describe},
 };
 use crate::{
     store::{self, CheckpointRow, Copies},
@@ -82,9 +82,9 @@ pub(crate) fn check(
     Some(begin(checkpoints, store, row, waiting))
 }
 
-/// Same as [`check`], but only if files are missing or have wrong sizes. `None` if all files have the right sizes, or if the checkpoint is
-/// not in the store.
-pub(crate) async fn mend(
+/// Same as [`check`], but only if files on the disk are missing or have wrong sizes. `None` if all files have the right sizes, or if the
+/// checkpoint is not in the store.
+pub(crate) async fn check_if_incomplete(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
     copies: Option<&Copies>,
@@ -93,8 +93,8 @@ pub(crate) async fn mend(
         return None;
     }
     let folder = checkpoints.folder(row);
-    let looks_whole = tokio::task::spawn_blocking(move || artifact_checks::looks_whole(&folder)).await;
-    if looks_whole.unwrap_or(true) {
+    let has_sizes = tokio::task::spawn_blocking(move || artifact_checks::has_expected_sizes(&folder)).await;
+    if has_sizes.unwrap_or(true) {
         return None;
     }
     check(checkpoints, row, copies, None).map(|(fetch, _)| fetch)
@@ -289,11 +289,11 @@ pub(crate) fn sweep(jobs: &Path) -> io::Result<()> {
 }
 
 async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
-    let place = store.storage.place(&row.id).ok_or(NotFetched::Missing)?;
+    let prefix = store.storage.prefix_of(&row.id).ok_or(NotFetched::Missing)?;
     let partial = partial_folder(checkpoints, row);
     let mut tries = 1;
     loop {
-        match fetch_files(store, &place, &partial).await {
+        match fetch_files(store, &prefix, &partial).await {
             Err(NotFetched::Damaged(how)) if tries < MAX_TRIES => {
                 tracing::warn!(
                     checkpoint = row.id,
@@ -315,31 +315,31 @@ async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Check
     Ok(())
 }
 
-/// Checks that `wanted` bytes fit on a disk with `free` free bytes, of which [`SPARE_BYTES`] stay free.
-fn check_room(wanted: u64, free: u64) -> Result<()> {
-    if wanted.saturating_add(SPARE_BYTES) <= free {
+/// Checks that `needed` bytes fit on a disk with `free` free bytes, of which [`SPARE_BYTES`] stay free.
+fn check_room(needed: u64, free: u64) -> Result<()> {
+    if needed.saturating_add(SPARE_BYTES) <= free {
         return Ok(());
     }
     let megabytes = |bytes: u64| bytes.div_ceil(1_000_000);
     Err(NotFetched::Disk(format!(
         "it has {} MB, and {} MB are free on the disk, of which {} MB must stay free",
-        megabytes(wanted),
+        megabytes(needed),
         megabytes(free),
         megabytes(SPARE_BYTES)
     )))
 }
 
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
-async fn fetch_files(store: &ArtifactStore, place: &Place, partial: &Path) -> Result<()> {
+async fn fetch_files(store: &ArtifactStore, prefix: &Prefix, partial: &Path) -> Result<()> {
     if_exists(tokio::fs::remove_dir_all(partial).await)?;
-    let manifest_bytes = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
-    let manifest = place.read(&manifest_bytes).map_err(NotFetched::Damaged)?;
+    let manifest_bytes = store.storage.manifest(prefix).await?.ok_or(NotFetched::Missing)?;
+    let manifest = prefix.read(&manifest_bytes).map_err(NotFetched::Damaged)?;
     tokio::fs::create_dir_all(partial).await?;
     let disk = rustix::fs::statvfs(partial).map_err(io::Error::from)?;
-    let wanted = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
-    check_room(wanted, disk.f_bavail.saturating_mul(disk.f_frsize))?;
-    for (name, wanted) in &manifest.files {
-        receive(store, place, (name, wanted), &partial.join(name)).await.map_err(|why| match why {
+    let needed = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
+    check_room(needed, disk.f_bavail.saturating_mul(disk.f_frsize))?;
+    for (name, expected) in &manifest.files {
+        receive(store, prefix, (name, expected), &partial.join(name)).await.map_err(|why| match why {
             // The manifest names the file, so the checkpoint is damaged.
             NotFetched::Missing => NotFetched::Damaged(format!("its {name} is missing")),
             why => why,
@@ -352,22 +352,22 @@ async fn fetch_files(store: &ArtifactStore, place: &Place, partial: &Path) -> Re
 
 async fn receive(
     store: &ArtifactStore,
-    place: &Place,
-    (name, wanted): (&str, &ManifestFile),
+    prefix: &Prefix,
+    (name, expected): (&str, &ManifestFile),
     path: &Path,
 ) -> Result<()> {
-    let mut bytes = store.storage.get(place, name, &wanted.sha256).await?;
+    let mut bytes = store.storage.get(prefix, name, &expected.sha256).await?;
     let (mut file, mut verifier) = (File::create(path).await?, Verifier::default());
     while let Some(piece) = bytes.next().await {
         let piece = piece?;
         verifier.add(&piece);
-        if verifier.size_bytes > wanted.size_bytes {
+        if verifier.size_bytes > expected.size_bytes {
             break;
         }
         file.write_all(&piece).await?;
     }
     file.flush().await?;
-    verifier.finish(name, wanted).map_err(NotFetched::Damaged)?;
+    verifier.finish(name, expected).map_err(NotFetched::Damaged)?;
     Ok(file.sync_all().await?)
 }
 

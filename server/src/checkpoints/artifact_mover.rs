@@ -9,7 +9,7 @@ use super::{
     artifact_store::{ArtifactStore, RequestKind},
     manifest::{MANIFEST, ManifestFile, Verifier, sha256},
     name_of,
-    object_storage::{PART_BYTES, Place, Unusable, describe, part_bytes},
+    object_storage::{PART_BYTES, Prefix, Unusable, describe, part_bytes},
 };
 use crate::{
     store::{self, CheckpointRow, Copies, StoreError, StoredCheckpoint},
@@ -37,7 +37,7 @@ enum MoveError {
     /// The object store is the wrong store, is unavailable, or refuses the checkpoint, for this reason.
     Away(String),
     /// The object store does not delete the objects, for this reason.
-    Kept(String),
+    NotDeleted(String),
     /// A database error.
     Database(StoreError),
     /// The files of the checkpoint cannot be read.
@@ -87,13 +87,13 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
         tracing::warn!(%error, "the list of checkpoints to upload cannot be read; trying again");
         tokio::time::sleep(backoff.pause()).await;
     }
-    wait_for(&checkpoints, store).await;
+    wait_until_usable(&checkpoints, store).await;
     futures_util::future::join_all((0..CONCURRENT).map(|_| work(&checkpoints, store))).await;
 }
 
 /// Queues the checkpoints on this disk whose copies in the object store are missing or different, and the objects of deleted checkpoints.
 async fn queue_all_missing(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
-    note_abandoned(checkpoints, store).await?;
+    queue_abandoned(checkpoints, store).await?;
     let mut after = String::new();
     loop {
         let rows = checkpoints.store.checkpoints_after(&after, ROWS).await?;
@@ -106,13 +106,13 @@ async fn queue_all_missing(checkpoints: &Checkpoints, store: &ArtifactStore) -> 
 }
 
 /// Queues the deletion of objects whose checkpoint was deleted.
-async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
+async fn queue_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     let mut after = String::new();
     loop {
         let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &after, ROWS).await?;
         let Some(last) = ids.last() else { return Ok(()) };
         after.clone_from(last);
-        ids.iter().for_each(|id| store.note(id));
+        ids.iter().for_each(|id| store.queue(id));
     }
 }
 
@@ -127,7 +127,7 @@ async fn queue_if_missing(
     };
     let stored = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
     if stored.and_then(|stored| stored.manifest) != Some(sha256(&manifest)) {
-        store.note(&row.id);
+        store.queue(&row.id);
     }
     Ok(())
 }
@@ -135,7 +135,7 @@ async fn queue_if_missing(
 /// Queues a job's checkpoints, and the objects of deleted checkpoints, because some may have been stored or deleted without a notification.
 pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::Result<()> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(()) };
-    note_abandoned(checkpoints, store).await?;
+    queue_abandoned(checkpoints, store).await?;
     for row in checkpoints.store.checkpoints(job).await?.iter().rev() {
         queue_if_missing(checkpoints, store, row).await?;
     }
@@ -144,7 +144,7 @@ pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::R
 
 /// Waits until the store can be used and is the right store. If the store was unavailable when the server started, a wrong configuration is
 /// found only now.
-async fn wait_for(checkpoints: &Checkpoints, store: &ArtifactStore) {
+async fn wait_until_usable(checkpoints: &Checkpoints, store: &ArtifactStore) {
     let (mut backoff, mut is_logged) = (RETRY, false);
     while let Err(unusable) = store.confirm(&*checkpoints.store).await {
         store.note_failure(RequestKind::Other, &unusable.why);
@@ -165,23 +165,23 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
             noted.await;
             continue;
         };
-        let (request_kind, done) = match checkpoints.store.checkpoint(&id).await {
+        let (request_kind, result) = match checkpoints.store.checkpoint(&id).await {
             Ok(Some(row)) => (RequestKind::Write, upload(checkpoints, store, &row).await),
             Ok(None) => (RequestKind::Other, delete(checkpoints, store, &id).await),
             Err(error) => (RequestKind::Other, Err(error.into())),
         };
-        let failed = match done {
+        let failed = match result {
             // A removal or replacement is notified separately.
             Ok(()) | Err(MoveError::Changed) => false,
             Err(MoveError::Damaged(how)) => {
-                refuse(checkpoints, &id, &how).await;
+                record_damage(checkpoints, &id, &how).await;
                 false
             }
             Err(MoveError::Away(why)) => {
                 store.note_failure(request_kind, &why);
                 true
             }
-            Err(MoveError::Kept(error)) => {
+            Err(MoveError::NotDeleted(error)) => {
                 tracing::warn!(
                     checkpoint = id,
                     error,
@@ -201,7 +201,7 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
         if failed {
             // Until `done`, the other worker does not process this checkpoint.
             tokio::time::sleep(backoff.pause()).await;
-            store.note_again(&id);
+            store.requeue(&id);
         } else {
             backoff = RETRY;
         }
@@ -209,8 +209,8 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
     }
 }
 
-/// Records that the copy on the server's disk is damaged, and tells the job's owner.
-async fn refuse(checkpoints: &Checkpoints, id: &str, how: &str) {
+/// Records that the copy on the server's disk is damaged, also in the job's log.
+async fn record_damage(checkpoints: &Checkpoints, id: &str, how: &str) {
     tracing::warn!(checkpoint = id, how, "a damaged checkpoint is not uploaded to the object store");
     if let Ok(true) = checkpoints.store.mark_damaged(Copies::SERVER, id).await
         && let Ok(Some(row)) = checkpoints.store.checkpoint(id).await
@@ -227,20 +227,20 @@ async fn refuse(checkpoints: &Checkpoints, id: &str, how: &str) {
 async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> Result<()> {
     let url = store.storage.url();
     let Some(record) = checkpoints.store.stored_checkpoint(url, id).await? else { return Ok(()) };
-    if let Some(place) = store.storage.place(id) {
+    if let Some(prefix) = store.storage.prefix_of(id) {
         // The objects may belong to another server, if it has a copy of this database and has adopted the store.
         store.confirm(&*checkpoints.store).await?;
         let deleted = async {
             if let Some(parts) = &record.parts {
                 store.storage.drop_parts(parts).await?;
             }
-            store.storage.delete(&place, None).await
+            store.storage.delete(&prefix, None).await
         };
         let deleted = deleted.await;
         // A store that is not mounted looks empty, so it is confirmed again.
         store.confirm(&*checkpoints.store).await?;
         store.note_success(RequestKind::Other);
-        deleted.map_err(|error| MoveError::Kept(describe(&error)))?;
+        deleted.map_err(|error| MoveError::NotDeleted(describe(&error)))?;
     }
     checkpoints.store.forget_stored_checkpoint(url, id).await?;
     store.forget(id);
@@ -249,7 +249,7 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
 
 /// Uploads a checkpoint, unless the object store has the checkpoint with the same manifest.
 async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
-    let Some(place) = store.storage.place(&row.id) else { return Ok(()) };
+    let Some(prefix) = store.storage.prefix_of(&row.id) else { return Ok(()) };
     let folder = checkpoints.folder(row);
     let manifest = regular_files::read(&folder.join(MANIFEST)).await?;
     let known = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
@@ -259,7 +259,7 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
     let manifest = Bytes::from(manifest);
     let record =
         StoredCheckpoint { id: row.id.clone(), manifest: None, parts: known.and_then(|known| known.parts) };
-    match send_files(checkpoints, store, &place, &folder, &manifest, record).await {
+    match send_files(checkpoints, store, &prefix, &folder, &manifest, record).await {
         // The checkpoint is not damaged, but was replaced during the upload, and is queued again.
         Err(MoveError::Damaged(_)) if regular_files::read(&folder.join(MANIFEST)).await? != manifest => {
             Err(MoveError::Changed)
@@ -267,7 +267,7 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
         Err(error) => Err(error),
         Ok(()) => {
             store.note_success(RequestKind::Write);
-            // Ranks remove only checkpoints that are on the disk, not those that only the object store has.
+            // Ranks do not remove checkpoints that only the object store has.
             Ok(checkpoints.forget_old(&row.job).await?)
         }
     }
@@ -277,12 +277,12 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
 async fn send_files(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
-    place: &Place,
+    prefix: &Prefix,
     folder: &Path,
     manifest_bytes: &Bytes,
     mut record: StoredCheckpoint,
 ) -> Result<()> {
-    let manifest = place.read(manifest_bytes).map_err(MoveError::Damaged)?;
+    let manifest = prefix.read(manifest_bytes).map_err(MoveError::Damaged)?;
     store.confirm(&*checkpoints.store).await?;
     if let Some(parts) = record.parts.take() {
         store.storage.drop_parts(&parts).await?;
@@ -290,16 +290,16 @@ async fn send_files(
     // The row is written before the first object exists, so that every object can be found and deleted.
     write(checkpoints, store, &record).await?;
     // An earlier server may have been killed after the upload of the manifest and before the row was updated.
-    if store.storage.manifest(place).await?.as_ref() != Some(manifest_bytes) {
+    if store.storage.manifest(prefix).await?.as_ref() != Some(manifest_bytes) {
         for (name, file) in &manifest.files {
-            if !store.storage.has(place, name, &file.sha256, file.size_bytes).await? {
-                send(checkpoints, store, place, (name, file), &folder.join(name), &mut record).await?;
+            if !store.storage.has(prefix, name, &file.sha256, file.size_bytes).await? {
+                send(checkpoints, store, prefix, (name, file), &folder.join(name), &mut record).await?;
             }
         }
-        store.storage.put_manifest(place, manifest_bytes.clone()).await?;
+        store.storage.put_manifest(prefix, manifest_bytes.clone()).await?;
     }
     // Deletes the remaining files of the checkpoint that this upload replaces.
-    store.storage.delete(place, Some(&manifest)).await?;
+    store.storage.delete(prefix, Some(&manifest)).await?;
     // If the store's disk was unmounted during the upload, the files were written into the mount point's folder.
     store.confirm(&*checkpoints.store).await?;
     record.manifest = Some(sha256(manifest_bytes));
@@ -341,22 +341,22 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send
 async fn send(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
-    place: &Place,
-    (name, wanted): (&str, &ManifestFile),
+    prefix: &Prefix,
+    (name, expected): (&str, &ManifestFile),
     path: &Path,
     record: &mut StoredCheckpoint,
 ) -> Result<()> {
-    let part_size = part_bytes(wanted.size_bytes);
+    let part_size = part_bytes(expected.size_bytes);
     let path = path.to_owned();
     let file = blocking(move || regular_files::open(&path)).await?;
     let mut reader = Reader { file, verifier: Verifier::default() };
     let bytes;
     (bytes, reader) = next(reader, part_size).await?;
-    if wanted.size_bytes <= PART_BYTES {
-        reader.verifier.finish(name, wanted).map_err(MoveError::Damaged)?;
-        return Ok(store.storage.put(place, name, &wanted.sha256, bytes).await?);
+    if expected.size_bytes <= PART_BYTES {
+        reader.verifier.finish(name, expected).map_err(MoveError::Damaged)?;
+        return Ok(store.storage.put(prefix, name, &expected.sha256, bytes).await?);
     }
-    let mut upload = store.storage.begin(place, name, &wanted.sha256).await?;
+    let mut upload = store.storage.begin(prefix, name, &expected.sha256).await?;
     let sent: Result<()> = async {
         record.parts = upload.parts();
         if record.parts.is_some() {
@@ -367,7 +367,7 @@ async fn send(
             upload.send(bytes).await?;
             (bytes, reader) = next(reader, part_size).await?;
         }
-        reader.verifier.finish(name, wanted).map_err(MoveError::Damaged)?;
+        reader.verifier.finish(name, expected).map_err(MoveError::Damaged)?;
         Ok(upload.finish().await?)
     }
     .await;

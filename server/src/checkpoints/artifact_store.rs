@@ -36,7 +36,7 @@ pub(crate) enum StoredState {
     Stored,
 }
 
-/// Why a checkpoint could not be fetched.
+/// Why a checkpoint could not be fetched from the object store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NotFetched {
     #[error("the store does not have the complete checkpoint")]
@@ -69,7 +69,7 @@ pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
     /// Whether the store may be taken over from another server (`--artifacts-adopt`).
     adopts: bool,
-    /// Set once a check has shown that the store can be used.
+    /// Set after a check has shown that the store can be used.
     usable: OnceCell<()>,
     /// The identity that the store's `LOCKSTEP.json` must have, once the identity is known.
     marker: OnceCell<String>,
@@ -159,14 +159,14 @@ impl ArtifactStore {
     }
 
     /// Queues a checkpoint that is new on the disk, was replaced, or was deleted.
-    pub(crate) fn note(&self, id: &str) {
+    pub(crate) fn queue(&self, id: &str) {
         // A checkpoint that waits already moves to the end.
         lock(&self.queue).waiting.insert(id.to_owned());
         self.waiting.notify_waiters();
     }
 
     /// Queues a checkpoint again after a failure, behind all others, so that a permanent failure does not delay other checkpoints.
-    pub(crate) fn note_again(&self, id: &str) {
+    pub(crate) fn requeue(&self, id: &str) {
         let mut queue = lock(&self.queue);
         if !queue.waiting.contains(id) {
             queue.waiting.insert(id.to_owned());

@@ -39,14 +39,14 @@ impl Verifier {
     ///
     /// # Errors
     /// The bytes differ. The text describes the difference.
-    pub(crate) fn finish(self, name: &str, wanted: &ManifestFile) -> Result<(), String> {
-        if self.size_bytes != wanted.size_bytes {
+    pub(crate) fn finish(self, name: &str, expected: &ManifestFile) -> Result<(), String> {
+        if self.size_bytes != expected.size_bytes {
             return Err(format!(
                 "its {name} has {} bytes and was written with {}",
-                self.size_bytes, wanted.size_bytes
+                self.size_bytes, expected.size_bytes
             ));
         }
-        if hex::encode(self.hash.finalize()) != wanted.sha256 {
+        if hex::encode(self.hash.finalize()) != expected.sha256 {
             return Err(format!("the bytes of its {name} are not those that were written"));
         }
         Ok(())
@@ -61,7 +61,7 @@ fn damaged(detail: String) -> io::Error {
 ///
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] if the file is damaged or permanently unreadable.
-pub(crate) fn verify(mut file: fs::File, name: &str, wanted: &ManifestFile) -> io::Result<()> {
+pub(crate) fn verify(mut file: fs::File, name: &str, expected: &ManifestFile) -> io::Result<()> {
     let (mut verifier, mut block) = (Verifier::default(), vec![0; 1 << 18]);
     loop {
         let n = file.read(&mut block).map_err(|error| match is_media_error(&error) {
@@ -69,7 +69,7 @@ pub(crate) fn verify(mut file: fs::File, name: &str, wanted: &ManifestFile) -> i
             false => error,
         })?;
         if n == 0 {
-            return verifier.finish(name, wanted).map_err(damaged);
+            return verifier.finish(name, expected).map_err(damaged);
         }
         verifier.add(&block[..n]);
     }
@@ -79,14 +79,14 @@ pub(crate) fn verify(mut file: fs::File, name: &str, wanted: &ManifestFile) -> i
 ///
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] if a file is missing, damaged or permanently unreadable. The text names the file.
-pub(crate) fn check_whole(folder: &Path) -> io::Result<()> {
+pub(crate) fn verify_checkpoint(folder: &Path) -> io::Result<()> {
     let bytes = fs::read(folder.join(MANIFEST))
         .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
     let manifest: Manifest = serde_json::from_slice(&bytes)
         .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
-    for (name, wanted) in &manifest.files {
+    for (name, expected) in &manifest.files {
         match fs::File::open(folder.join(name)) {
-            Ok(file) if Path::new(name).file_name() == Some(name.as_ref()) => verify(file, name, wanted)?,
+            Ok(file) if Path::new(name).file_name() == Some(name.as_ref()) => verify(file, name, expected)?,
             _ => return Err(damaged(format!("its {name} is missing"))),
         }
     }

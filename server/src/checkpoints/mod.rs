@@ -101,7 +101,7 @@ impl Checkpoints {
     }
 
     /// Whether this server has a checkpoint: on its disk, or in its object store.
-    pub(crate) fn is_kept(&self, row: &CheckpointRow, copies: Option<&Copies>) -> bool {
+    pub(crate) fn has_copy(&self, row: &CheckpointRow, copies: Option<&Copies>) -> bool {
         self.folder(row).exists() || copies.is_some_and(Copies::is_stored)
     }
 
@@ -121,10 +121,9 @@ impl Checkpoints {
         is_uploading.then_some(StoredState::Uploading)
     }
 
-    /// The agents that have a checkpoint which the server does not have yet. Agents that are online come first. Empty if the server has the
-    /// checkpoint.
-    pub(crate) fn on_its_way(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Vec<Holder> {
-        let Some(copies) = copies.filter(|_| !self.is_kept(row, copies)) else { return Vec::new() };
+    /// The agents that have a checkpoint, online agents first. Empty if the server has the checkpoint.
+    pub(crate) fn holders_if_missing(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Vec<Holder> {
+        let Some(copies) = copies.filter(|_| !self.has_copy(row, copies)) else { return Vec::new() };
         let mut holders = copies.holders.clone();
         if holders.len() > 1 {
             let online = self.reachable_agents();
@@ -168,7 +167,7 @@ impl Checkpoints {
         for row in self.store.checkpoints(&job.id).await? {
             // The newest checkpoint comes first.
             let copies = copies.get(&row.id);
-            let holders = self.on_its_way(&row, copies);
+            let holders = self.holders_if_missing(&row, copies);
             if holders.is_empty() {
                 match fetch_if_missing(self, &row, copies, job, patience).await? {
                     Availability::Here => break,
@@ -220,8 +219,8 @@ impl Checkpoints {
             let name = folder_name(*epoch, *step);
             let is_stored = copies.get(&format!("{job}-{name}")).is_some_and(Copies::is_stored);
             let is_here = is_stored || self.config.job_dir(job).join("checkpoints").join(&name).exists();
-            let is_wanted = is_stored && !old.contains(&(*epoch, *step));
-            if is_wanted || is_here && has_own_disk {
+            let is_needed = is_stored && !old.contains(&(*epoch, *step));
+            if is_needed || is_here && has_own_disk {
                 *event = AttemptEvent::Unknown;
             }
         }
@@ -256,33 +255,34 @@ impl Checkpoints {
     /// `checkpoint.keep`, is not the best, and is not a version of a model.
     async fn old_checkpoints(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
         let Some(row) = self.store.job(job).await? else { return Ok(None) };
+        // Ranks, too, keep at least two checkpoints: if the newest is damaged, the job continues from the previous checkpoint.
         let keep = (row.job.spec.checkpoint.keep as usize).max(2);
         let rows = self.store.checkpoints(job).await?;
         let registered = self.store.registered_checkpoints(job).await?;
         let copies = self.copies(job).await?;
         // Only checkpoints that the server has are counted, because newer checkpoints may never arrive.
-        let here = rows.iter().filter(|row| self.is_kept(row, copies.get(&row.id)));
+        let here = rows.iter().filter(|row| self.has_copy(row, copies.get(&row.id)));
         let old = here.skip(keep).filter(|row| !row.info.best && !registered.contains(&row.id));
         let old = old.map(|row| (row.info.epoch, row.info.step)).collect();
         Ok(Some((rows, old)))
     }
 
-    /// Removes the rows of the checkpoints `gone`, and adds rows of the checkpoints `found`.
+    /// Removes the rows of the checkpoints `removed`, each given by epoch and step, and adds rows of the checkpoints `added`.
     pub(crate) async fn replace(
         &self,
         job: &JobId,
-        gone: Vec<(u32, u64)>,
-        found: Vec<CheckpointInfo>,
+        removed: Vec<(u32, u64)>,
+        added: Vec<CheckpointInfo>,
     ) -> Result<()> {
-        if gone.is_empty() && found.is_empty() {
+        if removed.is_empty() && added.is_empty() {
             return Ok(());
         }
         let change = move |row: &mut JobRow| {
-            let gone = gone.iter();
-            let removed =
-                gone.map(|(epoch, step)| AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step });
+            let removed = removed
+                .iter()
+                .map(|(epoch, step)| AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step });
             let mut events = Vec::new();
-            for event in removed.chain(found.iter().cloned().map(AttemptEvent::Checkpoint)) {
+            for event in removed.chain(added.iter().cloned().map(AttemptEvent::Checkpoint)) {
                 events.extend(lifecycle::report(row, event, None, crate::now())?);
             }
             Ok(events)

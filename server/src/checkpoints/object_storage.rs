@@ -37,17 +37,17 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 /// Minimum size of the parts in which a file is sent, in bytes. Buckets require at least 5 MiB for all parts except the last.
 pub(crate) const PART_BYTES: u64 = 8 << 20;
 /// Maximum number of parts of an object in a bucket.
-const PARTS: u64 = 10_000;
-/// Number of times that a failed request is retried at once. Callers try again later.
+const MAX_PARTS: u64 = 10_000;
+/// Number of immediate retries of a failed request. Callers try again later.
 const RETRIES: usize = 2;
 /// Time limit for a request, including its body.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
 
 pub(crate) type Result<T> = std::result::Result<T, Error>;
 
-/// The location of a checkpoint's objects.
+/// The prefix of the names of a checkpoint's objects.
 #[derive(Debug, Clone)]
-pub(crate) struct Place {
+pub(crate) struct Prefix {
     path: Path,
 }
 
@@ -72,15 +72,15 @@ fn store_error(detail: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> E
 
 /// Runs a request with the time limit [`REQUEST_TIMEOUT`].
 async fn with_timeout<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
-    let late = || store_error(format!("it has not answered within {} s", REQUEST_TIMEOUT.as_secs()));
-    tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| late())?
+    let timed_out = || store_error(format!("it has not answered within {} s", REQUEST_TIMEOUT.as_secs()));
+    tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| timed_out())?
 }
 
-/// `None` if there is no such object.
-fn optional<T>(found: Result<T>) -> Result<Option<T>> {
-    match found {
+/// `None` in place of the error that an object does not exist.
+fn optional<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
         Err(Error::NotFound { .. }) => Ok(None),
-        found => found.map(Some),
+        result => result.map(Some),
     }
 }
 
@@ -139,71 +139,72 @@ impl ObjectStorage {
         self.directory.as_deref()
     }
 
-    /// The location of the objects of the checkpoint with this id. `None` if the text is not a checkpoint's id.
-    pub(crate) fn place(&self, id: &str) -> Option<Place> {
+    /// The prefix of the objects of the checkpoint with this id, `<job>-<epoch>-<step>`. `None` if the text is not a checkpoint's id.
+    pub(crate) fn prefix_of(&self, id: &str) -> Option<Prefix> {
+        // A job's id has 27 characters.
         let (job, name) = (id.get(..27)?, id.get(27..)?.strip_prefix('-')?);
         job.parse::<JobId>().ok()?;
         parse_folder_name(name)?;
-        Some(Place { path: self.root.clone().join("jobs").join(job).join(name) })
+        Some(Prefix { path: self.root.clone().join("jobs").join(job).join(name) })
     }
 
     /// The bytes of a checkpoint's manifest. `None` if the store does not have the complete checkpoint.
     ///
     /// # Errors
-    /// A store error. A manifest that is too large is cut off, and then refused by [`Place::read`].
-    pub(crate) async fn manifest(&self, place: &Place) -> Result<Option<Bytes>> {
+    /// A store error. A manifest that is too large is cut off, and then refused by [`Prefix::read`].
+    pub(crate) async fn manifest(&self, prefix: &Prefix) -> Result<Option<Bytes>> {
         let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
-        let found = with_timeout(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await;
+        let found = with_timeout(self.objects.get_opts(&prefix.path.clone().join(MANIFEST), options)).await;
         let Some(found) = optional(found)? else { return Ok(None) };
         with_timeout(found.bytes()).await.map(Some)
     }
 
     /// Writes a checkpoint's manifest, which completes the checkpoint.
-    pub(crate) async fn put_manifest(&self, place: &Place, bytes: Bytes) -> Result<()> {
-        with_timeout(self.objects.put(&place.path.clone().join(MANIFEST), bytes.into())).await.map(drop)
+    pub(crate) async fn put_manifest(&self, prefix: &Prefix, bytes: Bytes) -> Result<()> {
+        with_timeout(self.objects.put(&prefix.path.clone().join(MANIFEST), bytes.into())).await.map(drop)
     }
 
     /// Whether the store has a file with this checksum and size.
-    pub(crate) async fn has(&self, place: &Place, name: &str, sha256: &str, size_bytes: u64) -> Result<bool> {
-        let found = optional(with_timeout(self.objects.head(&place.file(name, sha256))).await)?;
-        Ok(found.is_some_and(|found| found.size == size_bytes))
+    pub(crate) async fn has(&self, prefix: &Prefix, name: &str, sha256: &str, bytes: u64) -> Result<bool> {
+        let found = optional(with_timeout(self.objects.head(&prefix.file(name, sha256))).await)?;
+        Ok(found.is_some_and(|found| found.size == bytes))
     }
 
     /// Writes a small file whose bytes were verified by the caller.
-    pub(crate) async fn put(&self, place: &Place, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
-        with_timeout(self.objects.put(&place.file(name, sha256), bytes.into())).await.map(drop)
+    pub(crate) async fn put(&self, prefix: &Prefix, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
+        with_timeout(self.objects.put(&prefix.file(name, sha256), bytes.into())).await.map(drop)
     }
 
     /// The bytes of a file. The caller must verify them.
     pub(crate) async fn get(
         &self,
-        place: &Place,
+        prefix: &Prefix,
         name: &str,
         sha256: &str,
     ) -> Result<BoxStream<'static, Result<Bytes>>> {
-        Ok(with_timeout(self.objects.get(&place.file(name, sha256))).await?.into_stream())
+        Ok(with_timeout(self.objects.get(&prefix.file(name, sha256))).await?.into_stream())
     }
 
     /// Deletes the objects of a checkpoint that the manifest `kept` does not name. Without `kept`, deletes all objects, the manifest first.
-    pub(crate) async fn delete(&self, place: &Place, kept: Option<&Manifest>) -> Result<()> {
-        let manifest = place.path.clone().join(MANIFEST);
+    pub(crate) async fn delete(&self, prefix: &Prefix, kept: Option<&Manifest>) -> Result<()> {
+        let manifest = prefix.path.clone().join(MANIFEST);
         if kept.is_none() {
             self.delete_one(&manifest).await?;
         }
         let is_kept = |path: &Path| {
-            let file = |(name, file): (&String, &ManifestFile)| place.file(name, &file.sha256);
+            let file = |(name, file): (&String, &ManifestFile)| prefix.file(name, &file.sha256);
             kept.is_some_and(|kept| {
                 *path == manifest || kept.files.iter().map(file).any(|kept| kept == *path)
             })
         };
-        let listed = self.objects.list(Some(&place.path)).map_ok(|object| object.location);
+        let listed = self.objects.list(Some(&prefix.path)).map_ok(|object| object.location);
         let paths: Vec<Path> = with_timeout(listed.try_collect()).await?;
         for path in paths.iter().filter(|path| !is_kept(path)) {
             self.delete_one(path).await?;
         }
         match (&self.directory, kept) {
             // Also removes folders and incomplete files, which lists of objects do not contain.
-            (Some(directory), None) => remove_folder(directory, &place.path).await.map_err(store_error),
+            (Some(directory), None) => remove_folder(directory, &prefix.path).await.map_err(store_error),
             _ => Ok(()),
         }
     }
@@ -213,7 +214,7 @@ impl ObjectStorage {
     }
 }
 
-impl Place {
+impl Prefix {
     fn file(&self, name: &str, sha256: &str) -> Path {
         self.path.clone().join(sha256).join(name)
     }
@@ -234,8 +235,8 @@ impl Place {
             return Err(invalid(format!("belongs to {name}")));
         }
         for (name, file) in &manifest.files {
-            let is_sum = file.sha256.len() == 64 && file.sha256.bytes().all(|b| b.is_ascii_hexdigit());
-            if !is_sum || std::path::Path::new(name).file_name() != Some(name.as_ref()) || name == MANIFEST {
+            let is_hash = file.sha256.len() == 64 && file.sha256.bytes().all(|b| b.is_ascii_hexdigit());
+            if !is_hash || std::path::Path::new(name).file_name() != Some(name.as_ref()) || name == MANIFEST {
                 return Err(invalid(format!("names {name:?} with the checksum {:?}", file.sha256)));
             }
         }
@@ -267,12 +268,12 @@ fn bucket_url(endpoint: Option<&str>, bucket: &str, root: &Path) -> String {
 
 /// The size of the parts of a file, in bytes.
 pub(crate) fn part_bytes(size_bytes: u64) -> u64 {
-    size_bytes.div_ceil(PARTS).max(PART_BYTES)
+    size_bytes.div_ceil(MAX_PARTS).max(PART_BYTES)
 }
 
 /// Removes the folder of a checkpoint, and the folder of its job if it is empty then.
-async fn remove_folder(directory: &std::path::Path, place: &Path) -> std::io::Result<()> {
-    let folder = directory.join(place.as_ref());
+async fn remove_folder(directory: &std::path::Path, prefix: &Path) -> std::io::Result<()> {
+    let folder = directory.join(prefix.as_ref());
     if_exists(tokio::fs::remove_dir_all(&folder).await)?;
     if let Some(job) = folder.parent() {
         // Fails, as intended, if the job has other checkpoints.

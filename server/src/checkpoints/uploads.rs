@@ -3,7 +3,7 @@
 //! checkpoints of ranks. Pieces survive a restart of the agent or the server: the agent asks how many bytes have arrived, and continues.
 
 use crate::{
-    checkpoints::manifest::{MANIFEST, Manifest, check_whole, sha256},
+    checkpoints::manifest::{MANIFEST, Manifest, sha256, verify_checkpoint},
     util::if_exists,
 };
 use lockstep_protocol::{
@@ -76,8 +76,8 @@ impl Upload {
             ..UploadState::default()
         };
         for name in self.received_files()? {
-            if let Ok(found) = self.partial.join(&name).metadata() {
-                state.received.insert(name, found.len());
+            if let Ok(metadata) = self.partial.join(&name).metadata() {
+                state.received.insert(name, metadata.len());
             }
         }
         Ok(state)
@@ -119,7 +119,7 @@ impl Upload {
     pub(crate) fn append(&self, name: &str, offset: u64, piece: &[u8]) -> Result<u64> {
         let _lock = self.lock()?;
         let manifest = self.manifest()?;
-        let Some(wanted) = manifest.files.get(name) else {
+        let Some(expected) = manifest.files.get(name) else {
             return Err(Refused::Wrong(format!("the manifest of checkpoint {} names no {name}", self.name)));
         };
         let path = self.partial.join(name);
@@ -129,10 +129,10 @@ impl Upload {
             return Err(Refused::Offset(size));
         }
         let end = offset.saturating_add(piece.len() as u64);
-        if end > wanted.size_bytes {
+        if end > expected.size_bytes {
             return Err(Refused::Wrong(format!(
                 "{name} has {} bytes, and more were sent",
-                wanted.size_bytes
+                expected.size_bytes
             )));
         }
         file.seek(SeekFrom::Start(offset))?;
@@ -157,7 +157,7 @@ impl Upload {
             Err(error) => return Err(error),
         };
         self.may_replace(&manifest, is_live)?;
-        if let Err(error) = check_whole(&self.partial) {
+        if let Err(error) = verify_checkpoint(&self.partial) {
             if error.kind() != io::ErrorKind::InvalidData {
                 return Err(error.into());
             }

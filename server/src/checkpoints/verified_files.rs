@@ -9,7 +9,8 @@ use std::{collections::HashSet, fs::Metadata, io, os::unix::fs::MetadataExt, pat
 /// Maximum number of files that are remembered as verified. With more files, a file may be read again.
 const MAX_REMEMBERED: usize = 4096;
 
-/// The identity of a file when it was read. Writing into a file changes its times, and replacing a file changes the inode.
+/// The identity of a file when it was read. Writing into a file changes its times, and replacing a file changes the inode. Times are in
+/// seconds and nanoseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct FileIdentity {
     /// Device and inode.
@@ -41,18 +42,18 @@ impl VerifiedFiles {
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file is damaged; the text says how. Other errors if the file cannot be read now.
-    pub(crate) async fn check(&self, path: PathBuf, wanted: &ManifestFile) -> io::Result<()> {
+    pub(crate) async fn check(&self, path: PathBuf, expected: &ManifestFile) -> io::Result<()> {
         let metadata = tokio::fs::metadata(&path).await?;
-        if lock(&self.0).contains(&FileIdentity::of(&metadata, &wanted.sha256)) {
+        if lock(&self.0).contains(&FileIdentity::of(&metadata, &expected.sha256)) {
             return Ok(());
         }
-        let wanted = wanted.clone();
+        let expected = expected.clone();
         let verify = move || {
             let file = regular_files::open(&path)?;
             // Taken before reading, so that a file which changes while it is read is verified again.
-            let identity = FileIdentity::of(&file.metadata()?, &wanted.sha256);
+            let identity = FileIdentity::of(&file.metadata()?, &expected.sha256);
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            verify(file, &name, &wanted).map(|()| identity)
+            verify(file, &name, &expected).map(|()| identity)
         };
         let identity = tokio::task::spawn_blocking(verify).await.map_err(io::Error::other)??;
         let mut known = lock(&self.0);
@@ -77,23 +78,23 @@ mod tests {
         fs::write(&path, b"weights").unwrap();
         let written = ManifestFile { size_bytes: 7, sha256: sha256(b"weights") };
         let files = VerifiedFiles::default();
-        let is_whole = async || match files.check(path.clone(), &written).await {
+        let is_undamaged = async || match files.check(path.clone(), &written).await {
             Err(error) => {
                 assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
                 false
             }
             Ok(()) => true,
         };
-        assert!(is_whole().await && is_whole().await);
+        assert!(is_undamaged().await && is_undamaged().await);
         // The content changes but not the modification time.
         let before = fs::metadata(&path).unwrap().modified().unwrap();
         fs::write(&path, b"wEights").unwrap();
         fs::File::options().write(true).open(&path).unwrap().set_modified(before).unwrap();
-        assert!(!is_whole().await && !is_whole().await, "damaged files are checked again");
+        assert!(!is_undamaged().await && !is_undamaged().await, "damaged files are checked again");
         fs::write(&path, b"weights").unwrap();
-        assert!(is_whole().await);
+        assert!(is_undamaged().await);
         fs::write(&path, b"weight").unwrap();
-        assert!(!is_whole().await);
+        assert!(!is_undamaged().await);
         fs::remove_file(&path).unwrap();
         assert_eq!(files.check(path, &written).await.unwrap_err().kind(), io::ErrorKind::NotFound);
     }

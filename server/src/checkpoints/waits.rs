@@ -12,7 +12,7 @@ use std::{
 #[derive(Debug, Clone)]
 pub(crate) struct Wait {
     pub(crate) why: Arc<Reason>,
-    /// Whether slots are kept for the job.
+    /// Whether slots are kept for the job while it waits.
     pub(crate) is_kept: bool,
 }
 

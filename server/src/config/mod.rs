@@ -52,7 +52,7 @@ pub enum AgentAuth {
 
 words!(AgentAuth, "agent credential": Token = "token", Certificate = "certificate", Either = "either");
 
-/// The units (owners or projects) between which slots are shared fairly, among waiting jobs of the same priority.
+/// Whether slots are shared fairly between owners or between projects, among waiting jobs of the same priority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FairShare {
     /// No fair sharing: the job that was submitted first comes first.
@@ -107,7 +107,7 @@ pub struct ServeConfig {
     pub artifacts: Option<String>,
     /// Whether to take over `artifacts` from another server, such as the server whose backup was restored.
     pub artifacts_adopt: bool,
-    /// `sqlite://PATH` or `postgres://...`. `None`: `lockstep.db` in the data directory.
+    /// The database's URL, `sqlite://PATH` or `postgres://...`. `None`: `lockstep.db` in the data directory.
     pub database: Option<String>,
     /// Interval between two heartbeats of an agent.
     pub heartbeat: Duration,
@@ -120,7 +120,7 @@ pub struct ServeConfig {
     pub stream_patience: Duration,
     /// How long a job's points remain in its events, and thus in its stream, after the job's end. Its metrics keep the points for ever.
     pub keep_points: Duration,
-    /// A run from elsewhere whose program sends nothing for this long counts as failed until it sends again.
+    /// A run from elsewhere whose program sends nothing for this long counts as failed until the program sends again.
     pub run_silence: Duration,
     /// How long a request for an evaluation waits for the result. After this time the response is 202, and the client asks again.
     pub evaluation_wait: Duration,

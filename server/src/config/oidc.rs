@@ -128,7 +128,7 @@ pub struct OidcConfig {
     pub client_secret: Option<ClientSecret>,
     /// The text of the sign-in button. `None`: the issuer's host.
     pub name: Option<String>,
-    /// The role of a person who signs in for the first time. `None`: an admin must add the person before.
+    /// The role of a person who signs in for the first time. `None`: an admin must add the person first.
     pub role: Option<Role>,
     /// The claim that gives the name of a person who signs in for the first time.
     pub name_claim: NameClaim,

@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 
 /// Depth of the folders whose times are compared: splits, and the classes of splits.
 const DEPTH: u32 = 2;
-/// Time limit. After it, the dataset counts as unchanged, so that jobs do not wait for a file system that does not respond.
+/// Time limit of a comparison. After it, the dataset counts as unchanged, so that jobs do not wait for a file system that does not respond.
 const TIME_LIMIT: Duration = Duration::from_secs(3);
 /// Limit of concurrent comparisons. On a file system that hangs, each comparison blocks its thread forever.
 static COMPARISONS: Semaphore = Semaphore::const_new(8);
@@ -41,11 +41,11 @@ pub(crate) async fn has_changed(dataset: &Dataset) -> bool {
 /// Whether `path`, or a folder at most `depth` levels below it, changed in this period. Folders of `classes` are not listed, because they
 /// may contain a million files.
 fn changed_in(period: &RangeInclusive<i128>, path: &Path, classes: &HashSet<String>, depth: u32) -> bool {
-    let Ok(found) = fs::metadata(path) else { return false };
-    if period.contains(&i128::from(changed_ns(&found))) {
+    let Ok(metadata) = fs::metadata(path) else { return false };
+    if period.contains(&i128::from(changed_ns(&metadata))) {
         return true;
     }
-    if depth == 0 || !found.is_dir() {
+    if depth == 0 || !metadata.is_dir() {
         return false;
     }
     fs::read_dir(path).into_iter().flatten().flatten().any(|entry| {

@@ -40,12 +40,12 @@ impl CopyProgress {
         restarted: bool,
     ) -> Option<CopyNotice> {
         let tenths = copied.saturating_mul(10).checked_div(total).unwrap_or(10).min(10);
-        let mut all = lock(&self.0);
+        let mut progress = lock(&self.0);
         let key = (job.clone(), attempt, agent.to_owned());
-        if all.len() >= MAX_REMEMBERED && !all.contains_key(&key) {
-            all.clear();
+        if progress.len() >= MAX_REMEMBERED && !progress.contains_key(&key) {
+            progress.clear();
         }
-        let announced = all.entry(key).or_default();
+        let announced = progress.entry(key).or_default();
         if restarted && announced.restarts < MAX_RESTARTS_LOGGED {
             *announced = Announced { tenths: Some(tenths), restarts: announced.restarts + 1 };
             return Some(CopyNotice::Restarted);

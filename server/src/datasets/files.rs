@@ -16,7 +16,7 @@ use std::{
 
 /// Maximum number of files and folders of a dataset.
 pub(crate) const MAX_FILES: u64 = 100_000_000;
-/// Maximum number of names that a pattern expands to.
+/// Maximum number of files that a pattern may name.
 const MAX_NAMES: usize = 100_000;
 /// Maximum depth of nested folders.
 const MAX_DEPTH: usize = 32;
@@ -54,12 +54,12 @@ impl Tree {
     pub(crate) fn open(path: &Path) -> Result<Option<Self>, String> {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         match fs::metadata(path) {
-            Ok(found) if found.is_dir() => {
+            Ok(metadata) if metadata.is_dir() => {
                 let root = without_links(path)?;
                 let is_empty = fs::read_dir(&root).map_err(failed)?.next().is_none();
                 Ok((!is_empty).then_some(Self { root, kind: Kind::Folder, within: String::new() }))
             }
-            Ok(found) if found.is_file() => {
+            Ok(metadata) if metadata.is_file() => {
                 let real = without_links(path)?;
                 let (Some(root), Some(name)) = (real.parent(), real.file_name()) else {
                     return Ok(None);
@@ -98,13 +98,13 @@ impl Tree {
     fn stat(&self, path: &Path) -> Result<Metadata, String> {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let full = self.root.join(path);
-        let mut found = fs::symlink_metadata(&full).map_err(failed)?;
-        if found.is_symlink() {
-            found = fs::metadata(self.root.join(self.real(path)?)).map_err(failed)?;
+        let mut metadata = fs::symlink_metadata(&full).map_err(failed)?;
+        if metadata.is_symlink() {
+            metadata = fs::metadata(self.root.join(self.real(path)?)).map_err(failed)?;
         }
-        match found.is_dir() || found.is_file() {
-            true => Ok(found),
-            false => Err(format!("{} is neither a file nor a folder; take it out", path.display())),
+        match metadata.is_dir() || metadata.is_file() {
+            true => Ok(metadata),
+            false => Err(format!("{} is neither a file nor a folder; remove it", path.display())),
         }
     }
 
@@ -129,13 +129,13 @@ impl Tree {
 
     /// Whether the file no longer exists. Links are not followed: a path with a link counts as existing.
     fn is_gone(&self, path: &str) -> bool {
-        let mut at = self.root.clone();
+        let mut current = self.root.clone();
         for part in Path::new(path).components() {
             let Component::Normal(part) = part else { return false };
-            at.push(part);
-            match fs::symlink_metadata(&at) {
+            current.push(part);
+            match fs::symlink_metadata(&current) {
                 Err(error) => return error.kind() == io::ErrorKind::NotFound,
-                Ok(found) if found.is_symlink() => return false,
+                Ok(metadata) if metadata.is_symlink() => return false,
                 Ok(_) => {}
             }
         }
@@ -178,9 +178,9 @@ fn without_links(path: &Path) -> Result<PathBuf, String> {
 }
 
 /// The later of a file's `mtime` and `ctime`, in nanoseconds since 1970.
-pub(super) fn changed_ns(found: &Metadata) -> i64 {
+pub(super) fn changed_ns(metadata: &Metadata) -> i64 {
     let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
-    ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
+    ns(metadata.mtime(), metadata.mtime_nsec()).max(ns(metadata.ctime(), metadata.ctime_nsec()))
 }
 
 fn unicode(name: &std::ffi::OsStr) -> Result<String, String> {
@@ -193,9 +193,9 @@ pub(crate) struct List {
     tree: Tree,
     /// Maximum number of files and folders.
     max_entries: u64,
-    /// The folders that are not listed to their end, each with its path and its remaining names.
+    /// The path and the remaining names of each folder that is not listed to its end.
     open: Vec<(PathBuf, vec::IntoIter<String>)>,
-    /// Number and total size of the files listed so far.
+    /// Number and total size in bytes of the files listed so far, and number of the folders.
     files: u64,
     bytes: u64,
     folders: u64,
@@ -250,23 +250,23 @@ impl List {
             };
             let path = folder.join(&name);
             let shown = unicode(path.as_os_str())?;
-            let found = match self.tree.kind {
+            let metadata = match self.tree.kind {
                 Kind::Folder => self.tree.stat(&path)?,
                 Kind::File | Kind::Pattern => self.tree.file(&shown).and_then(|file| {
-                    let found = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
-                    if found.is_file() { Ok(found) } else { Err(format!("{shown} is not a file")) }
+                    let metadata = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
+                    if metadata.is_file() { Ok(metadata) } else { Err(format!("{shown} is not a file")) }
                 })?,
             };
-            if found.is_dir() {
+            if metadata.is_dir() {
                 self.folders += 1;
                 self.check_count(0)?;
                 self.enter(path)?;
                 return Ok(DatasetEntry::Folder(shown));
             }
             self.files += 1;
-            self.bytes += found.len();
+            self.bytes += metadata.len();
             self.check_count(0)?;
-            return Ok(DatasetEntry::File(shown, found.len(), changed_ns(&found)));
+            return Ok(DatasetEntry::File(shown, metadata.len(), changed_ns(&metadata)));
         }
     }
 
@@ -341,16 +341,16 @@ impl Parts {
             Err(_) if self.tree.has(&part.path) && self.tree.is_gone(&part.path) => return Err(changed()),
             Err(message) => return Err((PART_REFUSED, message)),
         };
-        let found = file.metadata().map_err(failed)?;
-        if !found.is_file()
-            || !is_as_listed(&found, part)
-            || part.offset.saturating_add(part.length) > found.len()
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file()
+            || !is_as_listed(&metadata, part)
+            || part.offset.saturating_add(part.length) > metadata.len()
         {
             return Err(changed());
         }
         file.seek(SeekFrom::Start(part.offset)).map_err(failed)?;
         let begin = out.len();
-        // A request asks for parts of at most 4 MiB.
+        // The request was checked: a part has at most `DATASET_PART_BYTES` (4 MiB).
         out.resize(begin + part.length as usize, 0);
         file.read_exact(&mut out[begin..]).map_err(failed)?;
         if !is_as_listed(&file.metadata().map_err(failed)?, part) {
@@ -362,8 +362,8 @@ impl Parts {
     }
 }
 
-fn is_as_listed(found: &Metadata, part: &DatasetPart) -> bool {
-    found.len() == part.size_bytes && changed_ns(found) == part.changed_ns
+fn is_as_listed(metadata: &Metadata, part: &DatasetPart) -> bool {
+    metadata.len() == part.size_bytes && changed_ns(metadata) == part.changed_ns
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 #[derive(Debug, Default)]
 pub(crate) struct Inspections(Mutex<Known>);
 
-/// The inspections that are running or have just ended, and how many were begun.
+/// The inspections that are running or have just ended, and the number of inspections that were begun.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     pub(crate) inspections: HashMap<String, Inspection>,
@@ -43,20 +43,20 @@ impl Inspections {
 
     /// Forgets an inspection that has ended, with or without an outcome.
     pub(crate) fn forget(&self, path: &str) {
-        let mut all = self.lock();
-        if all.inspections.get(path).is_some_and(Inspection::has_ended) {
-            all.inspections.remove(path);
+        let mut known = self.lock();
+        if known.inspections.get(path).is_some_and(Inspection::has_ended) {
+            known.inspections.remove(path);
         }
     }
 
     /// The number of running inspections of the same agent that were begun before the inspection of `path`.
     pub(crate) fn ahead(&self, path: &str, agent: &Online) -> usize {
-        let all = self.lock();
-        let Some(own) = all.inspections.get(path) else { return 0 };
+        let known = self.lock();
+        let Some(own) = known.inspections.get(path) else { return 0 };
         let is_same_agent = |inspection: &&Inspection| {
             inspection.agent.get().is_some_and(|other| other.connection == agent.connection)
         };
-        let before = all
+        let before = known
             .inspections
             .values()
             .filter(|inspection| inspection.number < own.number && !inspection.has_ended());

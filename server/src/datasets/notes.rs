@@ -13,16 +13,17 @@ use std::{
 /// Held while a note is read and written, so that only one of two machines that start at the same time writes the first note.
 static NOTE_LOCK: Mutex<()> = Mutex::new(());
 
-/// Stores the note of a job's first start, if the job has no note yet. If the stored note has another dataset, returns its description.
-pub(crate) fn keep_dataset_note(job_dir: &Path, own: &DatasetNote) -> io::Result<Option<String>> {
+/// Stores the note of a job's first start, if the job has no note yet. If the stored note is about another dataset, returns the description
+/// of that dataset.
+pub(crate) fn keep_dataset_note(job_dir: &Path, note: &DatasetNote) -> io::Result<Option<String>> {
     let _one_at_a_time = lock(&NOTE_LOCK);
     let bytes = if_exists(fs::read(job_dir.join(DATASET_NOTE)))?.unwrap_or_default();
     // A note that was damaged by a loss of power is replaced. Otherwise the job could never start again.
-    let Ok(kept) = serde_json::from_slice::<DatasetNote>(&bytes) else {
-        write(job_dir, &serde_json::to_vec(own)?)?;
+    let Ok(stored) = serde_json::from_slice::<DatasetNote>(&bytes) else {
+        write(job_dir, &serde_json::to_vec(note)?)?;
         return Ok(None);
     };
-    Ok((kept.fingerprint != own.fingerprint).then(|| kept.in_words()))
+    Ok((stored.fingerprint != note.fingerprint).then(|| stored.in_words()))
 }
 
 /// Writes a note. The temporary file is synced before it replaces the old note.
@@ -62,7 +63,7 @@ mod tests {
         for torn in ["", "{\"pictures\": 4, \"by"] {
             fs::write(&path, torn).unwrap();
             let kept = keep_dataset_note(dir.path(), &note(4, "a")).unwrap();
-            assert_eq!(kept, None, "{torn:?} is nobody's dataset");
+            assert_eq!(kept, None, "{torn:?} describes no dataset");
             assert_eq!(dataset_note(dir.path()), Some(note(4, "a")));
         }
         assert_eq!(keep_dataset_note(dir.path(), &note(4, "b")).unwrap(), None, "the same");

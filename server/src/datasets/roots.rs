@@ -78,9 +78,9 @@ impl DatasetRoots {
         // A file system that does not respond must not delay other requests.
         let resolved = tokio::task::spawn_blocking(move || resolved(&asked)).await;
         match resolved {
-            Ok(resolved) if self.has(&resolved) => Ok(()),
+            Ok(resolved) if self.covers(&resolved) => Ok(()),
             // The target of a link is named only for links below a root: for other links it would reveal which paths exist.
-            Ok(resolved) if resolved != Path::new(path) && self.has(&plain(Path::new(path))) => {
+            Ok(resolved) if resolved != Path::new(path) && self.covers(&normalized(Path::new(path))) => {
                 Err(self.refusal(&format!("it is {} here, which", resolved.display())))
             }
             Ok(_) => Err(self.refusal("it")),
@@ -124,10 +124,10 @@ impl DatasetRoots {
     }
 
     fn check_targets(&self, path: &str, targets: &[PathBuf]) -> Result<(), String> {
-        if !self.is_written_out(path) && targets.iter().any(|target| self.is_in_data_dir(target)) {
+        if !self.names_data_dir(path) && targets.iter().any(|target| self.is_in_data_dir(target)) {
             return Err(OWN_DATA.into());
         }
-        match targets.iter().all(|target| self.has(target)) {
+        match targets.iter().all(|target| self.covers(target)) {
             true => Ok(()),
             false => {
                 Err(format!("{}; {ALTERNATIVE}", self.refusal(&format!("{path}, or where its links lead,"))))
@@ -137,8 +137,8 @@ impl DatasetRoots {
 
     /// The folders in which weights given by this path may be, on the machine that reads them. `None` if every folder is allowed.
     pub(crate) fn allowed_weights(&self, path: &str) -> Option<AllowedFolders> {
-        let own = self.data_dir.0.display().to_string();
-        let except = if self.is_written_out(path) { Vec::new() } else { vec![own] };
+        let data_dir = self.data_dir.0.display().to_string();
+        let except = if self.names_data_dir(path) { Vec::new() } else { vec![data_dir] };
         self.allowed().map(|allowed| AllowedFolders { except, ..allowed })
     }
 
@@ -148,7 +148,7 @@ impl DatasetRoots {
         (!self.roots.is_empty()).then(below)
     }
 
-    /// Same as [`DatasetRoots::allowed`], for a dataset that is to be registered. `None` for the bundled dataset.
+    /// Same as [`DatasetRoots::allowed`], for a dataset that is to be registered. `None` also for the bundled dataset and for uploads.
     pub(crate) fn allowed_new(&self, path: &str) -> Option<AllowedFolders> {
         self.allowed()
             .filter(|_| self.bundled.as_deref() != Some(Path::new(path)) && self.upload(path).is_none())
@@ -166,7 +166,7 @@ impl DatasetRoots {
         let asked = PathBuf::from(path);
         let target = tokio::task::spawn_blocking(move || resolved(&asked));
         match tokio::time::timeout(LINKS_TIMEOUT, target).await {
-            Ok(Ok(real)) if real == plain(Path::new(path)) || self.has(&real) => Ok(()),
+            Ok(Ok(real)) if real == normalized(Path::new(path)) || self.covers(&real) => Ok(()),
             // The process that opens the files checks their links, too.
             Err(_) => Ok(()),
             Ok(_) => Err(self.refusal(&format!("{path}, or where its links lead,"))),
@@ -179,7 +179,7 @@ impl DatasetRoots {
     }
 
     /// Whether a path names the data directory literally, without links and `..`. Only admins may give such a path.
-    fn is_written_out(&self, path: &str) -> bool {
+    fn names_data_dir(&self, path: &str) -> bool {
         let path = Path::new(path);
         let is_below = path.starts_with(&self.data_dir.0) || path.starts_with(&self.data_dir.1);
         is_below && path.components().all(|part| part != Component::ParentDir)
@@ -190,10 +190,10 @@ impl DatasetRoots {
     /// # Errors
     /// The path is not allowed. The text names the allowed folders.
     pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
-        let path_found = plain(Path::new(path));
-        let is_ours = self.bundled.as_ref() == Some(&path_found) || self.upload(path).is_some();
-        let is_below = self.has(&path_found) && !has_parent_after_brace(Path::new(path));
-        match self.roots.is_empty() || is_ours || is_below {
+        let path_found = normalized(Path::new(path));
+        let is_unpacked = self.bundled.as_ref() == Some(&path_found) || self.upload(path).is_some();
+        let is_below = self.covers(&path_found) && !has_parent_after_brace(Path::new(path));
+        match self.roots.is_empty() || is_unpacked || is_below {
             true => Ok(()),
             false => Err(self.refusal(&format!("it is {path} on the machine that has it, which"))),
         }
@@ -208,7 +208,7 @@ impl DatasetRoots {
     }
 
     /// Whether a path is a root or below a root. `/data2` is not below `/data`.
-    fn has(&self, path: &Path) -> bool {
+    fn covers(&self, path: &Path) -> bool {
         self.roots.iter().any(|(given, resolved)| path.starts_with(given) || path.starts_with(resolved))
     }
 
@@ -261,7 +261,7 @@ pub(crate) fn resolved(path: &Path) -> PathBuf {
 }
 
 /// A path without `.` and `..`.
-fn plain(path: &Path) -> PathBuf {
+fn normalized(path: &Path) -> PathBuf {
     let mut done = PathBuf::new();
     path.components().for_each(|part| push(&mut done, part));
     done
@@ -302,40 +302,40 @@ mod tests {
     #[tokio::test]
     async fn as_many_links_are_followed_as_the_system_follows() {
         let dir = tempfile::tempdir().unwrap();
-        let at = |name: String| dir.path().join(name);
-        std::fs::create_dir_all(at("root".into())).unwrap();
-        std::fs::create_dir_all(at("outside".into())).unwrap();
+        let path = |name: String| dir.path().join(name);
+        std::fs::create_dir_all(path("root".into())).unwrap();
+        std::fs::create_dir_all(path("outside".into())).unwrap();
         // `n` leads to `outside` through `n` links.
-        symlink(at("outside".into()), at("root/1".into())).unwrap();
+        symlink(path("outside".into()), path("root/1".into())).unwrap();
         for n in 2..=MAX_LINKS + 1 {
-            symlink(at(format!("root/{}", n - 1)), at(format!("root/{n}"))).unwrap();
+            symlink(path(format!("root/{}", n - 1)), path(format!("root/{n}"))).unwrap();
         }
-        let allowed = roots(&[&at("root".into())], "127.0.0.1:0");
-        let may = async |n: usize| {
-            allowed.check_asked(at(format!("root/{n}")).to_str().unwrap(), &Caller::anybody()).await
+        let allowed = roots(&[&path("root".into())], "127.0.0.1:0");
+        let ask = async |links: usize| {
+            allowed.check_asked(path(format!("root/{links}")).to_str().unwrap(), &Caller::anybody()).await
         };
-        let why = may(MAX_LINKS).await.expect_err("it leads outside");
+        let why = ask(MAX_LINKS).await.expect_err("it leads outside");
         assert!(why.contains("--dataset-root"), "{why}");
-        assert!(std::fs::read_dir(at(format!("root/{MAX_LINKS}"))).is_ok());
+        assert!(std::fs::read_dir(path(format!("root/{MAX_LINKS}"))).is_ok());
         // A path with one more link is not followed here, and the system cannot open it.
         assert!(
-            may(MAX_LINKS + 1).await.is_ok()
-                && std::fs::read_dir(at(format!("root/{}", MAX_LINKS + 1))).is_err()
+            ask(MAX_LINKS + 1).await.is_ok()
+                && std::fs::read_dir(path(format!("root/{}", MAX_LINKS + 1))).is_err()
         );
     }
 
     #[tokio::test]
     async fn paths_are_compared_with_roots_after_resolving_links() {
         let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
+        let path = |name: &str| dir.path().join(name);
         for folder in ["root/set", "root-other/set", "outside", "real"] {
-            std::fs::create_dir_all(at(folder)).unwrap();
+            std::fs::create_dir_all(path(folder)).unwrap();
         }
-        symlink(at("outside"), at("root/link")).unwrap();
-        symlink(at("root/set"), at("way-in")).unwrap();
-        symlink(at("real"), at("linked-root")).unwrap();
-        let allowed = roots(&[&at("root"), &at("linked-root")], "127.0.0.1:0");
-        let may = async |path: PathBuf| allowed.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
+        symlink(path("outside"), path("root/link")).unwrap();
+        symlink(path("root/set"), path("way-in")).unwrap();
+        symlink(path("real"), path("linked-root")).unwrap();
+        let allowed = roots(&[&path("root"), &path("linked-root")], "127.0.0.1:0");
+        let ask = async |path: PathBuf| allowed.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
         for good in [
             "root",
             "root/set",
@@ -345,7 +345,7 @@ mod tests {
             "linked-root/x",
             "real/x",
         ] {
-            assert_eq!(may(at(good)).await, Ok(()), "{good}");
+            assert_eq!(ask(path(good)).await, Ok(()), "{good}");
         }
         for bad in [
             "root-other/set",
@@ -356,51 +356,51 @@ mod tests {
             "root/set/../../outside",
             ".",
         ] {
-            let why = may(at(bad)).await.expect_err(bad);
-            assert!(why.contains(at("root").to_str().unwrap()) && why.contains("--dataset-root"), "{why}");
+            let why = ask(path(bad)).await.expect_err(bad);
+            assert!(why.contains(path("root").to_str().unwrap()) && why.contains("--dataset-root"), "{why}");
         }
-        assert!(may("/".into()).await.is_err() && may("/etc".into()).await.is_err());
+        assert!(ask("/".into()).await.is_err() && ask("/etc".into()).await.is_err());
         // Paths reported by the machine with the files, which may not exist on this machine.
-        assert_eq!(allowed.check_found(at("real/x").to_str().unwrap()), Ok(()));
-        assert!(allowed.check_found(at("outside").to_str().unwrap()).is_err());
-        assert!(allowed.check_found(at("root/../outside").to_str().unwrap()).is_err());
+        assert_eq!(allowed.check_found(path("real/x").to_str().unwrap()), Ok(()));
+        assert!(allowed.check_found(path("outside").to_str().unwrap()).is_err());
+        assert!(allowed.check_found(path("root/../outside").to_str().unwrap()).is_err());
     }
 
     #[tokio::test]
     async fn refusals_do_not_reveal_which_files_exist_outside_the_roots() {
         let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
-        std::fs::create_dir_all(at("root")).unwrap();
-        std::fs::write(at("there"), "weights").unwrap();
-        symlink(at("there"), at("link")).unwrap();
-        symlink(at("there"), at("root/link")).unwrap();
-        let allowed = roots(&[Path::new(&at("root"))], "127.0.0.1:0");
+        let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        std::fs::create_dir_all(path("root")).unwrap();
+        std::fs::write(path("there"), "weights").unwrap();
+        symlink(path("there"), path("link")).unwrap();
+        symlink(path("there"), path("root/link")).unwrap();
+        let allowed = roots(&[Path::new(&path("root"))], "127.0.0.1:0");
         let anybody = Caller::anybody();
         for known in ["there", "link"] {
-            let same = |why: String| why.replace(&at(known), &at("missing"));
+            let same = |why: String| why.replace(&path(known), &path("missing"));
             for name in ["missing", known] {
-                assert!(allowed.check_weights(&at(name), &anybody).await.is_err(), "{name}");
+                assert!(allowed.check_weights(&path(name), &anybody).await.is_err(), "{name}");
             }
             let (weights, folder) = (
-                allowed.check_weights(&at(known), &anybody).await,
-                allowed.check_asked(&at(known), &anybody).await,
+                allowed.check_weights(&path(known), &anybody).await,
+                allowed.check_asked(&path(known), &anybody).await,
             );
-            assert_eq!(weights.map_err(same), allowed.check_weights(&at("missing"), &anybody).await);
-            assert_eq!(folder.map_err(same), allowed.check_asked(&at("missing"), &anybody).await);
+            assert_eq!(weights.map_err(same), allowed.check_weights(&path("missing"), &anybody).await);
+            assert_eq!(folder.map_err(same), allowed.check_asked(&path("missing"), &anybody).await);
         }
-        assert!(allowed.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
+        assert!(allowed.check_weights(&path("root/link"), &anybody).await.is_err(), "it leads outside");
         // A link below a root is refused with the same message, whether its target exists or not.
-        symlink(at("missing"), at("root/dangling")).unwrap();
-        let link = allowed.check_asked(&at("root/link"), &anybody).await.unwrap_err();
-        let dangling = allowed.check_asked(&at("root/dangling"), &anybody).await.unwrap_err();
-        assert_eq!(link.replace(&at("there"), &at("missing")), dangling);
-        let link = allowed.check_weights(&at("root/link"), &anybody).await.unwrap_err();
-        let dangling = allowed.check_weights(&at("root/dangling"), &anybody).await.unwrap_err();
-        assert_eq!(link.replace(&at("root/link"), &at("root/dangling")), dangling);
+        symlink(path("missing"), path("root/dangling")).unwrap();
+        let link = allowed.check_asked(&path("root/link"), &anybody).await.unwrap_err();
+        let dangling = allowed.check_asked(&path("root/dangling"), &anybody).await.unwrap_err();
+        assert_eq!(link.replace(&path("there"), &path("missing")), dangling);
+        let link = allowed.check_weights(&path("root/link"), &anybody).await.unwrap_err();
+        let dangling = allowed.check_weights(&path("root/dangling"), &anybody).await.unwrap_err();
+        assert_eq!(link.replace(&path("root/link"), &path("root/dangling")), dangling);
         // A link to itself does not cause an endless loop.
-        symlink(at("root/loop"), at("root/loop")).unwrap();
-        assert_eq!(resolved(Path::new(&at("root/loop"))), resolved(Path::new(&at("root"))).join("loop"));
-        assert_eq!(allowed.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));
+        symlink(path("root/loop"), path("root/loop")).unwrap();
+        assert_eq!(resolved(Path::new(&path("root/loop"))), resolved(Path::new(&path("root"))).join("loop"));
+        assert_eq!(allowed.check_weights(&path("root/w.safetensors"), &anybody).await, Ok(()));
     }
 
     #[tokio::test]

@@ -20,13 +20,13 @@ use zip::{
     unstable::read::ZipIterable,
 };
 
-/// Maximum size of a piece in one request.
+/// Maximum size of a piece in one request, in bytes.
 pub(crate) const PIECE_BYTES: usize = 8 << 20;
 /// Maximum size of a zip file, and of its unpacked files.
 const MAX_ARCHIVE_BYTES: u64 = 8 << 30;
 const MAX_UNPACKED_BYTES: u64 = 16 << 30;
 const MAX_FILES: usize = 200_000;
-/// Maximum total length of the names in a zip file, which are kept in memory.
+/// Maximum total length of the names in a zip file. All names are in memory at the same time.
 const MAX_NAMES_BYTES: usize = 64 << 20;
 /// Maximum number of names in one path, and maximum length of a name in bytes.
 const MAX_DEPTH: usize = 8;
@@ -134,11 +134,12 @@ impl Upload {
         let Ok(archive) = File::open(&path) else {
             return refuse("no zip file was uploaded under this name; send it first");
         };
-        let directory = Bounded { file: BufReader::new(archive), left: Rc::new(Cell::new(MAX_END_BYTES)) };
-        let left = directory.left.clone();
+        let reader = Bounded { file: BufReader::new(archive), budget: Rc::new(Cell::new(MAX_END_BYTES)) };
+        let budget = reader.budget.clone();
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
-        let mut zip = ZipIterable::try_new(directory, config).map_err(unreadable)?;
-        left.set(u64::MAX);
+        let mut zip = ZipIterable::try_new(reader, config).map_err(unreadable)?;
+        // The limit is only for the search of the archive's directory.
+        budget.set(u64::MAX);
         if zip.len() > MAX_FILES {
             return refuse(format!(
                 "the zip file has {} entries; at most {MAX_FILES} are allowed",
@@ -156,14 +157,14 @@ impl Upload {
             ));
         }
         let root = self.pictures()?;
-        let so_far = |files| Unpacked { pictures: root.clone(), files, total };
+        let progress = |files| Unpacked { pictures: root.clone(), files, total };
         let is_unpacked = |file: &Listed| {
             root.join(&file.path).metadata().is_ok_and(|found| found.is_file() && found.len() == file.bytes)
         };
         let missing = files.iter().flatten().filter(|file| !is_unpacked(file));
         check_space(&root, missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes)))?;
 
-        let body = Bounded { file: BufReader::new(File::open(&path)?), left: Rc::new(Cell::new(u64::MAX)) };
+        let body = Bounded { file: BufReader::new(File::open(&path)?), budget: Rc::new(Cell::new(u64::MAX)) };
         let mut entries = zip.files_with_reader(body, ZipReadOptions::new()).map_err(unreadable)?;
         let (mut unpacked, mut written) = (0, 0);
         for file in &files {
@@ -171,7 +172,7 @@ impl Upload {
             let Some(file) = file else { continue };
             if !is_unpacked(file) {
                 if written > 0 && Instant::now() >= until {
-                    return Ok(so_far(unpacked));
+                    return Ok(progress(unpacked));
                 }
                 write_file(entry.map_err(unreadable)?, file, &root)?;
                 written += 1;
@@ -179,7 +180,7 @@ impl Upload {
             unpacked += 1;
         }
         rustix::fs::syncfs(File::open(&root)?).map_err(io::Error::from)?;
-        Ok(so_far(unpacked))
+        Ok(progress(unpacked))
     }
 
     /// Removes the zip file, after its pictures have become a dataset.
@@ -229,7 +230,7 @@ impl Listed {
 /// The entries of an archive in order. `None` for folders and for files that operating systems add. Folders that contain all files are left
 /// out of the files' paths.
 fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
-    let mut all = Vec::new();
+    let mut entries = Vec::new();
     let mut names_bytes = 0;
     for entry in zip.files().map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
@@ -245,7 +246,7 @@ fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         }
         let parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
         if entry.is_dir() || name.ends_with('/') {
-            all.push(None);
+            entries.push(None);
             continue;
         }
         if parts.is_empty() || parts.iter().any(|part| part.is_empty() || part == ".." || part.contains('\0'))
@@ -253,7 +254,7 @@ fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
             return refuse_entry("has an empty name or .. in its path; pack the folder of classes again");
         }
         if parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db") {
-            all.push(None);
+            entries.push(None);
             continue;
         }
         if entry.is_symlink() {
@@ -265,9 +266,9 @@ fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         if parts.len() > MAX_DEPTH || parts.iter().any(|part| part.len() > MAX_NAME_BYTES) {
             return refuse_entry("is in too many folders or has too long a name; shorten its path");
         }
-        all.push(Some((parts, entry.size())));
+        entries.push(Some((parts, entry.size())));
     }
-    let mut files = all.iter().flatten().map(|(parts, _)| parts);
+    let mut files = entries.iter().flatten().map(|(parts, _)| parts);
     let Some(first) = files.next() else {
         return refuse("the zip file has no file; pack a folder of classes");
     };
@@ -279,10 +280,10 @@ fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     let common_folder = first[..common].last().cloned();
     let without_common =
         |(parts, bytes): (Vec<String>, u64)| Listed { path: parts.iter().skip(common).collect(), bytes };
-    let listed: Vec<_> = all.into_iter().map(|file| file.map(without_common)).collect();
+    let listed: Vec<_> = entries.into_iter().map(|file| file.map(without_common)).collect();
     let mut seen = HashSet::new();
-    if let Some(twice) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
-        return refuse(format!("the zip file has {:?} twice; pack the folder again", twice.shown()));
+    if let Some(duplicate) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
+        return refuse(format!("the zip file has {:?} twice; pack the folder again", duplicate.shown()));
     }
     drop(seen);
     let is_picture = |file: &Listed| {
@@ -292,12 +293,12 @@ fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     };
     let files = || listed.iter().flatten();
     if files().all(|file| file.path.components().count() == 1) && files().any(is_picture) {
-        let found = common_folder.map_or_else(
+        let problem = common_folder.map_or_else(
             || "has no class folder: its pictures are at the top level".into(),
             |folder| format!("has only one class folder ({})", shortened(&folder)),
         );
         return refuse(format!(
-            "the zip file {found}; put the pictures of each class into a separate folder, at least two folders"
+            "the zip file {problem}; put the pictures of each class into a separate folder, at least two folders"
         ));
     }
     Ok(listed)
@@ -327,7 +328,7 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
     refuse(format!("{:?} in the zip file is damaged; pack the folder again", file.shown()))
 }
 
-/// Details of the zip format are only in the log.
+/// Converts an error of the zip reader, whose details are only logged.
 fn unreadable(error: ZipError) -> Refused {
     let why = match error {
         ZipError::Io(error) if error.raw_os_error().is_some() => return Refused::Io(error),
@@ -349,14 +350,14 @@ fn shortened(name: &str) -> String {
 struct Bounded {
     file: BufReader<File>,
     /// Number of bytes that may still be read.
-    left: Rc<Cell<u64>>,
+    budget: Rc<Cell<u64>>,
 }
 
 impl Read for Bounded {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(into)?;
-        let left = self.left.get().checked_sub(read as u64);
-        self.left.set(left.ok_or_else(|| io::Error::other("its directory is too large"))?);
+        let budget = self.budget.get().checked_sub(read as u64);
+        self.budget.set(budget.ok_or_else(|| io::Error::other("its directory is too large"))?);
         Ok(read)
     }
 }
@@ -458,8 +459,8 @@ mod tests {
         let archive = upload.0.join(ARCHIVE);
         let mut bytes = fs::read(&archive).unwrap();
         let mut zip = zip::ZipArchive::new(io::Cursor::new(bytes.clone())).unwrap();
-        let at = zip.by_index(0).unwrap().data_start().unwrap();
-        bytes[at as usize] ^= 0xff;
+        let offset = zip.by_index(0).unwrap().data_start().unwrap();
+        bytes[offset as usize] ^= 0xff;
         fs::write(&archive, &bytes).unwrap();
         let refused = upload.unpack(later()).unwrap_err();
         assert!(matches!(&refused, Refused::Wrong(why) if why.contains("damaged")), "{refused:?}");

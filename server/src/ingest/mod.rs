@@ -135,7 +135,7 @@ impl Ingest {
         loop {
             match self.scheduler.store.ingest(reports).await {
                 Err(error) if error.may_pass() => {
-                    if failing.is_new(&error) {
+                    if failing.note_failure(&error) {
                         tracing::error!(%error, "reports cannot be stored; trying again");
                     }
                     tokio::select! {
@@ -144,7 +144,7 @@ impl Ingest {
                     }
                 }
                 done => {
-                    let tries = failing.ended();
+                    let tries = failing.note_success();
                     if let Some(failures) = tries.filter(|_| done.is_ok()) {
                         tracing::info!(failures, "storing reports works again");
                     }

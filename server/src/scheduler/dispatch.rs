@@ -196,7 +196,7 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
 
 /// Running jobs whose slots other jobs may count on, by ascending priority.
 async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
-    let (mut occupants, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending());
+    let (mut occupants, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending_jobs());
     let known: HashSet<JobId> = occupants.iter().map(|occupant| occupant.job.clone()).collect();
     // Jobs whose ranks have ended on one of their agents will end everywhere. They need no preemption, so their priority does not matter.
     let only_ending = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {

@@ -16,20 +16,20 @@ impl Failing {
     pub(crate) fn log<T, E: Display>(&mut self, result: &Result<T, E>, failed: &str, succeeded: &str) {
         match result {
             Ok(_) => {
-                if let Some(failures) = self.ended() {
+                if let Some(failures) = self.note_success() {
                     tracing::info!(failures, "{succeeded}");
                 }
             }
             Err(error) => {
-                if self.is_new(error) {
+                if self.note_failure(error) {
                     tracing::warn!(%error, "{failed}; trying again");
                 }
             }
         }
     }
 
-    /// Counts an error. Returns whether it differs from the error of the previous try, and so must be logged.
-    pub(crate) fn is_new(&mut self, error: &impl Display) -> bool {
+    /// Counts a failed try. Returns whether the error differs from the error of the previous try, and so must be logged.
+    pub(crate) fn note_failure(&mut self, error: &impl Display) -> bool {
         let error = error.to_string();
         self.failures += 1;
         let is_new = self.error != error;
@@ -37,8 +37,8 @@ impl Failing {
         is_new
     }
 
-    /// Called after a success. Returns the number of tries that have failed before it, or `None` if no try has failed.
-    pub(crate) fn ended(&mut self) -> Option<u64> {
+    /// Notes a success. Returns the number of failed tries before the success, or `None` if no try has failed.
+    pub(crate) fn note_success(&mut self) -> Option<u64> {
         let Self { failures, .. } = std::mem::take(self);
         (failures > 0).then_some(failures)
     }
@@ -51,11 +51,11 @@ mod tests {
     #[test]
     fn an_error_is_logged_once_and_counted() {
         let mut failing = Failing::default();
-        assert_eq!(failing.ended(), None);
+        assert_eq!(failing.note_success(), None);
         let logged: Vec<_> =
-            ["full", "full", "full", "away", "full"].map(|error| failing.is_new(&error)).into();
+            ["full", "full", "full", "away", "full"].map(|error| failing.note_failure(&error)).into();
         assert_eq!(logged, [true, false, false, true, true]);
-        assert_eq!((failing.ended(), failing.ended()), (Some(5), None));
-        assert!(failing.is_new(&"full"), "a new failure is logged again");
+        assert_eq!((failing.note_success(), failing.note_success()), (Some(5), None));
+        assert!(failing.note_failure(&"full"), "a new failure is logged again");
     }
 }

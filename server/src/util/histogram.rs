@@ -1,5 +1,5 @@
-//! A histogram of durations with fixed buckets, in Prometheus' text format. The crate `prometheus` would add a registry and labels by
-//! allocation, and nothing else of it is needed.
+//! A histogram of durations with fixed buckets, in Prometheus' text format. The crate `prometheus` would also bring a registry and labels,
+//! which the server does not need.
 
 use std::{
     fmt::Write as _,

@@ -1,4 +1,4 @@
-//! What several folders of the server need and no folder owns.
+//! Small tools that several folders of the server use.
 
 use std::{
     io,

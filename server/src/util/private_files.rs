@@ -41,17 +41,17 @@ pub(crate) fn server_lock(data_dir: &Path) -> PathBuf {
 /// Creates a data directory with its folder `jobs`. If an existing directory has only files of a server, permissions of other accounts are
 /// removed. A directory with other files keeps its permissions.
 pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
-    let folder = |path: &Path| DirBuilder::new().recursive(true).mode(FOLDER).create(path);
-    folder(path)?;
-    let mut is_ours = true;
+    let create_folder = |path: &Path| DirBuilder::new().recursive(true).mode(FOLDER).create(path);
+    create_folder(path)?;
+    let mut has_only_server_files = true;
     for entry in fs::read_dir(path)? {
-        is_ours &= entry?.file_name().to_str().is_some_and(|name| SERVER_FILES.contains(&name));
+        has_only_server_files &= entry?.file_name().to_str().is_some_and(|name| SERVER_FILES.contains(&name));
     }
-    if is_ours {
+    if has_only_server_files {
         restrict(path, FOLDER)?;
     }
     warn_if_writable(path);
-    folder(&path.join("jobs"))?;
+    create_folder(&path.join("jobs"))?;
     restrict(&path.join("jobs"), FOLDER)
 }
 
@@ -126,16 +126,16 @@ mod tests {
 
     #[test]
     fn files_that_other_accounts_can_change_are_reported() {
-        for (mode, owner, wanted) in [
+        for (mode, owner, expected) in [
             (0o700, 1000, &[][..]),
             (0o755, 0, &[]),
             (0o777, 1000, &["chmod o-w"]),
             (0o600, 65534, &["uid 65534"]),
             (0o722, 7, &["chmod o-w", "uid 7"]),
         ] {
-            let found = permission_warnings(mode, owner, 1000);
-            let is_named = found.iter().zip(wanted).all(|(found, wanted)| found.contains(wanted));
-            assert!(found.len() == wanted.len() && is_named, "{mode:o} {owner}: {found:?}");
+            let warnings = permission_warnings(mode, owner, 1000);
+            let is_named = warnings.iter().zip(expected).all(|(warning, text)| warning.contains(text));
+            assert!(warnings.len() == expected.len() && is_named, "{mode:o} {owner}: {warnings:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Opens regular files only. A job's folder may contain other files than those of ranks. Opening a named pipe would block its thread until
+//! Opens regular files only. A job's folder may contain files that no rank has written. Opening a named pipe would block its thread until
 //! another process opens the pipe for writing, possibly forever.
 
 use rustix::fs::OFlags;
@@ -19,7 +19,7 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
         Ok(file) if file.metadata()?.is_file() => Ok(file),
         Ok(_) => Err(irregular()),
         // Opening a socket always fails.
-        Err(_) if path.metadata().is_ok_and(|found| !found.is_file()) => Err(irregular()),
+        Err(_) if path.metadata().is_ok_and(|metadata| !metadata.is_file()) => Err(irregular()),
         Err(error) => Err(error),
     }
 }

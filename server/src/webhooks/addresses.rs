@@ -82,8 +82,8 @@ impl Resolve for PublicResolver {
 }
 
 async fn resolve_public(name: &str) -> Result<Addrs, Box<dyn Error + Send + Sync>> {
-    let found = tokio::net::lookup_host((name, 0)).await?;
-    let public: Vec<SocketAddr> = found.filter(|address| is_public(address.ip())).collect();
+    let addresses = tokio::net::lookup_host((name, 0)).await?;
+    let public: Vec<SocketAddr> = addresses.filter(|address| is_public(address.ip())).collect();
     if public.is_empty() {
         return Err(refusal(name).into());
     }

@@ -110,7 +110,7 @@ fn discord(text: &Text) -> Value {
         content.push('\n');
         content.push_str(&escape(&text.detail));
     }
-    // Discord's limit also counts the escape characters.
+    // Discord's limit of 2000 characters also counts the escape characters. The link needs the rest.
     content.truncate(content.floor_char_boundary(1500));
     if let Some(link) = &text.link {
         content.push('\n');
@@ -149,6 +149,7 @@ fn ntfy(text: &Text, url: &mut Url) -> Value {
     if let Ok(mut parts) = url.path_segments_mut() {
         parts.pop();
     }
+    // Priority 3 is ntfy's default, 4 is high. A tag is the name of an emoji.
     let message = if text.detail.is_empty() { &text.title } else { &text.detail };
     let mut body = json!({
         "topic": topic,
@@ -186,25 +187,25 @@ mod tests {
     #[test]
     fn names_are_escaped_in_all_formats() {
         let name = "<!everyone> [a](http://evil.example) *b* @everyone";
-        let of = |form| message(form, name, json!("rank 1 was killed"), "https://chat.example/hook").0;
-        let slack = of(WebhookForm::Slack);
+        let body_of = |form| message(form, name, json!("rank 1 was killed"), "https://chat.example/hook").0;
+        let slack = body_of(WebhookForm::Slack);
         assert_eq!(slack["text"], format!("{} has failed", name.replace('<', "&lt;").replace('>', "&gt;")));
         assert_eq!(
             slack["blocks"][0]["text"],
             json!({"type": "plain_text", "text": format!("{name} has failed")})
         );
         assert_eq!(slack["blocks"][2]["text"]["text"], "<https://l.example/jobs/j1|Open the job>");
-        let discord = of(WebhookForm::Discord);
+        let discord = body_of(WebhookForm::Discord);
         let content = discord["content"].as_str().unwrap();
         assert!(content.starts_with("**\\<\\!everyone\\> \\[a\\]\\(http\\:"), "{content}");
         assert!(content.ends_with("was killed\nhttps://l.example/jobs/j1"), "{content}");
         assert_eq!(discord["allowed_mentions"], json!({"parse": []}));
-        let email = of(WebhookForm::Email);
+        let email = body_of(WebhookForm::Email);
         assert_eq!(email["subject"], format!("{name} has failed"));
         assert!(
             email["text"].as_str().unwrap().ends_with("\n\nrank 1 was killed\n\nhttps://l.example/jobs/j1")
         );
-        let card = &of(WebhookForm::Teams)["attachments"][0]["content"];
+        let card = &body_of(WebhookForm::Teams)["attachments"][0]["content"];
         assert_eq!(card["body"][0]["inlines"][0]["text"], format!("{name} has failed"));
         assert_eq!(card["actions"][0]["url"], "https://l.example/jobs/j1");
     }

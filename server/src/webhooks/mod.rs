@@ -33,7 +33,7 @@ use tokio::{
     time::sleep,
 };
 
-/// How long messages are kept. The last attempt is made much earlier.
+/// Time for which messages are kept in the database. The last attempt is made much earlier.
 const RETENTION: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Interval between two removals of old messages.
 const PURGE_INTERVAL: Duration = Duration::from_secs(3600);

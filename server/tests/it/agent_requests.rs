@@ -108,7 +108,7 @@ async fn requests_go_to_the_least_busy_agent() {
     let pending = server.post("/datasets", &first);
     let mut pending = Box::pin(pending);
     let (id, _) = tokio::select! {
-        found = next_request(&mut idle, true) => found,
+        request = next_request(&mut idle, true) => request,
         () = answer_only_has_files(&mut agent, true) => unreachable!(),
         response = &mut pending => panic!("{response:?}"),
     };
@@ -116,7 +116,7 @@ async fn requests_go_to_the_least_busy_agent() {
     let second = json!({"name": "second", "path": "/second"});
     let ((status, body), ()) = tokio::select! {
         both = async { tokio::join!(server.post("/datasets", &second), answer_inspection(&mut agent, true)) } => both,
-        found = next_request(&mut idle, true) => panic!("unexpected {found:?}"),
+        request = next_request(&mut idle, true) => panic!("unexpected {request:?}"),
         response = &mut pending => panic!("{response:?}"),
     };
     assert_eq!(status, 201, "{body}");

@@ -15,15 +15,15 @@ use std::{
 };
 
 pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
+    let mut files = Vec::new();
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         match entry.path() {
-            path if path.is_dir() => found.extend(files_below(&path)),
-            path => found.push(path),
+            path if path.is_dir() => files.extend(files_below(&path)),
+            path => files.push(path),
         }
     }
-    found.sort();
-    found
+    files.sort();
+    files
 }
 
 pub(crate) async fn stored_states(server: &TestServer, job: &str) -> Vec<Value> {
@@ -52,7 +52,7 @@ pub(crate) async fn start_job_with_checkpoint(server: &TestServer) -> (Agent, St
 }
 
 /// A job on an agent with its own disk, which has uploaded the checkpoint of step 10.
-async fn uploaded(server: &TestServer) -> (Agent, String, AttemptApi<'_>) {
+async fn start_uploaded_job(server: &TestServer) -> (Agent, String, AttemptApi<'_>) {
     let mut agent = Agent::join_with_dataset(server, 2).await;
     let (id, attempt) = agent.start_job(server, |spec| spec["checkpoint"] = json!({"keep": 2})).await;
     let api = AttemptApi::new(server, &server.agent_token("a").await, "id-a", &attempt);
@@ -68,11 +68,11 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let (mut agent, id, api) = uploaded(&server).await;
+    let (mut agent, id, api) = start_uploaded_job(&server).await;
     wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
-    let place = store.path().join("jobs").join(&id).join("1-10");
-    let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| place.join(sum(bytes)).join(name)).collect();
-    expected.push(place.join("MANIFEST.json"));
+    let folder = store.path().join("jobs").join(&id).join("1-10");
+    let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| folder.join(sum(bytes)).join(name)).collect();
+    expected.push(folder.join("MANIFEST.json"));
     expected.push(store.path().join("LOCKSTEP.json"));
     expected.sort();
     assert_eq!(
@@ -83,7 +83,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
 
     // A later evaluation changes the state. The unchanged weights are not written again.
     let modified_at = |path: &Path| path.metadata().unwrap().modified().unwrap();
-    let weights = place.join(sum(b"weights")).join("model.safetensors");
+    let weights = folder.join(sum(b"weights")).join("model.safetensors");
     let before = modified_at(&weights);
     let state = br#"{"evaluated":true}"#.to_vec();
     let mut second: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
@@ -96,11 +96,11 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     }
     assert_eq!(api.request("POST", "/uploads/1-10", vec![]).await.0, 204);
     wait_until("the new state is stored", async || {
-        fs::read(place.join("MANIFEST.json")).ok().as_ref() == Some(&second)
+        fs::read(folder.join("MANIFEST.json")).ok().as_ref() == Some(&second)
             && stored_states(&server, &id).await == ["stored"]
     })
     .await;
-    assert!(!place.join(sum(b"{}")).join("state.json").exists(), "the replaced state is deleted");
+    assert!(!folder.join(sum(b"{}")).join("state.json").exists(), "the replaced state is deleted");
     assert_eq!(modified_at(&weights), before);
 
     // Without the files on disk, the checkpoint is not shown as being uploaded, and its files are read from the store.
@@ -130,10 +130,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     wait_until("the job is over", async || server.delete(&format!("/jobs/{id}")).await.0 == 204).await;
     let marker = [store.path().join("LOCKSTEP.json")];
-    wait_until("no object is left but what the store is known by", async || {
-        files_below(store.path()) == marker
-    })
-    .await;
+    wait_until("only the marker of the store is left", async || files_below(store.path()) == marker).await;
     server.stop().await;
 }
 
@@ -143,8 +140,8 @@ async fn the_next_server_completes_the_object_store() {
     let directory = store.path().to_str().unwrap().to_owned();
     // The first server has no store.
     let server = TestServer::new().await;
-    let (mut agent, id, api) = uploaded(&server).await;
-    assert_eq!(stored_states(&server, &id).await, [Value::Null], "nothing is said where there is no store");
+    let (mut agent, id, api) = start_uploaded_job(&server).await;
+    assert_eq!(stored_states(&server, &id).await, [Value::Null], "without a store, no state is shown");
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     drop(agent);
     let dir = server.stop().await;
@@ -270,12 +267,12 @@ async fn an_undeletable_object_does_not_delay_others() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let (mut agent, id, api) = uploaded(&server).await;
+    let (mut agent, id, api) = start_uploaded_job(&server).await;
     wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     // A file where its folder was: nothing below can be deleted.
-    let place = store.path().join("jobs").join(&id);
-    fs::remove_dir_all(place.join("1-10")).unwrap();
-    fs::write(place.join("1-10"), "in the way").unwrap();
+    let folder = store.path().join("jobs").join(&id);
+    fs::remove_dir_all(folder.join("1-10")).unwrap();
+    fs::write(folder.join("1-10"), "in the way").unwrap();
     for (n, step) in [20, 30, 40].into_iter().enumerate() {
         agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
         assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
@@ -284,10 +281,10 @@ async fn an_undeletable_object_does_not_delay_others() {
         stored_states(&server, &id).await == ["stored", "stored"]
     })
     .await;
-    wait_until("the next checkpoint is deleted", async || !place.join("1-20").exists()).await;
-    assert!(place.join("1-10").exists());
+    wait_until("the next checkpoint is deleted", async || !folder.join("1-20").exists()).await;
+    assert!(folder.join("1-10").exists());
     // The deletion succeeds once the file is removed.
-    fs::remove_file(place.join("1-10")).unwrap();
+    fs::remove_file(folder.join("1-10")).unwrap();
     wait_until("nothing is left to delete", async || {
         server.query_number("SELECT count(*) FROM checkpoint_copies WHERE location NOT LIKE 'agent:%'").await
             == 2
@@ -302,7 +299,7 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let (directory, elsewhere) = (mount.path().join("artifacts"), mount.path().join("elsewhere"));
     let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
     let server = TestServer::with(set).await;
-    let (mut agent, id, api) = uploaded(&server).await;
+    let (mut agent, id, api) = start_uploaded_job(&server).await;
     wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
 

@@ -166,7 +166,7 @@ async fn the_copies_of_a_thousand_agents_are_read_in_two_seconds() {
     let took = start.elapsed();
     for step in [10, 20] {
         let holders = copies[&format!("{id}-1-{step}")].holders.iter();
-        assert!(holders.map(|holder| &holder.agent).eq(&names), "holders are in the order of places");
+        assert!(holders.map(|holder| &holder.agent).eq(&names), "holders are in the order of ranks");
     }
     assert!(took < Duration::from_secs(2), "{took:?}: is the time quadratic in the number of agents?");
     store.close().await;
@@ -182,7 +182,7 @@ async fn test_object_store_copies(store: &dyn Store) {
         store.ingest(&[report(&attempt, from, first, event)]).await.unwrap();
     }
     let name = format!("{id}-1-10");
-    let found = async |url: &str| {
+    let copy_state = async |url: &str| {
         let copies = store.copies(&id, url).await.unwrap().remove(&name).unwrap_or_default();
         (copies.object_store, copies.is_damaged_on_server)
     };
@@ -193,25 +193,25 @@ async fn test_object_store_copies(store: &dyn Store) {
     };
     let mark_damaged = async |location: &str| store.mark_damaged(location, &name).await.unwrap();
     let (copying, complete) = (Some(CopyState::Copying), Some(CopyState::Complete));
-    assert_eq!(found(URL).await, (None, false));
+    assert_eq!(copy_state(URL).await, (None, false));
     assert!(upload(None).await);
-    assert_eq!(found(URL).await, (copying, false));
+    assert_eq!(copy_state(URL).await, (copying, false));
     // The copy on the server's disk is marked as damaged once. A complete upload clears the mark.
     assert!(mark_damaged("server").await && !mark_damaged("server").await);
-    assert_eq!(found(URL).await, (copying, true));
+    assert_eq!(copy_state(URL).await, (copying, true));
     assert!(upload(Some("sum")).await);
-    assert_eq!((found(URL).await, found("s3://other").await), ((complete, false), (None, false)));
+    assert_eq!((copy_state(URL).await, copy_state("s3://other").await), ((complete, false), (None, false)));
     // A checkpoint that an attempt writes again clears the mark, too.
     assert!(mark_damaged("server").await);
     store.ingest(&[report(&attempt, from, 2, checkpoint(10))]).await.unwrap();
-    assert_eq!(found(URL).await, (complete, false));
+    assert_eq!(copy_state(URL).await, (complete, false));
     // A damaged copy in the store is checked again when a server starts, and is replaced by an upload.
     assert!(mark_damaged(URL).await && !mark_damaged(URL).await);
-    assert_eq!(found(URL).await.0, Some(CopyState::Damaged));
+    assert_eq!(copy_state(URL).await.0, Some(CopyState::Damaged));
     store.forget_damaged(URL).await.unwrap();
-    assert_eq!(found(URL).await.0, complete);
+    assert_eq!(copy_state(URL).await.0, complete);
     assert!(mark_damaged(URL).await && upload(None).await);
-    assert_eq!(found(URL).await.0, copying);
+    assert_eq!(copy_state(URL).await.0, copying);
     // If the checkpoint is removed, its record stays until the objects are deleted, and does not change any more.
     let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
     store.ingest(&[report(&attempt, from, 3, removed)]).await.unwrap();

@@ -10,16 +10,16 @@ use serde_json::json;
 
 /// Returns the cursor of the first page of a list.
 async fn first_cursor(server: &TestServer, path: &str) -> String {
-    let joint = if path.contains('?') { '&' } else { '?' };
-    let (status, page) = server.get(&format!("{path}{joint}limit=1")).await;
+    let separator = if path.contains('?') { '&' } else { '?' };
+    let (status, page) = server.get(&format!("{path}{separator}limit=1")).await;
     assert_eq!(status, 200, "{path}: {page}");
     page["next_cursor"].as_str().unwrap_or_else(|| panic!("{path}: {page}")).to_owned()
 }
 
 /// Asserts that the server refuses this cursor with this message.
 async fn assert_refused(server: &TestServer, path: &str, cursor: &str, message: &str) {
-    let joint = if path.contains('?') { '&' } else { '?' };
-    let (status, problem) = server.get(&format!("{path}{joint}cursor={cursor}")).await;
+    let separator = if path.contains('?') { '&' } else { '?' };
+    let (status, problem) = server.get(&format!("{path}{separator}cursor={cursor}")).await;
     assert_eq!((status, &problem["code"]), (400, &json!("wrong_cursor")), "{path}: {problem}");
     assert_eq!(problem["type"], "urn:lockstep:problem:wrong_cursor");
     let detail = problem["detail"].as_str().unwrap();
@@ -49,21 +49,21 @@ async fn a_cursor_of_another_job_list_or_order_is_refused() {
     let lists = ["logs", "events", "history", "attempts", "checkpoints"];
     for list in lists {
         let path = |job: &str| format!("/jobs/{job}/{list}");
-        let own = first_cursor(&server, &path(&mine)).await;
-        let (status, page) = server.get(&format!("{}?cursor={own}", path(&mine))).await;
+        let cursor = first_cursor(&server, &path(&mine)).await;
+        let (status, page) = server.get(&format!("{}?cursor={cursor}", path(&mine))).await;
         assert_eq!(status, 200, "{page}");
-        assert_refused(&server, &path(&other), &own, &format!("of the {list} of another job")).await;
+        assert_refused(&server, &path(&other), &cursor, &format!("of the {list} of another job")).await;
         for another in lists.iter().filter(|another| **another != list) {
-            assert_refused(&server, &format!("/jobs/{mine}/{another}"), &own, "of another list").await;
+            assert_refused(&server, &format!("/jobs/{mine}/{another}"), &cursor, "of another list").await;
         }
-        for none in ["x", "e30", &"A".repeat(5000), &own[..own.len() - 4]] {
-            assert_refused(&server, &path(&mine), none, "not valid for this list").await;
+        for invalid in ["x", "e30", &"A".repeat(5000), &cursor[..cursor.len() - 4]] {
+            assert_refused(&server, &path(&mine), invalid, "not valid for this list").await;
         }
     }
     for (list, sort) in [("logs", "-seq"), ("attempts", "-attempt"), ("checkpoints", "created")] {
         let path = format!("/jobs/{mine}/{list}");
-        let own = first_cursor(&server, &path).await;
-        assert_refused(&server, &format!("{path}?sort={sort}"), &own, "of another query").await;
+        let cursor = first_cursor(&server, &path).await;
+        assert_refused(&server, &format!("{path}?sort={sort}"), &cursor, "of another query").await;
     }
     server.stop().await;
 }
@@ -82,15 +82,15 @@ async fn cursors_are_valid_only_for_their_own_list() {
     let groups = "/jobs/groups?by=name";
     let lists = ["/jobs", groups, "/annotations", "/tokens", "/audit"];
     for list in lists {
-        let own = first_cursor(&server, list).await;
+        let cursor = first_cursor(&server, list).await;
         for another in lists.iter().chain(&["/queue", "/datasets", "/projects"]).filter(|one| **one != list) {
-            assert_refused(&server, another, &own, "of another list").await;
+            assert_refused(&server, another, &cursor, "of another list").await;
         }
     }
-    let own = first_cursor(&server, "/jobs").await;
-    assert_refused(&server, "/jobs?sort=name", &own, "of another query").await;
-    let own = first_cursor(&server, groups).await;
-    assert_refused(&server, "/jobs/groups?by=state", &own, "of the groups of another grouping").await;
+    let cursor = first_cursor(&server, "/jobs").await;
+    assert_refused(&server, "/jobs?sort=name", &cursor, "of another query").await;
+    let cursor = first_cursor(&server, groups).await;
+    assert_refused(&server, "/jobs/groups?by=state", &cursor, "of the groups of another grouping").await;
     server.stop().await;
 }
 
@@ -100,10 +100,10 @@ async fn a_cursor_of_another_dataset_s_pictures_is_refused() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     agent.register_as(&server, "others", dataset_info()).await;
     let answering = tokio::spawn(answer_samples(agent));
-    let own = first_cursor(&server, "/datasets/pictures/samples").await;
-    let (_, page) = server.get(&format!("/datasets/pictures/samples?cursor={own}")).await;
+    let cursor = first_cursor(&server, "/datasets/pictures/samples").await;
+    let (_, page) = server.get(&format!("/datasets/pictures/samples?cursor={cursor}")).await;
     assert_eq!(page["samples"][0]["index"], json!(1), "{page}");
-    assert_refused(&server, "/datasets/others/samples", &own, "of the samples of another dataset").await;
+    assert_refused(&server, "/datasets/others/samples", &cursor, "of the samples of another dataset").await;
     // A new dataset with the same name.
     answering.abort();
     let _ = answering.await;
@@ -111,7 +111,7 @@ async fn a_cursor_of_another_dataset_s_pictures_is_refused() {
     let mut agent = Agent::join(&server, 2).await;
     agent.register(&server).await;
     let answering = tokio::spawn(answer_samples(agent));
-    assert_refused(&server, "/datasets/pictures/samples", &own, "of the samples of another dataset").await;
+    assert_refused(&server, "/datasets/pictures/samples", &cursor, "of the samples of another dataset").await;
     assert_eq!(server.get("/datasets/pictures/samples").await.0, 200);
     answering.abort();
     server.stop().await;

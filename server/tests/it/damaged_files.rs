@@ -56,8 +56,8 @@ async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
     assert_eq!(fs::read(aside.join("model.safetensors")).unwrap(), b"wEights");
 
     // Then the copy in the store is damaged, too.
-    let place = store.path().join("jobs").join(&id).join("1-10");
-    let object = crate::artifacts::files_below(&place).into_iter().find(|o| o.ends_with("model.safetensors"));
+    let copy = store.path().join("jobs").join(&id).join("1-10");
+    let object = crate::artifacts::files_below(&copy).into_iter().find(|o| o.ends_with("model.safetensors"));
     fs::write(object.unwrap(), b"weIghts").unwrap();
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
     let (status, problem) = server.send(server.http.get(server.url(&weights))).await;
@@ -118,8 +118,8 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
         assert_eq!(start.resume, Some(format!("1-{step}")));
         fs::write(folder.join(format!("1-{step}/model.safetensors")), b"wEights").unwrap();
         let file = format!("/checkpoints/{id}-1-{step}/model.safetensors");
-        let (answered, problem) = api(&start.attempt).request("GET", &file, vec![]).await;
-        assert_eq!((answered, &problem["code"]), (status, &json!(code)), "{problem}");
+        let (actual, problem) = api(&start.attempt).request("GET", &file, vec![]).await;
+        assert_eq!((actual, &problem["code"]), (status, &json!(code)), "{problem}");
         let retriable = status == 422;
         agent.end(&start.attempt, Ending::Failed { reason: "damaged".to_owned().into(), retriable }).await;
     }

@@ -64,12 +64,12 @@ async fn errors_of_postgres_do_not_contain_the_password() {
 
 /// Returns the data of a job, and the datasets, as clients read them.
 async fn read_all(server: &TestServer, id: &str) -> Vec<Value> {
-    let mut all = server.stored_events(id).await;
+    let mut data = server.stored_events(id).await;
     for path in ["", "/metrics?name=loss", "/logs", "/checkpoints"] {
-        all.push(server.get(&format!("/jobs/{id}{path}")).await.1);
+        data.push(server.get(&format!("/jobs/{id}{path}")).await.1);
     }
-    all.push(server.get("/datasets").await.1);
-    all
+    data.push(server.get("/datasets").await.1);
+    data
 }
 
 #[tokio::test]
@@ -101,11 +101,11 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
         for (number, target) in
             [sqlite(&format!("{}.db", url.len())), postgres::database()].into_iter().enumerate()
         {
-            let place = Location::parse(&target).unwrap();
-            assert_eq!(restore(&place, &file).await.unwrap().tables, done.tables);
+            let location = Location::parse(&target).unwrap();
+            assert_eq!(restore(&location, &file).await.unwrap().tables, done.tables);
             // A backup is restored only into an empty database.
             let again = loop {
-                match restore(&place, &file).await.unwrap_err() {
+                match restore(&location, &file).await.unwrap_err() {
                     // A child process that another test has just forked may still hold the lock.
                     BackupError::Open(ServeError::DatabaseInUse { .. }) => tokio::task::yield_now().await,
                     other => break other,
@@ -130,12 +130,12 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
         }
 
         // Nothing is restored from a truncated or changed file.
-        let whole = std::fs::read(&file).unwrap();
+        let complete = std::fs::read(&file).unwrap();
         let empty = Location::parse(&sqlite("empty.db")).unwrap();
-        let middle = whole.len() / 2;
-        let mut changed = whole.clone();
+        let middle = complete.len() / 2;
+        let mut changed = complete.clone();
         changed[middle] ^= 1;
-        for bytes in [&whole[..middle], &whole[..whole.len() - 2], &changed[..], b"{}\n", b""] {
+        for bytes in [&complete[..middle], &complete[..whole.len() - 2], &changed[..], b"{}\n", b""] {
             std::fs::write(&file, bytes).unwrap();
             let error = restore(&empty, &file).await.unwrap_err();
             assert!(matches!(error, BackupError::Incomplete { .. }), "{error}");

@@ -18,11 +18,11 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     let (second, attempt) = agent.start_job(&server, |s| s["name"] = json!("second")).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let assert_refused = async |all: &[(&str, &str, &str)], others: &[&str]| {
+    let assert_refused = async |named: &[(&str, &str, &str)], others: &[&str]| {
         let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap_or_default();
         assert_eq!(status, 409, "{body}");
-        for (id, name, state) in all {
+        for (id, name, state) in named {
             assert!(detail.contains(&format!("{id} ({name:?}, {state})")), "{detail}");
         }
         assert!(!others.iter().any(|id| detail.contains(id)), "{detail}");

@@ -49,24 +49,24 @@ async fn test_large_deletion(server: TestServer) {
     let rows = format!(
         "SELECT (SELECT count(*) FROM events WHERE job_id = '{large}') + (SELECT count(*) FROM jobs WHERE id = '{large}')"
     );
-    let (mut slowest, mut steps, mut during) = (Duration::ZERO, 0, 0);
+    let (mut slowest, mut steps, mut overlapping) = (Duration::ZERO, 0, 0);
     loop {
-        let left = server.query_number(&rows).await;
-        if left == 0 {
+        let remaining = server.query_number(&rows).await;
+        if remaining == 0 {
             break;
         }
-        assert!(start.elapsed() < 3 * TIMEOUT, "{left} rows are left");
+        assert!(start.elapsed() < 3 * TIMEOUT, "{remaining} rows are left");
         let sent = Instant::now();
         steps += 1;
         agent.report(&attempt, Source::Rank(0), steps, vec![losses(0, steps..=steps)]).await;
         slowest = slowest.max(sent.elapsed());
-        during += u32::from(left > 1);
+        overlapping += u32::from(remaining > 1);
     }
     eprintln!(
         "deleted {EVENTS} events in {:?} (response after {responded_after:?}); the slowest of {steps} reports meanwhile {slowest:?}",
         start.elapsed()
     );
-    assert!(during >= 3, "the deletion was a single step: {during} reports were stored during it");
+    assert!(overlapping >= 3, "the deletion was a single step: {overlapping} reports were stored during it");
     let chunks = format!("SELECT count(*) FROM metric_chunks WHERE job_id = '{large}'");
     assert_eq!(server.query_number(&chunks).await, 0);
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
@@ -168,8 +168,8 @@ async fn a_cursor_remains_valid_after_its_job_was_deleted() {
     }
     let (status, page) = server.get(&format!("/jobs?limit=2&cursor={cursor}")).await;
     assert_eq!(status, 200);
-    let found: Vec<_> = page["jobs"].as_array().unwrap().iter().map(|j| j["id"].clone()).collect();
-    assert_eq!(found, [json!(ids[2]), json!(ids[3])]);
+    let listed: Vec<_> = page["jobs"].as_array().unwrap().iter().map(|j| j["id"].clone()).collect();
+    assert_eq!(listed, [json!(ids[2]), json!(ids[3])]);
     // The cursor is also valid for the HTML page.
     let (_, page) = server.get_text(&format!("/jobs?cursor={cursor}")).await;
     assert!(ids[2..].iter().all(|id| page.contains(id)), "{page}");

@@ -74,16 +74,16 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
     assert_eq!(second.attempt, 2);
     other.heartbeat(std::slice::from_ref(&second)).await;
     // When the first agent returns, the server orders it to end its ranks, and refuses their records.
-    let mut back = Agent::connect(&server, hello("a", 2, vec![first.clone()])).await.unwrap();
-    assert_eq!(back.welcome.1, std::slice::from_ref(&first));
+    let mut returned = Agent::connect(&server, hello("a", 2, vec![first.clone()])).await.unwrap();
+    assert_eq!(returned.welcome.1, std::slice::from_ref(&first));
     let zombie = FromAgent::Report {
         attempt: first.clone(),
         source: Source::Rank(0),
         first: 2,
         events: vec![losses(0, 4..=9)],
     };
-    back.send(zombie).await;
-    assert!(matches!(back.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == first));
+    returned.send(zombie).await;
+    assert!(matches!(returned.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == first));
 
     // The second agent sends heartbeats, and so keeps its job longer than a lease.
     let start = tokio::time::Instant::now();
@@ -202,20 +202,20 @@ async fn an_incompatible_agent_is_refused_with_a_reason() {
     let _agent = Agent::join(&server, 1).await;
     let mut same_name = hello("a", 1, Vec::new());
     let mut other_version = hello("b", 1, Vec::new());
-    let mut no_name = hello("c", 1, Vec::new());
+    let mut long_name = hello("c", 1, Vec::new());
     if let FromAgent::Hello { agent_id, .. } = &mut same_name {
         *agent_id = "another".into();
     }
     if let FromAgent::Hello { protocol, .. } = &mut other_version {
         *protocol += 1;
     }
-    if let FromAgent::Hello { name, .. } = &mut no_name {
+    if let FromAgent::Hello { name, .. } = &mut long_name {
         *name = "x".repeat(200);
     }
     for (hello, why) in [
         (same_name, "named \"a\" is connected already"),
         (other_version, "run the same version"),
-        (no_name, "--name"),
+        (long_name, "--name"),
         (FromAgent::Heartbeat { attempts: Vec::new(), no_work: None }, "must be Hello"),
     ] {
         let refused = Agent::connect(&server, hello).await.err().expect("refused");
@@ -352,10 +352,10 @@ async fn too_large_jobs_name_drained_machines_that_would_suffice() {
     let mut large = Agent::connect(&server, hello("b", 4, Vec::new())).await.unwrap();
     server.submit(|s| s["parallel"]["ranks"] = json!(3)).await;
     large.expect_start().await;
-    let waits = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
+    let waiting = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let wait_for_reason = async |end: &str| {
         wait_until(&format!("the job's reason ends with {end:?}"), async || {
-            server.job(&waits).await.reason.unwrap_or_default().ends_with(end)
+            server.job(&waiting).await.reason.unwrap_or_default().ends_with(end)
         })
         .await;
     };

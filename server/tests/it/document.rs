@@ -130,21 +130,21 @@ async fn all_responses_are_documented() {
     // Errors of every operation: missing objects, invalid names, another host, another origin, invalid parameters and bodies.
     for (method, path, operation) in &calls {
         let (method, path) = (method.as_str(), path.as_str());
-        let real = filled(path, &id_of(path));
+        let target = filled(path, &id_of(path));
         let missing = path.replace("{id}", "j00000000000000000000000000").replace("{name}", "nothing");
         api.request(method, path, &missing.replace("{file}", "nothing"), |r| r).await;
         if path.contains('{') {
             let unreadable = path.replace("{id}", "%ff").replace("{name}", "%ff").replace("{file}", "%ff");
             api.request(method, path, &unreadable, |r| r).await;
         }
-        api.request(method, path, &real, |r| r.header("host", "evil.example")).await;
+        api.request(method, path, &target, |r| r.header("host", "evil.example")).await;
         if method != "get" {
-            api.request(method, path, &real, |r| r.header("origin", "http://evil.example")).await;
+            api.request(method, path, &target, |r| r.header("origin", "http://evil.example")).await;
         }
         let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
         for parameter in parameters.iter().filter(|p| p["in"] == "query") {
             for value in ["☃", "-1", "99999999999999999999", "18446744073709551615", "1", "", "a%00b"] {
-                let query = format!("{real}?{}={value}", parameter["name"].as_str().unwrap());
+                let query = format!("{target}?{}={value}", parameter["name"].as_str().unwrap());
                 // Only GET, so that no job is created or changed.
                 if method == "get" {
                     api.request(method, path, &query, |r| r).await;
@@ -174,12 +174,12 @@ async fn all_responses_are_documented() {
                     if path.ends_with("/fork") && body == "{}" {
                         continue;
                     }
-                    api.request(method, path, &real, |r| r.header("content-type", kind).body(body)).await;
+                    api.request(method, path, &target, |r| r.header("content-type", kind).body(body)).await;
                 }
                 // With a wrong type, the server may close the connection before the client reads the response.
                 let body = vec![b' '; (1 << 20) + 1];
                 if kind == "application/json" && !path.ends_with("/predict") && !path.ends_with("/file") {
-                    api.request(method, path, &real, |r| r.header("content-type", kind).body(body)).await;
+                    api.request(method, path, &target, |r| r.header("content-type", kind).body(body)).await;
                 }
             }
         }
@@ -189,10 +189,10 @@ async fn all_responses_are_documented() {
     let v1 = |path: &str| format!("/api/v1{path}");
     let json_of = |body: Value| move |r: RequestBuilder| r.json(&body);
     let mut expect = async |method: &str, path: &str, id: &str, body: Option<Value>, expected: u16| {
-        let place = filled(&v1(path), id);
+        let target = filled(&v1(path), id);
         let (status, response) = match body {
-            Some(body) => api.request(method, &v1(path), &place, json_of(body)).await,
-            None => api.request(method, &v1(path), &place, |r| r).await,
+            Some(body) => api.request(method, &v1(path), &target, json_of(body)).await,
+            None => api.request(method, &v1(path), &target, |r| r).await,
         };
         assert_eq!(status, expected, "{method} {path}: {response}");
         response
@@ -258,9 +258,10 @@ async fn all_responses_are_documented() {
     let paused = expect("post", "/jobs", "", Some(spec()), 201).await;
     let paused = paused["id"].as_str().unwrap();
     expect("post", "/jobs/{id}/pause", paused, None, 202).await;
-    for of in [json!({"name": "pictures", "job": job}), json!({"name": "pictures", "checkpoint": checkpoint})]
+    for body in
+        [json!({"name": "pictures", "job": job}), json!({"name": "pictures", "checkpoint": checkpoint})]
     {
-        expect("post", "/models", "", Some(of), 201).await;
+        expect("post", "/models", "", Some(body), 201).await;
     }
     expect("put", "/models/{name}/aliases/{alias}", "", Some(json!({"version": 1})), 200).await;
     for path in
@@ -282,9 +283,9 @@ async fn all_responses_are_documented() {
     expect("patch", "/runs/{id}", "a-run", Some(json!({"state": "succeeded"})), 200).await;
     expect("get", "/runs/{id}/files", "a-run", None, 200).await;
     let archive = crate::dataset_uploads::zip_file(&["cat/1.png", "dog/2.png"]);
-    let place = "/api/v1/datasets/uploads/zipped/archive";
+    let target = "/api/v1/datasets/uploads/zipped/archive";
     assert_eq!(
-        api.request("put", "/api/v1/datasets/uploads/{name}/archive", place, |r| r.body(archive)).await.0,
+        api.request("put", "/api/v1/datasets/uploads/{name}/archive", target, |r| r.body(archive)).await.0,
         204
     );
     let ask = |r: RequestBuilder| r.json(&json!({}));
@@ -323,26 +324,26 @@ async fn all_responses_are_documented() {
     assert_eq!(api.request("get", "/api/v1/jobs/groups", groups, |r| r).await.0, 200);
     let metrics = format!("/api/v1/metrics/query?jobs={job}&name=loss");
     assert_eq!(api.request("get", "/api/v1/metrics/query", &metrics, |r| r).await.0, 200);
-    for (template, place) in [
+    for (template, target) in [
         ("/api/v1/jobs/{id}", format!("/api/v1/jobs/{job}")),
         ("/api/v1/jobs/{id}/checkpoints", format!("/api/v1/jobs/{job}/checkpoints")),
         ("/api/v1/datasets", "/api/v1/datasets".into()),
         ("/api/v1/datasets/{name}", "/api/v1/datasets/pictures".into()),
     ] {
-        assert_eq!(api.request("get", template, &place, |r| r.header("if-none-match", "*")).await.0, 304);
+        assert_eq!(api.request("get", template, &target, |r| r.header("if-none-match", "*")).await.0, 304);
     }
     let logs = format!("/api/v1/jobs/{job}/logs");
     api.request("get", "/api/v1/jobs/{id}/logs", &logs, |r| r.header("accept", "text/plain")).await;
     let panels = json!({"panels": [{"title": "t", "metrics": ["loss"]}]});
-    for (template, place) in [
+    for (template, target) in [
         ("/api/v1/jobs/{id}/panels", format!("/api/v1/jobs/{job}/panels")),
         ("/api/v1/projects/{name}/panels", "/api/v1/projects/default/panels".into()),
     ] {
-        assert_eq!(api.request("put", template, &place, |r| r.json(&panels)).await.0, 200);
-        assert_eq!(api.request("get", template, &place, |r| r).await.0, 200);
+        assert_eq!(api.request("put", template, &target, |r| r.json(&panels)).await.0, 200);
+        assert_eq!(api.request("get", template, &target, |r| r).await.0, 200);
     }
-    let place = format!("/api/v1/jobs/{job}/panels");
-    assert_eq!(api.request("delete", "/api/v1/jobs/{id}/panels", &place, |r| r).await.0, 204);
+    let target = format!("/api/v1/jobs/{job}/panels");
+    assert_eq!(api.request("delete", "/api/v1/jobs/{id}/panels", &target, |r| r).await.0, 204);
     let predict = format!("/api/v1/checkpoints/{checkpoint}/predict");
     let picture = |r: RequestBuilder| r.header("content-type", "image/png").body("x");
     assert_eq!(api.request("post", "/api/v1/checkpoints/{id}/predict", &predict, picture).await.0, 200);
@@ -396,8 +397,8 @@ async fn all_responses_are_documented() {
     assert_eq!(api.request("delete", "/api/v1/datasets/{name}", "/api/v1/datasets/more", |r| r).await.0, 204);
     let (_, list) = server.get("/jobs?state=cancelled").await;
     let cancelled = list["jobs"][0]["id"].as_str().expect("a cancelled job").to_owned();
-    let place = format!("/api/v1/jobs/{cancelled}");
-    assert_eq!(api.request("delete", "/api/v1/jobs/{id}", &place, |r| r).await.0, 204);
+    let target = format!("/api/v1/jobs/{cancelled}");
+    assert_eq!(api.request("delete", "/api/v1/jobs/{id}", &target, |r| r).await.0, 204);
     let mut sweep_spec = spec();
     sweep_spec["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1]}}});
     let sweep = || {
@@ -407,15 +408,15 @@ async fn all_responses_are_documented() {
     let (status, created) = api.request("post", "/api/v1/sweeps", "/api/v1/sweeps", sweep()).await;
     assert_eq!(status, 201, "{created}");
     assert_eq!(api.request("post", "/api/v1/sweeps", "/api/v1/sweeps", sweep()).await.0, 200);
-    let place = format!("/api/v1/sweeps/{}", created["id"].as_str().unwrap());
+    let target = format!("/api/v1/sweeps/{}", created["id"].as_str().unwrap());
     for action in ["pause", "resume", "cancel"] {
-        let (template, place) = (format!("/api/v1/sweeps/{{id}}/{action}"), format!("{place}/{action}"));
-        assert_eq!(api.request("post", &template, &place, |r| r).await.0, 202, "{action}");
+        let (template, target) = (format!("/api/v1/sweeps/{{id}}/{action}"), format!("{target}/{action}"));
+        assert_eq!(api.request("post", &template, &target, |r| r).await.0, 202, "{action}");
     }
     assert_eq!(api.request("get", "/api/v1/sweeps", "/api/v1/sweeps", |r| r).await.0, 200);
-    assert_eq!(api.request("get", "/api/v1/sweeps/{id}", &place, |r| r).await.0, 200);
+    assert_eq!(api.request("get", "/api/v1/sweeps/{id}", &target, |r| r).await.0, 200);
     wait_until("the trial ends, so that its sweep can be deleted", async || {
-        api.request("delete", "/api/v1/sweeps/{id}", &place, |r| r).await.0 == 204
+        api.request("delete", "/api/v1/sweeps/{id}", &target, |r| r).await.0 == 204
     })
     .await;
     let undrain = ("/api/v1/agents/{id}/undrain", "/api/v1/agents/id-a/undrain");

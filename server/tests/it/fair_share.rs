@@ -22,19 +22,19 @@ async fn submit(server: &TestServer, project: &str, priority: i32) -> Job {
         .await
 }
 
-/// Waits until these jobs have the first places of the queue, in this order.
+/// Waits until these jobs are first in the queue, in this order.
 async fn wait_for_order(server: &TestServer, jobs: &[&Job]) {
     let deadline = Instant::now() + TIMEOUT;
     loop {
-        let mut places = Vec::new();
+        let mut queues = Vec::new();
         for job in jobs {
             let (_, history) = server.get(&format!("/jobs/{}/history", job.id)).await;
-            places.push(history["queue"].clone());
+            queues.push(history["queue"].clone());
         }
-        if places.iter().zip(1..).all(|(queue, place)| queue["place"] == place) {
+        if queues.iter().zip(1..).all(|(queue, place)| queue["place"] == place) {
             return;
         }
-        assert!(Instant::now() < deadline, "{places:?}");
+        assert!(Instant::now() < deadline, "{queues:?}");
     }
 }
 
@@ -104,8 +104,8 @@ async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     let (status, body) = server.post("/jobs?launched=true", &large).await;
     assert_eq!(status, 201, "{body}");
     let id = body["id"].as_str().unwrap();
-    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("needs 4 slots"));
-    server.stream(id, 0).await.until(waits).await;
+    let is_waiting = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("needs 4 slots"));
+    server.stream(id, 0).await.until(is_waiting).await;
     let ids: Vec<_> = (0..1200).map(|_| format!("('{}')", JobId::generate())).collect();
     let columns = "name, state, cause, reason, priority, spec, ranks, created_at, last_seq, owner";
     let copies = format!(

@@ -168,15 +168,15 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
         })
         .await
     };
-    let (chosen, given) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
+    let (implicit, explicit) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
     for (job, set, measured_by) in [
-        (&chosen, json!({"data.dataset": "test"}), json!("test")),
-        (&chosen, json!({"data.dataset": "both"}), json!("test")),
-        (&chosen, json!({"train.lr": 0.1}), json!("val")),
-        (&chosen, json!({"data": {"dataset": "both", "validation": "val"}}), json!("val")),
-        (&chosen, json!({"data.dataset": "both", "data.validation": "val"}), json!("val")),
-        (&chosen, json!({"data.dataset": "test", "data.validation": 0.25}), json!(0.25)),
-        (&given, json!({"data.dataset": "val"}), json!("val")),
+        (&implicit, json!({"data.dataset": "test"}), json!("test")),
+        (&implicit, json!({"data.dataset": "both"}), json!("test")),
+        (&implicit, json!({"train.lr": 0.1}), json!("val")),
+        (&implicit, json!({"data": {"dataset": "both", "validation": "val"}}), json!("val")),
+        (&implicit, json!({"data.dataset": "both", "data.validation": "val"}), json!("val")),
+        (&implicit, json!({"data.dataset": "test", "data.validation": 0.25}), json!(0.25)),
+        (&explicit, json!({"data.dataset": "val"}), json!("val")),
     ] {
         let (status, body) = server.post(&format!("/jobs/{job}/fork"), &json!({ "set": set })).await;
         assert_eq!((status, &body["spec"]["data"]["validation"]), (201, &measured_by), "{set}: {body}");
@@ -185,7 +185,7 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
     }
     // A split that the parent set stays set, so a dataset without this split is refused.
     let (status, body) =
-        server.post(&format!("/jobs/{given}/fork"), &json!({"set": {"data.dataset": "test"}})).await;
+        server.post(&format!("/jobs/{explicit}/fork"), &json!({"set": {"data.dataset": "test"}})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/validation")), "{body}");
     server.stop().await;
 }
@@ -303,7 +303,7 @@ async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
         .await;
     let start = agent.expect_start().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    // 37 steps an epoch, which does not follow from the dataset: the ranks have counted.
+    // The ranks report 37 steps per epoch, a number that does not follow from the dataset's size.
     let events = vec![
         AttemptEvent::Running { total_steps: 74, steps_per_epoch: 37, start_step: 0, train_samples: 0 },
         checkpoint(50),

@@ -253,7 +253,7 @@ async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
         .await;
     let mut messages = vec![b.next().await.unwrap(), b.next().await.unwrap()];
     messages.sort_by_key(|message| matches!(message, ToAgent::Start(_)));
-    assert!(matches!(&messages[0], ToAgent::Stop { attempt: of, .. } if *of == attempt), "{messages:?}");
+    assert!(matches!(&messages[0], ToAgent::Stop { attempt: old, .. } if *old == attempt), "{messages:?}");
     assert!(matches!(&messages[1], ToAgent::Start(start) if start.attempt.attempt == 3), "{messages:?}");
     server.stop().await;
 }
@@ -286,7 +286,7 @@ async fn a_silent_machine_neither_delays_the_end_nor_gets_work() {
     assert_eq!(first.attempt.attempt, 2);
     let second = loop {
         match b.next().await {
-            Some(ToAgent::Stop { attempt: of, .. }) => assert_eq!(of, attempt),
+            Some(ToAgent::Stop { attempt: old, .. }) => assert_eq!(old, attempt),
             Some(ToAgent::Start(start)) => break start,
             other => panic!("{other:?}"),
         }
@@ -368,7 +368,7 @@ async fn an_agent_cannot_report_ranks_of_another_machine() {
     }
     // The report of rank 0's agent is stored.
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=1)]).await;
-    let (_, found) = server.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
-    assert_eq!(found["series"][0]["steps"], json!([1]), "{found}");
+    let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
+    assert_eq!(metrics["series"][0]["steps"], json!([1]), "{metrics}");
     server.stop().await;
 }

@@ -51,7 +51,7 @@ async fn fill(store: &dyn Store) {
 
 /// Returns the values of each group as JSON, and the names of its jobs. Checks that the list of the group's jobs agrees.
 async fn read_groups(store: &dyn Store, filter: &JobFilter, by: &[GroupBy]) -> Vec<(String, String)> {
-    let mut found = Vec::new();
+    let mut rows = Vec::new();
     for group in store.job_groups(filter, by, &[], 100).await.unwrap().unwrap() {
         let sort = JobSort { by: SortBy::Name, descending: false };
         let pairs = by.iter().copied().zip(group.values.clone()).collect();
@@ -60,10 +60,10 @@ async fn read_groups(store: &dyn Store, filter: &JobFilter, by: &[GroupBy]) -> V
         assert_eq!(jobs.len() as u64, count, "{group:?}");
         assert_eq!(jobs.iter().map(|job| job.created_at).max(), Some(group.newest_at));
         let names = jobs.into_iter().map(|job| job.name).collect();
-        found.push((serde_json::to_string(&group.values).unwrap(), names));
+        rows.push((serde_json::to_string(&group.values).unwrap(), names));
     }
-    found.sort();
-    found
+    rows.sort();
+    rows
 }
 
 async fn test_groups(store: &dyn Store) {
@@ -103,13 +103,13 @@ async fn test_groups(store: &dyn Store) {
         assert_eq!(read_groups(store, filter, by).await, expected, "{by:?}");
     }
     let metrics = [PRIORITY, SortBy::Best, SortBy::Step];
-    let found = store.job_groups(&all, &[LR], &metrics, 3).await.unwrap().unwrap();
-    let first = found.iter().find(|group| group.values == [GroupValue::Number(0.1)]).unwrap();
+    let groups = store.job_groups(&all, &[LR], &metrics, 3).await.unwrap().unwrap();
+    let first = groups.iter().find(|group| group.values == [GroupValue::Number(0.1)]).unwrap();
     assert_eq!(first.states, BTreeMap::from([("queued", 3)]));
     let statistics: Vec<_> = first.metrics.iter().map(Spread::statistics).collect();
     let [priority, best, step] = &statistics[..] else { panic!("{first:?}") };
     assert_eq!((priority.n, priority.mean, priority.min, priority.max), (3, Some(5.0), Some(2.0), Some(9.0)));
-    // (9 + 1 + 16) / 2 = 13.
+    // The variance of 2, 4 and 9 is (9 + 1 + 16) / 2 = 13.
     assert!((priority.std.unwrap() - 13.0_f64.sqrt()).abs() < 1e-12);
     assert_eq!((best.n, best.mean, best.std), (0, None, None));
     assert_eq!((step.n, step.mean, step.std), (3, Some(0.0), Some(0.0)));
@@ -122,19 +122,19 @@ on_both_databases!(sqlite_groups_jobs, postgres_groups_jobs, test_groups);
 
 /// Reads all pages, and returns the values of all groups.
 async fn read_all(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {
-    let (mut found, mut cursor) = (Vec::new(), String::new());
+    let (mut values, mut cursor) = (Vec::new(), String::new());
     loop {
         let (status, page) =
             server.get(&format!("/jobs/groups?limit={limit}&count=true&{query}{cursor}")).await;
         assert_eq!(status, 200, "{query}: {page}");
         let groups = page["groups"].as_array().unwrap();
         assert!(groups.len() <= limit);
-        found.extend(groups.iter().map(|group| group["values"].clone()));
+        values.extend(groups.iter().map(|group| group["values"].clone()));
         match page["next_cursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
             None => {
-                assert_eq!(page["total"], found.len());
-                return found;
+                assert_eq!(page["total"], values.len());
+                return values;
             }
         }
     }
@@ -227,11 +227,11 @@ async fn errors_of_groups_name_valid_values() {
     }
     // Repeated names count once. Sixteen names are allowed.
     assert_eq!(server.get(&format!("/jobs/groups?by=project&metrics={}", names(9))).await.0, 200);
-    let all = "loss,best,step,epoch,attempt,ranks,speed,accuracy,val_loss,val_accuracy,lr,priority,spec.train.lr,spec.train.epochs,spec.train.seed,spec.train.batch_size";
-    assert_eq!(all.split(',').count(), 16);
-    assert_eq!(server.get(&format!("/jobs/groups?by=project&metrics={all}")).await.0, 200);
+    let sixteen = "loss,best,step,epoch,attempt,ranks,speed,accuracy,val_loss,val_accuracy,lr,priority,spec.train.lr,spec.train.epochs,spec.train.seed,spec.train.batch_size";
+    assert_eq!(sixteen.split(',').count(), 16);
+    assert_eq!(server.get(&format!("/jobs/groups?by=project&metrics={sixteen}")).await.0, 200);
     let (status, problem) =
-        server.get(&format!("/jobs/groups?by=project&metrics={all},spec.train.weight_decay")).await;
+        server.get(&format!("/jobs/groups?by=project&metrics={sixteen},spec.train.weight_decay")).await;
     assert_eq!(
         (status, problem["detail"].as_str().unwrap().contains("at most 16")),
         (400, true),

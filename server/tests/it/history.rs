@@ -152,7 +152,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     server.stop().await;
 }
 
-/// Waits until this is the current reason of a job's wait. Returns the job's place in the queue and the reason.
+/// Waits until this is the current reason of a job's wait. Returns the job's position in the queue and the reason.
 async fn wait_for_reason(server: &TestServer, id: &str, code: &str) -> Value {
     for _ in 0..200 {
         let queue = read_history(server, id).await["queue"].clone();
@@ -168,30 +168,30 @@ async fn wait_for_reason(server: &TestServer, id: &str, code: &str) -> Value {
 async fn a_waiting_job_shows_its_place_and_current_reason() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let runs = server.submit(|_| {}).await.id.to_string();
+    let first = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    let waits = server.submit(|_| {}).await.id.to_string();
+    let waiting = server.submit(|_| {}).await.id.to_string();
     let urgent = server.submit(|s| s["priority"] = json!(5)).await.id.to_string();
     let reason = async |id: &str, code: &str| wait_for_reason(&server, id, code).await;
     assert_eq!(reason(&urgent, "waiting_for_slots").await["place"], 1);
-    assert_eq!(reason(&waits, "waiting_for_slots").await["place"], 2);
-    assert_eq!(read_history(&server, &runs).await["queue"], Value::Null);
+    assert_eq!(reason(&waiting, "waiting_for_slots").await["place"], 2);
+    assert_eq!(read_history(&server, &first).await["queue"], Value::Null);
 
     // A resumed job keeps the reason of its last attempt, and its history has the current reason of the wait.
-    assert_eq!(server.post(&format!("/jobs/{runs}/pause"), &Value::Null).await.0, 202);
+    assert_eq!(server.post(&format!("/jobs/{first}/pause"), &Value::Null).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
     agent.end(&start.attempt, Ending::Stopped).await;
     let next = agent.expect_start().await;
     assert_eq!(next.attempt.job.as_str(), urgent);
     agent.report(&next.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(server.post(&format!("/jobs/{runs}/resume"), &Value::Null).await.0, 202);
-    let queue = reason(&runs, "waiting_for_slots").await;
+    assert_eq!(server.post(&format!("/jobs/{first}/resume"), &Value::Null).await.0, 202);
+    let queue = reason(&first, "waiting_for_slots").await;
     assert_eq!(queue["place"], 1, "the resumed job is older");
-    assert!(server.job(&runs).await.reason.unwrap().contains("continues from step 10"));
+    assert!(server.job(&first).await.reason.unwrap().contains("continues from step 10"));
     // Without the machine, jobs do not wait for its slots any more.
     agent.disconnect();
-    reason(&runs, "no_agent_online").await;
+    reason(&first, "no_agent_online").await;
     server.stop().await;
 }
 
@@ -201,9 +201,9 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     server.submit(|_| {}).await;
     let start = agent.expect_start().await;
-    let waits = server.submit(|_| {}).await.id.to_string();
-    let events = format!("SELECT last_seq FROM jobs WHERE id = '{waits}'");
-    let stored = format!("SELECT count(*) FROM jobs WHERE id = '{waits}' AND reason IS NOT NULL");
+    let waiting = server.submit(|_| {}).await.id.to_string();
+    let events = format!("SELECT last_seq FROM jobs WHERE id = '{waiting}'");
+    let stored = format!("SELECT count(*) FROM jobs WHERE id = '{waiting}' AND reason IS NOT NULL");
     wait_until("the reason is stored", async || server.query_number(&stored).await > 0).await;
     let before = server.query_number(&events).await;
 
@@ -211,11 +211,11 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
     let dir = server.stop().await;
     let start_time = Instant::now();
     let server = TestServer::open(dir, |_| {}).await;
-    // The shown reason is the current one, although the machine may reconnect at any moment.
-    wait_for_reason(&server, &waits, "no_agent_online").await;
+    // The server shows the current reason, although the machine may reconnect at any moment.
+    wait_for_reason(&server, &waiting, "no_agent_online").await;
     let later = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
     let _agent = Agent::connect(&server, hello("a", 2, vec![start.attempt])).await.unwrap();
-    wait_for_reason(&server, &waits, "waiting_for_slots").await;
+    wait_for_reason(&server, &waiting, "waiting_for_slots").await;
     // Reasons are stored in order. So when the reason of a later job is stored, no reason of an earlier job is pending.
     let stored =
         format!("SELECT count(*) FROM jobs WHERE id = '{later}' AND cause LIKE '%waiting_for_slots%'");

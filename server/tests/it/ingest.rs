@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn overlapping_reports_are_stored_once() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
-    let all: Vec<AttemptEvent> =
+    let events: Vec<AttemptEvent> =
         [running(10, 0)].into_iter().chain((1..=5).map(|s| losses(0, s..=s))).collect();
-    assert_eq!(agent.report(&attempt, Source::Rank(0), 0, all[..4].to_vec()).await, 4);
-    assert_eq!(agent.report(&attempt, Source::Rank(0), 2, all[2..].to_vec()).await, 6);
-    assert_eq!(agent.report(&attempt, Source::Rank(0), 0, all.clone()).await, 6);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 0, events[..4].to_vec()).await, 4);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 2, events[2..].to_vec()).await, 6);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 0, events.clone()).await, 6);
     // queued, starting, running, plan, and the new losses of two reports.
     let stored = server.stored_events(&id).await;
     assert_eq!(stored.len(), 4 + 2);

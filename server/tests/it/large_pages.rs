@@ -22,9 +22,9 @@ async fn read_pages(
         let (status, text) = server.get_text(&format!("/api/v1{path}{cursor}")).await;
         assert!(status == 200 && text.len() < 5 << 20, "{path}{cursor}: {status}, {} bytes", text.len());
         let page: Value = serde_json::from_str(&text).unwrap();
-        let found = name(&page);
-        sizes.push(found.len());
-        names.extend(found);
+        let page_names = name(&page);
+        sizes.push(page_names.len());
+        names.extend(page_names);
         match page["next_cursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
             None => return (sizes, names),

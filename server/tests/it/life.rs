@@ -93,8 +93,8 @@ async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
     let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
     assert_eq!(logs["lines"].as_array().unwrap().len(), 2);
     assert_eq!(logs["lines"][0]["number"], 1);
-    let (_, found) = server.get(&format!("/jobs/{id}/logs?q=from+one&rank=1")).await;
-    assert_eq!(found["lines"][0]["text"], "hello from one");
+    let (_, matching) = server.get(&format!("/jobs/{id}/logs?q=from+one&rank=1")).await;
+    assert_eq!(matching["lines"][0]["text"], "hello from one");
     assert_eq!(logs["next_cursor"], Value::Null, "{logs}");
     let plain = server.http.get(server.url(&format!("/api/v1/jobs/{id}/logs?rank=0")));
     let plain = plain.header("accept", "text/plain").send().await.unwrap().text().await.unwrap();
@@ -113,9 +113,9 @@ async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
     let manifest = json!({"files": {"model.safetensors": {"size_bytes": 11, "sha256": sum}}});
     std::fs::write(dir.join("MANIFEST.json"), manifest.to_string()).unwrap();
     let url = server.url(&format!("/api/v1/checkpoints/{}/model.safetensors", ids[0]));
-    let whole = server.http.get(&url).send().await.unwrap();
-    assert_eq!(whole.headers()["etag"], format!("\"{sum}\""));
-    assert_eq!(whole.text().await.unwrap(), "hello world");
+    let complete = server.http.get(&url).send().await.unwrap();
+    assert_eq!(complete.headers()["etag"], format!("\"{sum}\""));
+    assert_eq!(complete.text().await.unwrap(), "hello world");
     let part = server.http.get(&url).header("range", "bytes=6-").send().await.unwrap();
     assert_eq!((part.status().as_u16(), part.text().await.unwrap().as_str()), (206, "world"));
     for path in [
@@ -211,8 +211,8 @@ async fn pages_show_stored_values() {
     assert!(html.contains("from a form") && html.contains("value=\"fast\""), "the input stays");
     let response = form("0.1", "pictures").await.unwrap();
     assert_eq!(response.status().as_u16(), 303);
-    let place = response.headers()["location"].to_str().unwrap().to_owned();
-    assert_eq!(server.get_text(&place).await.0, 200);
+    let location = response.headers()["location"].to_str().unwrap().to_owned();
+    assert_eq!(server.get_text(&location).await.0, 200);
     server.stop().await;
 }
 
@@ -225,8 +225,8 @@ async fn concurrent_changes_of_a_note_and_of_tags_are_both_kept() {
         let (note, tag) = (format!("note {round}"), format!("tag {round}"));
         let (first, second) = tokio::join!(change(json!({"notes": note})), change(json!({"tags": [tag]})));
         assert_eq!((first.0, second.0), (200, 200));
-        let kept = &server.get("/annotations").await.1["jobs"][&id];
-        assert_eq!((&kept["notes"], &kept["tags"]), (&json!(note), &json!([tag])));
+        let stored = &server.get("/annotations").await.1["jobs"][&id];
+        assert_eq!((&stored["notes"], &stored["tags"]), (&json!(note), &json!([tag])));
     }
     server.stop().await;
 }

@@ -183,8 +183,8 @@ async fn next_message(agent: &mut Agent, partial: &mut PartialMessages) -> ToAge
         match agent.next().await.expect("the connection is open") {
             ToAgent::Part(part) => {
                 assert!(part.bytes.len() <= PART_BYTES);
-                if let Some(whole) = partial.add(part).unwrap() {
-                    return wire::decode(&whole).unwrap();
+                if let Some(complete) = partial.add(part).unwrap() {
+                    return wire::decode(&complete).unwrap();
                 }
             }
             other => return other,

@@ -222,12 +222,12 @@ async fn every_list_has_pages_fields_and_a_count() {
         assert_eq!((items.len(), names), (1, fields.split(',').collect()), "{path}");
         assert!(page.as_object().unwrap().contains_key("next_cursor"), "{path}");
         // Every field of an element can be requested.
-        let (_, whole) = server.get(&format!("{path}?limit=1")).await;
-        let every: Vec<_> = whole[list][0].as_object().unwrap().keys().map(String::as_str).collect();
-        let (status, same) = server.get(&format!("{path}?limit=1&fields={}", every.join(","))).await;
+        let (_, complete) = server.get(&format!("{path}?limit=1")).await;
+        let all_fields: Vec<_> = complete[list][0].as_object().unwrap().keys().map(String::as_str).collect();
+        let (status, same) = server.get(&format!("{path}?limit=1&fields={}", all_fields.join(","))).await;
         assert_eq!(status, 200, "{path}: {same}");
-        let found: Vec<_> = same[list][0].as_object().unwrap().keys().map(String::as_str).collect();
-        assert_eq!(found, every, "{path}");
+        let returned: Vec<_> = same[list][0].as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(returned, all_fields, "{path}");
         if total > 0 {
             assert!(page["total"].as_u64().unwrap() >= total, "{path}: {page}");
         }
@@ -260,7 +260,7 @@ async fn projects_tags_and_notes_are_submitted_with_a_job_and_can_be_changed() {
     assert_eq!(job["notes"], "first line\nsecond");
     assert!(job["spec"].get("tags").is_none() && job["spec"].get("notes").is_none(), "{job}");
     assert_eq!(server.get("/annotations").await.1["jobs"][&id]["notes"], "first line\nsecond");
-    for (query, found) in [
+    for (query, count) in [
         ("tag=sweep", 1),
         ("tag=sweep,base%20line", 1),
         ("tag=sweep,other", 0),
@@ -272,7 +272,7 @@ async fn projects_tags_and_notes_are_submitted_with_a_job_and_can_be_changed() {
         let (_, page) = server.get(&format!("/jobs?{query}&count=true")).await;
         assert_eq!(
             (page["jobs"].as_array().unwrap().len(), &page["total"]),
-            (found, &json!(found)),
+            (count, &json!(count)),
             "{query}"
         );
     }
@@ -351,7 +351,7 @@ async fn a_search_reads_names_tags_and_notes_up_to_200_characters() {
         spec["notes"] = json!("tried\nwith a Warm start");
     });
     labelled.await;
-    let found = async |q: &str| {
+    let count_matches = async |q: &str| {
         let url = server.url("/api/v1/jobs");
         let request = server.http.get(&url).query(&[("q", q), ("count", "true"), ("fields", "name")]);
         let (status, page) = server.send(request).await;
@@ -369,9 +369,9 @@ async fn a_search_reads_names_tags_and_notes_up_to_200_characters() {
         (",", 0),
         ("xx", 0),
     ] {
-        assert_eq!(found(q).await, expected, "{q}");
+        assert_eq!(count_matches(q).await, expected, "{q}");
     }
-    assert_eq!(found(&"é".repeat(200)).await, 0);
+    assert_eq!(count_matches(&"é".repeat(200)).await, 0);
     let (status, problem) = server.get(&format!("/jobs?q={}", "x".repeat(201))).await;
     assert_eq!(
         (status, problem["detail"].as_str().unwrap().contains("at most 200")),

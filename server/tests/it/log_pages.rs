@@ -52,8 +52,8 @@ async fn pages_of_a_log_start_at_either_end() {
         }
     }
     // Filters apply to every page.
-    let (_, all) = server.get(&logs).await;
-    let seq = |n: usize| all["lines"][n]["seq"].as_u64().unwrap();
+    let (_, page) = server.get(&logs).await;
+    let seq = |n: usize| page["lines"][n]["seq"].as_u64().unwrap();
     let between = format!("after={}&before={}", seq(1), seq(5));
     for (sort, expected) in [("seq", &expected[2..5]), ("-seq", &reversed[2..5])] {
         assert_eq!(read_all(&server, &format!("{logs}?limit=1&sort={sort}&{between}")).await.0, expected);
@@ -96,12 +96,12 @@ async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
     for (limit, lines) in [(1, 3), (2, 3), (3, 3), (5, 3), (6, 6), (11, 9), (12, 12), (13, 12), (10_000, 12)]
     {
         for q in ["", "&q=LINE"] {
-            for (sort, all) in [("seq", &oldest), ("-seq", &newest)] {
+            for (sort, expected) in [("seq", &oldest), ("-seq", &newest)] {
                 let path = format!("{logs}?limit={limit}&sort={sort}{q}");
                 let (_, page) = server.get(&path).await;
                 assert_eq!(page["lines"].as_array().unwrap().len(), lines, "{path}");
                 assert_eq!(page["next_cursor"].is_null(), lines == 12, "{path}");
-                assert_eq!(&read_all(&server, &path).await.0, all, "{path}");
+                assert_eq!(&read_all(&server, &path).await.0, expected, "{path}");
             }
         }
     }
@@ -131,10 +131,10 @@ async fn pages_of_events_are_filtered_by_type() {
         assert_eq!(events, stored, "limit {limit}");
     }
     let (_, page) = server.get(&format!("/jobs/{id}/events?type=state,metrics&fields=type")).await;
-    let wanted: Vec<_> =
+    let expected: Vec<_> =
         stored.iter().map(|e| e["type"].clone()).filter(|t| t == "state" || t == "metrics").collect();
-    let found: Vec<_> = page["events"].as_array().unwrap().iter().map(|e| e["type"].clone()).collect();
-    assert_eq!(found, wanted);
+    let returned: Vec<_> = page["events"].as_array().unwrap().iter().map(|e| e["type"].clone()).collect();
+    assert_eq!(returned, expected);
     let (status, problem) = server.get(&format!("/jobs/{id}/events?type=stat")).await;
     assert!(status == 400 && problem["detail"].as_str().unwrap().contains("\"state\""), "{problem}");
     server.stop().await;

@@ -32,12 +32,12 @@ async fn open_sqlite(dir: TempDir) -> TestServer {
 async fn crashed_dir() -> TempDir {
     let server = open_sqlite(tempfile::tempdir().unwrap()).await;
     server.execute("INSERT INTO datasets (name, path, info, added_at) VALUES ('kept', '/x', '{}', 0)").await;
-    let left = tempfile::tempdir().unwrap();
+    let copy = tempfile::tempdir().unwrap();
     for file in ["lockstep.db", "lockstep.db-wal", "lockstep.db.lock", "token"] {
-        fs::copy(server.dir.path().join(file), left.path().join(file)).unwrap();
+        fs::copy(server.dir.path().join(file), copy.path().join(file)).unwrap();
     }
     server.stop().await;
-    left
+    copy
 }
 
 fn wal(dir: &TempDir) -> PathBuf {
@@ -81,16 +81,16 @@ async fn a_missing_write_ahead_log_after_an_unclean_end_is_detected() {
         assert!(!wal(&dir).exists());
         open_complete(dir).await;
     }
-    // First way out: move the database away and restore a backup.
+    // First remedy: move the database away and restore a backup.
     let (dir, saved) = (crashed_dir().await, crashed_dir().await);
-    let at = |dir: &TempDir| Location::Sqlite(dir.path().join("lockstep.db"));
-    backup(&at(&saved), &saved.path().join("backup")).await.unwrap();
+    let location_in = |dir: &TempDir| Location::Sqlite(dir.path().join("lockstep.db"));
+    backup(&location_in(&saved), &saved.path().join("backup")).await.unwrap();
     fs::remove_file(wal(&dir)).unwrap();
     fs::rename(dir.path().join("lockstep.db"), dir.path().join("damaged.db")).unwrap();
-    restore(&at(&dir), &saved.path().join("backup")).await.unwrap();
+    restore(&location_in(&dir), &saved.path().join("backup")).await.unwrap();
     let dir = open_complete(dir).await;
     open_complete(dir).await;
-    // Second way out: remove the lock file and continue with the remaining data.
+    // Second remedy: remove the lock file and continue with the remaining data.
     let dir = crashed_dir().await;
     fs::remove_file(wal(&dir)).unwrap();
     fs::remove_file(dir.path().join("lockstep.db.lock")).unwrap();

@@ -77,11 +77,11 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
         Value::Null,
         "a value that is not finite is null: {shown}"
     );
-    let (status, found) = server.get("/agents/id-a/metrics").await;
-    assert_eq!((status, &found["machine"]["cpu_utilization"]), (200, &json!([0.25, 0.75])), "{found}");
-    assert_eq!(found["machine"]["disk_written_bytes_per_second"], json!([null, null]));
-    assert_eq!(found["gpus"][1]["metrics"]["temperature_celsius"], json!([61.0, 61.0]));
-    assert_eq!(found["at_ms"].as_array().unwrap().len(), 2);
+    let (status, metrics) = server.get("/agents/id-a/metrics").await;
+    assert_eq!((status, &metrics["machine"]["cpu_utilization"]), (200, &json!([0.25, 0.75])), "{metrics}");
+    assert_eq!(metrics["machine"]["disk_written_bytes_per_second"], json!([null, null]));
+    assert_eq!(metrics["gpus"][1]["metrics"]["temperature_celsius"], json!([61.0, 61.0]));
+    assert_eq!(metrics["at_ms"].as_array().unwrap().len(), 2);
     let since = jiff::Timestamp::now() - Duration::from_secs(100);
     let (_, few) = server.get(&format!("/agents/id-a/metrics?since={since}&points=4")).await;
     assert_eq!(few["machine"]["cpu_utilization"], json!([null, null, null, 0.5]), "{few}");
@@ -97,9 +97,9 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
     // The current minute is stored at shutdown, and an old minute is removed at the next start.
     agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    let (_, found) = server.get("/agents/id-a/metrics").await;
-    let busy: Vec<f64> = serde_json::from_value(found["machine"]["cpu_utilization"].clone()).unwrap();
-    assert!(busy.iter().all(|b| (0.2..0.8).contains(b)) && (1..=2).contains(&busy.len()), "{found}");
+    let (_, metrics) = server.get("/agents/id-a/metrics").await;
+    let busy: Vec<f64> = serde_json::from_value(metrics["machine"]["cpu_utilization"].clone()).unwrap();
+    assert!(busy.iter().all(|b| (0.2..0.8).contains(b)) && (1..=2).contains(&busy.len()), "{metrics}");
     assert_eq!(machine(&server).await["connected_at"], Value::Null);
     let count = "SELECT count(*) FROM machine_minutes";
     let rows = server.query_number(count).await;
@@ -147,13 +147,13 @@ async fn viewers_see_machines_and_machines_may_have_no_metrics() {
     let server = TestServer::new().await;
     let _agent = Agent::join(&server, 1).await;
     let (_, reader) = server.make_token(&json!({"name": "r", "scope": "read"})).await;
-    let others = [(reader, 200), (server.agent_token("a2").await, 403), (String::new(), 401)];
-    for (token, expected) in others {
+    let cases = [(reader, 200), (server.agent_token("a2").await, 403), (String::new(), 401)];
+    for (token, expected) in cases {
         let response = client(&token).get(server.url("/api/v1/agents/id-a/metrics")).send().await.unwrap();
         assert_eq!(response.status(), expected);
     }
-    let (_, found) = server.get("/agents/id-a/metrics").await;
-    assert_eq!((&found["at_ms"], &found["gpus"]), (&json!([]), &json!([])));
+    let (_, metrics) = server.get("/agents/id-a/metrics").await;
+    assert_eq!((&metrics["at_ms"], &metrics["gpus"]), (&json!([]), &json!([])));
     let (_, page) = server.get_text("/machines").await;
     assert!(page.contains("online"), "{page}");
     server.stop().await;
@@ -178,10 +178,11 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
     let job = server.submit(|spec| spec["parallel"]["ranks"] = json!(2)).await.id;
     let listed = async || {
         let (_, list) = server.get("/agents").await;
-        let all = list["agents"].as_array().unwrap().iter();
-        let mut all: Vec<_> = all.map(|agent| (agent["name"].clone(), agent["online"].clone())).collect();
-        all.retain(|(name, _)| name == "own");
-        all
+        let agents = list["agents"].as_array().unwrap().iter();
+        let mut agents: Vec<_> =
+            agents.map(|agent| (agent["name"].clone(), agent["online"].clone())).collect();
+        agents.retain(|(name, _)| name == "own");
+        agents
     };
     let mut hello = hello("own", 1, Vec::new());
     if let FromAgent::Hello { only_job, .. } = &mut hello {

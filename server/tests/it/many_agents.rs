@@ -139,7 +139,8 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     }
     let given = |starts: &Starts| starts.lock().unwrap().values().map(|(_, _, given)| given).sum::<u32>();
     wait_until("all slots are in use", async || given(&starts) == MACHINES as u32 * SLOTS).await;
-    let started: HashSet<JobId> = starts.lock().unwrap().values().map(|(at, ..)| at.job.clone()).collect();
+    let started: HashSet<JobId> =
+        starts.lock().unwrap().values().map(|(attempt, ..)| attempt.job.clone()).collect();
     assert_eq!(started, submitted[..30].iter().map(|(id, _)| id.clone()).collect());
 
     // All machines reconnect at once, and no running attempt is restarted.
@@ -173,13 +174,13 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let starts = std::mem::take(&mut *starts.lock().unwrap());
     assert_eq!(starts.len(), 200, "each job was started once");
     for size in [1, 2, 8, 16] {
-        let all = submitted.iter().filter(|(_, ranks)| *ranks == size).map(|(id, _)| id);
+        let submitted_ids = submitted.iter().filter(|(_, ranks)| *ranks == size).map(|(id, _)| id);
         let in_order = starts.values().filter(|(_, ranks, _)| *ranks == size);
         let in_order = in_order.map(|(attempt, ranks, given)| {
             assert_eq!((attempt.attempt, given), (1, ranks));
             &attempt.job
         });
-        assert!(all.eq(in_order), "jobs of {size} ranks start in the order of submission");
+        assert!(submitted_ids.eq(in_order), "jobs of {size} ranks start in the order of submission");
     }
     server.stop().await;
 }

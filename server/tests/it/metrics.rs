@@ -158,8 +158,8 @@ async fn test_removal_of_points(database: Option<String>) {
     agent.report(&attempt, Source::Rank(0), 0, vec![running(300, 0)]).await;
     for rank in 0..2 {
         let first = u64::from(rank == 0);
-        let all = (1..=300).map(|step| points(rank, step, step)).collect();
-        agent.report(&attempt, Source::Rank(rank), first, all).await;
+        let records = (1..=300).map(|step| points(rank, step, step)).collect();
+        agent.report(&attempt, Source::Rank(rank), first, records).await;
     }
     let seq = server.job(&id).await.last_seq;
     agent.end(&attempt, Ending::Succeeded { step: 300 }).await;

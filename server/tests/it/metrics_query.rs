@@ -20,13 +20,13 @@ async fn one_request_returns_a_metric_of_several_jobs() {
     }
     let query = |rest: &str| format!("/metrics/query?jobs={}&{rest}", ids.join(","));
     for points in [4, 500] {
-        let (status, found) = server.get(&query(&format!("name=loss&points={points}"))).await;
-        assert_eq!(status, 200, "{found}");
-        for (id, mut one) in ids.iter().zip(found["jobs"].as_array().unwrap().iter().cloned()) {
+        let (status, response) = server.get(&query(&format!("name=loss&points={points}"))).await;
+        assert_eq!(status, 200, "{response}");
+        for (id, mut together) in ids.iter().zip(response["jobs"].as_array().unwrap().iter().cloned()) {
             let (_, alone) = server.get(&format!("/jobs/{id}/metrics?name=loss&points={points}")).await;
-            assert_eq!(one.as_object_mut().unwrap().remove("job"), Some(json!(id)));
-            assert_eq!(one, alone);
-            assert!(!one["series"].as_array().unwrap().is_empty());
+            assert_eq!(together.as_object_mut().unwrap().remove("job"), Some(json!(id)));
+            assert_eq!(together, alone);
+            assert!(!together["series"].as_array().unwrap().is_empty());
         }
     }
     let many = |count: usize| vec!["j00000000000000000000000000"; count].join(",");

@@ -125,13 +125,13 @@ async fn test_models(server: TestServer) {
 
     // A job stores the checkpoint of the alias at submission.
     assert_eq!(put("champion", 1).await.0, 200);
-    for (given, message) in [
+    for (pretrained, message) in [
         ("models:/shoes@nobody", "no version is called models:/shoes@nobody"),
         ("models:/shoes/2", "no version is called models:/shoes/2"),
         ("models:/shoes", "such as models:/shoes/3"),
     ] {
         let mut document = spec();
-        document["model"]["pretrained"] = json!(given);
+        document["model"]["pretrained"] = json!(pretrained);
         let (status, problem) = server.post("/jobs", &document).await;
         let errors = problem["errors"].as_array().unwrap();
         assert_eq!((status, errors.len(), &errors[0]["pointer"]), (422, 1, &json!("/model/pretrained")));
@@ -176,8 +176,8 @@ async fn versions_stay_and_aliases_move_in_postgres() {
 #[tokio::test]
 async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     let (server, mut agent, id, attempt) = start_job(|spec| spec["checkpoint"] = json!({"keep": 2})).await;
-    let own = AttemptApi::new(&server, &server.agent_token("a").await, "id-a", &attempt);
-    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
+    let api = AttemptApi::new(&server, &server.agent_token("a").await, "id-a", &attempt);
+    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
     let mut events = vec![running(100, 0)];
     events.extend([10, 20, 30, 40].map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
@@ -188,7 +188,7 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     };
     assert_refused(register(10).await, 409, &["still being uploaded from a"]);
     for step in [10, 20, 30, 40] {
-        assert_eq!(own.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+        assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
         if step == 10 {
             assert_eq!(register(step).await.0, 201);
         }

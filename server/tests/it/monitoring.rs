@@ -42,7 +42,7 @@ fn queries(json: &Value) -> Vec<&str> {
             let own = map.get("expr").and_then(Value::as_str);
             own.into_iter().chain(map.values().flat_map(queries)).collect()
         }
-        Value::Array(all) => all.iter().flat_map(queries).collect(),
+        Value::Array(items) => items.iter().flat_map(queries).collect(),
         _ => Vec::new(),
     }
 }
@@ -52,7 +52,7 @@ async fn metrics_cover_jobs_machines_requests_and_lag() {
     let text = read_metrics().await;
     let of_job = "{route=\"/api/v1/jobs/{id}\",status=";
     let requests = |labels: &str| format!("lockstep_http_request_duration_seconds_count{labels}");
-    let (found, missing) = (format!("{of_job}\"2xx\"}}"), format!("{of_job}\"4xx\"}}"));
+    let (success, missing) = (format!("{of_job}\"2xx\"}}"), format!("{of_job}\"4xx\"}}"));
     for (sample, expected) in [
         ("lockstep_jobs{state=\"running\"}", 1.0),
         ("lockstep_jobs{state=\"queued\"}", 0.0),
@@ -65,7 +65,7 @@ async fn metrics_cover_jobs_machines_requests_and_lag() {
         ("lockstep_ingest_lag_seconds_bucket{le=\"60\"}", 0.0),
         ("lockstep_ingest_lag_seconds_count{}", 1.0),
         // Paths with different ids have the same labels.
-        (requests(&found).as_str(), 1.0),
+        (requests(&success).as_str(), 1.0),
         (requests(&missing).as_str(), 1.0),
         (requests("{route=\"none\",status=\"4xx\"}").as_str(), 1.0),
     ] {

@@ -22,20 +22,20 @@ async fn notes_and_tags_of_all_jobs_are_paged() {
     let (_, token) = server.make_token(&json!({"name": "other", "scope": "read"})).await;
     for (token, visible) in [(server.token.as_str(), vec![0, 1, 2, 3, 4]), (&token, vec![0, 1, 3, 4])] {
         for limit in 1..=6 {
-            let (mut found, mut cursor) = (Vec::new(), String::new());
+            let (mut listed, mut cursor) = (Vec::new(), String::new());
             loop {
                 let path = format!("/api/v1/annotations?fields=notes&count=true&limit={limit}{cursor}");
                 let (status, page) = server.send(client(token).get(server.url(&path))).await;
                 assert_eq!((status, &page["total"]), (200, &json!(visible.len())), "{page}");
                 let jobs = page["jobs"].as_object().unwrap();
                 assert!(jobs.len() <= limit && jobs.values().all(|job| job.get("tags").is_none()), "{page}");
-                found.extend(jobs.iter().map(|(id, job)| (id.clone(), job["notes"].clone())));
+                listed.extend(jobs.iter().map(|(id, job)| (id.clone(), job["notes"].clone())));
                 let Some(next) = page["next_cursor"].as_str() else { break };
                 cursor = format!("&cursor={next}");
             }
             let expected: Vec<_> =
                 visible.iter().map(|n| (ids[*n].clone(), json!(format!("note {n}")))).collect();
-            assert_eq!(found, expected, "{limit}");
+            assert_eq!(listed, expected, "{limit}");
         }
     }
     for query in ["limit=0", "limit=1001", "cursor=x", "fields=note"] {

@@ -36,17 +36,17 @@ pub struct Cluster {
 
 /// Returns the folder of Postgres' programs in Debian's packages, which is not on the path.
 fn find_programs() -> PathBuf {
-    let mut found: Vec<_> = fs::read_dir("/usr/lib/postgresql")
+    let mut folders: Vec<_> = fs::read_dir("/usr/lib/postgresql")
         .map(|entries| entries.flatten().map(|e| e.path().join("bin")).collect())
         .unwrap_or_default();
-    found.retain(|bin: &PathBuf| bin.join("postgres").exists());
-    found.sort();
-    found.pop().unwrap_or_else(|| {
+    folders.retain(|bin: &PathBuf| bin.join("postgres").exists());
+    folders.sort();
+    folders.pop().unwrap_or_else(|| {
         panic!("these tests need Postgres: `apt-get install postgresql` (tests/run does)");
     })
 }
 
-/// A command that does not run as root, because Postgres refuses to.
+/// A command that does not run as root, because Postgres refuses to run as root.
 fn unprivileged(program: &Path) -> Command {
     let root = fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0);
     if !root {
@@ -129,7 +129,7 @@ impl Cluster {
                 .is_ok_and(|s| s.success())
     }
 
-    /// Stops it as an administrator would: sessions are cut, all is written.
+    /// Stops Postgres by a fast shutdown: sessions end, and all data is written.
     pub fn stop(&mut self) {
         self.end("fast\n");
     }

@@ -176,7 +176,7 @@ async fn a_record_refused_by_the_database_delays_no_others() {
         server.submit(|s| s["parallel"] = json!({"ranks": 1})).await;
         attempts.push(agent.expect_start().await.attempt);
     }
-    // Two checkpoints of steps that no database can distinguish, as 64 bits with a sign do not hold them.
+    // Two checkpoints of steps that no database can distinguish, because they exceed a signed 64-bit integer.
     let events = vec![
         running(100, 0),
         losses(0, 1..=3),

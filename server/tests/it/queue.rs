@@ -119,18 +119,18 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
     assert_eq!(queue["jobs"][0]["reason"]["code"], "no_agent_accepts");
     assert_eq!(queue["reservations"], json!([]), "a drained machine has no reservations");
     for limit in 1..=6 {
-        let (mut found, mut cursor) = (Vec::new(), String::new());
+        let (mut listed, mut cursor) = (Vec::new(), String::new());
         loop {
             let (status, page) = server.get(&format!("/queue?limit={limit}&count=true{cursor}")).await;
             assert_eq!((status, &page["total"]), (200, &json!(5)), "{page}");
             assert!(page["jobs"].as_array().unwrap().len() <= limit);
-            found.extend(names(&page).into_iter().map(str::to_owned));
+            listed.extend(names(&page).into_iter().map(str::to_owned));
             match page["next_cursor"].as_str() {
                 Some(next) => cursor = format!("&cursor={next}"),
                 None => break,
             }
         }
-        assert_eq!(found.concat(), "abcde", "{limit}");
+        assert_eq!(listed.concat(), "abcde", "{limit}");
     }
     // A job of the first page leaves the queue: the second page still has all other jobs.
     let (_, first) = server.get("/queue?limit=2").await;
@@ -169,24 +169,24 @@ async fn a_machine_is_reserved_for_a_large_job() {
     let running = agent.expect_start().await.attempt;
     let large = submit(&server, "the large", 2, json!({})).await;
     let small = submit(&server, "small", 1, json!({})).await;
-    let is_kept = |queue: &Value| {
+    let both_wait = |queue: &Value| {
         let is_reserved = queue["reservations"][0]["job"] == json!(large.id);
         has_jobs(queue, &["the large", "small"]) && is_reserved && !queue["jobs"][1]["reason"].is_null()
     };
-    let queue = wait_for_queue(&server, "both jobs wait", is_kept).await;
-    let kept = &queue["reservations"][0];
+    let queue = wait_for_queue(&server, "both jobs wait", both_wait).await;
+    let reservation = &queue["reservations"][0];
     let expected = json!({"agent_id": "id-a", "agent": "a", "job": large.id, "name": "the large", "free": [1], "ending": [],
-        "whole_machine": true, "since": kept["since"]});
+        "whole_machine": true, "since": reservation["since"]});
     assert_eq!(queue["reservations"], json!([expected]));
     assert_eq!((&queue["jobs"][0]["kept_slots"], &queue["jobs"][1]["kept_slots"]), (&json!(1), &json!(0)));
-    let message = |place: usize| &queue["jobs"][place]["reason"]["words"];
+    let message = |index: usize| &queue["jobs"][index]["reason"]["words"];
     assert_eq!(message(0), "waits for 2 slots: 1 of 2 on \"a\" free");
     assert_eq!(message(1), "waits for 1 slot: 1 of 2 on \"a\" free, kept for \"the large\"");
     // The machine's slots, and the pages.
     let (_, agents) = server.get("/agents").await;
     let slots = agents["agents"][0]["slots"].as_array().unwrap();
     assert_eq!((&slots[0]["job"], &slots[0]["kept_for"]), (&json!(running.job), &Value::Null));
-    let kept_for = json!({"job": large.id, "since": kept["since"]});
+    let kept_for = json!({"job": large.id, "since": reservation["since"]});
     assert_eq!((&slots[1]["job"], &slots[1]["kept_for"]), (&Value::Null, &kept_for));
     let (_, machines) = server.get_text("/machines").await;
     assert!(
@@ -229,12 +229,12 @@ async fn preempted_jobs_keep_slots_while_writing_checkpoints() {
         Some(ToAgent::Stop { patient: true, .. }) => {}
         other => panic!("{other:?}"),
     }
-    let is_kept =
+    let is_reserved =
         |queue: &Value| has_jobs(queue, &["high"]) && queue["reservations"][0]["ending"] == json!([0]);
-    let queue = wait_for_queue(&server, "a slot is reserved", is_kept).await;
-    let kept = &queue["reservations"][0];
+    let queue = wait_for_queue(&server, "a slot is reserved", is_reserved).await;
+    let reservation = &queue["reservations"][0];
     assert_eq!(
-        (&kept["job"], &kept["free"], &kept["whole_machine"]),
+        (&reservation["job"], &reservation["free"], &reservation["whole_machine"]),
         (&json!(high.id), &json!([]), &json!(false))
     );
     assert_eq!(queue["jobs"][0]["kept_slots"], 1);

@@ -106,8 +106,8 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
     assert_eq!(server.get("/jobs/j00000000000000000000000000/attempts").await.0, 404);
     // A job without an attempt has an empty list.
     let waiting = server.submit(|_| {}).await.id;
-    let none = json!({"attempts": [], "next_cursor": null});
-    assert_eq!(server.get(&format!("/jobs/{waiting}/attempts")).await, (200, none));
+    let empty = json!({"attempts": [], "next_cursor": null});
+    assert_eq!(server.get(&format!("/jobs/{waiting}/attempts")).await, (200, empty));
     server.stop().await;
 }
 

@@ -28,14 +28,14 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
             "2 classes cannot be divided over 4 ranks: set parallel.model to 2",
         ),
     ];
-    for (place, value, hint) in cases {
+    for (pointer, value, hint) in cases {
         let mut document = spec();
-        document[place.trim_start_matches('/')] = value.clone();
+        document[pointer.trim_start_matches('/')] = value.clone();
         for path in ["/jobs", "/jobs/validate"] {
             let (status, body) = server.post(path, &document).await;
             assert_eq!(status, 422, "{path} {value}: {body}");
             let errors = body["errors"].as_array().unwrap();
-            assert!(errors.iter().any(|e| e["pointer"].as_str().unwrap().starts_with(place)), "{body}");
+            assert!(errors.iter().any(|e| e["pointer"].as_str().unwrap().starts_with(pointer)), "{body}");
             assert!(errors.iter().any(|e| e["detail"].as_str().unwrap().contains(hint)), "{hint}: {body}");
         }
     }
@@ -130,7 +130,7 @@ async fn malformed_requests_get_problem_responses() {
 async fn an_agent_inspects_a_dataset_before_registration() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    for (new, place) in [
+    for (new, pointer) in [
         (json!({"name": "", "path": "/x"}), "/name"),
         (json!({"name": "../up", "path": "/x"}), "/name"),
         (json!({"name": "a b", "path": "/x"}), "/name"),
@@ -138,7 +138,7 @@ async fn an_agent_inspects_a_dataset_before_registration() {
         (json!({"name": "ok", "path": format!("/{}", "x".repeat(5000))}), "/path"),
     ] {
         let (status, body) = server.post("/datasets", &new).await;
-        assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!(place)), "{body}");
+        assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!(pointer)), "{body}");
     }
     let broken = json!({"name": "broken", "path": "/broken"});
     let why = "/broken/data_batch_1.bin: truncated after 17 of 10000 pictures";
@@ -194,7 +194,7 @@ async fn the_list_has_filters_and_pages() {
 async fn impossible_inspection_results_are_not_stored() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    for (found, message) in [
+    for (info, message) in [
         (DatasetInfo { classes: Vec::new(), ..dataset_info() }, "no classes"),
         (DatasetInfo { channels: 4, ..dataset_info() }, "4 channels"),
         (DatasetInfo { mean: vec![f32::NAN], ..dataset_info() }, "mean"),
@@ -203,7 +203,7 @@ async fn impossible_inspection_results_are_not_stored() {
     ] {
         let new = json!({"name": "odd", "path": "/some/odd"});
         let ((status, body), ()) =
-            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(found)));
+            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
         assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/path")), "{body}");
         assert!(body["detail"].as_str().unwrap().contains(message), "{body}");
     }

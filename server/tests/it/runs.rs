@@ -259,7 +259,7 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
     for n in 0..30u64 {
         let many: Vec<_> =
-            (n * 1000..(n + 1) * 1000).map(|at| step(10 + at, json!({name: at % 7}))).collect();
+            (n * 1000..(n + 1) * 1000).map(|index| step(10 + index, json!({name: index % 7}))).collect();
         server.log_records(&id, 5 + n * 1000, &json!(many)).await;
     }
     let watermark =
@@ -274,8 +274,8 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     assert_eq!(chart("&from=3&to=13").await, expected);
     assert_eq!(chart("&points=10").await.0.as_array().unwrap().len(), 10);
     let lines = server.metrics_csv(&id, &format!("?name={encoded}&to=12")).await;
-    let kept = [(0, "1"), (1, "3.5"), (2, "4"), (5, "-1"), (10, "0"), (11, "1"), (12, "100")];
-    assert_eq!(lines, kept.map(|(at, value)| line(at, value)));
+    let remaining = [(0, "1"), (1, "3.5"), (2, "4"), (5, "-1"), (10, "0"), (11, "1"), (12, "100")];
+    assert_eq!(lines, remaining.map(|(step, value)| line(step, value)));
 
     // The run continues with an earlier step.
     assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "running"})).await.0, 200);
@@ -412,8 +412,8 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     let expected = json!([{"path": "MLmodel", "is_dir": false, "file_size": 1},
         {"path": "model.safetensors", "is_dir": false, "file_size": 10}]);
     assert_eq!(found["files"], expected);
-    let listed = server.url(&format!("/api/2.0/mlflow/artifacts/list?run_id={id}"));
-    let (_, found) = server.send(server.http.get(listed)).await;
+    let url = server.url(&format!("/api/2.0/mlflow/artifacts/list?run_id={id}"));
+    let (_, found) = server.send(server.http.get(url)).await;
     let expected = json!([{"path": "a picture.png", "is_dir": false, "file_size": 5}, {"path": "weights", "is_dir": true}]);
     assert_eq!((&found["root_uri"], &found["files"]), (&json!(format!("mlflow-artifacts:/{id}")), &expected));
     let text =

@@ -107,8 +107,8 @@ async fn every_response_has_security_headers() {
         let headers = response.headers();
         if let Some(kind) = kind {
             assert_eq!(response.status(), 200, "{path}");
-            let found = headers["content-type"].to_str().unwrap();
-            assert_eq!(found.split(';').next(), Some(*kind), "{path}");
+            let content_type = headers["content-type"].to_str().unwrap();
+            assert_eq!(content_type.split(';').next(), Some(*kind), "{path}");
         }
         let csp = headers["content-security-policy"].to_str().unwrap();
         assert!(csp.contains("default-src 'none'") && csp.contains("frame-ancestors 'none'"), "{path}");

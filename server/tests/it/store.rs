@@ -329,11 +329,11 @@ async fn test_concurrent_changes(store: &dyn Store) {
         slots: Vec::new(),
         last_seen_at: at,
     };
-    let all = [agent("1", "a"), agent("2", "b"), agent("3", "a"), agent("1", "renamed")];
-    store.put_agents(&all).await.unwrap();
-    let found = |rows: Vec<AgentRow>| rows.into_iter().map(|row| row.id).collect::<Vec<_>>();
-    assert_eq!(found(store.agents_called("a", "2").await.unwrap()), ["3", "2"]);
-    assert_eq!(found(store.agents_called("nobody", "1").await.unwrap()), ["1"]);
+    let agents = [agent("1", "a"), agent("2", "b"), agent("3", "a"), agent("1", "renamed")];
+    store.put_agents(&agents).await.unwrap();
+    let ids = |rows: Vec<AgentRow>| rows.into_iter().map(|row| row.id).collect::<Vec<_>>();
+    assert_eq!(ids(store.agents_called("a", "2").await.unwrap()), ["3", "2"]);
+    assert_eq!(ids(store.agents_called("nobody", "1").await.unwrap()), ["1"]);
     assert_eq!(store.agents().await.unwrap().len(), 3);
     store.close().await;
 }
@@ -356,13 +356,13 @@ async fn test_many_rows(store: &dyn Store) {
         jobs.push(id);
     }
     // Two edits of the same job: the second edit sees the result of the first.
-    let waits = |job: &JobId, reason: &str| -> (JobId, Change) {
+    let set_reason = |job: &JobId, reason: &str| -> (JobId, Change) {
         let reason = reason.into();
         (job.clone(), Box::new(move |row| lifecycle::set_wait_reason(row, &reason)))
     };
-    let mut changes: Vec<_> = jobs.iter().map(|job| waits(job, "no slots")).collect();
-    changes.push(waits(&jobs[3], "no slots at all"));
-    changes.push(waits(&JobId::generate(), "nobody"));
+    let mut changes: Vec<_> = jobs.iter().map(|job| set_reason(job, "no slots")).collect();
+    changes.push(set_reason(&jobs[3], "no slots at all"));
+    changes.push(set_reason(&JobId::generate(), "nobody"));
     let changed = store.change_jobs(&changes).await.unwrap();
     assert!(changed[..=JOBS].iter().all(Option::is_some) && changed[JOBS + 1].is_none());
     let seqs =
@@ -381,7 +381,7 @@ async fn test_many_rows(store: &dyn Store) {
     let claims: Vec<_> = jobs.iter().enumerate().map(claim).collect();
     let claimed = store.claim_all(&claims).await.unwrap();
     let attempts: Vec<_> = claimed.into_iter().map(|claimed| claimed.unwrap().attempt).collect();
-    assert!(attempts.is_sorted_by(|one, next| one.fencing_token < next.fencing_token));
+    assert!(attempts.is_sorted_by(|previous, next| previous.fencing_token < next.fencing_token));
     assert!(attempts.iter().map(|attempt| &attempt.job).eq(&jobs));
 
     // All jobs but one run, and half of them end. One report comes from another agent than the job's.
@@ -417,8 +417,8 @@ async fn test_many_rows(store: &dyn Store) {
             _ => 2,
         };
         assert_eq!((job.state, acknowledged.len()), (state, sources), "job {n}");
-        let all = store.attempts(&attempt.job).await.unwrap();
-        assert_eq!(all[0].ended_at.is_some(), state == JobState::Succeeded, "job {n}");
+        let attempts = store.attempts(&attempt.job).await.unwrap();
+        assert_eq!(attempts[0].ended_at.is_some(), state == JobState::Succeeded, "job {n}");
         let events = store.events(&attempt.job, 0, 100).await.unwrap();
         assert_eq!(events.last().unwrap().seq, job.last_seq, "job {n}");
     }

@@ -53,7 +53,7 @@ async fn fill(store: &dyn Store) {
         let mut spec = JobSpec { name: name.into(), project: project.into(), private, ..JobSpec::default() };
         spec.data.dataset = "p".into();
         spec.train.lr = lr;
-        // Two of the same millisecond: their ids decide.
+        // Two jobs have the same creation time, so their ids decide the order.
         let at = added_at + jiff::SignedDuration::from_secs((n / 2) as i64);
         let new = NewJob {
             annotation: Annotation { notes: format!("notes of {name}"), tags: vec![format!("tag {name}")] },
@@ -91,19 +91,19 @@ async fn test_lists(store: &dyn Store) {
                 let sort = JobSort { by: by.clone(), descending };
                 let filter =
                     JobFilter { seen_by: seen_by.clone(), sort: sort.clone(), ..JobFilter::default() };
-                let whole = read_names(store, &filter, 10).await;
-                let mut sorted = whole.clone();
+                let complete = read_names(store, &filter, 10).await;
+                let mut sorted = complete.clone();
                 sorted.sort();
                 assert_eq!(sorted.concat(), expected, "{reader:?}: {sort:?}");
                 for limit in 1..=3 {
                     assert_eq!(
                         read_names(store, &filter, limit).await,
-                        whole,
+                        complete,
                         "{reader:?}: {sort:?} by {limit}"
                     );
                 }
                 assert_eq!(store.jobs_counted(&filter).await.unwrap(), expected.len() as u64);
-                both.push(whole);
+                both.push(complete);
             }
             if by == SortBy::Owner && reader.is_none() {
                 // The job without an owner comes last in both directions.

@@ -119,8 +119,8 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
     for rank in 0..2 {
         let of_rank = stored.iter().filter(|e| e["name"] == "accuracy" && e["rank"] == rank);
         let steps = of_rank.flat_map(|e| e["steps"].as_array().unwrap().clone()).map(|s| s.as_u64().unwrap());
-        let all: Vec<u64> = (1..=1300).filter(|s| rank == 1 || s % 13 != 1).collect();
-        assert_eq!(steps.collect::<Vec<_>>(), all);
+        let expected: Vec<u64> = (1..=1300).filter(|s| rank == 1 || s % 13 != 1).collect();
+        assert_eq!(steps.collect::<Vec<_>>(), expected);
     }
     for (since, reader) in readers {
         let read = tokio::time::timeout(TIMEOUT, reader).await.unwrap().unwrap();
@@ -209,8 +209,8 @@ async fn a_number_above_the_last_event_counts_as_the_last() {
 async fn a_stream_ends_with_its_job_unless_keep_open_is_set() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=10)]).await;
-    let kept = format!("/jobs/{id}/stream?since=0&keep_open=true");
-    let mut kept = Stream::open(server.socket_request(&kept, &server.token)).await;
+    let kept_open = format!("/jobs/{id}/stream?since=0&keep_open=true");
+    let mut kept_open = Stream::open(server.socket_request(&kept_open, &server.token)).await;
     let mut reader = server.stream(&id, 0).await;
     reader.until(|f| f["type"] == "live").await;
     agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
@@ -222,10 +222,10 @@ async fn a_stream_ends_with_its_job_unless_keep_open_is_set() {
         assert!(before["type"] == "live" || before["state"] == "succeeded", "{frames:?}");
         assert_eq!(reader.next().await.unwrap_err(), (1000, "the job is over".to_owned()));
     }
-    kept.until(|f| f["state"] == "succeeded").await;
+    kept_open.until(|f| f["state"] == "succeeded").await;
     let patch = server.http.patch(server.url(&format!("/api/v1/jobs/{id}")));
     assert_eq!(server.send(patch.json(&json!({"tags": ["kept"]}))).await.0, 200);
-    assert_eq!(kept.next().await.unwrap()["tags"], json!(["kept"]));
+    assert_eq!(kept_open.next().await.unwrap()["tags"], json!(["kept"]));
     server.stop().await;
 }
 

@@ -65,7 +65,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
         }
         spec
     };
-    for (name, splits, usual, of_recipe) in [
+    for (name, splits, without_recipe, with_recipe) in [
         ("like-cifar", &["train", "test"][..], "test", "test"),
         ("like-imagenet", &["train", "val"], "val", "val"),
         ("both", &["train", "test", "val"], "test", "val"),
@@ -73,7 +73,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
         ("long-word", &["train", "validation"], "validation", "validation"),
     ] {
         agent.register_as(&server, name, with_splits(splits)).await;
-        for (recipe, expected) in [(None, usual), (Some("imagenet"), of_recipe)] {
+        for (recipe, expected) in [(None, without_recipe), (Some("imagenet"), with_recipe)] {
             for validation in [None, Some(Value::Null)] {
                 let mut document = document_with(validation, recipe);
                 document["data"]["dataset"] = json!(name);
@@ -243,12 +243,12 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
         let mut spec = spec_with(pretrained);
         spec["data"]["validation"] = json!("holdout");
         let (status, response) = server.post("/jobs", &spec).await;
-        let at = |pointer: &str| {
+        let detail_at = |pointer: &str| {
             let errors = response["errors"].as_array().unwrap();
             errors.iter().find(|e| e["pointer"] == pointer).map(|e| e["detail"].as_str().unwrap().to_owned())
         };
-        assert!(status == 422 && at("/model/pretrained").unwrap().contains(fragment), "{response}");
-        assert!(at("/data/validation").is_some(), "{response}");
+        assert!(status == 422 && detail_at("/model/pretrained").unwrap().contains(fragment), "{response}");
+        assert!(detail_at("/data/validation").is_some(), "{response}");
     }
     // The job is accepted if the weights fit, and also if an agent gives another reply. Then the job's ranks check the weights.
     let replies = [AgentReply::Weights { mistake: None }, AgentReply::Files { there: vec![true] }];

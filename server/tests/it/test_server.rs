@@ -203,8 +203,8 @@ impl TestServer {
     /// Waits on the job's stream until the job has this state.
     pub async fn wait_for_state(&self, id: &str, state: JobState) -> Job {
         let mut stream = self.stream(id, 0).await;
-        let wanted = json!(state);
-        stream.until(|frame| frame["type"] == "state" && frame["state"] == wanted).await;
+        let expected = json!(state);
+        stream.until(|frame| frame["type"] == "state" && frame["state"] == expected).await;
         self.job(id).await
     }
 
@@ -238,8 +238,8 @@ impl TestServer {
     pub async fn watermark(&self, id: &str) -> (i64, (i64, i64)) {
         const QUERY: &str = "SELECT (SELECT watermark FROM metric_compaction WHERE job_id = $1), min(first_step), max(last_step) \
             FROM metric_chunks WHERE job_id = $1 AND name = 'loss'";
-        type Found = (Option<i64>, Option<i64>, Option<i64>);
-        let (watermark, first, last): Found = match database_of(&self.dir) {
+        type Row = (Option<i64>, Option<i64>, Option<i64>);
+        let (watermark, first, last): Row = match database_of(&self.dir) {
             Some(url) => {
                 let mut db = sqlx::PgConnection::connect(&url).await.unwrap();
                 sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()

@@ -31,8 +31,8 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
     let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };
     let listed = async || {
         let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-        let all = listed["checkpoints"].as_array().unwrap().iter();
-        all.map(|one| one["step"].as_u64().unwrap()).collect::<Vec<_>>()
+        let elements = listed["checkpoints"].as_array().unwrap().iter();
+        elements.map(|element| element["step"].as_u64().unwrap()).collect::<Vec<_>>()
     };
     agent.end(&first, failed()).await;
     let second = agent.expect_start().await;
@@ -56,8 +56,8 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     let (server, mut agent, id, first) = start_job(|_| {}).await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), checkpoint(20)]).await;
     let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
-    for (step, is_whole) in [(40, true), (60, true), (80, false)] {
-        write_checkpoint(&checkpoints, step, is_whole);
+    for (step, is_complete) in [(40, true), (60, true), (80, false)] {
+        write_checkpoint(&checkpoints, step, is_complete);
     }
     fs::write(checkpoints.join("1-9x"), "no checkpoint").unwrap();
     let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };

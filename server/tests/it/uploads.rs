@@ -222,7 +222,7 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     let token = server.agent_token("a").await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    let (needless, kept) = (json!({"needed": "nothing"}), json!({"needed": "unknown"}));
+    let (nothing_needed, state_unknown) = (json!({"needed": "nothing"}), json!({"needed": "unknown"}));
     // After the restore of a backup from before the retry of the job, and from before the job.
     let retried = AttemptRef { attempt: 2, ..attempt.clone() };
     let unknown = AttemptRef { job: JobId::generate(), ..attempt.clone() };
@@ -232,12 +232,12 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     let needed = async |attempt: &AttemptRef| {
         AttemptApi::new(&server, &token, "id-a", attempt).request("GET", "", vec![]).await
     };
-    assert_eq!(needed(&attempt).await, (200, needless.clone()));
+    assert_eq!(needed(&attempt).await, (200, nothing_needed.clone()));
     for lacking in [&retried, &same_number, &unknown] {
-        assert_eq!(needed(lacking).await, (200, kept.clone()), "{lacking:?}");
+        assert_eq!(needed(lacking).await, (200, state_unknown.clone()), "{lacking:?}");
     }
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
-    assert_eq!(needed(&retried).await, (200, needless));
+    assert_eq!(needed(&retried).await, (200, nothing_needed));
     server.stop().await;
 }
 
@@ -257,7 +257,7 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let other = json!({"pictures": 5, "picture_bytes": 100, "sha256": "ab"});
     let (status, problem) = own.request("POST", "/dataset", other.to_string().into()).await;
     assert_eq!(status, 409);
-    assert_eq!(problem["detail"], "a has 4 pictures of 0 MB, or other content", "whose the kept one is");
+    assert_eq!(problem["detail"], "a has 4 pictures of 0 MB, or other content", "its machine is named");
     assert_eq!(own.request("POST", "/dataset", b"{".to_vec()).await.0, 400);
     let mut long = note.to_string().into_bytes();
     long.resize(64 << 10, b' ');
@@ -276,19 +276,19 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
     assert!(logs.to_string().contains("was damaged during the upload to the server"), "{logs}");
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
-    // The agent leaves for good: of step 30 nothing came.
+    // The agent ends before it has uploaded the checkpoint of step 30.
     agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
     let again = agent.expect_start().await;
-    assert_eq!(again.resume.as_deref(), Some("1-30"), "on the machine that has it");
+    assert_eq!(again.resume.as_deref(), Some("1-30"), "the machine has this checkpoint");
     let mut next = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
     agent.send(FromAgent::Leaving { reason: "it is switched off".into() }).await;
     agent.end(&again.attempt, Ending::Stopped).await;
-    // As long as it is there, its newest checkpoint may still come.
+    // While the agent is connected, it may still upload its newest checkpoint.
     agent.disconnect();
     let start = next.expect_start().await;
-    assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
-    let kept = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
-    assert_eq!(json!(start.files.dataset), kept);
+    assert_eq!(start.resume.as_deref(), Some("1-20"), "the newest uploaded checkpoint");
+    let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
+    assert_eq!(json!(start.files.dataset), note);
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
     assert_eq!(steps, [20], "{listed}");

@@ -286,13 +286,13 @@ async fn each_state_change_is_sent_once_and_signed() {
         assert_eq!(data["url"], format!("http://lockstep.example:7070/jobs/{job}"));
         assert!(body["timestamp"].as_str().unwrap().ends_with('Z'), "{body}");
     }
-    let deliveries = server.deliveries(&all, |all| all.iter().all(|d| d["next_at"].is_null())).await;
+    let deliveries = server.deliveries(&all, |list| list.iter().all(|d| d["next_at"].is_null())).await;
     assert_eq!(deliveries.len(), 4, "{deliveries:?}");
     assert!(deliveries.iter().all(|d| attempts(d)[0]["status"] == 204 && d["job"] != hidden.as_str()));
     assert_eq!(server.deliveries(&other, |_| true).await, Vec::<Value>::new());
     // A job of the project `other` causes a message to the webhook of this project.
     let job = server.create_cancelled_job("other").await;
-    server.deliveries(&other, |all| all.len() == 1 && all[0]["job"] == job.as_str()).await;
+    server.deliveries(&other, |list| list.len() == 1 && list[0]["job"] == job.as_str()).await;
     server.stop().await;
 }
 
@@ -304,11 +304,11 @@ async fn messages_are_retried_with_the_same_id_also_after_a_restart() {
     let (id, secret) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
     let job = server.create_cancelled_job("shoes").await;
     let first = receiver.next().await;
-    server.deliveries(&id, |all| all.len() == 1 && !attempts(&all[0]).is_empty()).await;
+    server.deliveries(&id, |list| list.len() == 1 && !attempts(&list[0]).is_empty()).await;
     let dir = server.stop().await;
     receiver.is_failing.store(false, Ordering::Relaxed);
     let server = TestServer::open(dir, allow_private).await;
-    let delivery = server.deliveries(&id, |all| all[0]["next_at"].is_null()).await.remove(0);
+    let delivery = server.deliveries(&id, |list| list[0]["next_at"].is_null()).await.remove(0);
     assert_eq!((&delivery["id"], &delivery["job"]), (&json!(first.id()), &json!(job)));
     let (last, failed) = attempts(&delivery).split_last().unwrap();
     assert!(last["status"] == 204 && last["error"].is_null(), "{delivery}");
@@ -332,7 +332,7 @@ async fn messages_are_dropped_after_the_last_attempt_or_with_their_job() {
     Agent::join_with_dataset(&server, 2).await.disconnect();
     let (id, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
     server.create_cancelled_job("given up").await;
-    let given_up = server.deliveries(&id, |all| all.len() == 1 && all[0]["next_at"].is_null()).await;
+    let given_up = server.deliveries(&id, |list| list.len() == 1 && list[0]["next_at"].is_null()).await;
     assert_eq!(attempts(&given_up[0]).len(), 3, "{given_up:?}");
     let dir = server.stop().await;
 
@@ -342,7 +342,7 @@ async fn messages_are_dropped_after_the_last_attempt_or_with_their_job() {
     })
     .await;
     let job = server.create_cancelled_job("deleted").await;
-    server.deliveries(&id, |all| all.len() == 2 && all[0]["next_at"].is_string()).await;
+    server.deliveries(&id, |list| list.len() == 2 && list[0]["next_at"].is_string()).await;
     assert_eq!(server.delete(&format!("/jobs/{job}")).await.0, 204);
     assert_eq!(server.deliveries(&id, |_| true).await.len(), 1);
     assert_eq!(server.delete(&format!("/webhooks/{id}")).await.0, 204);
@@ -511,9 +511,9 @@ async fn ends_of_jobs_and_alerts_are_sent_by_e_mail() {
     mails.next(&["Subject: elsewhere: diverged\n", "\nloss is inf\n"]).await;
     let (_, history) = server.get(&format!("/jobs/{run}/history")).await;
     let entries = history["entries"].as_array().unwrap().iter();
-    let found: Vec<_> =
+    let shown: Vec<_> =
         entries.filter(|entry| entry["what"] == "alert").map(|e| (&e["title"], &e["level"])).collect();
-    assert_eq!(found, [(&json!("slow"), &json!("INFO")), (&json!("diverged"), &json!("ERROR"))], "{history}");
+    assert_eq!(shown, [(&json!("slow"), &json!("INFO")), (&json!("diverged"), &json!("ERROR"))], "{history}");
     let (_, events) = server.get(&format!("/jobs/{run}/events?type=alert")).await;
     assert_eq!(events["events"][1]["text"], "loss is inf", "{events}");
 
@@ -545,18 +545,18 @@ async fn messages_older_than_a_week_or_beyond_100_are_deleted() {
     );
     assert_eq!(server.execute(&many).await, 150);
     assert_eq!(server.post(&format!("/webhooks/{id}/test"), &json!({})).await.0, 200);
-    let kept = server.deliveries(&id, |_| true).await;
-    assert_eq!((kept.len(), &kept[0]["event"]), (100, &json!("webhook.test")));
+    let remaining = server.deliveries(&id, |_| true).await;
+    assert_eq!((remaining.len(), &remaining[0]["event"]), (100, &json!("webhook.test")));
     // A week and a minute ago.
     let old = now - (7 * 24 * 3600 + 60) * 1000;
     server.execute(&format!("UPDATE webhook_deliveries SET created_at = {old} WHERE id LIKE 'm1%'")).await;
-    let left = server.query_number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
+    let recent = server.query_number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
     let server = TestServer::open(server.stop().await, allow_private).await;
-    server.deliveries(&id, |all| all.len() as i64 == left).await;
+    server.deliveries(&id, |list| list.len() as i64 == recent).await;
     // The message about a run that began earlier is new.
     assert_eq!(server.change_webhook(&id, &json!({"events": ["job.started"]})).await.0, 200);
     assert_eq!(server.post("/runs", &json!({"name": "old", "started_at": 0})).await.0, 201);
-    let newest = server.deliveries(&id, |all| all[0]["event"] == "job.started").await.remove(0);
+    let newest = server.deliveries(&id, |list| list[0]["event"] == "job.started").await.remove(0);
     assert!(newest["created_at"].as_str().unwrap() > "2000", "{newest}");
     server.stop().await;
 }

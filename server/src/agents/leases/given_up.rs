@@ -27,7 +27,7 @@ impl RanksEnd {
     }
 }
 
-/// An agent that gets no work, because its ranks of an attempt that it no longer has may still run.
+/// An agent that gets no work, because its ranks of an attempt that was taken from the agent may still run.
 #[derive(Debug)]
 pub(super) struct GivenUp {
     agent_id: String,
@@ -42,7 +42,7 @@ const MAX_GIVEN_UP: usize = 64;
 impl Leases {
     /// Records that the machines of these ranks do not respond, as another rank of the attempt has reported.
     pub(crate) fn mark_unreachable(&self, attempt: &AttemptRef, ranks: &[u32]) {
-        let mut leases = lock(&self.held);
+        let mut leases = lock(&self.table);
         let Some(lease) = leases.lease_of_mut(attempt) else { return };
         lease.unreachable.extend(ranks);
         drop(leases);
@@ -52,7 +52,7 @@ impl Leases {
     /// Whether the ranks of any attempt have lost the connection to ranks of other agents. Such an attempt ends when all agents have ended
     /// its ranks; dispatch polls faster meanwhile.
     pub(crate) fn any_attempt_lost_contact(&self) -> bool {
-        lock(&self.held).by_job.values().any(Lease::has_lost_contact)
+        lock(&self.table).by_job.values().any(Lease::has_lost_contact)
     }
 
     /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost each other,
@@ -63,33 +63,33 @@ impl Leases {
         is_silent: impl Fn(&str) -> bool,
         is_connected: impl Fn(&str) -> bool,
     ) -> Vec<Expired> {
-        let leases = lock(&self.held);
-        let mut found = Vec::new();
+        let leases = lock(&self.table);
+        let mut given_up = Vec::new();
         for lease in leases.by_job.values().filter(|lease| lease.has_lost_contact()) {
-            for hold in lease.held().filter(|hold| is_silent(&hold.place.agent_id)) {
+            for hold in lease.live_holds().filter(|hold| is_silent(&hold.place.agent_id)) {
                 let is_unreachable =
                     hold.place.ranks.iter().any(|(rank, _)| lease.unreachable.contains(rank));
                 if is_unreachable || !is_connected(&hold.place.agent_id) {
-                    found.push(lease.to_expired(hold));
+                    given_up.push(lease.to_expired(hold));
                 }
             }
         }
-        found
+        given_up
     }
 
     /// Whether a lease that had expired was renewed.
     pub(crate) fn is_renewed(&self, expired: &Expired) -> bool {
         let now = Instant::now();
-        let leases = lock(&self.held);
+        let leases = lock(&self.table);
         let mut holds = leases.lease_of(&expired.attempt).into_iter().flat_map(|lease| &lease.holds);
         holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.until > now)
     }
 
     /// Gives up an agent before its lease expires. Until the expiry, or until the agent reports no ranks of the attempt, it gets no work.
     pub(crate) fn give_up(&self, expired: &Expired) {
-        let leases = lock(&self.held);
-        let hold =
-            leases.by_job.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
+        let leases = lock(&self.table);
+        let lease = leases.by_job.get(&expired.attempt.job);
+        let hold = lease.and_then(|lease| lease.live_hold_on(&expired.place.agent_id));
         if let Some(until) = hold.map(|hold| hold.until) {
             let (agent_id, attempt) = (expired.place.agent_id.clone(), expired.attempt.clone());
             let mut given_up = lock(&self.given_up);
@@ -98,8 +98,7 @@ impl Leases {
         }
     }
 
-    /// Extends the time for which an agent is given up because of the attempts that it still reports. Because of attempts that it no longer
-    /// reports, the agent is no longer given up.
+    /// For each attempt because of which an agent was given up: extends the time if the agent still reports the attempt, or ends it.
     pub(super) fn update_given_up(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
         lock(&self.given_up).retain_mut(|entry| {
             let is_of_agent = entry.agent_id == agent_id;
@@ -113,16 +112,16 @@ impl Leases {
     /// Like [`Self::renew`], for an agent that has just connected. While the agent has ranks of another agent's attempt, it gets no work:
     /// an earlier server may have given it up.
     pub(crate) fn renew_at_connect(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
-        let not_its = self.renew(agent_id, attempts);
+        let foreign = self.renew(agent_id, attempts);
         let (now, until) = (Instant::now(), Instant::now() + self.duration);
         let entry =
             |attempt: &AttemptRef| GivenUp { agent_id: agent_id.into(), attempt: attempt.clone(), until };
         let mut given_up = lock(&self.given_up);
         given_up.retain(|entry| entry.agent_id != agent_id && entry.until > now);
-        // The agent may report any number of attempts, so at most `MAX_GIVEN_UP` are remembered. It gets no work while one of them remains.
-        given_up.extend(not_its.iter().take(MAX_GIVEN_UP).map(entry));
+        // The agent may report any number of attempts. It gets no work while a remembered attempt remains.
+        given_up.extend(foreign.iter().take(MAX_GIVEN_UP).map(entry));
         drop(given_up);
-        not_its
+        foreign
     }
 
     /// Records that an agent's ranks of an attempt have ended.
@@ -150,16 +149,16 @@ mod tests {
 
     #[test]
     fn at_most_64_unknown_attempts_of_an_agent_are_remembered() {
-        for (count, last) in [(MAX_GIVEN_UP, MAX_GIVEN_UP), (MAX_GIVEN_UP + 1, MAX_GIVEN_UP)] {
+        for count in [MAX_GIVEN_UP, MAX_GIVEN_UP + 1] {
             let leases = Leases::new(Duration::from_secs(600));
-            let one = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
-            let unknown: Vec<_> = (0..count).map(|_| one()).collect();
+            let attempt = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
+            let unknown: Vec<_> = (0..count).map(|_| attempt()).collect();
             assert_eq!(
                 leases.renew_at_connect("a", &unknown).len(),
                 count,
                 "the agent is told to end all of them"
             );
-            for attempt in &unknown[..last] {
+            for attempt in &unknown[..MAX_GIVEN_UP] {
                 assert!(leases.is_given_up("a"));
                 leases.note_ranks_ended("a", attempt);
             }

@@ -78,7 +78,7 @@ impl Point {
         for (to, from) in machine.iter_mut().zip(machine_bytes.as_chunks().0) {
             *to = f32::from_le_bytes(*from);
         }
-        let (gpus, left) = gpu_bytes.as_chunks::<{ 4 + 4 * GPU_METRICS.len() }>();
+        let (gpus, rest) = gpu_bytes.as_chunks::<{ 4 + 4 * GPU_METRICS.len() }>();
         let gpu = |bytes: &[u8; 4 + 4 * GPU_METRICS.len()]| {
             let (words, _) = bytes.as_chunks::<4>();
             let mut values = [f32::NAN; GPU_METRICS.len()];
@@ -87,7 +87,7 @@ impl Point {
             }
             (u32::from_le_bytes(words[0]), values)
         };
-        left.is_empty().then(|| Self { at, machine, gpus: gpus.iter().map(gpu).collect() })
+        rest.is_empty().then(|| Self { at, machine, gpus: gpus.iter().map(gpu).collect() })
     }
 }
 
@@ -135,15 +135,15 @@ impl Sums {
 pub(crate) fn buckets(points: &[Point], from: Timestamp, to: Timestamp, count: u32) -> Vec<Point> {
     let (start, count) = (from.as_millisecond(), i64::from(count.max(1)));
     let length = (to.as_millisecond() - start).max(count);
-    let mut all = vec![Sums::default(); count as usize];
+    let mut bins = vec![Sums::default(); count as usize];
     for point in points {
         let index = (point.at.as_millisecond() - start) * count / length;
-        if let Some(sums) = usize::try_from(index.min(count - 1)).ok().and_then(|index| all.get_mut(index)) {
+        if let Some(sums) = usize::try_from(index.min(count - 1)).ok().and_then(|index| bins.get_mut(index)) {
             sums.add(point);
         }
     }
     let end = |index: usize| start + length * (index as i64 + 1) / count;
     let mean =
         |(index, sums): (usize, &Sums)| sums.mean(Timestamp::from_millisecond(end(index)).unwrap_or(to));
-    all.iter().enumerate().map(mean).collect()
+    bins.iter().enumerate().map(mean).collect()
 }

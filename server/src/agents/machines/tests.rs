@@ -77,10 +77,10 @@ fn a_minute_is_the_mean_of_its_points() {
 fn times_without_measurements_are_gaps() {
     let points: Vec<_> =
         [(0, 0.0), (10, 1.0), (95, 0.5)].map(|(secs, busy)| Point::of(at(secs), &sample(busy, 0))).into();
-    let found = buckets(&points, at(0), at(100), 4);
-    let busy: Vec<_> = found.iter().map(|p| p.machine[0]).collect();
+    let means = buckets(&points, at(0), at(100), 4);
+    let busy: Vec<_> = means.iter().map(|p| p.machine[0]).collect();
     assert!(busy[0] == 0.5 && busy[1].is_nan() && busy[2].is_nan() && busy[3] == 0.5, "{busy:?}");
-    assert_eq!(found.iter().map(|p| p.at).collect::<Vec<_>>(), [at(25), at(50), at(75), at(100)]);
+    assert_eq!(means.iter().map(|p| p.at).collect::<Vec<_>>(), [at(25), at(50), at(75), at(100)]);
     assert_eq!(buckets(&[], at(0), at(0), 1).len(), 1);
 }
 
@@ -91,11 +91,11 @@ fn impossible_values_are_left_out() {
     impossible.gpus[0].utilization = Some(1.5);
     impossible.gpus[1].temperature_celsius = Some(-300.0);
     impossible.gpus.push(impossible.gpus[2].clone());
-    let kept = checked(impossible.clone(), &slots(1000));
-    assert_eq!((kept.cpu_utilization, kept.load), (None, None));
-    assert_eq!((kept.gpus[0].utilization, kept.gpus[1].temperature_celsius), (None, None));
+    let valid = checked(impossible.clone(), &slots(1000));
+    assert_eq!((valid.cpu_utilization, valid.load), (None, None));
+    assert_eq!((valid.gpus[0].utilization, valid.gpus[1].temperature_celsius), (None, None));
     assert_eq!(
-        (kept.gpus.len(), kept.network_sent_bytes_per_second),
+        (valid.gpus.len(), valid.network_sent_bytes_per_second),
         (MEASURED_GPUS, Some(MAX_VALUE as u64))
     );
     assert_eq!(checked(impossible.clone(), &slots(2)).gpus.len(), 2, "only GPUs of the agent's slots");
@@ -162,15 +162,15 @@ fn warnings_describe_the_problem() {
     };
     let age = Duration::from_secs(1);
     let good = Newest { sample: sample(0.5, 0), age, clock_behind_ms: Some(CLOCK_MS) };
-    let of = |machine: &Machine, newest: &Newest| {
+    let texts = |machine: &Machine, newest: &Newest| {
         warnings(&state(machine, Some(newest))).into_iter().map(|w| w.text).collect::<Vec<_>>()
     };
-    assert_eq!(of(&machine, &good), [""; 0]);
+    assert_eq!(texts(&machine, &good), [""; 0]);
     for (ms, text) in [(CLOCK_MS + 1, "5 s behind"), (-60_000, "60 s ahead of")] {
-        let found = of(&machine, &Newest { clock_behind_ms: Some(ms), ..good.clone() });
+        let found = texts(&machine, &Newest { clock_behind_ms: Some(ms), ..good.clone() });
         assert!(found.len() == 1 && found[0].contains(text), "{found:?}");
     }
-    let found = of(&Machine { version: "0.0.9".into(), ..machine.clone() }, &good);
+    let found = texts(&Machine { version: "0.0.9".into(), ..machine.clone() }, &good);
     assert!(found.len() == 1 && found[0].contains("version 0.0.9"), "{found:?}");
     let mut full = good.clone();
     full.sample.disk_used_bytes = 995_000_000_000;
@@ -178,7 +178,7 @@ fn warnings_describe_the_problem() {
     let found = warnings(&state(&machine, Some(&full)));
     assert!(found.len() == 2 && found.iter().all(|w| w.problem), "{found:?}");
     let silent = Newest { age: Duration::from_secs(31), ..good };
-    let found = of(&machine, &silent);
+    let found = texts(&machine, &silent);
     assert!(found.len() == 1 && found[0].contains("sends no measurements"), "{found:?}");
     let finding = MachineWarning { problem: true, text: "memory: little".into() };
     let offline = MachineState {

@@ -11,6 +11,7 @@ pub(super) const CLOCK_MS: i64 = 5_000;
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Free space below which a disk is reported: the smaller of this fraction of the disk and this number of bytes.
 const LOW_DISK: (f64, u64) = (0.05, 20_000_000_000);
+/// Fraction of the memory: a machine with less free memory is reported.
 const LOW_MEMORY: f64 = 0.04;
 
 /// The state of a machine, from which its warnings follow.

@@ -144,7 +144,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     let copies = checkpoints.copies(&row.job).await?;
     let rows = checkpoints.store.checkpoints(&row.job).await?;
     let mut others = rows.iter().filter(|other| other.id != row.id);
-    if !others.any(|other| checkpoints.is_kept(other, copies.get(&other.id))) {
+    if !others.any(|other| checkpoints.has_copy(other, copies.get(&other.id))) {
         return Ok(match error {
             Error::Of(..) => Error::Conflict(format!(
                 "checkpoint {} is damaged, and no valid checkpoint is left to continue from; submit the job again to begin from the start",
@@ -277,7 +277,7 @@ pub(crate) async fn upload_done(
         return Err(report_refusal(&checkpoints.events, &requester, why).await);
     }
     if let Some(store) = &checkpoints.artifact_store {
-        store.note(&format!("{}-{}", requester.attempt.job, requester.path.name));
+        store.queue(&format!("{}-{}", requester.attempt.job, requester.path.name));
     }
     checkpoints.tidy(&requester.attempt).await?;
     Ok(StatusCode::NO_CONTENT)

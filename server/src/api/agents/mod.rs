@@ -262,7 +262,7 @@ pub(super) async fn all_machines(
             let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
             warnings.push(MachineWarning { problem: false, text });
         }
-        let lease_secs_left = scheduler.agents.leases.left(&row.id).map(|left| left.as_secs_f64());
+        let lease_secs_left = scheduler.agents.leases.remaining_time(&row.id).map(|left| left.as_secs_f64());
         Agent {
             id: row.id,
             name: row.name,

@@ -77,7 +77,7 @@ where
 impl RequestingAgent {
     /// Whether the agent has the attempt.
     pub(crate) fn has_attempt(&self, agents: &Agents) -> bool {
-        agents.leases.held_by(&self.agent_id, &self.attempt).is_some()
+        agents.leases.has_live_ranks(&self.agent_id, &self.attempt)
     }
 
     /// Checks that the agent has the attempt.
@@ -119,7 +119,8 @@ impl RequestingAgent {
         let is_this_agent = |holder: &Holder| holder.agent_id == self.agent_id;
         let copies = checkpoints.copies_of(&row).await?;
         let has_copy = copies.holders.iter().any(is_this_agent);
-        let uploader = checkpoints.on_its_way(&row, Some(&copies)).into_iter().chain(copies.holders).next();
+        let holders = checkpoints.holders_if_missing(&row, Some(&copies));
+        let uploader = holders.into_iter().chain(copies.holders).next();
         match uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
             // Allowed in any state of the agent's attempt, because the checkpoint may be the newest, and no other agent may have it.
             true => Ok(()),

@@ -344,7 +344,7 @@ impl Connection<'_> {
                 if attempts.len() > MAX_ATTEMPTS {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
-                scheduler.agents.heard(&self.id, crate::now(), None);
+                scheduler.agents.note_heartbeat(&self.id, crate::now(), None);
                 if scheduler.agents.set_no_work(&self.id, no_work.map(shortened)) {
                     scheduler.agents.leases.wake_dispatch();
                 }
@@ -385,11 +385,11 @@ impl Connection<'_> {
                 scheduler.agents.machines.add(&self.id, *sample, &self.slots, crate::now())
             }
             FromAgent::Findings { findings } => {
-                scheduler.agents.found(&self.id, machines::checked_findings(findings));
+                scheduler.agents.set_findings(&self.id, machines::checked_findings(findings));
             }
             FromAgent::Leaving { reason } => {
                 let reason: String = reason.chars().take(200).collect();
-                scheduler.agents.heard(&self.id, crate::now(), Some(&reason));
+                scheduler.agents.note_heartbeat(&self.id, crate::now(), Some(&reason));
                 dispatch::stop_other_agents(scheduler, &self.id, &self.name);
                 self.leaving = Some(reason);
             }

@@ -13,7 +13,7 @@ use crate::{
         to_the_end,
     },
     auth::{Auth, access::Caller},
-    checkpoints::{artifact_fetches, manifest::check_whole},
+    checkpoints::{artifact_fetches, manifest::verify_checkpoint},
     http::{
         error::{Error, Problem, Result},
         extract::{Body, Path, job_id},
@@ -396,7 +396,7 @@ fn copy(from: &FilePath, to: &FilePath, name: &str) -> io::Result<()> {
             fs::File::open(&target)?.sync_all()?;
         }
     }
-    check_whole(&temporary)?;
+    verify_checkpoint(&temporary)?;
     fs::File::open(&temporary)?.sync_all()?;
     fs::rename(&temporary, to.join(name))?;
     fs::File::open(to)?.sync_all()

@@ -130,7 +130,7 @@ pub(crate) struct CheckpointDetail {
 impl Checkpoint {
     fn of(checkpoints: &Checkpoints, row: CheckpointRow, copies: Option<&Copies>) -> Self {
         let uploading_from =
-            checkpoints.on_its_way(&row, copies).into_iter().next().map(|holder| holder.agent);
+            checkpoints.holders_if_missing(&row, copies).into_iter().next().map(|holder| holder.agent);
         let stored = checkpoints.stored_state(&row, copies);
         let CheckpointRow { id, attempt, info, created_at, .. } = row;
         Self { id, attempt, info, created_at, uploading_from, stored }
@@ -213,14 +213,14 @@ fn find_named<'a>(rows: &'a [CheckpointRow], requested: &str) -> Option<&'a Chec
 /// The checkpoint is still being uploaded from another machine, or cannot be fetched.
 pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
-    if let Some(holder) = checkpoints.on_its_way(row, Some(&copies)).into_iter().next() {
+    if let Some(holder) = checkpoints.holders_if_missing(row, Some(&copies)).into_iter().next() {
         return Err(Error::Conflict(format!(
             "this checkpoint is still being uploaded from {}; ask again, or use an older checkpoint",
             holder.agent
         )));
     }
     let fetch = match artifact_fetches::fetch(checkpoints, row, Some(&copies)) {
-        None => artifact_fetches::mend(checkpoints, row, Some(&copies)).await,
+        None => artifact_fetches::check_if_incomplete(checkpoints, row, Some(&copies)).await,
         fetch => fetch,
     };
     match fetch {

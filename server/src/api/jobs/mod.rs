@@ -307,7 +307,7 @@ pub(super) async fn remove(
     auth.job_owners.remove(id);
     deleted_jobs.note();
     if let Some(store) = &scheduler.checkpoints.artifact_store {
-        checkpoints.iter().for_each(|row| store.note(&row.id));
+        checkpoints.iter().for_each(|row| store.queue(&row.id));
     }
     scheduler.events.hub.publish_deletion(job);
     Ok(())

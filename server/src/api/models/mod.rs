@@ -188,7 +188,7 @@ pub(crate) async fn create(
         // The lock prevents the removal of the checkpoint.
         let _lock = checkpoints.removing.lock().await;
         let copies = checkpoints.copies_of(&row).await?;
-        if !checkpoints.is_kept(&row, Some(&copies)) {
+        if !checkpoints.has_copy(&row, Some(&copies)) {
             return Err(checkpoints::removed());
         }
         let new = NewVersion {

@@ -21,7 +21,7 @@ pub(super) const MAX_FAILURES: u32 = 10;
 /// Maximum number of failures for a name, from all addresses together.
 pub(super) const MAX_FAILURES_OF_A_NAME: u32 = 30;
 const WINDOW: Duration = Duration::from_secs(60);
-/// Maximum number of addresses with a counter. While there are more, every failure of a further address is answered 429.
+/// Maximum number of addresses with a counter. At the limit, every failure of a further address is answered 429.
 const ADDRESSES: usize = 10_000;
 /// Maximum number of remembered names, and of addresses from which people have signed in. Beyond that, the oldest are forgotten.
 const NAMES: usize = 10_000;
@@ -35,7 +35,7 @@ type Counts<K> = HashMap<K, (u32, Instant)>;
 struct Counters {
     addresses: Counts<IpAddr>,
     names: Counts<String>,
-    /// Names, and addresses from which they have signed in.
+    /// Pairs of a person's name and an address from which the person has signed in.
     familiar: Counts<(String, IpAddr)>,
 }
 
@@ -55,7 +55,7 @@ fn add<K: Hash + Eq>(counts: &mut Counts<K>, key: K) -> (u32, Instant) {
     *counter
 }
 
-fn take_back<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
+fn uncount<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
     if let Some((count, _)) = counts.get_mut(key) {
         *count = count.saturating_sub(1);
     }
@@ -112,16 +112,16 @@ impl Attempts {
         self.count_failure(from)
     }
 
-    /// Uncounts the last failure of an address, because it was not a failure.
+    /// Uncounts the last attempt of an address, because the attempt did not fail.
     pub(crate) fn uncount_failure(&self, from: IpAddr) {
-        take_back(&mut self.counters().addresses, &client_key(from));
+        uncount(&mut self.counters().addresses, &client_key(from));
     }
 
     /// Counts an attempt with a name and a password before it is checked. Returns whether the person has signed in from this address
     /// before.
     ///
     /// # Errors
-    /// The time to wait, if the limit is exceeded.
+    /// Too many attempts have failed. The error is the time to wait.
     pub(super) fn try_password(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();
         let from = client_key(from);
@@ -160,16 +160,16 @@ impl Attempts {
         }
     }
 
-    /// Uncounts the last attempt, because it was not checked.
+    /// Uncounts the last attempt, because its password was not checked.
     pub(super) fn uncount_password(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = client_key(from);
         let pair = (name.to_owned(), from);
         if counters.familiar.contains_key(&pair) {
-            take_back(&mut counters.familiar, &pair);
+            uncount(&mut counters.familiar, &pair);
         } else {
-            take_back(&mut counters.addresses, &from);
-            take_back(&mut counters.names, &pair.0);
+            uncount(&mut counters.addresses, &from);
+            uncount(&mut counters.names, &pair.0);
         }
     }
 }
@@ -241,7 +241,7 @@ mod tests {
         }
         assert!(attempts.try_password("ada", office).is_err(), "ten guesses are allowed there, too");
         attempts.uncount_password("ada", office);
-        assert_eq!(attempts.try_password("ada", office), Ok(true), "one attempt does not count");
+        assert_eq!(attempts.try_password("ada", office), Ok(true), "the uncounted attempt can be made again");
     }
 
     #[test]

@@ -58,7 +58,7 @@ impl Credential {
         if used > stored { Timestamp::from_millisecond(used).ok() } else { None }
     }
 
-    /// The token with its current fields.
+    /// The token with the time of its last use.
     pub(super) fn token_with_use(&self) -> Token {
         let used = self.usage.last.load(Ordering::Relaxed);
         let last_used_at = (used > 0).then(|| Timestamp::from_millisecond(used).ok()).flatten();
@@ -66,7 +66,7 @@ impl Credential {
     }
 }
 
-/// The caller of a request, as determined by the gate.
+/// The caller of a request, as determined by the gate. `None` under `--no-auth`.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller(pub(super) Option<Arc<Credential>>);
 

@@ -1,13 +1,16 @@
 //! Agents' certificates among tokens.
 //!
 //! A certificate's name is bound to an agent as a token is: by a row among the tokens, whose id begins with `certificate-`. No secret
-//! matches the row. Revoking it ends the agent's connection and refuses every certificate of that name that was issued before. Whether a
-//! certificate is valid at all is decided by its authority and the revocation list.
+//! matches the row. Revoking the row ends the agent's connection and refuses every certificate of this name that was issued before. The
+//! certificate's authority and the revocation list decide whether the certificate itself is valid.
 
 use super::{Access, Caller, Denied, Secret};
 use crate::store::TokenRow;
 use jiff::Timestamp;
-use lockstep_protocol::access::{Scope, Token};
+use lockstep_protocol::{
+    access::{Scope, Token},
+    limits::TOKEN_NAME_CHARS,
+};
 
 /// Prefix of the ids of certificates' rows. Ids of tokens are random or `local`.
 const PREFIX: &str = "certificate-";
@@ -43,8 +46,8 @@ impl Access {
         let find = || self.read().token_with_id(&id).cloned();
         let known = find();
         let revoked = known.as_ref().filter(|c| c.token.revoked_at.is_some());
-        let all = self.past_of(name).into_iter().filter_map(|row| row.token.revoked_at);
-        if all.chain(revoked.and_then(|c| c.token.revoked_at)).any(|at| at >= not_before) {
+        let past = self.past_of(name).into_iter().filter_map(|row| row.token.revoked_at);
+        if past.chain(revoked.and_then(|c| c.token.revoked_at)).any(|at| at >= not_before) {
             return Err(Denied::Revoked);
         }
         let now = crate::now();
@@ -58,10 +61,10 @@ impl Access {
                 past.hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
                 self.put_token(past);
             }
-            let shown = format!("certificate {name}").chars().take(100).collect();
+            let label = format!("certificate {name}").chars().take(TOKEN_NAME_CHARS).collect();
             let agent = Some(name.to_owned());
-            let token = Token { agent, ..Token::of(id.clone(), shown, Scope::Agent, now) };
-            // The hash of a secret that is dropped here. The row is stored when an agent is bound to it.
+            let token = Token { agent, ..Token::of(id.clone(), label, Scope::Agent, now) };
+            // The secret is dropped here, so no secret matches the row. The row is stored when an agent is bound to the name.
             let hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
             self.put_token(TokenRow { token, hash });
         }

@@ -88,9 +88,9 @@ mod tests {
         }
 
         let other_code = codes.make("u", None).unwrap();
-        let all: Vec<_> = (0..=MAX_CODES).map(|_| codes.make("t", None).unwrap()).collect();
+        let made: Vec<_> = (0..=MAX_CODES).map(|_| codes.make("t", None).unwrap()).collect();
         assert!(codes.has(&other_code), "codes of other tokens stay");
-        assert_eq!(codes.take(&all[0]), None, "the oldest code was removed");
-        assert!(all[1..].iter().all(|code| codes.take(code).is_some()));
+        assert_eq!(codes.take(&made[0]), None, "the oldest code was removed");
+        assert!(made[1..].iter().all(|code| codes.take(code).is_some()));
     }
 }

@@ -7,7 +7,7 @@ use subtle::ConstantTimeEq;
 
 /// Prefix of tokens, by which people and secret scanners recognise them.
 const PREFIX: &str = "lockstep_";
-/// 256 bits.
+/// Number of random bytes of a secret: 256 bits.
 const BYTES: usize = 32;
 
 /// A new secret; only its hash is stored.
@@ -45,7 +45,7 @@ fn random() -> io::Result<String> {
     Ok(URL_SAFE_NO_PAD.encode(bytes))
 }
 
-/// Whether a text has the format of a token. Other texts in a file are not accepted, because a person may have invented them.
+/// Whether a text has the format of a token. A text of another format may have been chosen by a person, and be easy to guess.
 pub(crate) fn is_token(text: &str) -> bool {
     let random = text.strip_prefix(PREFIX).and_then(|rest| URL_SAFE_NO_PAD.decode(rest).ok());
     random.is_some_and(|bytes| bytes.len() == BYTES)

@@ -15,7 +15,7 @@ pub(super) const MAX_BYTES: usize = 64 << 10;
 /// Maximum difference of the clocks of provider and server, in seconds.
 const MAX_CLOCK_SKEW: i64 = 60;
 
-/// The header of a token, which names the algorithm and key of the signature. Only allowed algorithms are accepted.
+/// The header of a token, which names the algorithm and key of the signature.
 #[derive(Debug, Deserialize)]
 pub(super) struct Header {
     pub(super) alg: String,
@@ -99,8 +99,8 @@ pub(super) fn check(
     }
     // A token with several audiences could have been stolen from another client.
     let is_for_us = match claims.get("aud") {
-        Some(Value::String(one)) => one == expected.client_id,
-        Some(Value::Array(all)) => matches!(&all[..], [Value::String(one)] if one == expected.client_id),
+        Some(Value::String(audience)) => audience == expected.client_id,
+        Some(Value::Array(all)) => matches!(&all[..], [Value::String(only)] if only == expected.client_id),
         _ => false,
     };
     if !is_for_us {

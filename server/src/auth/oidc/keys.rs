@@ -8,7 +8,7 @@ use ring::signature::{
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Maximum number of keys of a set that are read.
+/// Maximum number of keys that are read from a set.
 const MAX_KEYS: usize = 100;
 
 /// A signature algorithm. Symmetric algorithms and `none` are left out, so a token cannot be forged with a client's secret, or with a

@@ -130,8 +130,8 @@ mod tests {
         let requests = OpenRequests::default();
         let elsewhere = begin(&requests, 9);
         let of_one: Vec<_> = (0..=MAX_PER_ADDRESS).map(|_| begin(&requests, 1)).collect();
-        let is_open = |one: &RedirectValues| {
-            requests.0.lock().unwrap().contains_key(&Secret::of(one.state.clone()).hash)
+        let is_open = |values: &RedirectValues| {
+            requests.0.lock().unwrap().contains_key(&Secret::of(values.state.clone()).hash)
         };
         assert!(!is_open(&of_one[0]) && of_one[1..].iter().all(is_open) && is_open(&elsewhere));
         let count = requests.0.lock().unwrap().len();

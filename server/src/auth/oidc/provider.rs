@@ -34,7 +34,7 @@ pub(super) struct Provider {
     http: Client,
     metadata: Mutex<Fetched<Metadata>>,
     keys: Mutex<Fetched<Vec<Key>>>,
-    turns: Semaphore,
+    exchanges: Semaphore,
 }
 
 /// A cached response of the provider, and the last failure.
@@ -156,7 +156,7 @@ impl Provider {
             http: builder.build().map_err(|error| error.to_string())?,
             metadata: Mutex::default(),
             keys: Mutex::default(),
-            turns: Semaphore::new(MAX_EXCHANGES),
+            exchanges: Semaphore::new(MAX_EXCHANGES),
         })
     }
 
@@ -184,7 +184,7 @@ impl Provider {
         Ok(metadata)
     }
 
-    /// The key with the id `kid` for `alg`. If it is unknown, the keys are requested again, but not too often.
+    /// The key with the id `kid` for `alg`. If it is unknown, all keys are requested again, at most once per `OidcConfig::key_refresh`.
     pub(super) async fn key(
         &self,
         metadata: &Metadata,
@@ -205,8 +205,8 @@ impl Provider {
         })
     }
 
-    /// The newly published key with the same id, if it differs, because some providers replace a key and keep its id. The keys are not
-    /// requested too often.
+    /// The newly published key with the same id, if it differs, because some providers replace a key and keep its id. Keys are requested at
+    /// most once per `OidcConfig::key_refresh`.
     pub(super) async fn replaced_key(
         &self,
         metadata: &Metadata,
@@ -232,7 +232,7 @@ impl Provider {
         code: &str,
         request: &OpenRequest,
     ) -> Result<Tokens, OidcError> {
-        let Ok(_turn) = self.turns.try_acquire() else {
+        let Ok(_permit) = self.exchanges.try_acquire() else {
             return Err(OidcError::Unavailable(
                 "Too many people are signing in at this moment; try again.".into(),
             ));
@@ -246,7 +246,7 @@ impl Provider {
         let mut request_builder =
             self.http.post(metadata.token_endpoint.0.clone()).header(header::ACCEPT, "application/json");
         let methods = metadata.token_endpoint_auth_methods_supported.as_deref();
-        let supports = |method: &str| methods.is_some_and(|all| all.iter().any(|one| one == method));
+        let supports = |method: &str| methods.is_some_and(|names| names.iter().any(|name| name == method));
         match &self.config.client_secret {
             None => form.push(("client_id", &self.config.client_id)),
             Some(secret) if supports("client_secret_post") && !supports("client_secret_basic") => {
@@ -257,7 +257,7 @@ impl Provider {
             }
             // The default if the provider names no method.
             Some(secret) => {
-                // Id and secret are form-encoded (RFC 6749, 2.3.1).
+                // Id and secret are form-encoded and joined with a colon (RFC 6749, 2.3.1).
                 let encoded =
                     form_encoded(&[(&self.config.client_id, secret.expose())]).replacen('=', ":", 1);
                 let mut value = header::HeaderValue::try_from(format!("Basic {}", STANDARD.encode(encoded)))

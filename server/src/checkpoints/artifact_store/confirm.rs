@@ -1,5 +1,5 @@
-//! Confirms that an object store is the store that the database knows. Until then, nothing is written to it, and checkpoints that it does
-//! not have do not count as lost.
+//! Confirms that an object store is the store that the database knows. Before the confirmation, nothing is written to the store, and
+//! checkpoints that the store does not have do not count as lost.
 
 use super::ArtifactStore;
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 };
 use uuid::Uuid;
 
-/// Number of uploaded checkpoints that are looked for in a store without a marker. At least one of them must be there.
+/// Maximum number of uploaded checkpoints that are looked for in a store without a marker. At least one of them must be there.
 const MAX_EXAMINED: u32 = 100;
 
 impl From<StoreError> for Unusable {
@@ -20,7 +20,7 @@ impl From<StoreError> for Unusable {
 impl ArtifactStore {
     /// Notes that the store could be used when the server started.
     pub(crate) fn note_usable(&self) {
-        // An error means that it is set already.
+        // Fails if the cell is set already.
         let _ = self.usable.set(());
     }
 
@@ -30,10 +30,10 @@ impl ArtifactStore {
     /// The store cannot be used, or is another store.
     pub(crate) async fn confirm(&self, database: &dyn Store) -> Result<(), Unusable> {
         self.usable.get_or_try_init(|| self.storage.check()).await?;
-        let wanted = self.marker.get_or_try_init(|| self.identify(database)).await?;
+        let expected = self.marker.get_or_try_init(|| self.identify(database)).await?;
         match self.storage.marker().await? {
-            Some(found) if found == *wanted => Ok(()),
-            found => Err(self.storage.another(found.as_deref(), wanted)),
+            Some(marker) if marker == *expected => Ok(()),
+            marker => Err(self.storage.wrong_store_error(marker.as_deref(), expected)),
         }
     }
 
@@ -47,14 +47,14 @@ impl ArtifactStore {
         }
         let found = self.storage.marker().await?;
         if let Some(known) = known.filter(|known| found.as_ref() != Some(&known.marker)) {
-            return Err(self.storage.another(found.as_deref(), &known.marker));
+            return Err(self.storage.wrong_store_error(found.as_deref(), &known.marker));
         }
         let marker = match found {
             // The marker may be known under another address, because a store can be moved.
             Some(found) => match database.is_marker_restored(&found).await? {
                 Some(false) => found,
-                Some(true) => self.adopt(database, &found, self.storage.restored()).await?,
-                None => self.adopt(database, &found, self.storage.of_another_server()).await?,
+                Some(true) => self.adopt(database, &found, self.storage.restored_database_error()).await?,
+                None => self.adopt(database, &found, self.storage.other_server_error()).await?,
             },
             None => {
                 self.check_not_empty(database).await?;
@@ -67,7 +67,8 @@ impl ArtifactStore {
         Ok(marker)
     }
 
-    /// Takes over another server's store by writing a new marker. The other server then refuses to use the store.
+    /// Takes over another server's store by writing a new marker. The other server then refuses to use the store. `refused` is the error
+    /// without `--artifacts-adopt`.
     async fn adopt(&self, database: &dyn Store, found: &str, refused: Unusable) -> Result<String, Unusable> {
         if !self.adopts {
             return Err(refused);
@@ -86,13 +87,13 @@ impl ArtifactStore {
 
     /// Checks that an unmarked store has at least one of the checkpoints that were uploaded to it, if any were uploaded.
     async fn check_not_empty(&self, database: &dyn Store) -> Result<(), Unusable> {
-        let wanted = database.uploaded_checkpoints(self.storage.url(), MAX_EXAMINED).await?;
-        for id in &wanted {
-            let Some(place) = self.storage.place(id) else { continue };
-            if self.storage.manifest(&place).await?.is_some() {
+        let uploaded = database.uploaded_checkpoints(self.storage.url(), MAX_EXAMINED).await?;
+        for id in &uploaded {
+            let Some(prefix) = self.storage.checkpoint_prefix(id) else { continue };
+            if self.storage.manifest(&prefix).await?.is_some() {
                 return Ok(());
             }
         }
-        if wanted.is_empty() { Ok(()) } else { Err(self.storage.empty()) }
+        if uploaded.is_empty() { Ok(()) } else { Err(self.storage.empty_store_error()) }
     }
 }

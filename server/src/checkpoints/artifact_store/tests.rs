@@ -9,11 +9,11 @@ fn the_newest_checkpoint_is_moved_first_and_each_by_one_worker() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
     for id in ["old", "new", "old", "newest"] {
-        store.note(id);
+        store.queue(id);
     }
     assert_eq!(store.take().as_deref(), Some("newest"));
     // Written again while it is uploaded: it is uploaded again afterwards.
-    store.note("newest");
+    store.queue("newest");
     assert_eq!(store.take().as_deref(), Some("old"));
     assert_eq!(store.take().as_deref(), Some("new"));
     assert_eq!(store.take(), None);
@@ -21,8 +21,8 @@ fn the_newest_checkpoint_is_moved_first_and_each_by_one_worker() {
     assert_eq!(store.take().as_deref(), Some("newest"));
     assert_eq!(store.take(), None);
     // A checkpoint that failed does not delay others.
-    store.note("other");
-    store.note_again("newest");
+    store.queue("other");
+    store.requeue("newest");
     store.done("newest");
     assert_eq!(store.take().as_deref(), Some("other"));
     assert_eq!(store.take().as_deref(), Some("newest"));
@@ -33,7 +33,7 @@ fn waiting_and_uploading_checkpoints_count_as_uploading() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
     assert!(!store.is_uploading("a"));
-    store.note("a");
+    store.queue("a");
     assert!(store.is_uploading("a"));
     assert_eq!(store.take().as_deref(), Some("a"));
     assert!(store.is_uploading("a"));

@@ -104,7 +104,7 @@ pub(super) fn environment() -> Result<(), String> {
 
 /// Whether an error with this text is transient: the store does not respond or is overloaded, or a disk is full.
 fn may_pass(text: &str) -> bool {
-    const TO_CHANGE: [&str; 5] = [
+    const PERMANENT: [&str; 5] = [
         MACHINE_CREDENTIALS,
         "builder error",
         // Errors of TLS.
@@ -112,7 +112,7 @@ fn may_pass(text: &str) -> bool {
         "received fatal alert",
         "corrupt message",
     ];
-    if TO_CHANGE.iter().any(|phrase| text.contains(phrase)) {
+    if PERMANENT.iter().any(|phrase| text.contains(phrase)) {
         return false;
     }
     let status = text.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
@@ -124,25 +124,25 @@ fn may_pass(text: &str) -> bool {
 
 /// The text of an error and of all its sources.
 fn full_text(error: &Error) -> String {
-    let mut all = error.to_string();
+    let mut text = error.to_string();
     let mut source = error.source();
     while let Some(inner) = source {
         let inner_text = inner.to_string();
-        if !all.contains(&inner_text) {
-            all = format!("{all}: {inner_text}");
+        if !text.contains(&inner_text) {
+            text = format!("{text}: {inner_text}");
         }
         source = inner.source();
     }
-    all
+    text
 }
 
 /// The text of an error for users: what is wrong, and what to change.
 pub(crate) fn describe(error: &Error) -> String {
-    let all = full_text(error);
+    let text = full_text(error);
     let code =
-        all.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
+        text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
     let named = code.map_or_else(String::new, |code| format!(" ({code})"));
-    if all.contains(MACHINE_CREDENTIALS) {
+    if text.contains(MACHINE_CREDENTIALS) {
         return "no credentials are given: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY".into();
     }
     let is_unknown_key =
@@ -153,7 +153,7 @@ pub(crate) fn describe(error: &Error) -> String {
              AWS_ENDPOINT_URL and AWS_REGION are those of the bucket"
         ),
         Error::Unauthenticated { .. } | Error::PermissionDenied { .. }
-            if code.is_some() || all.contains("403") =>
+            if code.is_some() || text.contains("403") =>
         {
             format!(
                 "the store refuses access{named}: allow the owner of AWS_ACCESS_KEY_ID to write, read, list and delete objects"
@@ -162,14 +162,14 @@ pub(crate) fn describe(error: &Error) -> String {
         Error::NotFound { .. } if code == Some("NoSuchBucket") => {
             "there is no such bucket: create the bucket, or name another".into()
         }
-        _ if all.contains("HTTP error: ") => {
-            let why = all.rsplit_once("HTTP error: ").map_or(all.as_str(), |(_, why)| why);
+        _ if text.contains("HTTP error: ") => {
+            let why = text.rsplit_once("HTTP error: ").map_or(text.as_str(), |(_, why)| why);
             format!("the store does not answer ({why}): start it, or give its URL in AWS_ENDPOINT_URL")
         }
-        _ if all.contains("builder error") => {
-            format!("{all}; AWS_ENDPOINT_URL must be a URL such as https://s3.example.org")
+        _ if text.contains("builder error") => {
+            format!("{text}; AWS_ENDPOINT_URL must be a URL such as https://s3.example.org")
         }
-        _ => shortened(all),
+        _ => shortened(text),
     }
 }
 
@@ -194,7 +194,7 @@ mod tests {
         };
         let status =
             |code: &str| format!("Error performing PUT - Server returned non-2xx status code: {code}: ");
-        for (error, passes) in [
+        for (error, is_temporary) in [
             (http("tcp connect error: Connection refused (os error 111)"), true),
             (http("operation timed out"), true),
             (http("invalid peer certificate: UnknownIssuer"), false),
@@ -208,7 +208,7 @@ mod tests {
             ("Unable to copy data to file: No space left on device (os error 28)".into(), true),
             ("Unable to create dir /a: Read-only file system (os error 30)".into(), false),
         ] {
-            assert_eq!(may_pass(&error), passes, "{error}");
+            assert_eq!(may_pass(&error), is_temporary, "{error}");
         }
     }
 }

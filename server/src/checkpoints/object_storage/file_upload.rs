@@ -1,6 +1,6 @@
 //! The upload of a large file to the store in parts. The object appears with the last part.
 
-use super::{ObjectStorage, Place, Result, optional, store_error, with_timeout};
+use super::{ObjectStorage, Prefix, Result, optional, store_error, with_timeout};
 use bytes::Bytes;
 use object_store::{
     MultipartUpload, ObjectStoreExt,
@@ -21,8 +21,8 @@ pub(crate) enum FileUpload {
 
 impl ObjectStorage {
     /// Begins the upload of a file in parts.
-    pub(crate) async fn begin(&self, place: &Place, name: &str, sha256: &str) -> Result<FileUpload> {
-        let path = place.file(name, sha256);
+    pub(crate) async fn begin(&self, prefix: &Prefix, name: &str, sha256: &str) -> Result<FileUpload> {
+        let path = prefix.file(name, sha256);
         match &self.bucket {
             Some(bucket) => {
                 let id = with_timeout(bucket.create_multipart(&path)).await?;
@@ -39,7 +39,7 @@ impl ObjectStorage {
     /// result of [`FileUpload::parts`] for the upload.
     pub(crate) async fn drop_parts(&self, parts: &str) -> Result<()> {
         let (Some(bucket), Some((path, id))) = (&self.bucket, parts.split_once(' ')) else { return Ok(()) };
-        // Nothing is found if the upload was finished, or was dropped by the store.
+        // The bucket does not have the upload if it was finished, or if the bucket has dropped it.
         optional(with_timeout(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await).map(drop)
     }
 

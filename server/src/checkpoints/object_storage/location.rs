@@ -78,14 +78,14 @@ mod tests {
     fn directories_and_buckets_are_locations() {
         let bucket =
             |bucket: &str, prefix: &str| Location::Bucket { bucket: bucket.into(), prefix: prefix.into() };
-        for (given, found) in [
+        for (given, expected) in [
             ("/srv/a", Location::Directory("/srv/a".into())),
             ("file:///srv/a%20b", Location::Directory("/srv/a b".into())),
             ("s3://weights", bucket("weights", "")),
             ("s3://weights/", bucket("weights", "")),
             ("s3a://weights/team/one/", bucket("weights", "team/one")),
         ] {
-            assert_eq!(Location::parse(given), Ok(found), "{given}");
+            assert_eq!(Location::parse(given), Ok(expected), "{given}");
         }
         assert!(matches!(Location::parse("here"), Ok(Location::Directory(path)) if path.is_absolute()));
     }

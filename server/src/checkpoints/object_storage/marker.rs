@@ -8,12 +8,12 @@ use object_store::{GetOptions, ObjectStoreExt, path::Path};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// Name of the object.
+/// Name of the object that identifies a store.
 pub(crate) const MARKER: &str = "LOCKSTEP.json";
 /// Maximum number of bytes that are read of the object.
 const MARKER_BYTES: u64 = 1024;
 
-/// The content of the object.
+/// The content of the object [`MARKER`].
 #[derive(Serialize, Deserialize)]
 struct Marker {
     store: Uuid,
@@ -30,10 +30,10 @@ impl ObjectStorage {
     /// A store error, or the marker is invalid.
     pub(crate) async fn marker(&self) -> Result<Option<String>, Unusable> {
         let options = GetOptions::new().with_range(Some(0..MARKER_BYTES));
-        let found = optional(with_timeout(self.objects.get_opts(&self.marker_path(), options)).await)?;
-        let Some(found) = found else { return Ok(None) };
-        let found = with_timeout(found.bytes()).await?;
-        let marker: Marker = serde_json::from_slice(&found).map_err(|error| {
+        let object = optional(with_timeout(self.objects.get_opts(&self.marker_path(), options)).await)?;
+        let Some(object) = object else { return Ok(None) };
+        let bytes = with_timeout(object.bytes()).await?;
+        let marker: Marker = serde_json::from_slice(&bytes).map_err(|error| {
             Unusable::permanent(format!(
                 "its {MARKER}, which identifies the store, cannot be read ({error}): restore the original object"
             ))
@@ -49,7 +49,7 @@ impl ObjectStorage {
     }
 
     /// The error for a restored database.
-    pub(crate) fn restored(&self) -> Unusable {
+    pub(crate) fn restored_database_error(&self) -> Unusable {
         Unusable::permanent(format!(
             "this database was restored from a backup, and {} is the store of the server from which the backup was made: each of the two servers \
              would delete checkpoints that the other needs. If that server no longer exists or will not use the store again, start this server with \
@@ -59,7 +59,7 @@ impl ObjectStorage {
     }
 
     /// The error for a store whose marker is not in the database.
-    pub(crate) fn of_another_server(&self) -> Unusable {
+    pub(crate) fn other_server_error(&self) -> Unusable {
         Unusable::permanent(format!(
             "{} belongs to another server: its {MARKER} was written for another database. Name {} that was never used, or the database of \
              that server. If that server no longer exists or will not use the store again, start this server with --artifacts-adopt: only this server can \
@@ -70,13 +70,13 @@ impl ObjectStorage {
     }
 
     /// The error for another store than the store that the database knows.
-    pub(crate) fn another(&self, found: Option<&str>, wanted: &str) -> Unusable {
+    pub(crate) fn wrong_store_error(&self, found: Option<&str>, expected: &str) -> Unusable {
         let found = found.map_or_else(
             || "is missing".to_owned(),
             |found| format!("names {found} (a server with a restored copy of this database may have adopted the store)"),
         );
         Unusable::permanent(format!(
-            "{} is not the store that has this database's checkpoints: its {MARKER} {found}, and should be {{\"store\":\"{wanted}\"}}; \
+            "{} is not the store that has this database's checkpoints: its {MARKER} {found}, and should be {{\"store\":\"{expected}\"}}; \
              {} If that store is lost, name {} that was never used: checkpoints that are still on the server's disk are copied there",
             self.url,
             self.hint(),
@@ -85,7 +85,7 @@ impl ObjectStorage {
     }
 
     /// The error for a store that has none of the checkpoints in the database.
-    pub(crate) fn empty(&self) -> Unusable {
+    pub(crate) fn empty_store_error(&self) -> Unusable {
         Unusable::permanent(format!(
             "{} has none of the checkpoints that were uploaded there; {} If they are lost, name {} that was never \
              used: checkpoints that are still on the server's disk are copied there",

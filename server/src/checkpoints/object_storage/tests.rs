@@ -8,25 +8,25 @@ fn storage(dir: &std::path::Path) -> ObjectStorage {
 fn only_checkpoint_ids_have_a_path() {
     let dir = tempfile::tempdir().unwrap();
     let (storage, job) = (storage(dir.path()), JobId::generate());
-    assert_eq!(storage.place(&format!("{job}-1-20")).unwrap().path.as_ref(), format!("jobs/{job}/1-20"));
+    assert_eq!(storage.prefix_of(&format!("{job}-1-20")).unwrap().path.as_ref(), format!("jobs/{job}/1-20"));
     for id in ["", "x", job.as_str(), &format!("{job}-1"), &format!("{job}-1-../2"), &format!("{job}/1-20")] {
-        assert!(storage.place(id).is_none(), "{id}");
+        assert!(storage.prefix_of(id).is_none(), "{id}");
     }
 }
 
 #[test]
 fn manifests_that_are_too_large_or_invalid_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let place = storage(dir.path()).place(&format!("{}-1-20", JobId::generate())).unwrap();
+    let prefix = storage(dir.path()).prefix_of(&format!("{}-1-20", JobId::generate())).unwrap();
     let text = |name: &str, sum: &str, step: u64| {
         format!(r#"{{"epoch":1,"step":{step},"files":{{"{name}":{{"size_bytes":1,"sha256":"{sum}"}}}}}}"#)
     };
     let sum = "a".repeat(64);
     let good = text("model.safetensors", &sum, 20);
-    assert_eq!(place.read(good.as_bytes()).unwrap().files.len(), 1);
+    assert_eq!(prefix.read(good.as_bytes()).unwrap().files.len(), 1);
     let padded = |bytes: usize| good.clone() + &" ".repeat(bytes - good.len());
-    assert!(place.read(padded(MANIFEST_BYTES).as_bytes()).is_ok());
-    assert!(place.read(padded(MANIFEST_BYTES + 1).as_bytes()).unwrap_err().contains("1048576"));
+    assert!(prefix.read(padded(MANIFEST_BYTES).as_bytes()).is_ok());
+    assert!(prefix.read(padded(MANIFEST_BYTES + 1).as_bytes()).unwrap_err().contains("1048576"));
     for (wrong, expected) in [
         (text("model.safetensors", &sum, 21), "1-21"),
         (text("../model", &sum, 20), "../model"),
@@ -35,7 +35,7 @@ fn manifests_that_are_too_large_or_invalid_are_refused() {
         (r#"{"epoch":1,"step":20,"files":{}}"#.into(), "no file"),
         ("{".into(), "cannot be read"),
     ] {
-        let detail = place.read(wrong.as_bytes()).unwrap_err();
+        let detail = prefix.read(wrong.as_bytes()).unwrap_err();
         assert!(detail.contains(expected), "{wrong}: {detail}");
     }
 }
@@ -43,10 +43,10 @@ fn manifests_that_are_too_large_or_invalid_are_refused() {
 #[test]
 fn the_number_of_parts_stays_below_the_limit_of_buckets() {
     assert_eq!(part_bytes(1), PART_BYTES);
-    assert_eq!(part_bytes(PART_BYTES * PARTS), PART_BYTES);
-    assert_eq!(part_bytes(PART_BYTES * PARTS + 1), PART_BYTES + 1);
+    assert_eq!(part_bytes(PART_BYTES * MAX_PARTS), PART_BYTES);
+    assert_eq!(part_bytes(PART_BYTES * MAX_PARTS + 1), PART_BYTES + 1);
     let largest = 1_u64 << 40;
-    assert!(u64::div_ceil(largest, part_bytes(largest)) <= PARTS);
+    assert!(u64::div_ceil(largest, part_bytes(largest)) <= MAX_PARTS);
 }
 
 #[test]

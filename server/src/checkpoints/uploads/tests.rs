@@ -150,11 +150,12 @@ fn invalid_manifests_are_refused() {
     text.push(b' ');
     assert!(refused(&text).contains("at most"));
     let sized = |file: &str, size: u64| {
-        let mut all: serde_json::Value = serde_json::from_slice(&manifest(&FILES)).unwrap();
-        all["files"][file]["size_bytes"] = size.into();
-        serde_json::to_vec(&all).unwrap()
+        let mut value: serde_json::Value = serde_json::from_slice(&manifest(&FILES)).unwrap();
+        value["files"][file]["size_bytes"] = size.into();
+        serde_json::to_vec(&value).unwrap()
     };
-    let model = |all: u64| sized("model.safetensors", all - 7);
+    // The other files have 7 bytes.
+    let model = |total: u64| sized("model.safetensors", total - 7);
     upload.begin(&model(CHECKPOINT_BYTES), true).unwrap();
     assert!(refused(&model(CHECKPOINT_BYTES + 1)).contains("at most"));
     upload.begin(&sized(STATE, STATE_FILE_BYTES), true).unwrap();

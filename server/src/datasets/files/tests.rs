@@ -17,9 +17,9 @@ fn list_all(tree: Tree, limit: u64) -> Vec<DatasetEntry> {
 
 /// The names of the files and folders (a folder ends with a slash), and the last line of the list.
 fn names(path: &Path) -> (Vec<String>, DatasetEntry) {
-    let mut all = list_all(tree(path), MAX_FILES);
-    let last = all.pop().unwrap();
-    let names = all.into_iter().filter_map(|entry| match entry {
+    let mut entries = list_all(tree(path), MAX_FILES);
+    let last = entries.pop().unwrap();
+    let names = entries.into_iter().filter_map(|entry| match entry {
         DatasetEntry::File(name, ..) => Some(name),
         DatasetEntry::Folder(name) => Some(format!("{name}/")),
         _ => None,
@@ -36,11 +36,11 @@ fn refused(path: &Path) -> String {
 
 fn read(tree: Tree, parts: Vec<DatasetPart>) -> Vec<u8> {
     let mut parts = Parts::of(tree, parts);
-    let mut all = Vec::new();
+    let mut response = Vec::new();
     while let Some(chunk) = parts.chunk().unwrap() {
-        all.extend(chunk);
+        response.extend(chunk);
     }
-    all
+    response
 }
 
 fn part(tree: &Tree, path: &str, offset: u64, length: u64) -> DatasetPart {
@@ -127,8 +127,8 @@ fn nothing_outside_the_folder_is_listed_or_read() {
         let detail = refused(dir.path());
         assert!(detail.contains("link is a link that leads out of the dataset's folder"), "{detail}");
         for path in ["link", "link/secret", "link/passwd"] {
-            let wanted = DatasetPart { size_bytes: 6, ..part(&all, path, 0, 6) };
-            let response = message(PART_REFUSED, &read(all.clone(), vec![wanted]));
+            let requested = DatasetPart { size_bytes: 6, ..part(&all, path, 0, 6) };
+            let response = message(PART_REFUSED, &read(all.clone(), vec![requested]));
             assert!(
                 response.contains("leads out of") || response.contains("cannot be read"),
                 "{path}: {response}"
@@ -166,7 +166,7 @@ fn links_made_after_registration_are_not_followed() {
     }
     let registered = [set.clone(), set.join("a-0.tar"), set.join("a-{0..1}.tar")];
     let before: Vec<_> = registered.iter().map(|path| tree(path)).collect();
-    let wanted: Vec<_> = before.iter().map(|tree| part(tree, "a-0.tar", 0, 4)).collect();
+    let requested: Vec<_> = before.iter().map(|tree| part(tree, "a-0.tar", 0, 4)).collect();
     // The folder, its parent folder, and the file are replaced by links.
     for (from, to) in
         [(&set, &other), (&above, &outside.path().to_owned()), (&registered[1], &other.join("a-0.tar"))]
@@ -174,12 +174,12 @@ fn links_made_after_registration_are_not_followed() {
         let aside = dir.path().join("aside");
         fs::rename(from, &aside).unwrap();
         symlink(to, from).unwrap();
-        for (path, (tree, wanted)) in registered.iter().zip(before.iter().zip(&wanted)) {
+        for (path, (tree, requested)) in registered.iter().zip(before.iter().zip(&requested)) {
             if from != &registered[1] || path == from {
                 let detail = Tree::open(path).unwrap_err();
                 assert!(detail.contains("is not what was registered"), "{detail}");
             }
-            let response = message(PART_REFUSED, &read(tree.clone(), vec![wanted.clone()]));
+            let response = message(PART_REFUSED, &read(tree.clone(), vec![requested.clone()]));
             assert!(response.contains("a-0.tar"), "opened before: {response}");
         }
         fs::remove_file(from).unwrap();
@@ -199,13 +199,13 @@ fn parts_have_checksums_and_changed_files_are_not_sent() {
     fs::write(dir.path().join("large"), &large).unwrap();
     fs::write(dir.path().join("small"), "small").unwrap();
     let all = tree(dir.path());
-    let wanted = vec![
+    let requested = vec![
         part(&all, "small", 0, 5),
         part(&all, "large", 0, 2_500_000),
         part(&all, "large", 2_500_000, 500_000),
     ];
     let expected = [sent(b"small"), sent(&large[..2_500_000]), sent(&large[2_500_000..])].concat();
-    assert!(read(all.clone(), wanted) == expected);
+    assert!(read(all.clone(), requested) == expected);
     let past = part(&all, "small", 1, 5);
     assert!(
         message(PART_CHANGED, &read(all.clone(), vec![past])).contains("has changed since it was listed")
@@ -227,9 +227,9 @@ fn parts_have_checksums_and_changed_files_are_not_sent() {
 fn a_file_shorter_than_its_size_is_reported_and_not_sent() {
     // A file of the kernel that has fewer bytes than its size.
     let online = tree(Path::new("/sys/devices/system/cpu/online"));
-    let wanted = part(&online, "online", 0, 4096);
-    assert_eq!(wanted.size_bytes, 4096);
-    let response = message(PART_CHANGED, &read(online, vec![wanted.clone(), wanted]));
+    let requested = part(&online, "online", 0, 4096);
+    assert_eq!(requested.size_bytes, 4096);
+    let response = message(PART_CHANGED, &read(online, vec![requested.clone(), requested]));
     assert!(response.contains("online has changed"), "{response}");
 }
 

@@ -37,7 +37,7 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {
         let copies = copies.get(&row.id);
-        let holders = scheduler.checkpoints.on_its_way(&row, copies);
+        let holders = scheduler.checkpoints.holders_if_missing(&row, copies);
         let is_missing = match holders.is_empty() {
             false => holders.iter().all(|holder| holder.agent_id != agent),
             true => {

@@ -2,7 +2,7 @@
 //! the older, reported checkpoints, and ended.
 
 use crate::checkpoints::{
-    artifact_checks::looks_whole,
+    artifact_checks::has_expected_sizes,
     manifest::{MANIFEST, Manifest},
 };
 use lockstep_protocol::{
@@ -67,7 +67,7 @@ pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
 fn read(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo, Option<Best>)> {
     let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
     let folder = checkpoints.join(folder_name(epoch, step));
-    if !looks_whole(&folder) {
+    if !has_expected_sizes(&folder) {
         return Err(invalid("a file is missing, or has another size than was written"));
     }
     let manifest_bytes = fs::read(folder.join(MANIFEST))?;

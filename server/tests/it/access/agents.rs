@@ -32,7 +32,7 @@ async fn refusal(server: &TestServer, token: &str, hello: FromAgent) -> String {
 async fn the_first_message_of_a_connection_has_at_most_2_mib() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    for (bytes, wanted) in [(2 << 20, "cannot be read"), ((2 << 20) + 1, "longer than 2 MiB")] {
+    for (bytes, expected) in [(2 << 20, "cannot be read"), ((2 << 20) + 1, "longer than 2 MiB")] {
         let (mut socket, _) =
             connect_async(server.socket_request("/agent/socket", &token)).await.expect("a socket");
         socket.send(Message::Binary(vec![0xc0; bytes].into())).await.expect("sent");
@@ -43,7 +43,7 @@ async fn the_first_message_of_a_connection_has_at_most_2_mib() {
                 other => panic!("{bytes}: {other:?}"),
             }
         };
-        assert!(closed.contains(wanted), "{bytes}: {closed}");
+        assert!(closed.contains(expected), "{bytes}: {closed}");
     }
     server.stop().await;
 }

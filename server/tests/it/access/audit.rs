@@ -30,8 +30,8 @@ async fn all_changing_requests_are_in_the_audit_log() {
     assert_eq!(reader.post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 403);
     assert_eq!(client("").post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 401);
 
-    let found = entries(&server).await;
-    let seen: Vec<_> = found
+    let logged = entries(&server).await;
+    let seen: Vec<_> = logged
         .iter()
         .map(|e| {
             let text = |key: &str| e[key].as_str().unwrap().to_owned();
@@ -47,8 +47,8 @@ async fn all_changing_requests_are_in_the_audit_log() {
         entry("POST /api/v1/tokens", &format!("/api/v1/tokens: read {id} \"reader\""), 201),
     ];
     assert_eq!(seen, expected, "newest first");
-    assert_eq!((&found[1]["request_id"], &found[0]["request_id"]), (&json!("mine-1.a_b"), &json!(new_id)));
-    assert_eq!((&found[0]["address"], &found[0]["token_id"]), (&json!("127.0.0.1"), &json!("local")));
+    assert_eq!((&logged[1]["request_id"], &logged[0]["request_id"]), (&json!("mine-1.a_b"), &json!(new_id)));
+    assert_eq!((&logged[0]["address"], &logged[0]["token_id"]), (&json!("127.0.0.1"), &json!("local")));
 
     assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
     for (query, expected) in [
@@ -59,8 +59,8 @@ async fn all_changing_requests_are_in_the_audit_log() {
         ("who=this%20machine&q=delete", 2),
         ("who=&q=", 4),
     ] {
-        let (_, found) = server.get(&format!("/audit?{query}")).await;
-        assert_eq!(found["entries"].as_array().unwrap().len(), expected, "{query}");
+        let (_, log) = server.get(&format!("/audit?{query}")).await;
+        assert_eq!(log["entries"].as_array().unwrap().len(), expected, "{query}");
     }
     let (status, page) = server.get_text("/audit").await;
     assert!(status == 200 && page.contains("DELETE /api/v1/tokens/{id}") && page.contains("this machine"));
@@ -75,11 +75,11 @@ async fn created_objects_are_named_in_the_audit_log() {
     let response = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();
     assert_eq!(response.status(), 303, "{}", response.text().await.unwrap());
     let page = response.headers()["location"].to_str().unwrap();
-    let found: Vec<_> = entries(&server).await.into_iter().map(|e| e["object"].clone()).collect();
+    let objects: Vec<_> = entries(&server).await.into_iter().map(|e| e["object"].clone()).collect();
     let by_form = page.strip_prefix("/jobs/").unwrap();
     let expected = [format!("/jobs/new: {by_form}"), format!("/api/v1/jobs: {job}")];
-    assert_eq!(found[..2], expected.map(Value::from), "newest first");
-    assert!(found[2..].contains(&json!("/api/v1/datasets: pictures")), "{found:?}");
+    assert_eq!(objects[..2], expected.map(Value::from), "newest first");
+    assert!(objects[2..].contains(&json!("/api/v1/datasets: pictures")), "{objects:?}");
     server.stop().await;
 }
 
@@ -91,10 +91,10 @@ async fn audit_details_are_truncated_after_300_characters() {
         let start = "/api/v1/datasets/none?x=";
         format!("{start}{}", "y".repeat(chars - start.len()))
     };
-    for (chars, kept) in [(300, 300), (301, 300), (5000, 300)] {
+    for (chars, logged_chars) in [(300, 300), (301, 300), (5000, 300)] {
         let response = server.http.delete(server.url(&path(chars))).send().await.unwrap();
         assert_eq!(response.status(), 404, "{chars}");
-        assert_eq!(entries(&server).await[0]["object"], path(kept), "{chars}");
+        assert_eq!(entries(&server).await[0]["object"], path(logged_chars), "{chars}");
     }
     // A form of the page People is logged with the person's name. The limit counts characters, not bytes.
     let logged = |letters: usize| format!("Add \"{}", "ä".repeat(letters));
@@ -138,13 +138,13 @@ async fn the_log_has_pages_and_old_entries_are_removed() {
     }
     let since = Instant::now();
     loop {
-        let found = entries(&server).await;
-        assert_eq!(found[0]["object"], "/api/v1/datasets/none-59", "the newest stays");
-        if found.len() <= 31 {
-            assert!(found.len() >= 20, "too many entries are removed");
+        let left = entries(&server).await;
+        assert_eq!(left[0]["object"], "/api/v1/datasets/none-59", "the newest stays");
+        if left.len() <= 31 {
+            assert!(left.len() >= 20, "too many entries are removed");
             break;
         }
-        assert!(since.elapsed() < TIMEOUT, "{} entries stay", found.len());
+        assert!(since.elapsed() < TIMEOUT, "{} entries stay", left.len());
     }
     server.execute("UPDATE audit SET at = 0").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;

@@ -48,13 +48,13 @@ async fn guess(url: &str, count: u32, addresses: u32, name: fn(u32) -> String) -
             }
         })
     });
-    let mut all = BTreeMap::<u16, u32>::new();
+    let mut totals = BTreeMap::<u16, u32>::new();
     for worker in workers.collect::<Vec<_>>() {
         for (status, count) in worker.await.unwrap() {
-            *all.entry(status).or_default() += count;
+            *totals.entry(status).or_default() += count;
         }
     }
-    all
+    totals
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -70,16 +70,16 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
         ("2000 names from 400 addresses", 2000, 400, |n| format!("name-{n}")),
     ] {
         let finished = Arc::new(AtomicBool::new(false));
-        let meanwhile = |person: &'static str, addresses: Vec<[u8; 4]>| {
+        let sign_in_repeatedly = |person: &'static str, addresses: Vec<[u8; 4]>| {
             let (finished, url) = (finished.clone(), url.clone());
             tokio::spawn(async move {
-                let (mut times, mut others) = (Vec::new(), BTreeMap::<u16, u32>::new());
+                let (mut times, mut refused) = (Vec::new(), BTreeMap::<u16, u32>::new());
                 for address in addresses.iter().cycle() {
                     let client = client_from(*address);
                     let since = Instant::now();
                     match sign_in(&client, &url, person, PASSWORD).await {
                         303 => times.push(since.elapsed()),
-                        status => *others.entry(status).or_default() += 1,
+                        status => *refused.entry(status).or_default() += 1,
                     }
                     if finished.load(Ordering::Relaxed) {
                         break;
@@ -87,14 +87,14 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
                     tokio::time::sleep(Duration::from_millis(200)).await;
                 }
                 times.sort();
-                (person, times, others)
+                (person, times, refused)
             })
         };
         // Bob has signed in from his address before. Carol uses a new address each time.
         assert_eq!(sign_in(&client_from([127, 0, 0, 77]), &url, "bob", PASSWORD).await, 303);
         let others = [
-            meanwhile("bob", vec![[127, 0, 0, 77]]),
-            meanwhile("carol", (0..250).map(|n| [127, 8, addresses as u8, n + 1]).collect()),
+            sign_in_repeatedly("bob", vec![[127, 0, 0, 77]]),
+            sign_in_repeatedly("carol", (0..250).map(|n| [127, 8, addresses as u8, n + 1]).collect()),
         ];
         let since = Instant::now();
         let responses = guess(&url, count, addresses, name).await;

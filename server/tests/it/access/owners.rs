@@ -51,8 +51,8 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     // The agent is drained, so that no job starts.
     let _agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    let (_, before) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
-    let ci = client(&before);
+    let (_, secret) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
+    let ci = client(&secret);
     let (_, old) = server.post("/jobs", &named_spec("old")).await;
     assert_eq!(old["owner"], "this machine", "{old}");
     let old = format!("/jobs/{}", old["id"].as_str().unwrap());
@@ -150,8 +150,8 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
     }
-    let (mona, mona_s) = server.client_of("mona", "submit").await;
-    let (otto, otto_s) = server.client_of("otto", "submit").await;
+    let (mona, mona_secret) = server.client_of("mona", "submit").await;
+    let (otto, otto_secret) = server.client_of("otto", "submit").await;
     let (vera, _) = server.client_of("vera", "read").await;
     let admin = std::mem::replace(&mut server.http, mona.clone());
     let (job, checkpoint) = create_failed_job(&server, &mut agent, |spec| {
@@ -195,25 +195,25 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     );
 
     // Others cannot use a private dataset.
-    let mut uses = spec();
-    uses["data"]["dataset"] = "secret-pictures".into();
-    let (status, problem) = server.send_as(&otto, "POST", "/jobs", Some(uses.clone())).await;
+    let mut with_dataset = spec();
+    with_dataset["data"]["dataset"] = "secret-pictures".into();
+    let (status, problem) = server.send_as(&otto, "POST", "/jobs", Some(with_dataset.clone())).await;
     assert!(
         status == 422 && problem["detail"].as_str().unwrap().contains("no dataset is called"),
         "{problem}"
     );
-    let (status, problem) = server.send_as(&mona, "POST", "/jobs", Some(uses.clone())).await;
+    let (status, problem) = server.send_as(&mona, "POST", "/jobs", Some(with_dataset.clone())).await;
     assert!(
         status == 422 && problem["errors"][0]["pointer"] == "/private",
         "the job's page would show the pictures: {problem}"
     );
-    uses["private"] = true.into();
-    assert_eq!(server.send_as(&mona, "POST", "/jobs", Some(uses)).await.0, 201);
+    with_dataset["private"] = true.into();
+    assert_eq!(server.send_as(&mona, "POST", "/jobs", Some(with_dataset)).await.0, 201);
     let augmented = format!("/datasets/pictures/samples?augmented={job}");
     assert_eq!(server.send_as(&otto, "GET", &augmented, None).await.0, 404);
-    let mut begins = spec();
-    begins["model"]["pretrained"] = checkpoint.as_str().into();
-    let (status, problem) = server.send_as(&otto, "POST", "/jobs", Some(begins)).await;
+    let mut with_weights = spec();
+    with_weights["model"]["pretrained"] = checkpoint.as_str().into();
+    let (status, problem) = server.send_as(&otto, "POST", "/jobs", Some(with_weights)).await;
     assert!(status == 422 && problem["detail"].as_str().unwrap().contains("no checkpoint"), "{problem}");
     let from = otto.get(server.url(&format!("/jobs/new?from={job}"))).send().await.unwrap();
     assert_eq!(from.status(), 404);
@@ -223,7 +223,7 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
 
     // The live list.
     let mut lists = Vec::new();
-    for secret in [&mona_s, &otto_s] {
+    for secret in [&mona_secret, &otto_secret] {
         let mut list = Stream::open(server.socket_request("/stream", secret)).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
         lists.push(list);
@@ -258,8 +258,8 @@ async fn people_create_tokens_within_their_role() {
     };
     for (scope, status) in [("read", 201), ("submit", 201), ("admin", 422), ("agent", 422)] {
         let agent = (scope == "agent").then_some("a");
-        let (is, made) = make(json!({"name": scope, "scope": scope, "agent": agent})).await;
-        assert_eq!(is, status, "{made}");
+        let (actual, made) = make(json!({"name": scope, "scope": scope, "agent": agent})).await;
+        assert_eq!(actual, status, "{made}");
         assert!(status == 422 || made["owner"] == "mona", "{made}");
     }
     let (_, for_an_hour) = make(json!({"name": "h", "scope": "submit", "expires_in_secs": 3600})).await;
@@ -269,8 +269,8 @@ async fn people_create_tokens_within_their_role() {
         (json!({"name": "x", "scope": "read", "expires_in_secs": 7200}), 422),
         (json!({"name": "x", "scope": "read", "expires_in_secs": 60}), 201),
     ] {
-        let (is, made) = server.send_as(&hour, "POST", "/tokens", Some(body)).await;
-        assert_eq!(is, status, "{made}");
+        let (actual, made) = server.send_as(&hour, "POST", "/tokens", Some(body)).await;
+        assert_eq!(actual, status, "{made}");
     }
     let (_, list) = server.send_as(&hour, "GET", "/tokens", None).await;
     let owners: Vec<_> = list["tokens"].as_array().unwrap().iter().map(|t| t["owner"].clone()).collect();
@@ -282,29 +282,30 @@ async fn people_create_tokens_within_their_role() {
     assert_eq!(server.send_as(&hour, "DELETE", &path, None).await.0, 204);
     // A token of the scope read cannot create tokens. A token can revoke itself and other tokens with at most the same rights. Tokens that
     // were created with a token are revoked together with it.
-    let (_, looks) = make(json!({"name": "looks", "scope": "read"})).await;
-    let (_, works) = make(json!({"name": "works", "scope": "submit"})).await;
-    let (reader, worker) = [&looks, &works].map(|made| client(made["secret"].as_str().unwrap())).into();
-    let (is, problem) =
+    let (_, read_token) = make(json!({"name": "looks", "scope": "read"})).await;
+    let (_, submit_token) = make(json!({"name": "works", "scope": "submit"})).await;
+    let (reader, worker) =
+        [&read_token, &submit_token].map(|made| client(made["secret"].as_str().unwrap())).into();
+    let (actual, problem) =
         server.send_as(&reader, "POST", "/tokens", Some(json!({"name": "x", "scope": "read"}))).await;
-    assert!(is == 403 && problem["detail"].as_str().unwrap().contains("cannot make tokens"), "{problem}");
+    assert!(actual == 403 && problem["detail"].as_str().unwrap().contains("cannot make tokens"), "{problem}");
     let id_of = |made: &Value| format!("/tokens/{}", made["id"].as_str().unwrap());
-    let (is, problem) = server.send_as(&reader, "DELETE", &id_of(&works), None).await;
-    assert!(is == 403 && problem["detail"].as_str().unwrap().contains("allows more"), "{problem}");
-    let (is, child) =
+    let (actual, problem) = server.send_as(&reader, "DELETE", &id_of(&submit_token), None).await;
+    assert!(actual == 403 && problem["detail"].as_str().unwrap().contains("allows more"), "{problem}");
+    let (actual, child) =
         server.send_as(&worker, "POST", "/tokens", Some(json!({"name": "child", "scope": "submit"}))).await;
-    assert!(is == 201 && child["made_with"] == works["id"], "{child}");
+    assert!(actual == 201 && child["made_with"] == submit_token["id"], "{child}");
     let child = client(child["secret"].as_str().unwrap());
     let (_, grandchild) =
         server.send_as(&child, "POST", "/tokens", Some(json!({"name": "next", "scope": "read"}))).await;
     let grandchild = client(grandchild["secret"].as_str().unwrap());
     assert_eq!(server.send_as(&grandchild, "GET", "/jobs", None).await.0, 200);
     assert_eq!(
-        server.send_as(&worker, "DELETE", &id_of(&looks), None).await.0,
+        server.send_as(&worker, "DELETE", &id_of(&read_token), None).await.0,
         204,
         "the token with more rights"
     );
-    assert_eq!(server.delete(&id_of(&works)).await.0, 204);
+    assert_eq!(server.delete(&id_of(&submit_token)).await.0, 204);
     for ended in [&reader, &worker, &child, &grandchild] {
         assert_eq!(server.send_as(ended, "GET", "/jobs", None).await.0, 401);
     }

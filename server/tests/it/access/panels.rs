@@ -49,15 +49,15 @@ async fn a_job_without_own_panels_shows_its_project_s_panels() {
     assert_eq!(read_panels(&server, &one).await, expected("none", &[]));
 
     // Missing fields get their defaults, and the response has all fields.
-    let whole = json!({"title": "both", "metrics": ["loss", "lr"], "lines": "ranks", "columns": 2, "rows": 3, "smoothing": 0.5,
+    let all_fields = json!({"title": "both", "metrics": ["loss", "lr"], "lines": "ranks", "columns": 2, "rows": 3, "smoothing": 0.5,
         "robust": true, "log": true, "y_min": 0.001, "y_max": 10.0});
     let (status, stored) = server
-        .put(&format!("/jobs/{one}/panels"), &json!({"panels": [whole, panel("b", &["accuracy"])]}))
+        .put(&format!("/jobs/{one}/panels"), &json!({"panels": [all_fields, panel("b", &["accuracy"])]}))
         .await;
     assert_eq!(status, 200, "{stored}");
     let (_, again) = server.get(&format!("/jobs/{one}/panels")).await;
     assert_eq!(again, stored);
-    assert_eq!(again["panels"][0], whole);
+    assert_eq!(again["panels"][0], all_fields);
     let with_defaults = json!({"title": "b", "metrics": ["accuracy"], "lines": "mean", "columns": 1, "rows": 1, "smoothing": 0.0, "robust": false, "log": false});
     assert_eq!(again["panels"][1], with_defaults);
     assert_eq!(read_panels(&server, &two).await, expected("none", &[]));
@@ -108,11 +108,11 @@ async fn the_number_of_panels_is_limited() {
         ["step_ms", "data_ms", "all_reduce_ms", "gpu_memory_bytes", "memory_used_bytes", "disk_used_bytes"];
     assert_eq!(time_and_bytes.len(), PANEL_METRICS);
     let max = vec![panel(&title, &time_and_bytes); PANELS];
-    for place in [path.as_str(), "/projects/default/panels"] {
-        assert_eq!(server.put(place, &json!({"panels": max})).await.0, 200, "{place}");
+    for target in [path.as_str(), "/projects/default/panels"] {
+        assert_eq!(server.put(target, &json!({"panels": max})).await.0, 200, "{target}");
         let mut more = max.clone();
         more.push(panel("one more", &["loss"]));
-        let (status, problem) = server.put(place, &json!({"panels": more})).await;
+        let (status, problem) = server.put(target, &json!({"panels": more})).await;
         assert!(status == 422 && problem["errors"][0]["pointer"] == "/panels", "{problem}");
     }
     let mut seven = time_and_bytes.to_vec();

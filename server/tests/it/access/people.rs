@@ -270,8 +270,8 @@ async fn people_and_passwords_have_limits() {
         (String::new(), PASSWORD.into(), 422),
     ] {
         let body = json!({"name": name, "role": "viewer", "password": password});
-        let (is, problem) = server.post("/people", &body).await;
-        assert_eq!(is, status, "{problem}");
+        let (actual, problem) = server.post("/people", &body).await;
+        assert_eq!(actual, status, "{problem}");
         assert!(!problem.to_string().contains(&password), "errors do not contain the password");
     }
     let longest = "%C3%A9".repeat(max);
@@ -287,12 +287,12 @@ async fn people_and_passwords_have_limits() {
         server.execute(&row).await;
     }
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    let last = |name: &str| json!({"name": name, "role": "viewer", "password": PASSWORD});
-    assert_eq!(server.post("/people", &last("last")).await.0, 201, "person number {PEOPLE}");
-    let (status, problem) = server.post("/people", &last("one-more")).await;
+    let viewer = |name: &str| json!({"name": name, "role": "viewer", "password": PASSWORD});
+    assert_eq!(server.post("/people", &viewer("last")).await.0, 201, "person number {PEOPLE}");
+    let (status, problem) = server.post("/people", &viewer("one-more")).await;
     assert!(status == 409 && problem["detail"].as_str().unwrap().contains("1000"), "{problem}");
     assert_eq!(server.delete("/people/last").await.0, 204);
-    assert_eq!(server.post("/people", &last("one-more")).await.0, 201);
+    assert_eq!(server.post("/people", &viewer("one-more")).await.0, 201);
     server.stop().await;
 }
 

@@ -13,7 +13,7 @@ use lockstep_protocol::JobId;
 use reqwest::{Client, Method, RequestBuilder};
 use serde_json::json;
 
-/// Queries and changes of requests. Handlers would refuse all but the first.
+/// The query and the change of each request. Handlers would refuse all requests except the first.
 const REQUESTS: [(&str, fn(RequestBuilder) -> RequestBuilder); 5] = [
     ("", |request| request),
     ("?limit=none&points=-1&since=x&format=x&cursor=x&augmented=x", |request| request),

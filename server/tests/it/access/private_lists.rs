@@ -62,16 +62,16 @@ async fn create_jobs(server: &mut TestServer, agent: &mut Agent, mona: &Client, 
 
 /// Reads a list in pages of one element. Returns all elements and the total.
 async fn read_all(server: &TestServer, who: &Client, path: &str, key: &str) -> (Vec<Value>, Value) {
-    let (mut all, mut cursor) = (Vec::new(), String::new());
+    let (mut elements, mut cursor) = (Vec::new(), String::new());
     loop {
         let sign = if path.contains('?') { '&' } else { '?' };
         let (status, page) =
             server.send_as(who, "GET", &format!("{path}{sign}limit=1&count=true{cursor}"), None).await;
         assert_eq!(status, 200, "{path}: {page}");
-        all.extend(page[key].as_array().unwrap().iter().cloned());
+        elements.extend(page[key].as_array().unwrap().iter().cloned());
         match page["next_cursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
-            None => return (all, page["total"].clone()),
+            None => return (elements, page["total"].clone()),
         }
     }
 }
@@ -138,11 +138,11 @@ async fn lists_hide_private_jobs_of_others() {
         ] {
             let path = format!("/jobs/groups?by={by}&metrics=loss,spec.train.lr&sort=group");
             let (groups, total) = read_all(&server, client, &path, "groups").await;
-            let of = |group: &Value| group["values"][0].as_str().unwrap().to_owned();
-            let found: Vec<_> = groups.iter().map(|g| (of(g), g["jobs"].as_u64().unwrap())).collect();
+            let key_of = |group: &Value| group["values"][0].as_str().unwrap().to_owned();
+            let counts: Vec<_> = groups.iter().map(|g| (key_of(g), g["jobs"].as_u64().unwrap())).collect();
             let expected: Vec<_> = expected.into_iter().map(|(name, jobs)| (name.to_owned(), jobs)).collect();
             assert_eq!(
-                (found, total.as_u64()),
+                (counts, total.as_u64()),
                 (expected.clone(), Some(expected.len() as u64)),
                 "{who}: {by}"
             );
@@ -231,8 +231,8 @@ async fn changes_of_a_job_are_streamed_to_its_readers() {
     for (name, role) in [("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
     }
-    let (mona, mona_s) = server.client_of("mona", "submit").await;
-    let (otto, otto_s) = server.client_of("otto", "submit").await;
+    let (mona, mona_secret) = server.client_of("mona", "submit").await;
+    let (otto, otto_secret) = server.client_of("otto", "submit").await;
     let submit = async |who: &Client, private: bool| {
         let mut spec = spec();
         spec["private"] = json!(private);
@@ -243,12 +243,12 @@ async fn changes_of_a_job_are_streamed_to_its_readers() {
     };
     let (secret, open) = (submit(&mona, true).await, submit(&otto, false).await);
     let mut lists = Vec::new();
-    for token in [&mona_s, &otto_s] {
+    for token in [&mona_secret, &otto_secret] {
         let mut list = Stream::open(server.socket_request("/stream", token)).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
         lists.push(list);
     }
-    let mut job = Stream::open(server.socket_request(&format!("/jobs/{secret}/stream"), &mona_s)).await;
+    let mut job = Stream::open(server.socket_request(&format!("/jobs/{secret}/stream"), &mona_secret)).await;
     let hello = job.until(|frame| frame["type"] == "live").await.swap_remove(0);
     assert_eq!((hello["type"].as_str(), hello["job"].get("notes")), (Some("hello"), None), "{hello}");
 

@@ -68,15 +68,15 @@ async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { mona, otto, ada, .. } = add_people(&server).await;
-    let (_, otto_s) = server.client_of("otto", "submit").await;
-    let mut list = Stream::open(server.socket_request("/stream", &otto_s)).await;
+    let (_, otto_secret) = server.client_of("otto", "submit").await;
+    let mut list = Stream::open(server.socket_request("/stream", &otto_secret)).await;
     list.until(|frame| frame["type"] == "live").await;
     let (secret, fork) = create_public_fork(&mut server, &mut agent, &mona).await;
     let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 5), losses(0, 6..=9)]).await;
 
     // For others, neither responses nor streams contain the parent.
-    let texts = read_everything(&server, &otto, &otto_s, &fork).await;
+    let texts = read_everything(&server, &otto, &otto_secret, &fork).await;
     for (source, text) in &texts {
         assert!(!text.contains(&secret) && !text.contains("secret run"), "{source}: {text}");
     }
@@ -105,7 +105,7 @@ async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
 
     // The deleted parent is not shown either.
     assert_eq!(server.send_as(&mona, "DELETE", &format!("/jobs/{secret}"), None).await.0, 204);
-    for (source, text) in read_everything(&server, &otto, &otto_s, &fork).await {
+    for (source, text) in read_everything(&server, &otto, &otto_secret, &fork).await {
         assert!(!text.contains(&secret), "{source}: {text}");
     }
     server.stop().await;
@@ -135,8 +135,8 @@ async fn forks_show_public_parents_and_own_private_parents() {
     let private = json!({"set": {"private": true}});
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &private).await;
     assert_eq!(status, 201, "{fork}");
-    let (_, otto_s) = server.client_of("otto", "submit").await;
-    for (source, text) in read_everything(&server, &otto, &otto_s, &id).await {
+    let (_, otto_secret) = server.client_of("otto", "submit").await;
+    for (source, text) in read_everything(&server, &otto, &otto_secret, &id).await {
         assert!(!text.contains(fork["id"].as_str().unwrap()), "{source}: {text}");
     }
     // The history of a job that is not a fork begins with its submission.

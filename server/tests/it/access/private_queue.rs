@@ -1,4 +1,4 @@
-//! The queue shows only the place of a private job to other people.
+//! The queue shows other people only the position (`place`) of a private job.
 
 use super::{People, add_people};
 use crate::{
@@ -33,8 +33,8 @@ async fn the_queue_shows_only_places_of_private_jobs_to_others() {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let (_, queue) = server.send_as(&ada, "GET", "/queue", None).await;
-        let is_kept = queue["reservations"][0]["free"] == json!([1]);
-        if is_kept && queue["jobs"][1]["id"] == open.as_str() && !queue["jobs"][1]["reason"].is_null() {
+        let is_reserved = queue["reservations"][0]["free"] == json!([1]);
+        if is_reserved && queue["jobs"][1]["id"] == open.as_str() && !queue["jobs"][1]["reason"].is_null() {
             break;
         }
         assert!(Instant::now() < deadline, "{queue:#}");
@@ -58,25 +58,25 @@ async fn the_queue_shows_only_places_of_private_jobs_to_others() {
             "waits for 1 slot: 1 of 2 on \"a\" free, kept for another job",
             "{who}"
         );
-        let kept = &queue["reservations"][0];
-        assert_eq!((&kept["agent"], &kept["free"]), (&json!("a"), &json!([1])), "{who}");
+        let reservation = &queue["reservations"][0];
+        assert_eq!((&reservation["agent"], &reservation["free"]), (&json!("a"), &json!([1])), "{who}");
         if sees {
             assert_eq!(
-                (&queue["jobs"][0]["name"], &kept["name"]),
+                (&queue["jobs"][0]["name"], &reservation["name"]),
                 (&json!("secret run"), &json!("secret run"))
             );
         } else {
             let reported: Vec<_> =
                 queue["jobs"][0].as_object().unwrap().iter().filter(|(_, v)| !v.is_null()).collect();
             assert_eq!(reported, [(&"place".to_owned(), &json!(1))], "{who}");
-            assert_eq!((&kept["job"], &kept["name"]), (&Value::Null, &Value::Null), "{who}");
+            assert_eq!((&reservation["job"], &reservation["name"]), (&Value::Null, &Value::Null), "{who}");
             assert!(!queue.to_string().contains("mona") && !queue.to_string().contains("secret"), "{queue}");
         }
         // Filters by owner or project do not find the private job.
         for query in ["owner=mona", "project=secret-project"] {
             let queue = get(&format!("/queue?count=true&{query}")).await;
-            let found = if sees { json!(1) } else { json!(0) };
-            assert_eq!(queue["total"], found, "{who}: {query}: {queue}");
+            let expected = if sees { json!(1) } else { json!(0) };
+            assert_eq!(queue["total"], expected, "{who}: {query}: {queue}");
         }
         let (_, his) = server.send_as(client, "GET", "/queue?owner=otto&fields=place", None).await;
         assert_eq!(his["jobs"], json!([{"place": 2}]), "{who}: places count private jobs, too");

@@ -189,7 +189,7 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
             let by_cookie = || ada.client.request(method.clone(), &url).header("cookie", &ada.cookie);
             let by_token = || server.http.request(method.clone(), &url);
             // The check does not depend on the method, so other methods than POST get only two of the requests.
-            let all = if *method == Method::POST { usize::MAX } else { 2 };
+            let count = if *method == Method::POST { usize::MAX } else { 2 };
             for request in [
                 by_cookie().header("origin", "https://evil.example"),
                 by_cookie().header("origin", "null"),
@@ -200,7 +200,7 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
                 stranger.request(method.clone(), &url).header("origin", "http://127.0.0.1:1"),
             ]
             .into_iter()
-            .take(all)
+            .take(count)
             {
                 let response = request.send().await.unwrap();
                 let (status, text) = (response.status().as_u16(), response.text().await.unwrap());

@@ -66,8 +66,8 @@ async fn tokens_have_limits() {
         (json!({"name": "t", "scope": "agent", "agent": "a".repeat(101)}), 422),
         (json!({"name": "t", "scope": "read", "admin": true}), 400),
     ] {
-        let (found, response) = server.post("/tokens", &body).await;
-        assert_eq!(found, status, "{body}: {response}");
+        let (actual, response) = server.post("/tokens", &body).await;
+        assert_eq!(actual, status, "{body}: {response}");
     }
     // Inserts tokens until one more is allowed.
     let valid = server.query_number("SELECT count(*) FROM tokens WHERE revoked_at IS NULL").await;

@@ -14,16 +14,16 @@ pub(super) struct CheckedApi<'a> {
 }
 
 impl CheckedApi<'_> {
-    /// Sends a request of the operation `method` `template` to the path `place`, and compares the response with the document.
+    /// Sends a request of the operation `method` `template` to the path `target`, and compares the response with the document.
     pub(super) async fn request(
         &mut self,
         method: &str,
         template: &str,
-        place: &str,
+        target: &str,
         change: impl FnOnce(RequestBuilder) -> RequestBuilder,
     ) -> (u16, Value) {
         let verb = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
-        let request = change(self.server.http.request(verb, self.server.url(place)));
+        let request = change(self.server.http.request(verb, self.server.url(target)));
         let response = request.send().await.unwrap();
         let status = response.status().as_u16();
         let kind = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());

@@ -19,7 +19,7 @@ async fn common_refusals_are_documented_for_every_call() {
         let (method, path) = (method.as_str(), path.as_str());
         let fill = |name: &str| {
             let names = ["{id}", "{name}", "{file}", "{job}", "{attempt}"];
-            names.iter().fold(path.to_owned(), |path, place| path.replace(place, name))
+            names.iter().fold(path.to_owned(), |path, placeholder| path.replace(placeholder, name))
         };
         // With an unknown token, requests within the limit have no effect.
         let unknown_token = "Bearer lst_nothing";

@@ -38,11 +38,11 @@ async fn protocol_errors_of_agents_get_a_close_code_and_reason() {
         let zeros = vec![0_u8; bytes];
         let chunks = zeros.chunks(PART_BYTES);
         let count = chunks.len();
-        let one = |(n, chunk): (usize, &[u8])| {
+        let part_message = |(n, chunk): (usize, &[u8])| {
             let part = wire::Part { message: 1, last: n + 1 == count, bytes: chunk.to_vec() };
             Message::Binary(wire::encode(&FromAgent::Part(part)).unwrap().into())
         };
-        chunks.enumerate().map(one).collect::<Vec<_>>()
+        chunks.enumerate().map(part_message).collect::<Vec<_>>()
     };
     let cases: Vec<(Vec<Message>, u16, &str)> = vec![
         (vec![Message::text("hello")], 1003, "text"),
@@ -80,8 +80,8 @@ async fn protocol_errors_of_agents_get_a_close_code_and_reason() {
             }
             continue;
         }
-        let (found, reason) = close_frame(&mut socket).await;
-        assert!(found == code && reason.contains(fragment), "{found} {reason}, not {code} {fragment}");
+        let (actual, reason) = close_frame(&mut socket).await;
+        assert!(actual == code && reason.contains(fragment), "{actual} {reason}, not {code} {fragment}");
     }
     assert_eq!(server.get_text("/healthz").await.0, 200);
     server.stop().await;
@@ -137,8 +137,8 @@ fn bytes_of(text: &'static str) -> tokio_tungstenite::tungstenite::Bytes {
 
 /// Whether the server closes the connection within this time.
 async fn closes_within(mut socket: TcpStream, within: Duration) -> bool {
-    let mut all = Vec::new();
-    timeout(within, socket.read_to_end(&mut all)).await.is_ok()
+    let mut bytes = Vec::new();
+    timeout(within, socket.read_to_end(&mut bytes)).await.is_ok()
 }
 
 #[tokio::test]
@@ -214,10 +214,10 @@ async fn one_address_has_a_quarter_of_the_connections() {
         c.head_patience = Duration::from_secs(600);
     })
     .await;
-    let at = SocketAddr::new(outside, server.address.port());
+    let address = SocketAddr::new(outside, server.address.port());
     let mut idle = Vec::new();
     for _ in 0..16 {
-        idle.push(TcpStream::connect(at).await.unwrap());
+        idle.push(TcpStream::connect(address).await.unwrap());
     }
     let mut first = idle.remove(0);
     let mut byte = [0];
@@ -225,18 +225,18 @@ async fn one_address_has_a_quarter_of_the_connections() {
         timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(),
         "a connection within the limit is closed"
     );
-    idle.push(TcpStream::connect(at).await.unwrap());
+    idle.push(TcpStream::connect(address).await.unwrap());
     assert!(closes_within(first, TIMEOUT).await, "the oldest connection is closed for a new one");
     // Streams in use are not closed for new connections.
     let mut streams = Vec::new();
     for _ in 0..16 {
-        let mut stream = Stream::open(socket_request(at, "/stream", &server.token)).await;
+        let mut stream = Stream::open(socket_request(address, "/stream", &server.token)).await;
         assert_eq!(stream.next().await.unwrap()["type"], "live");
         streams.push(stream);
     }
-    let more = timeout(TIMEOUT, connect_async(socket_request(at, "/stream", &server.token))).await;
+    let more = timeout(TIMEOUT, connect_async(socket_request(address, "/stream", &server.token))).await;
     assert!(more.expect("the connection is refused at once").is_err());
-    let here = format!("http://127.0.0.1:{}/healthz", at.port());
+    let here = format!("http://127.0.0.1:{}/healthz", address.port());
     assert_eq!(server.http.get(here).send().await.unwrap().status(), 200, "other addresses are served");
     drop(streams);
     server.stop().await;

@@ -49,12 +49,12 @@ async fn a_cursor_has_at_most_4096_characters() {
         server.submit(|_| {}).await;
     }
     let (_, page) = server.get("/jobs?limit=1").await;
-    let place = BASE64_URL_SAFE_NO_PAD.decode(page["next_cursor"].as_str().unwrap()).unwrap();
+    let cursor = BASE64_URL_SAFE_NO_PAD.decode(page["next_cursor"].as_str().unwrap()).unwrap();
     // Spaces after the JSON are valid. In base64, three bytes are four characters.
     let next = async |bytes: usize| {
-        let mut place = place.clone();
-        place.resize(bytes, b' ');
-        server.get(&format!("/jobs?limit=1&cursor={}", BASE64_URL_SAFE_NO_PAD.encode(place))).await
+        let mut cursor = cursor.clone();
+        cursor.resize(bytes, b' ');
+        server.get(&format!("/jobs?limit=1&cursor={}", BASE64_URL_SAFE_NO_PAD.encode(cursor))).await
     };
     let (status, page) = next(3072).await;
     assert_eq!((status, page["jobs"].as_array().map(Vec::len)), (200, Some(1)), "{page}");
@@ -69,12 +69,12 @@ async fn a_part_of_a_checkpoint_upload_has_at_most_8_mib() {
     const MAX: usize = 8 << 20;
     let (server, mut agent, _, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    let own = AttemptApi::new(&server, &server.agent_token("a").await, "id-a", &attempt);
-    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
+    let api = AttemptApi::new(&server, &server.agent_token("a").await, "id-a", &attempt);
+    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
     let mut manifest: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
     manifest["files"]["model.safetensors"]["size_bytes"] = json!(2 * MAX);
     let put =
-        async |file: &str, body: Vec<u8>| own.request("PUT", &format!("/uploads/1-10/{file}"), body).await;
+        async |file: &str, body: Vec<u8>| api.request("PUT", &format!("/uploads/1-10/{file}"), body).await;
     assert_eq!(put("MANIFEST.json", manifest.to_string().into()).await.0, 204);
     let (status, problem) = put("model.safetensors?offset=0", vec![7; MAX + 1]).await;
     assert_eq!(status, 413, "{problem}");

@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 
 /// Returns name, role and subject of all people.
 async fn list_people(server: &TestServer) -> Vec<String> {
-    let (_, all) = server.get("/people").await;
+    let (_, people) = server.get("/people").await;
     let word = |person: &Value, key: &str| person[key].as_str().unwrap_or_default().to_owned();
     let line = |person: &Value| {
         format!("{} {} {}", word(person, "name"), word(person, "role"), word(&person["identity"], "subject"))
     };
-    all["people"].as_array().unwrap().iter().map(line).collect()
+    people["people"].as_array().unwrap().iter().map(line).collect()
 }
 
 #[tokio::test]

@@ -203,10 +203,10 @@ impl Provider {
 }
 
 async fn describe(State(provider): State<Provider>) -> Json<Value> {
-    let at = provider.issuer();
+    let issuer = provider.issuer();
     let described = json!({
-        "issuer": at, "authorization_endpoint": format!("{at}/authorize?tenant=1"), "token_endpoint": format!("{at}/token"),
-        "jwks_uri": format!("{at}/keys"), "userinfo_endpoint": format!("{at}/me"), "scopes_supported": ["openid", "groups"],
+        "issuer": issuer, "authorization_endpoint": format!("{issuer}/authorize?tenant=1"), "token_endpoint": format!("{issuer}/token"),
+        "jwks_uri": format!("{issuer}/keys"), "userinfo_endpoint": format!("{issuer}/me"), "scopes_supported": ["openid", "groups"],
     });
     Json(provider.read(|b| merge(described, &b.description)))
 }
@@ -336,8 +336,8 @@ impl<'a> Browser<'a> {
     /// Signs in, expects this error status, and returns the page.
     pub async fn sign_in_error(&mut self, provider: &Provider, status: u16) -> String {
         let response = self.sign_in(provider).await;
-        let (got, page) = (response.status().as_u16(), response.text().await.unwrap());
-        assert_eq!(got, status, "{page}");
+        let (actual, page) = (response.status().as_u16(), response.text().await.unwrap());
+        assert_eq!(actual, status, "{page}");
         assert!(self.cookies.is_empty(), "no session, and no cookie of the sign-in: {:?}", self.cookies);
         page
     }

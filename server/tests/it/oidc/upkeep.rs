@@ -20,9 +20,9 @@ async fn begin_status<R: IntoResponse + 'static>(
 ) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let issuer = format!("http://{}", listener.local_addr().unwrap());
-    let at = issuer.clone();
+    let issuer_url = issuer.clone();
     let routes = Router::new()
-        .route("/.well-known/openid-configuration", get(async move || describe(&at).into_response()))
+        .route("/.well-known/openid-configuration", get(async move || describe(&issuer_url).into_response()))
         .route("/other", get(async || "{}"));
     tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
     let config = OidcConfig::new(issuer.parse().unwrap(), "x".into());
@@ -101,11 +101,11 @@ async fn new_keys_are_fetched_on_demand_with_a_rate_limit() {
 #[tokio::test]
 async fn responses_of_providers_are_limited_and_need_https() {
     const MAX: usize = 256 << 10;
-    let at = "https://a.example";
-    let whole =
-        json!({"issuer": "ISSUER", "authorization_endpoint": at, "token_endpoint": at, "jwks_uri": at});
+    let url = "https://a.example";
+    let complete =
+        json!({"issuer": "ISSUER", "authorization_endpoint": url, "token_endpoint": url, "jwks_uri": url});
     for (bytes, status) in [(MAX, 303), (MAX + 1, 503)] {
-        let text = whole.to_string();
+        let text = complete.to_string();
         let describe = move |issuer: &str| {
             let text = text.replace("ISSUER", issuer);
             format!("{text}{}", " ".repeat(bytes - text.len()))
@@ -113,11 +113,11 @@ async fn responses_of_providers_are_limited_and_need_https() {
         assert_eq!(begin_status(describe).await, status, "{bytes}");
     }
     let with = |name: &str, value: &str| {
-        let mut whole = whole.clone();
-        whole[name] = json!(value);
-        whole
+        let mut complete = complete.clone();
+        complete[name] = json!(value);
+        complete
     };
-    let mut without = whole.clone();
+    let mut without = complete.clone();
     without.as_object_mut().unwrap().remove("jwks_uri");
     let cases: [(Value, u16); 7] = [
         (with("issuer", "https://evil.example"), 503),

@@ -75,11 +75,11 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     };
     post("runs/log-parameter", with_run(json!({"key": "lr", "value": "0.1"}))).await;
     post("runs/log-parameter", with_run(json!({"key": "lr", "value": "0.1"}))).await;
-    for (value, at) in [(json!(0.5), 0), (json!(0.25), 1), (json!("NaN"), 2)] {
+    for (value, step) in [(json!(0.5), 0), (json!(0.25), 1), (json!("NaN"), 2)] {
         post(
             "runs/log-metric",
             with_run(
-                json!({"key": "val/loss", "value": value, "timestamp": 1_700_000_000_000u64, "step": at}),
+                json!({"key": "val/loss", "value": value, "timestamp": 1_700_000_000_000u64, "step": step}),
             ),
         )
         .await;
@@ -103,11 +103,11 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     let model = format!("logged-models/{}", model["model_id"].as_str().unwrap());
     post(&format!("{model}/params"), json!({"params": [{"key": "lr", "value": "0.1"}]})).await;
     assert_eq!(get(&model, json!({})).await, made);
-    let found = get("runs/get", with_run(json!({}))).await;
-    let data = &found["run"]["data"];
+    let run = get("runs/get", with_run(json!({}))).await;
+    let data = &run["run"]["data"];
     let pairs = |key: &str| -> Vec<(String, Value)> {
         let list = data[key].as_array().unwrap().iter();
-        list.map(|one| (one["key"].as_str().unwrap().to_owned(), one["value"].clone())).collect()
+        list.map(|entry| (entry["key"].as_str().unwrap().to_owned(), entry["value"].clone())).collect()
     };
     let pair = |key: &str, value: Value| (key.to_owned(), value);
     assert_eq!(pairs("params"), [pair("depth", json!("3")), pair("lr", json!("0.1"))]);
@@ -119,9 +119,9 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     let tags = [("colour", "red"), ("mlflow.runName", "sole"), ("mlflow.user", "me")];
     assert_eq!(pairs("tags"), tags.map(|(key, value)| pair(key, json!(value))));
     let history = async |page: Value| get("metrics/get-history", with_run(page)).await;
-    let all = history(json!({"metric_key": "val/loss"})).await;
+    let complete = history(json!({"metric_key": "val/loss"})).await;
     let values: Vec<_> =
-        all["metrics"].as_array().unwrap().iter().map(|m| (&m["step"], &m["value"])).collect();
+        complete["metrics"].as_array().unwrap().iter().map(|m| (&m["step"], &m["value"])).collect();
     assert_eq!(values, [(&json!(0), &json!(0.5)), (&json!(1), &json!(0.25)), (&json!(2), &json!("NaN"))]);
     let first = history(json!({"metric_key": "val/loss", "max_results": 2})).await;
     let token = first["next_page_token"].clone();
@@ -262,8 +262,8 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
             "no registered models",
         ),
     ] {
-        let (found, problem) = call(&server, &server.http, method, name, &fields).await;
-        assert_eq!((found, &problem["error_code"]), (status, &json!(code)), "{name}: {problem}");
+        let (actual, problem) = call(&server, &server.http, method, name, &fields).await;
+        assert_eq!((actual, &problem["error_code"]), (status, &json!(code)), "{name}: {problem}");
         assert!(problem["message"].as_str().unwrap().contains(fragment), "{name}: {problem}");
     }
     let traces =
@@ -396,16 +396,16 @@ async fn calls_agree_with_mlflow_s_own_tests() {
     let steps = [0u64, 1, 2, 1_000_000, 5_000_000_000];
     let metrics = steps.map(|step| json!({"key": "far", "value": 1, "timestamp": 1, "step": step}));
     assert_eq!(ask("POST", "runs/log-batch", with(json!({"metrics": metrics}))).await.0, 200);
-    let (mut found, mut token, mut pages) = (Vec::new(), Value::Null, 0);
+    let (mut read, mut token, mut pages) = (Vec::new(), Value::Null, 0);
     while pages == 0 || !token.is_null() {
         let mut fields = with(json!({"metric_key": "far", "max_results": 2}));
         if let Some(token) = token.as_str() {
             fields["page_token"] = token.into();
         }
         let (_, page) = ask("GET", "metrics/get-history", fields).await;
-        found.extend(page["metrics"].as_array().unwrap().iter().map(|point| point["step"].as_u64().unwrap()));
+        read.extend(page["metrics"].as_array().unwrap().iter().map(|point| point["step"].as_u64().unwrap()));
         (token, pages) = (page["next_page_token"].clone(), pages + 1);
     }
-    assert_eq!((found.as_slice(), pages), (&steps[..], 3));
+    assert_eq!((read.as_slice(), pages), (&steps[..], 3));
     server.stop().await;
 }

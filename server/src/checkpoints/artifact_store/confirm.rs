@@ -89,7 +89,7 @@ impl ArtifactStore {
     async fn check_not_empty(&self, database: &dyn Store) -> Result<(), Unusable> {
         let uploaded = database.uploaded_checkpoints(self.storage.url(), MAX_EXAMINED).await?;
         for id in &uploaded {
-            let Some(prefix) = self.storage.checkpoint_prefix(id) else { continue };
+            let Some(prefix) = self.storage.prefix_of(id) else { continue };
             if self.storage.manifest(&prefix).await?.is_some() {
                 return Ok(());
             }

@@ -202,8 +202,8 @@ mod tests {
             cuts(&network, stages).unwrap().iter().map(name).collect()
         };
         assert_eq!(first(Arch::ResNet20, 1), [""; 0]);
-        assert_eq!(first(Arch::ResNet20, 3), ["layer2.0.conv1", "layer3.0.conv1"]);
-        assert_eq!(first(Arch::ResNet18, 2), ["layer3.0.conv1"]);
+        assert_eq!(first(Arch::ResNet20, 3), ["layer1.2.conv1", "layer2.2.conv1"]);
+        assert_eq!(first(Arch::ResNet18, 2), ["layer2.1.conv1"]);
         // The maximum number of stages: the stem, nine blocks, the last layer.
         let all = first(Arch::ResNet20, 11);
         assert_eq!((all.len(), all[0].as_str(), all[9].as_str()), (10, "layer1.0.conv1", "fc"));

@@ -135,7 +135,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
         let middle = complete.len() / 2;
         let mut changed = complete.clone();
         changed[middle] ^= 1;
-        for bytes in [&complete[..middle], &complete[..whole.len() - 2], &changed[..], b"{}\n", b""] {
+        for bytes in [&complete[..middle], &complete[..complete.len() - 2], &changed[..], b"{}\n", b""] {
             std::fs::write(&file, bytes).unwrap();
             let error = restore(&empty, &file).await.unwrap_err();
             assert!(matches!(error, BackupError::Incomplete { .. }), "{error}");

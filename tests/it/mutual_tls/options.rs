@@ -71,8 +71,7 @@ fn contradictory_options_are_refused_with_advice() {
     start(&["--tls-own-ca", "--tls-suites", "ECDHE-RSA-AES256-GCM-SHA384"]).assert_usage_error(&["ECDSA"]);
     start(&["--tls-suites", "TLS_AES_256_GCM_SHA384"]).assert_usage_error(&["--tls-suites", "--tls-own-ca"]);
     start(&["--agent-auth", "certificate"]).assert_usage_error(&["--agent-auth", "--tls-cert"]);
-    start(&["--tls-own-ca", "--agent-auth", "password"])
-        .assert_usage_error(&["token, certificate, either"]);
+    start(&["--tls-own-ca", "--agent-auth", "password"]).assert_usage_error(&["token, certificate, either"]);
     start(&["--tls-own-ca", "--agent-ca", "none.crt"]).assert_usage_error(&["none.crt"]);
     start(&["--tls-own-ca", "--agent-crl", "list.crl"]).assert_usage_error(&["--agent-ca"]);
     start(&["--tls-own-ca", "--agent-auth", "certificate", "--no-auth"]).assert_usage_error(&["--no-auth"]);

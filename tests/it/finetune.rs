@@ -12,6 +12,7 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{fs, path::Path};
 
 const CLASSES: usize = 131;
+/// Pictures of each class.
 const PICTURES: usize = 3;
 
 /// Settings that make the job small enough for two cores.
@@ -49,15 +50,15 @@ fn write_weights(path: &Path) {
     let model = ModelSpec { arch: Arch::ResNet18, stem: Stem::Imagenet, ..ModelSpec::default() };
     let network = resnet::build(&model, 224, 3, 1000).expect("a network");
     let tensors = init::initial_parameters(&network, false, 77);
-    let mut all: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+    let mut saved: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
     for (name, tensor) in tensors {
         if let Some(norm) = name.strip_suffix("running_mean") {
-            all.push((format!("{norm}num_batches_tracked"), Dtype::I64, vec![], 9i64.to_le_bytes().to_vec()));
+            saved.push((format!("{norm}num_batches_tracked"), Dtype::I64, vec![], 9i64.to_le_bytes().to_vec()));
         }
         let bytes = tensor.values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        all.push((name, Dtype::F32, tensor.shape, bytes));
+        saved.push((name, Dtype::F32, tensor.shape, bytes));
     }
-    let views = all.iter().map(|(name, dtype, shape, bytes)| {
+    let views = saved.iter().map(|(name, dtype, shape, bytes)| {
         (name, TensorView::new(*dtype, shape.clone(), bytes).expect("a tensor"))
     });
     fs::write(path, safetensors::serialize(views, None).expect("safetensors")).expect("a file");
@@ -107,7 +108,7 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
     let response = run_line(&pages::line("docs/training.md", "lockstep predict flowers new.jpg"));
     let (_, classes) = response.ok().split_once("new.jpg: ").expect("the picture's name");
-    let named = classes.trim().split(", ").map(|of| of.rsplit_once(' ').expect("a share").0.to_owned());
+    let named = classes.trim().split(", ").map(|item| item.rsplit_once(' ').expect("a share").0.to_owned());
     let names: Vec<String> = (0..CLASSES).map(class_name).collect();
     assert_eq!(named.clone().count(), 5, "{classes}");
     for name in named {
@@ -135,7 +136,7 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     let (training, held_out) = counts.split_once(" training and ").expect("two counts");
     let (training, held_out): (u32, u32) =
         (training.parse().expect("a count"), held_out.parse().expect("a count"));
-    assert!(training + held_out == 393 && (20..60).contains(&held_out), "{counts}");
+    assert!(training + held_out == (CLASSES * PICTURES) as u32 && (20..60).contains(&held_out), "{counts}");
     assert!(log.stdout.contains("[1000, 512], this job's is [131, 512]"), "{}", log.stdout);
 
     // Training began with these weights: one epoch at a small learning rate changes them little.

@@ -59,9 +59,9 @@ async fn lose_machines(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) ->
 #[tokio::test]
 async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnected() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::measured(7).await;
+    let (mut site, model) = Site::with_reference_weights(7).await;
     let mut hosts: Vec<u32> = Vec::new();
-    // The two hosts have the same two neighbours, which must report both.
+    // The two hosts that are cut off have the same two neighbours, which must report both.
     for (joining, ranks, how) in [(1..=5, vec![2], Lost::Killed), (6..=7, vec![1, 3], Lost::CutOff)] {
         for host in joining {
             site.join(host, &format!("h{host}"), 1);
@@ -97,7 +97,7 @@ async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnect
 #[tokio::test]
 async fn a_job_without_one_host_ends_on_fewer_ranks_with_the_same_weights() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::measured(2).await;
+    let (mut site, model) = Site::with_reference_weights(2).await;
     site.join(1, "h1", 2);
     site.join(2, "h2", 2);
     site.online(&["h1", "h2"]).await;

@@ -50,15 +50,15 @@ fn write_weights(path: &Path) {
     let model = ModelSpec { arch: Arch::ResNet18, stem: Stem::Imagenet, ..ModelSpec::default() };
     let network = resnet::build(&model, 224, 3, 1000).expect("a network");
     let tensors = init::initial_parameters(&network, false, 77);
-    let mut saved: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+    let mut all: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
     for (name, tensor) in tensors {
         if let Some(norm) = name.strip_suffix("running_mean") {
-            saved.push((format!("{norm}num_batches_tracked"), Dtype::I64, vec![], 9i64.to_le_bytes().to_vec()));
+            all.push((format!("{norm}num_batches_tracked"), Dtype::I64, vec![], 9i64.to_le_bytes().to_vec()));
         }
         let bytes = tensor.values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        saved.push((name, Dtype::F32, tensor.shape, bytes));
+        all.push((name, Dtype::F32, tensor.shape, bytes));
     }
-    let views = saved.iter().map(|(name, dtype, shape, bytes)| {
+    let views = all.iter().map(|(name, dtype, shape, bytes)| {
         (name, TensorView::new(*dtype, shape.clone(), bytes).expect("a tensor"))
     });
     fs::write(path, safetensors::serialize(views, None).expect("safetensors")).expect("a file");

@@ -263,9 +263,9 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     // A short outage: the ranks' connections survive, and no step is repeated.
     let id = site.submit().await;
     site.at_step(&id, 25).await;
-    site.network.plug(3, false);
+    site.network.set_connected(3, false);
     tokio::time::sleep(SHORT_OUTAGE).await;
-    site.network.plug(3, true);
+    site.network.set_connected(3, true);
     let (job, same) = site.wait_for_success(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(1)));
     assert!(same == model, "the same weights over four hosts");
@@ -280,9 +280,9 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     // A longer outage within the lease: the job continues on the same machines, as there is no other.
     let id = site.submit().await;
     site.at_step(&id, 25).await;
-    site.network.plug(3, false);
+    site.network.set_connected(3, false);
     tokio::time::sleep(LONG_OUTAGE).await;
-    site.network.plug(3, true);
+    site.network.set_connected(3, true);
     let (_, from) = site.next_step(&id, 2).await;
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
     let (job, same) = site.wait_for_success(&id).await;
@@ -299,7 +299,7 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
         let job = site.get(&format!("/jobs/{id}")).await;
         let victim = job["agents"][rank].as_str().expect("an agent").to_owned();
         let cut = Instant::now();
-        site.network.plug(host(&victim), false);
+        site.network.set_connected(host(&victim), false);
         let (stepped, from) = site.next_step(&id, 2).await;
         let recovery = stepped - cut;
         eprintln!(
@@ -327,7 +327,7 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
             reason.contains("the ranks of other machines have lost those on it"),
             "not by its lease: {first:#}"
         );
-        site.network.plug(host(&victim), true);
+        site.network.set_connected(host(&victim), true);
         site.online(&["h1", "h2", "h3", "h4", "h5"]).await;
     }
 }

@@ -173,7 +173,7 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
         assert!(cluster.are_on(&job, &[2]) && job["attempt"] == json!(2), "{with}: {job:#}");
         assert!(same == model, "{with}: the same weights after a host was lost");
         cluster.until_empty(2).await;
-        cluster.site.network.plug(1, true);
+        cluster.site.network.set_connected(1, true);
         cluster.sshds[0] = cluster.sshd(1);
     }
 }

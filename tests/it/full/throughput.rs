@@ -31,11 +31,11 @@ fn spec(name: &str, ranks: u32) -> Value {
 /// Pictures per second of an attempt, from the points of rank 0.
 async fn expected_speed(server: &Server, id: &str, attempt: u64) -> f64 {
     let points = server.points(id, "step_ms").await;
-    let steps: Vec<_> = points.iter().filter(|p| p.0 == attempt && p.1 == 0).collect();
-    assert!(steps.len() >= 10, "attempt {attempt} of {id} has {} steps", steps.len());
+    let own: Vec<_> = points.iter().filter(|p| p.0 == attempt && p.1 == 0).collect();
+    assert!(own.len() >= 10, "attempt {attempt} of {id} has {} steps", own.len());
     let last = PICTURES - (STEPS_PER_EPOCH - 1) * 16;
-    let pictures: u64 = steps.iter().map(|p| if p.2.is_multiple_of(STEPS_PER_EPOCH) { last } else { 16 }).sum();
-    pictures as f64 / steps.iter().map(|p| p.3 / 1e3).sum::<f64>()
+    let pictures: u64 = own.iter().map(|p| if p.2.is_multiple_of(STEPS_PER_EPOCH) { last } else { 16 }).sum();
+    pictures as f64 / own.iter().map(|p| p.3 / 1e3).sum::<f64>()
 }
 
 /// The step and the time of a log line with a loss; `None` for other lines.

@@ -170,7 +170,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     // The agent uploads the checkpoint before it ends, as its disk is deleted with the pod.
     server
-        .until("the checkpoint is on the server", async |server: &Server| newest_step(server, &id).await >= step)
+        .until("the checkpoint is uploaded", async |server: &Server| newest_step(server, &id).await >= step)
         .await;
     let kept = newest_step(&server, &id).await;
     following.wait_for_output(&server, ": suspended").await;

@@ -25,7 +25,7 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("slow-upload", 1)).await;
-    // A file in place of the folder for uploads: the server cannot store them, as with a full disk.
+    // A file in place of the folder for uploads: the server cannot store uploads, as with a full disk.
     let uploads = server.job_dir(&id).join("uploads");
     fs::write(&uploads, "").expect("a file");
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));

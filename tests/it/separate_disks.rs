@@ -310,7 +310,7 @@ mod full {
         wrong[99_999] ^= 1;
         fs::write(part.join("optimizer.safetensors"), &wrong).expect("a damaged file");
         a.start_agent(&server);
-        server.until("the checkpoint is uploaded", async |s: &Server| uploaded_step(s, &id).await == STEPS).await;
+        server.until("the upload is done", async |s: &Server| uploaded_step(s, &id).await == STEPS).await;
         assert_eq!(server.last_model(&id).await, expected, "the same weights");
         let log = log(&server, &id).await;
         assert!(log.contains("was damaged during the upload to the server"), "{log}");

@@ -107,7 +107,7 @@ async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store()
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let uploaded_weights = async |id: &str| {
         server.wait_for_success(id).await;
-        server.until("the checkpoint is uploaded", async |s: &Server| uploaded_step(s, id).await == STEPS).await;
+        server.until("the upload is done", async |s: &Server| uploaded_step(s, id).await == STEPS).await;
         download(&server, id).await
     };
     let whole = server.submit(&spec("whole", 4, false)).await;

@@ -1,6 +1,6 @@
-# Sourced by tests/run and .ci/run: how long each part of a run took, and packages of Python.
+# Functions of tests/run and .ci/run: record the time of each part of a run, and install Python packages.
 
-# A script that is started by another adds its parts to the other's table.
+# A script that is started by another script adds its parts to that script's table, whose file is $LOCKSTEP_PARTS.
 if [[ -z ${LOCKSTEP_PARTS:-} ]]; then
     LOCKSTEP_PARTS=$(mktemp)
     export LOCKSTEP_PARTS
@@ -14,11 +14,11 @@ report() {
     rm -f "$LOCKSTEP_PARTS"
 }
 
-# record NAME BEGAN: a row of the table, for what began when SECONDS was BEGAN.
+# record NAME BEGAN: adds a row to the table for a part that began when $SECONDS was BEGAN.
 record() { printf '%5d s  %s\n' $((SECONDS - $2)) "$1" >>"$LOCKSTEP_PARTS"; }
 
-# part NAME COMMAND...: runs a program and records how long it took; its status. For a function, whose commands would no longer end
-# the script when they fail, use `record`.
+# part NAME COMMAND...: runs a command, records its time, and returns its status. Within the command, `set -e` has no effect, so use
+# `record` for a function whose failing commands must end the script.
 part() {
     local name=$1 began=$SECONDS status=0
     shift
@@ -28,7 +28,7 @@ part() {
     return $status
 }
 
-# install_python FOLDER PACKAGE...: these versions, in target/FOLDER.
+# install_python FOLDER PACKAGE...: installs packages (NAME==VERSION) into target/FOLDER, unless exactly these are installed there.
 install_python() {
     local folder=target/$1
     shift

@@ -15,8 +15,8 @@ import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
 import { simulateAgent, spec } from "../browser/agent.mjs";
 
-const option = (name, fallback) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? fallback : Number(process.argv[at + 1]); };
-const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8, PART = 500;
+const option = (name, fallback) => { const i = process.argv.indexOf(`--${name}`); return i < 0 ? fallback : Number(process.argv[i + 1]); };
+const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8, EVENT_STEPS = 500;
 const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling"];
 const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
 
@@ -35,21 +35,21 @@ async function fill(server) {
   const other = await chromium.launch({ executablePath: CHROMIUM, args });
   const agent = await simulateAgent(other, server, RANKS);
   const { id } = await server.ask("/jobs", spec("many points", RANKS, POINTS));
-  await agent.evaluate(async ([id, points, ranks, part]) => {
+  await agent.evaluate(async ([id, points, ranks, eventSteps]) => {
     const attempt = await window.simulatedAgent.attempt(id);
     await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
-    for (let first = 1; first <= points; first += 20 * part) {
+    for (let first = 1; first <= points; first += 20 * eventSteps) {
       await Promise.all(Array.from({ length: ranks }, (_, rank) => {
         const events = [];
-        for (let from = first; from < first + 20 * part && from <= points; from += part) {
-          const steps = Array.from({ length: Math.min(part, points - from + 1) }, (_, i) => from + i);
+        for (let from = first; from < first + 20 * eventSteps && from <= points; from += eventSteps) {
+          const steps = Array.from({ length: Math.min(eventSteps, points - from + 1) }, (_, i) => from + i);
           events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] });
         }
         return window.simulatedAgent.report(attempt, rank, events);
       }));
     }
     await window.simulatedAgent.end(attempt, points);
-  }, [id, POINTS, RANKS, PART]);
+  }, [id, POINTS, RANKS, EVENT_STEPS]);
   await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
   await other.close();
   for (let i = 0; i < JOBS - 1; i++) await server.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
@@ -118,11 +118,11 @@ try {
   for (const [what, measure] of Object.entries(cases(job))) {
     const times = clients.map(() => []);
     for (let round = 0; round <= ROUNDS; round++) {
-      for (const which of shuffled(clients.length)) {
-        const page = await contexts[which].newPage();
-        const ms = await measure(page, clients[which][1]);
+      for (const client of shuffled(clients.length)) {
+        const page = await contexts[client].newPage();
+        const ms = await measure(page, clients[client][1]);
         // The first round is a warm-up.
-        if (round) times[which].push(ms);
+        if (round) times[client].push(ms);
         await page.close();
       }
     }

@@ -30,6 +30,8 @@ PASSWORD = "a password of ten letters"
 
 
 class Server:
+    """`lockstep serve` on a free port. `running` has all servers, which `main` stops."""
+
     running = []
 
     def __init__(self, program, directory, *options):
@@ -67,11 +69,12 @@ def fill(database, job, jobs, events):
     db = sqlite3.connect(database)
     columns = [row[1] for row in db.execute("PRAGMA table_info(jobs)")]
     values = {"id": "substr(id, 1, length(id) - 6) || printf('%06d', i)", "name": "name || ' ' || i", "created_at": "created_at - i * 1000"}
-    taken = ", ".join(values.get(column, column) for column in columns if column != "idempotency_key")
-    named = ", ".join(column for column in columns if column != "idempotency_key")
-    db.execute(f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) INSERT INTO jobs ({named}) SELECT {taken} FROM jobs, n WHERE id = ?", (jobs - 1, job))
+    selected = ", ".join(values.get(column, column) for column in columns if column != "idempotency_key")
+    inserted = ", ".join(column for column in columns if column != "idempotency_key")
+    db.execute(f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) INSERT INTO jobs ({inserted}) SELECT {selected} FROM jobs, n WHERE id = ?", (jobs - 1, job))
     first = db.execute("SELECT last_seq FROM jobs WHERE id = ?", (job,)).fetchone()[0] + 1
     line = '{"type":"log","attempt":1,"rank":0,"lines":[{"number":%d,"at":"2026-01-02T03:04:05Z","text":"loss is %d"}]}'
+    # 1767323045000 ms since 1970 is the time in the line.
     rows = ((job, first + i, 1767323045000 + i, "log", 1, 0, line % (i + 1, i)) for i in range(events))
     db.executemany("INSERT INTO events (job_id, seq, at, kind, attempt, rank, body) VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
     db.execute("UPDATE jobs SET last_seq = ? WHERE id = ?", (first + events - 1, job))
@@ -199,10 +202,10 @@ def main():
         print(json.dumps({"case": case, "n": count, "private_ms": round(of_private, 2), "missing_ms": round(of_missing, 2), "ratio": round(of_private / of_missing, 3)}), flush=True)
 
         page, health = get("/api/v1/jobs?limit=1000", bearer), get("/healthz", {})
-        slow = lambda: statistics.quantiles((milliseconds(lambda: health(authenticated, True)) for _ in range(count)), n=20)[-1]
+        p95 = lambda: statistics.quantiles((milliseconds(lambda: health(authenticated, True)) for _ in range(count)), n=20)[-1]
         for readers in (8, 40):
-            alone = slow()
-            beside, pages = beside_readers(readers, lambda: page(authenticated, True), slow)
+            alone = p95()
+            beside, pages = beside_readers(readers, lambda: page(authenticated, True), p95)
             case = f"GET /healthz beside {readers} readers of {options.jobs} jobs as JSON"
             print(json.dumps({"case": case, "n": count, "pages": pages, "beside_p95_ms": round(beside, 2), "alone_p95_ms": round(alone, 2), "ratio": round(beside / alone, 3)}), flush=True)
     finally:

@@ -60,8 +60,10 @@ class Job:
 
     def __init__(self, number, ranks, submitted):
         self.number, self.ranks, self.submitted = number, ranks, submitted
+        # Whether less than half of all slots were free of demand at the submission.
         self.waited = True
-        self.starts, self.places, self.ended = 0, [], 0
+        # The newest attempt's (agent, `Attempt`) pairs, and how many of these have ended.
+        self.starts, self.attempts, self.ended = 0, [], 0
         self.started = None
 
 
@@ -70,7 +72,8 @@ class Fleet:
         self.server, self.options = server, options
         self.jobs, self.order, self.early = {}, [], {}
         self.is_killed, self.revoked, self.disconnected, self.stops, self.done = False, 0, 0, [], 0
-        self.burst, self.out_of_order, self.wanted, self.queued_most = 0.0, 0, 0, 0
+        # `demand`: the ranks of all submitted jobs that have not ended.
+        self.burst, self.out_of_order, self.demand, self.queued_most = 0.0, 0, 0, 0
         self.killed_at, self.from_end_over_kill = float("inf"), []
         self.from_submission, self.from_end, self.from_end_kept, self.submitting = [], [], [], []
 
@@ -82,8 +85,8 @@ class Fleet:
     def submitted(self, job_id, job):
         self.jobs[job_id] = job
         self.queued_most = max(self.queued_most, len(self.jobs) - len(self.order))
-        for place in self.early.pop(job_id, []):
-            self.started(*place)
+        for agent, attempt in self.early.pop(job_id, []):
+            self.started(agent, attempt)
 
     def started(self, agent, attempt):
         job = self.jobs.get(attempt.ref["job"])
@@ -93,11 +96,11 @@ class Fleet:
             attempt.heard = time.monotonic()
             return
         now = getattr(attempt, "heard", None) or time.monotonic()
-        if job.places and job.places[0][1].ref != attempt.ref:
+        if job.attempts and job.attempts[0][1].ref != attempt.ref:
             # The earlier attempt never ran: the server was killed after it had sent the Start to some of the agents.
-            job.places, job.ended = [], 0
-        job.places.append((agent, attempt))
-        if sum(len(part.ranks) for _, part in job.places) < job.ranks:
+            job.attempts, job.ended = [], 0
+        job.attempts.append((agent, attempt))
+        if sum(len(each.ranks) for _, each in job.attempts) < job.ranks:
             return
         job.starts, job.started = job.starts + 1, now
         job.token = attempt.ref["fencing_token"]
@@ -105,19 +108,19 @@ class Fleet:
         if not job.waited:
             self.from_submission.append(now - job.submitted)
             return
-        freed = max(of.freed[slot] for of, part in job.places for _, slot in part.ranks)
+        freed = max(machine.freed[slot] for machine, each in job.attempts for _, slot in each.ranks)
         took = now - max(freed, job.submitted)
         if freed < self.killed_at <= now:
             self.from_end_over_kill.append(took)
         else:
             (self.from_end if freed >= self.burst else self.from_end_kept).append(took)
 
-    def place_done(self, job_id):
+    def attempt_done(self, job_id):
         job = self.jobs[job_id]
         job.ended += 1
-        if job.ended == len(job.places):
+        if job.ended == len(job.attempts):
             self.done += 1
-            self.wanted -= job.ranks
+            self.demand -= job.ranks
 
     async def end_due(self):
         """Ends due attempts in bursts. Nothing ends while the server is down, as running attempts must continue then."""
@@ -144,9 +147,9 @@ class Fleet:
                 "name": f"j{number}", "model": {"arch": "resnet20"}, "data": {"dataset": "many"}, "train": {"steps": 8, "batch_size": 16},
                 "parallel": {"ranks": ranks, "device": "cpu"}, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0},
             }
-            self.wanted += ranks
+            self.demand += ranks
             job = Job(number, ranks, time.monotonic())
-            job.waited = self.wanted > half
+            job.waited = self.demand > half
             created = await asyncio.get_running_loop().run_in_executor(pool, self.server.ask, "/jobs", spec)
             self.submitting.append(time.monotonic() - job.submitted)
             self.submitted(created["id"], job)
@@ -157,8 +160,8 @@ def summary(secs):
     if not secs:
         return []
     ordered = sorted(secs)
-    at = lambda part: ordered[min(int(len(ordered) * part), len(ordered) - 1)]
-    return [round(1000 * value, 1) for value in (at(0.5), at(0.99), ordered[-1])] + [len(ordered)]
+    quantile = lambda fraction: ordered[min(int(len(ordered) * fraction), len(ordered) - 1)]
+    return [round(1000 * value, 1) for value in (quantile(0.5), quantile(0.99), ordered[-1])] + [len(ordered)]
 
 
 def fencing_number(token):
@@ -167,7 +170,7 @@ def fencing_number(token):
 
 async def measure(server, options):
     fleet = Fleet(server, options)
-    loop, pool, found = asyncio.get_running_loop(), ThreadPoolExecutor(8), {}
+    loop, pool, figures = asyncio.get_running_loop(), ThreadPoolExecutor(8), {}
 
     async def ask(*question):
         return await loop.run_in_executor(pool, server.ask, *question)
@@ -193,19 +196,19 @@ async def measure(server, options):
     begin = time.monotonic()
     tasks = [asyncio.create_task(agent.run()) for agent in fleet.agents]
     await until(lambda: all(agent.adopted.is_set() for agent in fleet.agents), 120, "all agents are connected")
-    found["connect_secs"] = round(time.monotonic() - begin, 2)
+    figures["connect_secs"] = round(time.monotonic() - begin, 2)
     await ask("/datasets", {"name": "many", "path": "/many"})
-    found["idle_cpu"] = await cpu_while(asyncio.sleep(options.idle))
+    figures["idle_cpu"] = await cpu_while(asyncio.sleep(options.idle))
 
     tasks.append(asyncio.create_task(fleet.end_due()))
     submission = asyncio.create_task(fleet.submit(pool))
     timeout = 120 + options.secs * options.jobs * 8 / (options.agents * options.slots)
 
-    async def half():
+    async def until_half_done():
         await submission
         await until(lambda: fleet.done >= options.jobs / 2, timeout, "half of the jobs have ended")
 
-    found["busy_cpu"] = await cpu_while(half())
+    figures["busy_cpu"] = await cpu_while(until_half_done())
     fleet.is_killed, fleet.killed_at = True, time.monotonic()
     for agent in fleet.agents:
         agent.adopted.clear()
@@ -213,20 +216,20 @@ async def measure(server, options):
     begin = time.monotonic()
     server.start()
     await until(lambda: all(agent.adopted.is_set() for agent in fleet.agents), 120, "all agents are connected again")
-    found["restart_secs"] = round(time.monotonic() - begin, 2)
+    figures["restart_secs"] = round(time.monotonic() - begin, 2)
     await loop.run_in_executor(pool, server.wait)
-    held = {job: attempt.ref["attempt"] for agent in fleet.agents for job, attempt in agent.attempts.items() if not attempt.ended}
+    running = {job: attempt.ref["attempt"] for agent in fleet.agents for job, attempt in agent.attempts.items() if not attempt.ended}
     alive = {}
     for state in ("starting", "running"):
         alive.update(await loop.run_in_executor(pool, server.jobs, state))
-    found["adopted"] = len(held)
-    found["not_adopted"] = fleet.revoked + sum(1 for job, number in held.items() if alive.get(job, {}).get("attempt") != number)
+    figures["adopted"] = len(running)
+    figures["not_adopted"] = fleet.revoked + sum(1 for job, number in running.items() if alive.get(job, {}).get("attempt") != number)
     fleet.is_killed = False
     await until(lambda: fleet.done >= options.jobs, timeout, "all jobs have ended")
     succeeded = await loop.run_in_executor(pool, server.jobs, "succeeded")
     unacknowledged = sum(len(agent.attempts) for agent in fleet.agents)
     attempts = {job_id: succeeded.get(job_id, {}).get("attempt") for job_id, job in fleet.jobs.items() if job.starts == 1}
-    found["again"] = sum(1 for number in attempts.values() if number == 2)
+    figures["again"] = sum(1 for number in attempts.values() if number == 2)
     once = sum(1 for number in attempts.values() if number in (1, 2))
     # Fencing tokens grow with every attempt.
     newest = {}
@@ -235,7 +238,7 @@ async def measure(server, options):
         newest[job.ranks] = max(job.number, newest.get(job.ranks, 0))
     for task in tasks:
         task.cancel()
-    return found | {
+    return figures | {
         "queued_most": fleet.queued_most, "submit_ms": summary(fleet.submitting), "start_ms_submitted": summary(fleet.from_submission), "start_ms_freed": summary(fleet.from_end), "start_ms_over_kill": summary(fleet.from_end_over_kill),
         "start_ms_kept": summary(fleet.from_end_kept), "disconnected": fleet.disconnected, "lost": unacknowledged + options.jobs - once,
         "out_of_order": fleet.out_of_order, "stops": len(fleet.stops),
@@ -255,10 +258,10 @@ def main():
     options = parser.parse_args()
     server = Server(options, "--no-local-agent")
     try:
-        found = asyncio.run(measure(server, options))
+        figures = asyncio.run(measure(server, options))
     finally:
         server.stop()
-    print(json.dumps({"agents": options.agents, "slots": options.slots, "jobs": options.jobs, "database": "postgres" if options.database else "sqlite"} | found))
+    print(json.dumps({"agents": options.agents, "slots": options.slots, "jobs": options.jobs, "database": "postgres" if options.database else "sqlite"} | figures))
 
 
 main()

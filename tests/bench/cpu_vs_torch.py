@@ -73,13 +73,13 @@ def main():
     print("|---|---|---|---|---|---|---|")
     for case in arguments.cases.split(","):
         for precision in arguments.precisions.split(","):
-            a, b, c = [], [], []
+            lockstep, pytorch, two_ranks = [], [], []
             for _ in range(arguments.rounds):
-                a.append(measure_lockstep(case, precision, 1, threads))
-                b.append(measure_torch(case, precision, threads))
-                c.append(measure_lockstep(case, precision, 2, max(1, threads // 2)))
-            a, b, c = max(a), max(b), max(c)
-            row = [case, precision, f"{a:.0f}", f"{b:.0f}", f"{a / b:.2f}", f"{c:.0f}", f"{c / a:.2f}"]
+                lockstep.append(measure_lockstep(case, precision, 1, threads))
+                pytorch.append(measure_torch(case, precision, threads))
+                two_ranks.append(measure_lockstep(case, precision, 2, max(1, threads // 2)))
+            one, torch_speed, two = max(lockstep), max(pytorch), max(two_ranks)
+            row = [case, precision, f"{one:.0f}", f"{torch_speed:.0f}", f"{one / torch_speed:.2f}", f"{two:.0f}", f"{two / one:.2f}"]
             print("| " + " | ".join(row) + " |", flush=True)
 
 

@@ -20,7 +20,7 @@ import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
 import { simulateAgent, spec } from "../browser/agent.mjs";
 
-const option = (name, fallback) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? fallback : Number(process.argv[at + 1]); };
+const option = (name, fallback) => { const i = process.argv.indexOf(`--${name}`); return i < 0 ? fallback : Number(process.argv[i + 1]); };
 const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), MANY = option("many", 10_000), LINES = option("lines", 10_000_000), RANKS = 8, N = 15;
 const AS = process.argv.includes("--as") ? process.argv[process.argv.indexOf("--as") + 1] : "nobody";
 if (!["nobody", "admin", "member"].includes(AS)) throw new Error(`--as ${AS}: nobody, admin or member`);

@@ -90,16 +90,16 @@ def manual_plans(shape, ranks):
 
 def settings(plan, shape, ranks):
     """Returns the settings of a job with this plan, with an unchanged number of pictures per step."""
-    found = [f"train.global_batch_size={shape[2] * ranks}", "train.batch_size="]
+    keys = [f"train.global_batch_size={shape[2] * ranks}", "train.batch_size="]
     if plan == "auto":
-        return [*found, "parallel.mode=auto"]
+        return [*keys, "parallel.mode=auto"]
     if not plan:
-        return found
+        return keys
     for key, value in plan.items():
         if key == "shard":
             value = "[" + ", ".join(f'{{match="{match}", split="{split}"}}' for match, split in value) + "]"
-        found.append(f"parallel.{key}={value}")
-    return [*found, "parallel.mode=hybrid"]
+        keys.append(f"parallel.{key}={value}")
+    return [*keys, "parallel.mode=hybrid"]
 
 
 def predict_plan(path, plan, shape, ranks, classes):
@@ -123,19 +123,19 @@ def measure(plan, shape, ranks, classes):
     text, why = run(*arguments, *(["--precision", "bf16"] if on_gpus else []))
     if not text:
         return None, why
-    found = json.loads(text.splitlines()[-1])
-    return (found["step_ms"], found["gpu_memory_mb"]), ""
+    row = json.loads(text.splitlines()[-1])
+    return (row["step_ms"], row["gpu_memory_mb"]), ""
 
 
 def settings_of(plan):
     """Returns the chosen plan as settings, to find the same plan among those written by hand."""
-    found = {key: plan.get(key, 1) for key in ["model", "height", "pipeline"] if plan.get(key, 1) > 1}
+    chosen = {key: plan.get(key, 1) for key in ["model", "height", "pipeline"] if plan.get(key, 1) > 1}
     shards = [(shard["match"], shard["split"]) for shard in plan["shard"]]
-    if "model" in found and shards not in ([], [("fc", "out")]):
-        found["shard"] = shards
+    if "model" in chosen and shards not in ([], [("fc", "out")]):
+        chosen["shard"] = shards
     if "optimizer state divided" in plan["words"]:
-        found["divided"] = True
-    return found
+        chosen["divided"] = True
+    return chosen
 
 
 def run_case(folder, shape, classes, ranks):
@@ -152,10 +152,10 @@ def run_case(folder, shape, classes, ranks):
         for label, plan in plans.items():
             if label in row["left_out"]:
                 continue
-            found, why = measure(plan, shape, ranks, classes)
-            if found:
-                times[label].append(found[0])
-                memory[label] = found[1]
+            figures, why = measure(plan, shape, ranks, classes)
+            if figures:
+                times[label].append(figures[0])
+                memory[label] = figures[1]
             else:
                 row["left_out"][label] = why
     for label, plan in plans.items():
@@ -193,11 +193,11 @@ def predict(folder, cases):
         text, why = run(*arguments)
         if not text:
             sys.exit(f"{shape}, {classes} classes: {why}")
-        for found in json.loads(text)["plans"]:
-            plan = found["plan"] | found["plan"]["predicted"]
-            rows.append({"case": "{}:{}:{}".format(*shape), "classes": classes, "ranks": found["ranks"]} | plan)
+        for entry in json.loads(text)["plans"]:
+            plan = entry["plan"] | entry["plan"]["predicted"]
+            rows.append({"case": "{}:{}:{}".format(*shape), "classes": classes, "ranks": entry["ranks"]} | plan)
             print(
-                f"{rows[-1]['case']:<20}{classes:>10}{found['ranks']:>7}{plan['step_ms']:>10.1f}{plan['images_per_second']:>11.0f}"
+                f"{rows[-1]['case']:<20}{classes:>10}{entry['ranks']:>7}{plan['step_ms']:>10.1f}{plan['images_per_second']:>11.0f}"
                 f"{plan['memory_bytes'] / 1e9:>11.2f}  {plan['limited_by']:<14} {plan['words']}",
                 flush=True,
             )

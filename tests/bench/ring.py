@@ -39,7 +39,7 @@ parser.add_argument("--ranks", type=int, default=3)
 parser.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 1, 10], help="milliseconds")
 parser.add_argument("--gigabits", type=float, default=1)
 parser.add_argument("--line", choices=["netem", "tap"], help="default: netem if the kernel has it")
-parser.add_argument("--most", type=float, default=1.15)
+parser.add_argument("--most", type=float, default=1.15, help="largest time of a step, as a multiple of the minimum")
 a = parser.parse_args()
 a.program = os.path.abspath(a.program)
 # A large MTU of the tap devices gives few packets, as segmentation in a network card does.

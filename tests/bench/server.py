@@ -52,12 +52,12 @@ class Server:
 
     def jobs(self, state):
         """All jobs in a state, by id."""
-        found, cursor = {}, ""
+        jobs, cursor = {}, ""
         while cursor is not None:
             page = self.ask(f"/jobs?limit=500&state={state}" + (f"&cursor={cursor}" if cursor else ""))
-            found.update((job["id"], job) for job in page["jobs"])
+            jobs.update((job["id"], job) for job in page["jobs"])
             cursor = page.get("next_cursor")
-        return found
+        return jobs
 
     def cpu_secs(self):
         fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()

@@ -38,6 +38,8 @@ class Attempt:
 
 
 class Agent:
+    """One machine: its connection, and its newest attempt of each job."""
+
     def __init__(self, fleet, number, token):
         self.fleet, self.number, self.token, self.name = fleet, number, token, f"machine-{number:04}"
         self.attempts, self.wire, self.adopted = {}, None, asyncio.Event()
@@ -115,7 +117,7 @@ class Agent:
             for attempt in self.attempts.values():
                 attempt.acknowledged = {}
             for acknowledged in message["acknowledged"]:
-                self.take(acknowledged)
+                self.note_acknowledged(acknowledged)
             for attempt in self.attempts.values():
                 for source in attempt.records:
                     attempt.sent[source] = attempt.acknowledged.get(source, 0)
@@ -132,7 +134,7 @@ class Agent:
             if attempt and attempt.ref == message["attempt"] and attempt.ends_at is None:
                 self.launch_later(attempt)
         elif kind == "ack":
-            self.take(message)
+            self.note_acknowledged(message)
         elif kind == "request":
             request = message["request"]
             is_dataset = request["type"] == "inspect_dataset"
@@ -145,7 +147,7 @@ class Agent:
             self.give_up(message["attempt"])
         return kind
 
-    def take(self, acknowledged):
+    def note_acknowledged(self, acknowledged):
         """Notes the number of stored records. Forgets an attempt that has ended and is stored."""
         job, source = acknowledged["attempt"]["job"], acknowledged["source"]
         attempt = self.attempts.get(job)
@@ -154,7 +156,7 @@ class Agent:
         attempt.acknowledged[source if source == "agent" else source["rank"]] = acknowledged["records"]
         if attempt.is_done():
             del self.attempts[job]
-            self.fleet.place_done(job)
+            self.fleet.attempt_done(job)
 
     async def start(self, start):
         attempt = Attempt(start)

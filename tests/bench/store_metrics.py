@@ -100,27 +100,27 @@ async def report_all(server, options):
     tasks = [asyncio.create_task(hear()), asyncio.create_task(beat())]
     await asyncio.wait_for(welcomed.wait(), 20)
     await asyncio.to_thread(server.ask, "/datasets", {"name": "many", "path": "/many"})
-    for n in range(options.jobs):
+    for number in range(options.jobs):
         await asyncio.to_thread(server.ask, "/jobs", {
-            "name": f"j{n}", "model": {"arch": "resnet20"}, "data": {"dataset": "many"}, "train": {"steps": 10**8, "batch_size": 8},
+            "name": f"j{number}", "model": {"arch": "resnet20"}, "data": {"dataset": "many"}, "train": {"steps": 10**8, "batch_size": 8},
             "parallel": {"ranks": options.ranks, "device": "cpu"}, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0},
         })
     while len(starts) < options.jobs:
         await asyncio.sleep(0.05)
     empty, used, begin = server.size(), server.cpu_secs(), time.monotonic()
     end = begin + options.secs
-    per = options.steps_a_report
+    steps_per_report = options.steps_a_report
 
     async def rank(job, number):
         source, records, step = {"rank": number}, 0, 1
         while time.monotonic() < end:
-            steps = list(range(step, step + per))
+            steps = list(range(step, step + steps_per_report))
             columns = [{"name": name, "steps": steps, "values": [math.sin(s + number) + 2 for s in steps]} for name in NAMES]
             events = [{"type": "metrics", "rank": number, "columns": columns}]
             if records == 0 and number == 0:
                 events.insert(0, {"type": "running", "total_steps": 10**8, "steps_per_epoch": 10**5, "start_step": 0})
             await say({"type": "report", "attempt": starts[job], "source": source, "first": records, "events": events})
-            records, step = records + len(events), step + per
+            records, step = records + len(events), step + steps_per_report
             while records - acknowledged.get((job, number), 0) > MAX_PENDING and time.monotonic() < end + 60:
                 moved.clear()
                 await asyncio.wait_for(moved.wait(), 60)
@@ -135,7 +135,7 @@ async def report_all(server, options):
         task.cancel()
     points = sum(steps for _, steps in sent.values()) * len(NAMES)
     return {
-        "ranks": slots, "steps_a_report": per, "points": points, "points_a_second": round(points / took),
+        "ranks": slots, "steps_a_report": steps_per_report, "points": points, "points_a_second": round(points / took),
         "bytes_a_point": round((server.size() - empty) / points, 1), "rows_a_point": round(server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'") / points, 4),
         "server_peak_mib": server.peak_mib(), "server_cores": round(cpu / took, 2),
     }

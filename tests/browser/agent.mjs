@@ -9,44 +9,45 @@ function inPage() {
 
   /** Encodes a JSON-like value as MessagePack: whole numbers as integers, other numbers as float32. */
   function encode(value) {
-    let bytes = new Uint8Array(1 << 16), at = 0;
+    let bytes = new Uint8Array(1 << 16), offset = 0;
     const reserve = (n) => {
-      if (at + n <= bytes.length) return;
-      const larger = new Uint8Array(Math.max(bytes.length * 2, at + n));
+      if (offset + n <= bytes.length) return;
+      const larger = new Uint8Array(Math.max(bytes.length * 2, offset + n));
       larger.set(bytes);
       bytes = larger;
     };
     const view = () => new DataView(bytes.buffer);
+    /** Writes the type and length of a text, a list or a map: in one byte if the length is below `limit`, and otherwise with 32 bits. */
     const head = (small, limit, wide, n) => {
       reserve(5);
-      if (n < limit) bytes[at++] = small | n;
-      else { bytes[at++] = wide; view().setUint32(at, n); at += 4; }
+      if (n < limit) bytes[offset++] = small | n;
+      else { bytes[offset++] = wide; view().setUint32(offset, n); offset += 4; }
     };
     const put = (v) => {
       reserve(16);
-      if (v === null || v === undefined) bytes[at++] = 0xc0;
-      else if (typeof v === "boolean") bytes[at++] = v ? 0xc3 : 0xc2;
+      if (v === null || v === undefined) bytes[offset++] = 0xc0;
+      else if (typeof v === "boolean") bytes[offset++] = v ? 0xc3 : 0xc2;
       else if (typeof v === "number" && Number.isInteger(v) && v >= 0) {
-        if (v < 128) bytes[at++] = v;
-        else { bytes[at++] = 0xcf; view().setBigUint64(at, BigInt(v)); at += 8; }
-      } else if (typeof v === "number") { bytes[at++] = 0xca; view().setFloat32(at, v); at += 4; }
-      else if (typeof v === "string") { const t = text.encode(v); head(0xa0, 32, 0xdb, t.length); reserve(t.length); bytes.set(t, at); at += t.length; }
+        if (v < 128) bytes[offset++] = v;
+        else { bytes[offset++] = 0xcf; view().setBigUint64(offset, BigInt(v)); offset += 8; }
+      } else if (typeof v === "number") { bytes[offset++] = 0xca; view().setFloat32(offset, v); offset += 4; }
+      else if (typeof v === "string") { const t = text.encode(v); head(0xa0, 32, 0xdb, t.length); reserve(t.length); bytes.set(t, offset); offset += t.length; }
       else if (Array.isArray(v)) { head(0x90, 16, 0xdd, v.length); for (const x of v) put(x); }
       else { const e = Object.entries(v); head(0x80, 16, 0xdf, e.length); for (const [k, x] of e) { put(k); put(x); } }
     };
     put(value);
-    return bytes.slice(0, at);
+    return bytes.slice(0, offset);
   }
 
   function decode(buffer) {
     const view = new DataView(buffer);
-    let at = 0;
-    const words = (n) => { const t = decoder.decode(new Uint8Array(buffer, at, n)); at += n; return t; };
+    let offset = 0;
+    const words = (n) => { const t = decoder.decode(new Uint8Array(buffer, offset, n)); offset += n; return t; };
     const list = (n) => Array.from({ length: n }, get);
     const map = (n) => Object.fromEntries(Array.from({ length: n }, () => [get(), get()]));
-    const number = (read, size) => { const v = Number(view[read](at)); at += size; return v; };
+    const number = (read, size) => { const v = Number(view[read](offset)); offset += size; return v; };
     function get() {
-      const b = view.getUint8(at++);
+      const b = view.getUint8(offset++);
       if (b < 0x80) return b;
       if (b < 0x90) return map(b & 15);
       if (b < 0xa0) return list(b & 15);
@@ -135,8 +136,9 @@ function inPage() {
     }
   }
 
-  /** A falling loss with reproducible noise. */
+  /** Reproducible noise from 0 to 1. */
   const noise = (n) => { const x = Math.sin(n * 12.9898) * 43758.5453; return x - Math.floor(x); };
+  /** A falling loss with noise, and a peak every 99,991 steps. */
   const loss = (step, rank) => 2.3 * Math.exp(-step / 3e5) + 0.25 + 0.2 * noise(step * 8 + rank) + (step % 99_991 === 0 ? 1 : 0);
   window.agentKit = { Agent, loss, noise };
 }

@@ -21,13 +21,13 @@ async function tabTo(page, words, key = "Tab") {
   const seen = [];
   for (let n = 0; n < MAX_TABS; n++) {
     await page.keyboard.press(key);
-    const at = await focused(page);
-    if (at.body) continue;
-    seen.push(at.words);
-    assert.ok(at.words, `an element without a name follows ${seen.at(-2)}`);
-    assert.ok(at.inView, `${at.words} has the focus but is not on the screen`);
-    assert.ok(at.marked, `${at.words} has the focus but no outline`);
-    if (words.test(at.words)) return;
+    const current = await focused(page);
+    if (current.body) continue;
+    seen.push(current.words);
+    assert.ok(current.words, `an element without a name follows ${seen.at(-2)}`);
+    assert.ok(current.inView, `${current.words} has the focus but is not on the screen`);
+    assert.ok(current.marked, `${current.words} has the focus but no outline`);
+    if (words.test(current.words)) return;
   }
   assert.fail(`${words} is not reached; passed: ${seen.join(" | ")}`);
 }

@@ -39,8 +39,9 @@ after(async () => { await browser?.close(); await server?.close(); });
 const comparePath = (more = "") => `/compare?jobs=${jobs.map((j) => j.id).join(",")}${more.includes("metric=") ? "" : "&metric=loss"}${more}`;
 const queryOf = (page) => new URL(page.url()).searchParams;
 const untilDrawn = (page) => until("the charts are drawn", () => page.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && document.querySelectorAll("#parallel .job").length === 3 && document.getElementById("scatter").dataset.points === "3"));
+/** First letters of the selected jobs' names. */
 const selected = (page) => page.evaluate(() => [...window.lockstep.selection.ids()].map((id) => window.lockstep.jobs().find((j) => j.id === id).name[0]).join(""));
-/** First letters of the jobs whose lines are faint in the parallel coordinates. */
+/** First letters of the names of jobs whose lines are faint in the parallel coordinates. */
 const faint = (page) => page.locator("#parallel .job.out").evaluateAll((lines) => lines.map((line) => line.getAttribute("aria-label")[0]).join(""));
 
 describe("charts", () => {
@@ -130,9 +131,9 @@ describe("a metric", () => {
     await accuracy.getByLabel("to", { exact: true }).press("Enter");
     await until("the axis goes from 20 % to 60 %", async () => (await page.evaluate(() => { const { low, high } = window.lockstep.charts.accuracy.y; return [low.toFixed(3), high.toFixed(3)].join(); })) === "0.200,0.600");
     assert.equal(queryOf(page).get("compare-accuracy-range"), "20~60");
-    const own = await page.tab(`/jobs/${id}?metric=gpu_power_watts`);
-    await until("the job's page has drawn the metric", () => own.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
-    assert.deepEqual(await own.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), ["accuracy (%)", names[2]]);
+    const jobPage = await page.tab(`/jobs/${id}?metric=gpu_power_watts`);
+    await until("the job's page has drawn the metric", () => jobPage.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
+    assert.deepEqual(await jobPage.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), ["accuracy (%)", names[2]]);
     await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
     await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     await page.end();

@@ -57,14 +57,14 @@ export async function fillServer(server, browser, many = 60) {
   jobs.queued = (await submit(`queued-${LONG}`.slice(0, 120), 8, about)).id;
   for (let n = 0; n < many; n++) { const { id } = await submit(`many ${n}`, 8, n % 2 ? about : {}); if (n % 3) await server.ask(`/jobs/${id}/cancel`, {}); }
   const panels = ["loss", "lr", "step_ms"].map((metric) => ({ title: `${metric}, and a title as long as it may be, which is eighty characters and no more`.slice(0, 80), metrics: [metric] }));
-  const kept = await fetch(`${server.url}/api/v1/jobs/${jobs.running}/panels`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
-  assert.ok(kept.ok, await kept.text());
+  const response = await fetch(`${server.url}/api/v1/jobs/${jobs.running}/panels`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
+  assert.ok(response.ok, await response.text());
   return jobs;
 }
 
 const isDrawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.drawn) > 0);
 const has = (selector, count = 1) => async (page) => (await page.locator(selector).count()) >= count;
-const both = (...checks) => async (page) => (await Promise.all(checks.map((check) => check(page)))).every(Boolean);
+const every = (...checks) => async (page) => (await Promise.all(checks.map((check) => check(page)))).every(Boolean);
 const columns = "progress,loss,best,speed,age,train.lr,data.dataset,val_loss";
 const ids = ({ running, done, failed, queued }) => [running, done, failed, queued].join(",");
 const compared = (page) => page.evaluate(() => document.querySelectorAll("#parallel .job").length === 4);
@@ -72,7 +72,7 @@ const compared = (page) => page.evaluate(() => document.querySelectorAll("#paral
 /** Name, path, and a check that the page is complete. */
 export const PAGES = [
   ["jobs", () => "/jobs", has("#rows tr", 20)],
-  ["job-log", (jobs) => `/jobs/${jobs.running}?tab=log`, both(isDrawn, has("#log-lines p"))],
+  ["job-log", (jobs) => `/jobs/${jobs.running}?tab=log`, every(isDrawn, has("#log-lines p"))],
   ["compare", (jobs) => `/compare?jobs=${ids(jobs)}&metric=loss,val_loss,lr`, compared],
   ["new", () => "/jobs/new"], ["datasets", () => "/datasets"], ["machines", () => "/machines"], ["queue", () => "/queue", has(".queue tbody tr", 6)],
   ["people", () => "/people"],
@@ -83,12 +83,12 @@ export const PAGES = [
 export const MORE_PAGES = [
   ["audit", () => "/audit"], ["sweeps", () => "/sweeps", has("tbody tr")], ["docs", () => "/docs"], ["nowhere", () => "/nowhere"],
   ["jobs-groups", () => "/jobs?group_by=tag", has(".group-head", 3)],
-  ["job-failed", (jobs) => `/jobs/${jobs.failed}?tab=history`, both(isDrawn, has("#history-rows li"))],
+  ["job-failed", (jobs) => `/jobs/${jobs.failed}?tab=history`, every(isDrawn, has("#history-rows li"))],
   ["jobs-columns", () => `/jobs?columns=${columns}&state=running,failed,queued`, has("#rows tr", 3)],
   ["jobs-no-match", () => "/jobs?q=there+is+none"],
-  ["job-history", (jobs) => `/jobs/${jobs.running}?tab=history`, both(isDrawn, has("#history-rows li"))],
-  ["job-histograms", (jobs) => `/jobs/${jobs.running}?tab=histograms`, both(isDrawn, has("#histogram-rows tr"))],
-  ["job-network", (jobs) => `/jobs/${jobs.running}?tab=network`, both(isDrawn, has("#network-rows tr"))],
+  ["job-history", (jobs) => `/jobs/${jobs.running}?tab=history`, every(isDrawn, has("#history-rows li"))],
+  ["job-histograms", (jobs) => `/jobs/${jobs.running}?tab=histograms`, every(isDrawn, has("#histogram-rows tr"))],
+  ["job-network", (jobs) => `/jobs/${jobs.running}?tab=network`, every(isDrawn, has("#network-rows tr"))],
   ...["notes", "settings", "classify"].map((tab) => [`job-${tab}`, (jobs) => `/jobs/${jobs.running}?tab=${tab}`, isDrawn]),
   ["job-queued", (jobs) => `/jobs/${jobs.queued}`, (page) => page.locator(".instead").isVisible()],
   ["job-done", (jobs) => `/jobs/${jobs.done}`, isDrawn],

@@ -17,7 +17,7 @@ after(async () => { await browser?.close(); await server?.close(); });
 const begin = (attempt, start_step = 0) => agent.report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
 /** Reports steps with the durations of STEP_MS in turn. */
 const reportSteps = async (attempt, ranks, from, to) => {
-  const at = Array.from({ length: to - from + 1 }, (_, i) => from + i), column = (name, value) => ({ name, steps: at, values: at.map(value) });
+  const steps = Array.from({ length: to - from + 1 }, (_, i) => from + i), column = (name, value) => ({ name, steps, values: steps.map(value) });
   for (let rank = 0; rank < ranks; rank++) {
     await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2 - s / 400 + rank / 10), column("accuracy", (s) => s / 1000), column("step_ms", (s) => STEP_MS[s % 3])] }]);
   }
@@ -143,7 +143,7 @@ describe("a job that continues with fewer ranks", () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
     const first = await agent.attempt(id);
     const reportTimes = async (attempt, times, to) => {
-      const at = Array.from({ length: to }, (_, i) => i + 1), column = (name, value) => ({ name, steps: at, values: at.map(() => value) });
+      const steps = Array.from({ length: to }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(() => value) });
       for (const [rank, ms] of times.entries()) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", attempt.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
     };
     await begin(first);
@@ -161,9 +161,9 @@ describe("a job that continues with fewer ranks", () => {
     await begin(second);
     await reportTimes(second, [40.5, 40.5], 60);
     const means = (page) => page.evaluate(() => window.lockstep.metrics.mean("loss").segments.map((s) => `${s.attempt}: ${s.length} of ${s.lastValue}`).join());
-    const whole = "1: 100 of 1.375,2: 60 of 2.125", reloaded = await page.tab(`/jobs/${id}`), compare = await page.tab(`/compare?jobs=${id}`);
+    const expected = "1: 100 of 1.375,2: 60 of 2.125", reloaded = await page.tab(`/jobs/${id}`), compare = await page.tab(`/compare?jobs=${id}`);
     for (const [tab, which] of [[page, "the open page"], [reloaded, "a new page"]]) {
-      await until(`${which} has the means`, async () => (await means(tab)) === whole || Promise.reject(new Error(await means(tab))), 20_000);
+      await until(`${which} has the means`, async () => (await means(tab)) === expected || Promise.reject(new Error(await means(tab))), 20_000);
       await shows(tab, "#loss", "2.125");
       await shows(tab, "#about", "2 of 4 ranks");
       await until("two lanes are left", async () => (await tab.locator("#ranks li:visible").count()) === 2, 20_000);
@@ -171,11 +171,11 @@ describe("a job that continues with fewer ranks", () => {
       await until("no rank is reported as slow", async () => (await tab.locator("#ranks-note").textContent()).includes("limited by computing") && !(await tab.locator("#banner").isVisible()), 20_000);
     }
     const compared = (tab) => tab.evaluate(() => window.lockstep.chart.snapshot().map((s) => `${s.attempt}: ${s.points} of ${s.value}`).join());
-    await until("Compare shows the same means", async () => (await compared(compare)) === whole || Promise.reject(new Error(await compared(compare))), 20_000);
+    await until("Compare shows the same means", async () => (await compared(compare)) === expected || Promise.reject(new Error(await compared(compare))), 20_000);
     await agent.endAttempt(second, { how: "succeeded", step: 600 });
     await until("the job has ended", async () => (await page.locator("#state").textContent()) === "succeeded");
     const late = await page.tab(`/jobs/${id}`);
-    await until("the means are the same after the job's end", async () => (await means(late)) === whole, 20_000);
+    await until("the means are the same after the job's end", async () => (await means(late)) === expected, 20_000);
     await until("the lanes of the last attempt are shown", async () => (await late.locator("#ranks li:visible").count()) === 2, 20_000);
     await page.end();
     await agent.close();

@@ -1,15 +1,13 @@
 // Groups of the list of jobs: their means, opening and closing, the URL and saved views; and the filter by owner.
 
 import assert from "node:assert/strict";
-import { execFileSync } from "node:child_process";
-import { join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
+import { sql } from "./five-jobs.mjs";
 import { assertViews } from "./looks.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser;
-const sql = (text) => execFileSync("python3", ["-c", "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], timeout=30); db.executescript('BEGIN;' + sys.argv[2] + ';COMMIT;')", path(server.dir, "lockstep.db"), text]);
 /** Columns: name, learning rate, seed, best accuracy, tags, owner. */
 const JOBS = [
   ["a1", 0.1, 1, 0.80, ["base"], "ada"], ["a2", 0.1, 2, 0.82, ["base"], "ada"], ["a3", 0.1, 3, 0.90, ["base", "long"], "ben"],
@@ -26,15 +24,15 @@ before(async () => {
     const { id } = await server.ask("/jobs", { ...body, project: "sweep", tags });
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("the job is cancelled", async () => (await server.job(id)).state === "cancelled");
-    if (best !== null) sql(`UPDATE jobs SET best = '{"value":${best},"step":9,"epoch":1}', last = json_set(last, '$.loss', ${1 - best}) WHERE id = '${id}'`);
-    if (owner) sql(`UPDATE jobs SET owner = '${owner}' WHERE id = '${id}'`);
+    if (best !== null) sql(server, `UPDATE jobs SET best = '{"value":${best},"step":9,"epoch":1}', last = json_set(last, '$.loss', ${1 - best}) WHERE id = '${id}'`);
+    if (owner) sql(server, `UPDATE jobs SET owner = '${owner}' WHERE id = '${id}'`);
   }
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 const queryOf = (page) => new URL(page.url()).searchParams;
 const groupNames = (page) => page.locator(".group-head .group-name").allTextContents();
-const untilGrouped = (page, expected) => until(`the groups are ${expected}`, async () => { const now = await groupNames(page); return now.join() === expected || Promise.reject(new Error(now.join())); }, 20_000);
+const untilGrouped = (page, expected) => until(`the groups are ${expected}`, async () => { const names = await groupNames(page); return names.join() === expected || Promise.reject(new Error(names.join())); }, 20_000);
 const group = (page, name) => page.locator(".group", { has: page.locator(".group-name", { hasText: name }) });
 const rows = (page, name) => group(page, name).locator("tr[data-id] [data-f=name]").allTextContents();
 
@@ -49,11 +47,11 @@ describe("groups of the list", () => {
     for (const width of [1024, 1440]) {
       await page.setViewportSize({ width, height: 900 });
       await page.goto(`${server.url}/jobs?group_by=project`);
-      const all = page.locator(".group-head");
-      await until("the groups are shown", async () => (await all.count()) === 2);
-      const heights = await all.evaluateAll((rows) => rows.map((row) => Math.round(row.getBoundingClientRect().height)));
+      const heads = page.locator(".group-head");
+      await until("the groups are shown", async () => (await heads.count()) === 2);
+      const heights = await heads.evaluateAll((rows) => rows.map((row) => Math.round(row.getBoundingClientRect().height)));
       assert.equal(new Set(heights).size, 1, `${heights} pixels at ${width}`);
-      assert.match(await all.first().locator(".c-progress").getAttribute("title"), /1 running · 12 queued · .*10 cancelled/);
+      assert.match(await heads.first().locator(".c-progress").getAttribute("title"), /1 running · 12 queued · .*10 cancelled/);
     }
     await page.end();
   });
@@ -88,9 +86,9 @@ describe("groups of the list", () => {
     await page.locator(".saved-views summary").click();
     await page.getByLabel("Save what is shown now").fill("by rate");
     await page.keyboard.press("Enter");
-    const kept = await page.getByRole("link", { name: "by rate" }).getAttribute("href");
+    const href = await page.getByRole("link", { name: "by rate" }).getAttribute("href");
     await page.keyboard.press("Escape");
-    const other = await browser.page(server, kept);
+    const other = await browser.page(server, href);
     await until("another person sees the same groups", async () => (await rows(other, "train.lr 0.1")).join() === "a1,a2,a3");
     await other.end();
 
@@ -128,20 +126,20 @@ describe("groups of the list", () => {
 
   inFull("have a checkbox that shows whether all, some or none of their jobs are selected", async () => {
     const page = await browser.page(server, "/jobs?group_by=tag&sort=name&project=sweep"), box = page.getByLabel("Select the jobs of base");
-    const now = () => box.evaluate(({ checked, indeterminate }) => (indeterminate ? "some" : checked ? "all" : "none"));
+    const state = () => box.evaluate(({ checked, indeterminate }) => (indeterminate ? "some" : checked ? "all" : "none"));
     await untilGrouped(page, "base,long,no tag");
     await box.check();
     await until("all jobs are selected", async () => (await page.locator("#bulk-count").textContent()) === "3 jobs selected");
-    assert.equal(await now(), "all");
+    assert.equal(await state(), "all");
     await group(page, "base").getByLabel("Select a1").uncheck();
-    assert.equal(await now(), "some");
+    assert.equal(await state(), "some");
     await page.locator("#choose-all").setChecked(true);
-    assert.equal(await now(), "all");
+    assert.equal(await state(), "all");
     await page.locator("#choose-all").setChecked(false);
-    assert.equal(await now(), "none");
+    assert.equal(await state(), "none");
     await box.check();
     await group(page, "base").getByRole("button", { name: "base" }).click();
-    await until("closing the group clears its selection", async () => (await page.locator("#bulk").isHidden()) && (await now()) === "none");
+    await until("closing the group clears its selection", async () => (await page.locator("#bulk").isHidden()) && (await state()) === "none");
     await page.end();
   });
 
@@ -164,7 +162,7 @@ describe("groups of the list", () => {
   });
 
   inFull("load a hundred at a time, with means over all jobs of a group", async () => {
-    sql(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500)
+    sql(server, `WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500)
       INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, best, created_at, finished_at, last_seq)
       SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, 'many', json_set(spec, '$.train.seed', i % 150, '$.train.lr', 0.1 + i % 2), ranks, last,
         json_object('value', (i % 10) / 10.0, 'step', 9, 'epoch', 1), created_at - i, created_at, 1 FROM jobs, n WHERE jobs.name = 'a1'`);

@@ -17,9 +17,9 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); await rm(dir, { recursive: true, force: true }); });
 
-/** Writes the first `n` test pictures as PNG files, as the server shows them. */
-async function savePictures(n) {
-  const { samples, classes } = await server.ask(`/datasets/fashion-mnist/samples?split=test&limit=${n}`);
+/** Writes the first `count` test pictures as PNG files, as the server shows them. */
+async function savePictures(count) {
+  const { samples, classes } = await server.ask(`/datasets/fashion-mnist/samples?split=test&limit=${count}`);
   return Promise.all(samples.map(async (s) => {
     const file = join(dir, `${s.index}.png`);
     await writeFile(file, Buffer.from(s.png, "base64"));
@@ -106,7 +106,7 @@ describe("a model", () => {
       assert.equal(await lines.first().locator("span").textContent(), predicted[i].classes[0].class);
       assert.ok(Math.abs(Number(await lines.first().locator("b").getAttribute("title")) - predicted[i].classes[0].probability) < 1e-6);
     }
-    const local = JSON.parse(execFileSync(BINARY, ["predict", "--json", "--model", join(server.dir, "jobs", job.id, "checkpoints"), files[0].file].map((a) => (a.endsWith("checkpoints") ? join(a, "1-40") : a))));
+    const local = JSON.parse(execFileSync(BINARY, ["predict", "--json", "--model", join(server.dir, "jobs", job.id, "checkpoints", "1-40"), files[0].file]));
     assert.deepEqual(local[0].classes, predicted[0].classes, "prediction without a server gives the same result");
     await page.end();
   });
@@ -198,10 +198,10 @@ describe("data", () => {
   });
 
   test("with a broken picture is accepted, and the picture is named", async () => {
-    const [one] = await savePictures(1), folder = join(dir, "pets");
+    const [picture] = await savePictures(1), folder = join(dir, "pets");
     for (const name of ["cat", "dog"]) {
       await mkdir(join(folder, "train", name), { recursive: true });
-      for (let i = 0; i < 3; i++) await copyFile(one.file, join(folder, "train", name, `${i}.png`));
+      for (let i = 0; i < 3; i++) await copyFile(picture.file, join(folder, "train", name, `${i}.png`));
     }
     await writeFile(join(folder, "train/dog/torn.png"), "no picture");
     const page = await browser.page(server, "/datasets");
@@ -219,9 +219,9 @@ describe("data", () => {
   test("is uploaded as a zip file, shown, and removed with its files", async () => {
     const ten = await savePictures(10), folder = join(dir, "photos");
     for (const [i, { file }] of ten.entries()) {
-      const of = join(folder, i % 2 ? "even" : "odd");
-      await mkdir(of, { recursive: true });
-      await copyFile(file, join(of, `${i}.png`));
+      const classFolder = join(folder, i % 2 ? "even" : "odd");
+      await mkdir(classFolder, { recursive: true });
+      await copyFile(file, join(classFolder, `${i}.png`));
     }
     execFileSync("python3", ["-m", "zipfile", "-c", join(dir, "photos.zip"), folder]);
     // The dataset is smaller than the form's batch, so the form shows an error.

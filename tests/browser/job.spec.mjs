@@ -31,15 +31,15 @@ describe("a job", () => {
 
     await until("the job runs", async () => (await state(page)) === "running");
     const first = await until("both ranks have a line", async () => {
-      const found = await losses(page);
-      return found["rank 0"]?.points > 1 && found["rank 1"]?.points > 1 && found;
+      const curves = await losses(page);
+      return curves["rank 0"]?.points > 1 && curves["rank 1"]?.points > 1 && curves;
     });
     const lines = await until("the log has lines", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) || 0);
     const drawn = await until("both lines are drawn", async () => { const p = await pixels(page); return p[0] > 5 && p[1] > 5 && p; });
 
     await until("both lines grow", async () => {
-      const found = await losses(page);
-      return ["rank 0", "rank 1"].every((r) => found[r].points > first[r].points + 10);
+      const curves = await losses(page);
+      return ["rank 0", "rank 1"].every((r) => curves[r].points > first[r].points + 10);
     });
     await until("the drawn lines change", async () => { const p = await pixels(page); return p[0] + p[1] !== drawn[0] + drawn[1]; });
     await until("the log grows", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) > lines);
@@ -56,8 +56,8 @@ describe("a job", () => {
     const page = await browser.page(server, `/jobs/${id}`), tab = await page.tab(`/jobs/${id}`);
     await until("the job succeeds", async () => (await state(page)) === "succeeded");
     const whole = await until("each step is drawn once", async () => {
-      const found = await losses(page);
-      return found["rank 0"].points === 60 && found["rank 1"].points === 60 && found;
+      const curves = await losses(page);
+      return curves["rank 0"].points === 60 && curves["rank 1"].points === 60 && curves;
     });
     await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), whole); return true; });
     await until("the number of steps is shown", async () => (await page.locator("#step").textContent()) === "60");
@@ -166,8 +166,8 @@ db.commit()`, join(server.dir, "lockstep.db"), id]);
     const { id } = await server.submit({ name: "survivor", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`, { expected: [/ERR_CONNECTION|WebSocket|Failed to load/] });
     await until("both ranks train", async () => {
-      const found = await losses(page);
-      return found["rank 0"]?.points > 5 && found["rank 1"]?.points > 5;
+      const curves = await losses(page);
+      return curves["rank 0"]?.points > 5 && curves["rank 1"]?.points > 5;
     });
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await server.crash();

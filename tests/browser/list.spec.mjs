@@ -177,9 +177,9 @@ describe("the filters", () => {
 
   test("search names, tags and notes", async () => {
     const page = await browser.page(server, "/jobs?sort=name");
-    for (const [words, found] of [["ARL", "carl"], ["warm up", "berta"], ["needle", "carl"], ["", "anna,berta,carl,dora,holder"]]) {
+    for (const [words, expected] of [["ARL", "carl"], ["warm up", "berta"], ["needle", "carl"], ["", "anna,berta,carl,dora,holder"]]) {
       await page.getByRole("searchbox").fill(words);
-      await untilListed(page, found);
+      await untilListed(page, expected);
       assert.equal(queryOf(page).get("q") ?? "", words);
     }
     await page.end();
@@ -194,14 +194,14 @@ describe("views", () => {
     await page.keyboard.press("Enter");
     const link = page.getByRole("link", { name: "steep ones" });
     await link.waitFor();
-    const kept = await link.getAttribute("href");
+    const href = await link.getAttribute("href");
     await page.goto(`${server.url}/jobs`);
     await page.locator(".saved-views summary").click();
     await link.click();
     await untilListed(page, "carl,anna,berta,holder");
     assert.deepEqual([...queryOf(page)].sort(), [["columns", "loss,train.lr"], ["sort", "-loss"], ["where", "train.lr>0.05"]]);
     // Another person's browser, without stored views, shows the same list.
-    const other = await browser.page(server, kept);
+    const other = await browser.page(server, href);
     await untilListed(other, "carl,anna,berta,holder");
     assert.ok(await other.getByRole("columnheader", { name: "train.lr" }).isVisible());
     await other.end();
@@ -314,7 +314,7 @@ describe("columns", () => {
       ids.push(id);
     }
     await columnHead(page, "train.milestones").click();
-    await until("lists are sorted as text", async () => { const now = await jobNames(page); return now.indexOf("one") < now.indexOf("two") || Promise.reject(new Error(now.join())); });
+    await until("lists are sorted as text", async () => { const names = await jobNames(page); return names.indexOf("one") < names.indexOf("two") || Promise.reject(new Error(names.join())); });
     assert.equal(queryOf(page).get("sort"), "spec.train.milestones");
     for (const id of ids) await removeJob(server, id);
     await page.end();
@@ -381,12 +381,12 @@ async function measureCut(page, node) {
     let end = 0;
     for (let x = 0; x < width; x++) for (let y = 0; y < height; y++) { const i = 4 * (y * width + x); if (Math.abs(data[i] - data[0]) + Math.abs(data[i + 1] - data[1]) + Math.abs(data[i + 2] - data[2]) > 150) end = x + 1; }
     ctx.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
-    const wide = (words) => ctx.measureText(words).width, whole = node.textContent, room = node.getBoundingClientRect().width;
+    const widthOf = (words) => ctx.measureText(words).width, whole = node.textContent, available = node.getBoundingClientRect().width;
     // Positions between words: before a slash, a dash or an underscore, and after a space.
     const ends = [...whole].map((_, i) => i).filter((i) => i && ((/[/_-]/.test(whole[i]) && !/[/_-]/.test(whole[i - 1])) || (whole[i - 1] === " " && whole[i] !== " ")));
-    const shown = ends.filter((i) => wide(`${whole.slice(0, i).trimEnd()}…`) <= room).at(-1);
-    const spaces = /\s$/.test(whole.slice(0, shown)) ? wide(" ") : 0;
-    return { isCut: node.scrollWidth > node.clientWidth, end, wanted: wide(`${whole.slice(0, shown)}…`) - spaces, words: whole.slice(0, shown), spaces };
+    const shown = ends.filter((i) => widthOf(`${whole.slice(0, i).trimEnd()}…`) <= available).at(-1);
+    const spaces = /\s$/.test(whole.slice(0, shown)) ? widthOf(" ") : 0;
+    return { isCut: node.scrollWidth > node.clientWidth, end, expected: widthOf(`${whole.slice(0, shown)}…`) - spaces, words: whole.slice(0, shown) };
   }, png);
 }
 
@@ -399,9 +399,9 @@ describe("a cut name", () => {
     for (const width of [1024, 1240, 1290, 1440]) {
       await page.setViewportSize({ width, height: 900 });
       for (const id of ids) {
-        const { isCut, end, wanted, words } = await measureCut(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
+        const { isCut, end, expected, words } = await measureCut(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
         assert.ok(isCut, `at ${width} the name is cut`);
-        assert.ok(Math.abs(end - wanted) < 4, `at ${width} the text is “${words}…”: ${wanted} pixels, not ${end}`);
+        assert.ok(Math.abs(end - expected) < 4, `at ${width} the text is “${words}…”: ${expected} pixels, not ${end}`);
       }
     }
     await page.goto(`${server.url}/jobs?group_by=project`);

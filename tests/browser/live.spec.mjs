@@ -7,24 +7,24 @@ import { simulateAgent, spec } from "./agent.mjs";
 import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
 
 const RANKS = 4;
-let server, browser, agent, open = null;
+let server, browser, agent, runningJob = null;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
   agent = await simulateAgent(browser.chromium, server, RANKS);
 });
 // Frees the slots for the next test, also after a failure.
-afterEach(async () => { if (open) await end(open, 60); });
+afterEach(async () => { if (runningJob) await end(runningJob, 60); });
 after(async () => { await browser?.close(); await server?.close(); });
 
 /** Starts a job on all ranks and reports `steps` steps. */
 async function startJob(name, steps) {
-  const job = open = await server.ask("/jobs", spec(name, RANKS, 1000));
+  const job = runningJob = await server.ask("/jobs", spec(name, RANKS, 1000));
   await agent.evaluate(async ([id, ranks, steps]) => {
     const attempt = await window.simulatedAgent.attempt(id);
     await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
-    const at = Array.from({ length: steps }, (_, i) => i + 1);
+    const numbers = Array.from({ length: steps }, (_, i) => i + 1);
     for (let rank = 0; rank < ranks; rank++) {
-      const column = (name, of) => ({ name, steps: at, values: at.map(of) });
+      const column = (name, value) => ({ name, steps: numbers, values: numbers.map(value) });
       await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [
         column("loss", (s) => window.agentKit.loss(s, rank)), column("step_ms", () => 40.5), column("all_reduce_ms", () => 10.5), column("data_ms", () => 5.5),
         column("gpu_utilization", () => 0.75 + rank / 16), column("gpu_memory_bytes", () => 12.3e9 + 0.5), column("gpu_power_watts", () => 350.5 + rank), column("gpu_temperature_celsius", () => 71.25),
@@ -38,7 +38,7 @@ const reportLosses = (job, steps) => agent.evaluate(async ([id, ranks, steps]) =
   for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] }]);
 }, [job.id, RANKS, steps]);
 const end = (job, step) => {
-  open = null;
+  runningJob = null;
   return agent.evaluate(async ([id, step]) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), step), [job.id, step]);
 };
 
@@ -126,8 +126,8 @@ describe("a rank's lane", () => {
     const { series } = await server.ask(`/jobs/${job.id}/metrics?name=loss&points=100`);
     const spread = await page.evaluate(() => { const g = window.lockstep.charts.loss.layers()[0].series.segments[0]; return [30, 59].map((i) => [g.min[i], g.mean[i], g.max[i]]); });
     for (const [k, i] of [30, 59].entries()) {
-      const all = series.map((s) => s.mean[i]), wanted = [Math.min(...all), all.reduce((a, b) => a + b) / all.length, Math.max(...all)];
-      wanted.forEach((v, n) => assert.ok(Math.abs(spread[k][n] - v) < 1e-6, `${spread[k]} instead of ${wanted}`));
+      const all = series.map((s) => s.mean[i]), expected = [Math.min(...all), all.reduce((a, b) => a + b) / all.length, Math.max(...all)];
+      expected.forEach((v, n) => assert.ok(Math.abs(spread[k][n] - v) < 1e-6, `${spread[k]} instead of ${expected}`));
     }
     await page.end();
   });
@@ -215,7 +215,7 @@ describe("a page that stays open", () => {
     await until("the new best checkpoint is evaluated", () => evaluated.at(-1) === "6-60");
     assert.ok(evaluated.every((id) => ["5-50", "6-60"].includes(id)), evaluated.join());
 
-    open = null;
+    runningJob = null;
     await server.ask(`/jobs/${job.id}/cancel`, {});
     await agent.endAttempt(attempt, { how: "stopped" });
     await until("the banner says where Retry continues", async () => /^\s*Cancelled\. Retry continues from step 60\.\s/.test(await page.locator("#banner").textContent()));

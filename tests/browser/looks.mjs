@@ -104,24 +104,24 @@ export async function assertViews(page, where, views = TWO_VIEWS) {
  * Opens a page and checks it in each view. `prepare(page)` runs before the page is opened, `ready(page)` returns whether the page is
  * complete, and `act(page)` runs then. If `act` opens a dialog, the dialog is checked instead of the page.
  */
-export async function checkPage(browser, where, path, name, { views = ALL_VIEWS, ready, prepare, act, options = {} } = {}) {
+export async function checkPage(browser, server, path, name, { views = ALL_VIEWS, ready, prepare, act, options = {} } = {}) {
   const [colorScheme, width] = views[0], opened = { colorScheme, viewport: { width, height: 900 }, reducedMotion: "reduce", expected: [/404|422/] };
-  const page = await browser.page(where, prepare ? "/docs" : path, { ...opened, ...options });
-  if (prepare) { await prepare(page); await page.goto(where.url + path); }
+  const page = await browser.page(server, prepare ? "/docs" : path, { ...opened, ...options });
+  if (prepare) { await prepare(page); await page.goto(server.url + path); }
   await until("the page has a heading", () => page.locator("h1").first().isVisible());
   if (ready) await until(`${name} is complete`, () => ready(page));
   if (act) await act(page);
   const read = new Set();
   for (const view of views) {
     await setView(page, view);
-    const [theme, width] = view, at = `${name} at ${width}, ${theme}`, hasDialog = await page.locator("dialog[open]").count() > 0;
-    await assertFits(page, at);
+    const [theme, width] = view, where = `${name} at ${width}, ${theme}`, hasDialog = await page.locator("dialog[open]").count() > 0;
+    await assertFits(page, where);
     // Covered controls and cut texts do not depend on colours.
-    if (hasDialog) await assertDialogUsable(page, at);
+    if (hasDialog) await assertDialogUsable(page, where);
     // The page cuts texts again when a width or a list changes, so the check is repeated.
-    else if (!read.has(width) || process.env.LOCKSTEP_PICTURES) await until(at, () => assertReadable(page, at).then(() => true), 5000);
+    else if (!read.has(width) || process.env.LOCKSTEP_PICTURES) await until(where, () => assertReadable(page, where).then(() => true), 5000);
     read.add(width);
-    if (AXE_WIDTHS.includes(width)) await assertAccessible(page, at);
+    if (AXE_WIDTHS.includes(width)) await assertAccessible(page, where);
     await savePicture(page, `${name}-${width}-${theme}`, !hasDialog);
   }
   await page.end();

@@ -93,9 +93,9 @@ describe("machines with GPUs", () => {
 
 describe("machines", () => {
   test("join by the commands that the page shows", async () => {
-    const own = await TestServer.open({ dataset: false, agent: false, auth: true }), dir = await mkdtemp(path(tmpdir(), "lockstep-joins-"));
+    const authServer = await TestServer.open({ dataset: false, agent: false, auth: true }), dir = await mkdtemp(path(tmpdir(), "lockstep-joins-"));
     const options = { cwd: dir, env: { ...process.env, PATH: `${dirname(BINARY)}:${process.env.PATH}` } };
-    const page = await browser.page(own, "/machines");
+    const page = await browser.page(authServer, "/machines");
     const commands = await page.locator(".join .command code").allTextContents(), create = commands.find((c) => /token create/.test(c)), joins = commands.find((c) => /lockstep agent/.test(c));
     execFileSync("bash", ["-c", create], options);
     const joined = spawn("bash", ["-c", `exec ${joins}`], { ...options, stdio: "ignore" });
@@ -105,7 +105,7 @@ describe("machines", () => {
     joined.kill("SIGTERM");
     await exited;
     await page.end();
-    await own.close();
+    await authServer.close();
     await rm(dir, { recursive: true, force: true });
   });
 
@@ -132,7 +132,7 @@ describe("machines", () => {
     await remove.click();
     await dialog.getByRole("button", { name: "Remove it" }).click();
     await until("the machine is gone", async () => (await card.count()) === 0);
-    await until("the page says so", () => page.getByRole("heading", { name: "No machine has joined" }).isVisible());
+    await until("the page says that no machine has joined", () => page.getByRole("heading", { name: "No machine has joined" }).isVisible());
     assert.deepEqual((await server.ask("/agents")).agents, []);
     await page.end();
   });

@@ -27,16 +27,16 @@ describe("machines", () => {
     await until("each slot shows its rank's use of CPUs and memory", async () => (await slots()).every((words) => /use\s*\d+ %/.test(words) && /memory\s*[\d.]+ [MG]B/.test(words)) || Promise.reject(new Error((await slots()).join())));
     assert.equal(await page.locator(".slots .gauges", { hasText: "temperature" }).count(), 0, "a slot of CPU cores has no temperature");
     await until("a line is drawn", async () => (await page.locator('.machine > .gauges [data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
-    const wanted = page.waitForResponse((response) => response.url().includes("points=96"));
+    const history = page.waitForResponse((response) => response.url().includes("points=96"));
     await page.getByRole("button", { name: "24 h" }).click();
-    assert.equal((await wanted).status(), 200);
+    assert.equal((await history).status(), 200);
     assert.match(page.url(), /range=24h/);
     // The focused button stays the same element when the page is updated.
     const button = page.getByRole("button", { name: "Drain" });
     await button.focus();
     await button.evaluate((node) => { node.marked = true; });
-    const all = () => page.locator(".gauges").first().innerText(), first = await all();
-    await until("numbers change", async () => (await all()) !== first);
+    const readGauges = () => page.locator(".gauges").first().innerText(), first = await readGauges();
+    await until("numbers change", async () => (await readGauges()) !== first);
     assert.deepEqual(await page.evaluate(() => [document.activeElement.dataset.drain, document.activeElement.marked]), ["drain", true]);
     await button.press("Enter");
     await until("the machine is drained", async () => (await page.locator(".warnings").innerText()).includes("Drained: it takes no new work"));
@@ -48,7 +48,7 @@ describe("machines", () => {
 
   test("have a group among the job's charts, with one line per machine", async () => {
     const measured = async () => (await server.ask(`/jobs/${job.id}/metrics?name=cpu_utilization`)).series;
-    const series = await until("the machine is measured", async () => { const found = await measured(); return found[0]?.steps.length > 1 && found; });
+    const series = await until("the machine is measured", async () => { const current = await measured(); return current[0]?.steps.length > 1 && current; });
     assert.deepEqual(series.map((s) => s.rank), [0]);
     assert.ok(series[0].mean.every((v) => v >= 0 && v <= 1), JSON.stringify(series[0].mean));
     const page = await browser.page(server, `/jobs/${job.id}?metric=cpu_utilization`);

@@ -66,8 +66,8 @@ describe("the list", () => {
     const row = page.locator(`tr[data-id="${id}"]`);
     await until("the new job appears without a reload", () => row.isVisible());
     await until("the job runs", async () => (await row.locator("[data-f=state]").textContent()) === "running");
-    const at = await until("the job has progress", async () => Number(await row.locator("progress").getAttribute("value")) || 0);
-    await until("the progress grows", async () => Number(await row.locator("progress").getAttribute("value")) > at);
+    const progress = await until("the job has progress", async () => Number(await row.locator("progress").getAttribute("value")) || 0);
+    await until("the progress grows", async () => Number(await row.locator("progress").getAttribute("value")) > progress);
     await page.locator("#filters [data-state=succeeded]").click();
     await until("only matching jobs are listed", async () => !(await row.isVisible()) && page.locator(`tr[data-id="${finished.id}"]`).isVisible());
     assert.equal(new URL(page.url()).searchParams.get("state"), "succeeded");
@@ -151,7 +151,7 @@ describe("a chart", () => {
 
   test("keeps peaks, gaps and totals when it merges points, and ignores repeated points", async () => {
     const page = await browser.page(server, "/jobs");
-    const found = await page.evaluate(async () => {
+    const merged = await page.evaluate(async () => {
       const { MeanSeries, Series } = await import("/static/chart/series.js");
       const series = new Series("loss", 0, 1024);
       for (let step = 1; step <= 100_000; step += 100) {
@@ -159,25 +159,25 @@ describe("a chart", () => {
         series.append(1, steps, steps.map((s) => (s === 77_777 ? 9 : s > 50_000 && s <= 60_000 ? null : 1)));
         series.append(1, steps, steps.map(() => 5));
       }
-      const segment = series.segments[0], at = (f) => Array.from({ length: segment.length }, (_, i) => i).filter(f);
+      const segment = series.segments[0], indicesWhere = (f) => Array.from({ length: segment.length }, (_, i) => i).filter(f);
       const mean = new MeanSeries("loss", () => 2, 1024);
       mean.appendRank(1, [1, 2, 3], [1, 2, 3]);
       mean.appendRank(1, [1, 2], [3, null]);
       return {
         held: segment.length, points: segment.counts.subarray(0, segment.length).reduce((a, b) => a + b, 0), exact: series.exact,
-        peaks: at((i) => segment.max[i] === 9).length, wrong: at((i) => segment.max[i] === 5).length,
-        gap: at((i) => Number.isNaN(segment.mean[i])).reduce((n, i) => n + segment.counts[i], 0),
+        peaks: indicesWhere((i) => segment.max[i] === 9).length, wrong: indicesWhere((i) => segment.max[i] === 5).length,
+        gap: indicesWhere((i) => Number.isNaN(segment.mean[i])).reduce((n, i) => n + segment.counts[i], 0),
         mean: Array.from(mean.segments[0].mean.subarray(0, mean.segments[0].length)),
         widest: Math.max(...segment.counts.subarray(0, segment.length)), last: segment.lastValue,
         smooth: [...segment.smooth(0.6).subarray(0, 3)],
       };
     });
-    assert.ok(found.held <= 1024 && found.points === 100_000 && !found.exact, JSON.stringify(found));
-    assert.ok(found.widest <= 256, `a bucket has ${found.widest} points: the buckets differ in size`);
-    assert.equal(found.last, 1);
-    assert.deepEqual([found.peaks, found.wrong, found.gap], [1, 0, 10_000]);
-    assert.deepEqual(found.mean, [2, NaN], "the mean includes a step once each rank has reported the step");
-    assert.deepEqual(found.smooth, [1, 1, 1], "smoothing has no bias at its start");
+    assert.ok(merged.held <= 1024 && merged.points === 100_000 && !merged.exact, JSON.stringify(merged));
+    assert.ok(merged.widest <= 256, `a bucket has ${merged.widest} points: the buckets differ in size`);
+    assert.equal(merged.last, 1);
+    assert.deepEqual([merged.peaks, merged.wrong, merged.gap], [1, 0, 10_000]);
+    assert.deepEqual(merged.mean, [2, NaN], "the mean includes a step once each rank has reported the step");
+    assert.deepEqual(merged.smooth, [1, 1, 1], "smoothing has no bias at its start");
     await page.end();
   });
 });

@@ -22,7 +22,7 @@ after(async () => { await browser?.close(); await server?.close(); });
 async function startJob(name) {
   const job = await server.ask("/jobs", spec(name, 2, 1000));
   await agent.evaluate(async ([id, last]) => {
-    const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: last }, (_, i) => i + 1), column = (name, of) => ({ name, steps, values: steps.map(of) });
+    const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: last }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(value) });
     await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
     for (let rank = 0; rank < 2; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [
       column("loss", (s) => window.agentKit.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 120 + rank / 50), column("step_ms", (s) => 40.5 + 5 * window.agentKit.noise(s)), column("data_ms", (s) => 3.5 + window.agentKit.noise(s + rank)),
@@ -34,8 +34,8 @@ async function startJob(name) {
     layers.push(layer("fc", "linear", [10], 650, null));
     await window.simulatedAgent.report(attempt, 0, [{ type: "network", layers }]);
     window.histograms = (step) => ({ type: "histograms", step, layers: layers.filter((l) => l.kind !== "batch_norm").flatMap((l, place) => ["weight", "gradient"].map((kind) => {
-      const wide = (kind === "weight" ? 0.31 : 0.011) * (1 + place / 10 + step / 40);
-      return { name: `${l.name}.weight`, kind, min: -wide, max: wide * 0.9, counts: Array.from({ length: 64 }, (_, i) => Math.round(1000 * Math.exp(-(((i - 34) / (8 + step / 10)) ** 2)))) };
+      const bound = (kind === "weight" ? 0.31 : 0.011) * (1 + place / 10 + step / 40);
+      return { name: `${l.name}.weight`, kind, min: -bound, max: bound * 0.9, counts: Array.from({ length: 64 }, (_, i) => Math.round(1000 * Math.exp(-(((i - 34) / (8 + step / 10)) ** 2)))) };
     })) });
     await window.simulatedAgent.report(attempt, 0, [10, 20, 30].map(window.histograms));
   }, [job.id, STEPS]);
@@ -55,11 +55,11 @@ const savePanels = async (panels, path = `/jobs/${job.id}/panels`) => {
   assert.equal(response.status, 200, await response.text());
 };
 const panel = (title, metrics, more = {}) => ({ title, metrics, ...more });
-/** Returns labels and numbers of points of the lines of panel number `at`. */
-const lines = (page, at) => page.evaluate((at) => {
-  const key = document.querySelectorAll("#custom-grid .chart")[at]?.dataset.chart;
+/** Returns labels and numbers of points of the lines of the panel at position `index`. */
+const lines = (page, index) => page.evaluate((index) => {
+  const key = document.querySelectorAll("#custom-grid .chart")[index]?.dataset.chart;
   return window.lockstep.charts[key]?.snapshot().map((line) => [line.label, line.points]);
-}, at);
+}, index);
 
 describe("panels", () => {
   test("are added, shown to other people, changed and removed", async () => {

@@ -26,7 +26,6 @@ try {
   const first = await job("fashion-resnet20", 2, {}, { log: { histograms: 20 } });
   const others = [await job("low-lr", 2, { lr: 0.01, epochs: 1 }), await job("nesterov", 2, { optimizer: "nesterov", epochs: 1 })];
   for (const { id } of [first, ...others]) await untilFinished(id);
-  await server.ask(`/jobs/${first.id}`, undefined);
   const send = async (method, path, body) => {
     const response = await fetch(`${server.url}/api/v1${path}`, { method, headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
     if (!response.ok) throw new Error(`${path}: ${await response.text()}`);

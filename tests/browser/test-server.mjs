@@ -27,7 +27,7 @@ export async function until(what, check, timeout = TIMEOUT_MS) {
   const end = Date.now() + timeout;
   let last, pause = 20;
   for (;;) {
-    try { const found = await check(); if (found) return found; last = found; } catch (error) { last = error; }
+    try { const value = await check(); if (value) return value; last = value; } catch (error) { last = error; }
     if (Date.now() > end) assert.fail(`${what}: not within ${timeout / 1000} s; last: ${last?.stack ?? JSON.stringify(last)}`);
     await new Promise((done) => setTimeout(done, pause));
     pause = Math.min(pause * 1.3, 200);
@@ -46,7 +46,7 @@ export const untilAsRendered = (page) => until("the script shows what the server
   return true;
 });
 
-// Test files run in parallel, in processes with neighbouring process ids.
+// Test files run in parallel, in processes with neighbouring process ids: their searches begin 101 ports apart.
 let ports = process.pid * 101;
 /** Finds a free port outside the range of ephemeral ports, so that no client takes the port while a server restarts. */
 export const freePort = () => new Promise((done, failed) => {
@@ -79,7 +79,7 @@ export class TestServer {
 
   async start() {
     this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...(this.auth ? [] : ["--no-auth"]), ...this.options],
-      // A job that trains until the test cancels it sleeps for 40 ms in each step, which leaves the CPU to the pages.
+      // A job that trains until the test cancels it sleeps for 40 ms in each step, 20 ms for each `slow`, which leaves the CPU to the pages.
       { stdio: ["ignore", "pipe", "pipe"], env: { LOCKSTEP_FAULT: "step:slow@100,step:slow@100", ...process.env } });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
@@ -184,7 +184,7 @@ export class Browser {
     const page = await context.newPage();
     page.faults = [];
     this.watch(page, server, expected);
-    page.tab = async (at) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expected); await tab.goto(server.url + at); return tab; };
+    page.tab = async (address) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expected); await tab.goto(server.url + address); return tab; };
     page.end = async () => { await context.close(); assert.deepEqual(page.faults, [], "the page had no errors"); };
     await page.goto(server.url + path);
     return page;
@@ -213,12 +213,12 @@ export async function signIn(context, server, role) {
 
 /** Returns the lines of the loss chart, summed over all attempts: `{ "rank 0": { points, step, value }, ... }`. */
 export const losses = (page) => page.evaluate(() => {
-  const found = {};
+  const lines = {};
   for (const { label, points, step, value, attempt } of window.lockstep?.charts.loss.snapshot() ?? []) {
-    const line = (found[label] ??= { points: 0 });
+    const line = (lines[label] ??= { points: 0 });
     Object.assign(line, { points: line.points + points, step, value, attempt });
   }
-  return found;
+  return lines;
 });
 
 /** Counts the pixels of the loss chart in the colours of ranks 0 and 1. */

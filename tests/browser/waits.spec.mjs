@@ -85,8 +85,8 @@ describe("a reason", () => {
       const page = await browser.page(server, "/jobs", { viewport: { width, height: 1000 } }), row = page.locator(`tr[data-id="${id}"]`);
       await until("the row says what the job waits for", async () => /waits for 1 slot/.test(await row.locator("[data-f=reason]").textContent()));
       const size = await row.evaluate((tr) => {
-        const reason = tr.querySelector("[data-f=reason]"), room = tr.querySelector(".more-line").clientWidth;
-        return { whole: [reason, ...reason.children].every((n) => n.scrollWidth <= n.clientWidth + 1), half: reason.clientWidth > room / 2 };
+        const reason = tr.querySelector("[data-f=reason]"), available = tr.querySelector(".more-line").clientWidth;
+        return { whole: [reason, ...reason.children].every((n) => n.scrollWidth <= n.clientWidth + 1), half: reason.clientWidth > available / 2 };
       });
       assert.ok(size.whole || size.half, `at ${width}`);
       await page.end();
@@ -104,11 +104,11 @@ describe("a reason", () => {
       const cut = () => reason.evaluate((node) => [node, ...node.children].filter((n) => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map((n) => `${n.className}: ${n.scrollWidth} in ${n.clientWidth}`));
       assert.deepEqual(await cut(), [], `at ${width}`);
       await assertFits(page, `at ${width}`);
-      const apart = await page.locator(`tr[data-id="${jobs.waits.id}"]`).evaluate((row) => {
+      const overlapping = await page.locator(`tr[data-id="${jobs.waits.id}"]`).evaluate((row) => {
         const box = (name) => row.querySelector(`[data-f=${name}]`).getBoundingClientRect(), reason = box("reason");
         return ["name", "bar", "age"].filter((name) => { const b = box(name); return b.bottom > reason.top + 1 && b.top < reason.bottom - 1 && b.right > reason.left && b.left < reason.right; });
       });
-      assert.deepEqual(apart, [], `nothing overlaps the reason at ${width}`);
+      assert.deepEqual(overlapping, [], `nothing overlaps the reason at ${width}`);
       await page.end();
     }
   });
@@ -120,7 +120,7 @@ describe("a reason", () => {
     const words = `${PATH} cannot be read: unexpected end of file`;
     await end(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`), why = page.locator("#banner-why");
-    const check = async () => {
+    const assertPathCut = async () => {
       const shown = await why.textContent();
       assert.match(shown, /^\/data\/imagenet-subset[^ ]*…[/_.-][^ ]*\.JPEG cannot be read: unexpected end of file$/);
       assert.ok(shown.split(" ")[0].length <= 48, shown);
@@ -128,7 +128,7 @@ describe("a reason", () => {
     };
     await until("the reason is shown", async () => (await why.textContent()).includes("cannot be read"));
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
-    await check();
+    await assertPathCut();
     const bare = await browser.page(server, `/jobs/${jobs.killed.id}`, { javaScriptEnabled: false });
     const html = bare.locator("#banner-why");
     assert.deepEqual([await html.textContent(), await html.getAttribute("title")], [await why.textContent(), words], "the server renders the same text");

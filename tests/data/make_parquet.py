@@ -1,4 +1,4 @@
-"""Writes small Parquet files of pictures to `parquet/`, and what is in them to `parquet/expected.json`. Needs datasets,
+"""Writes small Parquet files of pictures to `parquet/`, and their expected rows to `parquet/expected.json`. Needs datasets,
 pyarrow, numpy and Pillow:
 
     python3 tests/data/make_parquet.py
@@ -27,13 +27,14 @@ def png(number):
     return buffer.getvalue()
 
 
-def note(expected, split, row, label, number):
+def add_expected(expected, split, row, label, number):
+    """Adds a row's split, number, label, and mean of each channel."""
     mean = np.asarray(picture(number), dtype=np.float64).mean(axis=(0, 1)).tolist()
     expected.append({"split": split, "row": row, "label": label, "mean": mean})
 
 
 def hub():
-    """As `datasets` writes what is pushed to its hub: `data/<split>-<n>-of-<m>.parquet`."""
+    """Writes `data/<split>-<number>-of-<count>.parquet`, as `datasets` uploads a dataset to its hub."""
     expected = []
     (HERE / "hub/data").mkdir(parents=True)
     files = [("train", 0, 2, range(0, 5)), ("train", 1, 2, range(5, 9)), ("validation", 0, 1, range(9, 12))]
@@ -44,15 +45,15 @@ def hub():
         }
         table = datasets.table.InMemoryTable(pa.Table.from_pydict(rows, schema=FEATURES.arrow_schema))
         info = datasets.DatasetInfo(features=FEATURES)
-        # A fingerprint of its own would not be the same in every run.
+        # Without this fingerprint, `datasets` would choose a random one.
         datasets.Dataset(table, info=info, fingerprint=f"{split}-{part}").to_parquet(HERE / f"hub/data/{split}-{part:05}-of-{parts:05}.parquet")
         for row, number in enumerate(numbers):
-            note(expected, split, row, NAMES[number % 3], number)
+            add_expected(expected, split, row, NAMES[number % 3], number)
     return expected
 
 
 def plain():
-    """As pyarrow writes bytes and text, with each codec that is read: row groups of 16, pages of about four pictures."""
+    """Writes columns of bytes and text with each codec that Lockstep reads, in row groups of 16 and pages of about four pictures."""
     expected = []
     (HERE / "plain").mkdir()
     for codec in ["none", "snappy", "gzip", "zstd"]:
@@ -68,12 +69,12 @@ def plain():
             options |= {"use_dictionary": False, "column_encoding": {"jpg": "DELTA_LENGTH_BYTE_ARRAY"}}
         pq.write_table(pa.table(rows), HERE / f"plain/train-{codec}.parquet", **options)
     for row in range(40):
-        note(expected, "train", row, NAMES[row % 3], row)
+        add_expected(expected, "train", row, NAMES[row % 3], row)
     return expected
 
 
 def odd():
-    """What is wrong with rows, and what with files."""
+    """Writes a file with rows that cannot be read, a file with checksums, and files that are refused."""
     (HERE / "odd").mkdir()
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -84,8 +85,8 @@ def odd():
     rows += [{"bytes": png(number), "path": None} for number in (4, 5, 6)]
     labels = pa.array([0, 1, 2, 1, None, -1, 2], pa.int8())
     write("rows", {"image": pa.array(rows, image), "label": labels})
-    whole = {"jpg": pa.array([png(number) for number in range(8)], pa.binary()), "label": pa.array(range(8), pa.int8())}
-    write("checksums", whole, write_page_checksum=True, compression="none", use_dictionary=False, write_statistics=False)
+    columns = {"jpg": pa.array([png(number) for number in range(8)], pa.binary()), "label": pa.array(range(8), pa.int8())}
+    write("checksums", columns, write_page_checksum=True, compression="none", use_dictionary=False, write_statistics=False)
     pictures = pa.array([png(0)], pa.binary())
     write("no-label", {"image": pictures, "id": [1], "caption": ["a cat"]})
     write("no-picture", {"url": ["http://localhost/1.png"], "label": [0], "tags": [["a", "b"]]})

@@ -1,4 +1,4 @@
-"""Writes small WebDataset shards to `shards/`, and what is in them to `shards/expected.json`. Needs webdataset, numpy and
+"""Writes small WebDataset shards to `shards/`, and their expected samples to `shards/expected.json`. Needs webdataset, numpy and
 Pillow:
 
     python3 tests/data/make_shards.py
@@ -17,19 +17,20 @@ WIDTH, HEIGHT = 12, 8
 
 
 def picture(number):
-    """Smooth, so that JPEG keeps nearly all of it, and another one for each number."""
+    """Returns a picture that is different for each number, and smooth, so that JPEG hardly changes it."""
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
     channels = [x * 4 + number * 3 % 100, y * 6 + number * 7 % 100, (x + y) * 2 + number * 11 % 100]
     return Image.fromarray(np.stack(channels, axis=2).astype(np.uint8))
 
 
-def note(expected, split, key, label, image):
+def add_expected(expected, split, key, label, image):
+    """Adds a sample's split, key, label, and mean of each channel."""
     pixels = np.asarray(image, dtype=np.float64)
     expected.append({"split": split, "key": key, "label": label, "mean": pixels.mean(axis=(0, 1)).tolist()})
 
 
 def numbers():
-    """As `webdataset.ShardWriter` writes them, classes as numbers in `.cls`."""
+    """Writes shards by `webdataset.ShardWriter`, with classes as numbers in `.cls`."""
     expected = []
     folder = HERE / "numbers"
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,18 +40,18 @@ def numbers():
             for number in range(first, first + count):
                 image, key = picture(number), f"{number:06d}"
                 shards.write({"__key__": key, kind: image, "cls": number % 3, "txt": f"picture {number}"})
-                note(expected, split, key, number % 3, image)
+                add_expected(expected, split, key, number % 3, image)
     return expected
 
 
 def names():
-    """Keys with folders, classes as names in `.json`, several formats, and a name longer than a tar header holds."""
+    """Writes a shard with folders in its keys, classes as names in `.json`, several formats, and a name too long for a tar header."""
     expected = []
-    long = "a-name-" * 18
+    long_name = "a-name-" * 18
     with wds.TarWriter(str(HERE / "names.tar"), mtime=0, encoder=True) as shard:
         for number, kind in enumerate(["jpg", "png", "webp", "jpeg"]):
             image = picture(number)
-            key = f"pictures/{long if number == 1 else ''}{number}"
+            key = f"pictures/{long_name if number == 1 else ''}{number}"
             label = ["dog", "cat"][number % 2]
             content = image
             if kind == "webp":
@@ -58,7 +59,7 @@ def names():
                 image.save(buffer, "WEBP", lossless=True)
                 content = buffer.getvalue()
             shard.write({"__key__": key, kind: content, "json": {"label": label, "width": WIDTH}})
-            note(expected, "train", key, label, image)
+            add_expected(expected, "train", key, label, image)
     return expected
 
 

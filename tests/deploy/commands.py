@@ -66,27 +66,28 @@ def split_command(text):
 def check_text(program, where, text):
     """Checks all commands of a text and returns their number."""
     lines = re.sub(r"\\\n\s*", " ", text).replace("`", "\n")
-    return sum(check_command(program, where, split_command(found["rest"]), found["begins"] is not None) for found in COMMAND.finditer(lines))
+    matches = COMMAND.finditer(lines)
+    return sum(check_command(program, where, split_command(match["rest"]), match["begins"] is not None) for match in matches)
 
 
 def comments(text):
-    return "\n".join(found[1] for found in re.finditer(r"(?:^|\s)#(.*)$", text, re.MULTILINE))
+    return "\n".join(match[1] for match in re.finditer(r"(?:^|\s)#(.*)$", text, re.MULTILINE))
 
 
 def code_of(page):
     """Returns the shell blocks of a page, and the code between single backticks."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
-    return "\n".join([*blocks, *(" ".join(found.split()) for found in re.findall(r"`([^`]+)`", prose))])
+    return "\n".join([*blocks, *(" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))])
 
 
 def check_all(program):
     checked = 0
     for path in [ROOT / "docker-compose.yml", ROOT / "Dockerfile", *sorted((ROOT / "deploy").rglob("*.yaml"))]:
         # Checks comments, and values, which may be scripts.
-        found = check_text(program, path.name, comments(path.read_text())) + check_text(program, path.name, re.sub(r"#.*", "", path.read_text()))
-        assert found or path.name == "Dockerfile", f"{path.name}: no command was found"
-        checked += found
+        count = check_text(program, path.name, comments(path.read_text())) + check_text(program, path.name, re.sub(r"#.*", "", path.read_text()))
+        assert count or path.name == "Dockerfile", f"{path.name}: no command was found"
+        checked += count
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         checked += check_text(program, path.name, code_of(path.read_text()))
     # Wrong commands are found.

@@ -43,7 +43,7 @@ def run(command, folder, environment):
 def check_program(command, folder, environment):
     """Runs the program's demo, and checks that the package has the GPU kernels where the program looks for them."""
     assert re.fullmatch(r"lockstep \d+\.\d+\.\d+\n", run([*command, "--version"], folder, environment))
-    # Copies undamaged kernels. To compile one that is missing, the program would need NVRTC.
+    # Copies the package's compiled kernels. The program would need NVRTC, which is not there, to compile a damaged or missing kernel.
     run([*command, "kernels", "kernels"], folder, environment)
     # The last line has the accuracy.
     demo = run([*command, "demo", "--exit-when-done"], folder, environment)

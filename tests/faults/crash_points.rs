@@ -3,8 +3,8 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, trained_weights, undisturbed_weights,
-        variables, wait_for_step,
+        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, trained_weights,
+        undisturbed_weights, variables, wait_for_step,
     },
     postgres,
     server::{Agents, Server, number, signal, training_permit},
@@ -20,8 +20,8 @@ const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
 /// Faults that strike once each, at the `nth` pass of their points. Each fault leaves a mark in `folder`.
 fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
-    let each = |point: &&str| format!("{point}:{action}@{nth}:{}", folder.join(point).display());
-    vec![("LOCKSTEP_FAULT".into(), points.iter().map(each).collect::<Vec<_>>().join(","))]
+    let fault = |point: &&str| format!("{point}:{action}@{nth}:{}", folder.join(point).display());
+    vec![("LOCKSTEP_FAULT".into(), points.iter().map(fault).collect::<Vec<_>>().join(","))]
 }
 
 /// Adds steps of at least 20 ms to the faults.
@@ -37,7 +37,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
     let model = undisturbed_weights(STEPS).await;
     // Three crashes per job, as a fourth restart would wait for a long backoff.
     for points in CHECKPOINT_POINTS.chunks(3) {
-        // At the second checkpoint of an attempt, so that an earlier checkpoint exists.
+        // Faults strike at the second checkpoint of an attempt, so that an earlier checkpoint exists.
         let environment = faults(marks.path(), points, "kill", 2);
         let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
@@ -64,7 +64,8 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
 async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let frequent = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 2}}));
+    let frequent =
+        specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": CHECKPOINT_STEPS / 2}}));
     let model = trained_weights(&frequent).await;
     let points = &CHECKPOINT_POINTS[..8];
     // A checkpoint that fails at one point does not reach later points, so each fault strikes another checkpoint.
@@ -98,7 +99,7 @@ async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mark = marks.path().join("checkpoint.synced");
     server.until("the second checkpoint is being written", async |_: &Server| mark.exists()).await;
-    wait_for_step(&server, &id, 2 * EVERY + 10).await;
+    wait_for_step(&server, &id, 2 * CHECKPOINT_STEPS + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
     let mut row = Row::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
     signal(rank.pid, Signal::KILL);
@@ -111,7 +112,7 @@ async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
     let events = stored(&server, &id).await;
     let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
     // Training may have reached the next checkpoint meanwhile.
-    assert!(number(&plan["start_step"]) >= 2 * EVERY, "{plan}");
+    assert!(number(&plan["start_step"]) >= 2 * CHECKPOINT_STEPS, "{plan}");
     assert_eq!(number(&server.job(&id).await["attempt"]), 2);
     row.passed("it is completed and reported, and training continues from it");
     server.stop().await;
@@ -159,7 +160,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     server.stop().await;
 
     // While a job is created and claimed. A restarted server first claims the job of the previous point, hence the second claim.
-    let model = undisturbed_weights(EVERY).await;
+    let model = undisturbed_weights(CHECKPOINT_STEPS).await;
     let dies_at =
         |point: &str| faults(marks.path(), &[point], "kill", if point.starts_with("claim") { 2 } else { 1 });
     let mut server =
@@ -169,7 +170,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
         let key = if point.starts_with("create") { "create" } else { *point };
         let send = async |server: &Server| -> reqwest::Result<Value> {
             let request = server.http.post(server.api("/jobs")).header("idempotency-key", key);
-            request.json(&spec("disturbed", EVERY)).send().await?.json().await
+            request.json(&spec("disturbed", CHECKPOINT_STEPS)).send().await?.json().await
         };
         let row = Row::begin(&format!("server killed at {point} ({kind})"));
         let first = send(&server).await;
@@ -185,7 +186,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
             if let Ok(first) = first {
                 assert_eq!(first["id"], *id, "the acknowledged job is stored");
             }
-            judge(&server, id, EVERY, &model, &[]).await;
+            judge(&server, id, CHECKPOINT_STEPS, &model, &[]).await;
             jobs += 1;
         }
         assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(jobs), "jobs at {point}");
@@ -211,8 +212,8 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed_weights(STEPS).await;
     let points = ["ingest.begin", "ingest.event", "ingest.commit"];
-    let struck = |point: &str, time: u32| marks.path().join(format!("{point}.{time}"));
-    let fault = |point: &str, time: u32| format!("{point}:error@{time}:{}", struck(point, time).display());
+    let mark = |point: &str, time: u32| marks.path().join(format!("{point}.{time}"));
+    let fault = |point: &str, time: u32| format!("{point}:error@{time}:{}", mark(point, time).display());
     let times: Vec<_> = points.iter().flat_map(|point| (2..5).map(move |time| (*point, time))).collect();
     let all: Vec<_> = times.iter().map(|(point, time)| fault(point, *time)).collect();
     let environment = with_slow_steps(vec![("LOCKSTEP_FAULT".into(), all.join(","))]);
@@ -222,7 +223,7 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
     judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     for (point, time) in times {
-        assert!(struck(point, time).exists(), "{point} was reached {time} times");
+        assert!(mark(point, time).exists(), "{point} was reached {time} times");
     }
     row.passed("reports waited, training continued");
     server.stop().await;
@@ -232,13 +233,13 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
 async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed_weights(EVERY).await;
+    let model = undisturbed_weights(CHECKPOINT_STEPS).await;
     let points = ["claim.begin", "claim.commit", "claim.committed"];
     let environment = faults(marks.path(), &points, "error", 1);
     let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
-    let id = server.submit(&spec("disturbed", EVERY)).await;
+    let id = server.submit(&spec("disturbed", CHECKPOINT_STEPS)).await;
     let row = Row::begin(&format!("a claim fails at each of {points:?}"));
-    judge(&server, &id, EVERY, &model, &[]).await;
+    judge(&server, &id, CHECKPOINT_STEPS, &model, &[]).await;
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
     }

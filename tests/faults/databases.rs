@@ -2,8 +2,8 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights, variables,
-        wait_for_step,
+        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
+        variables, wait_for_step,
     },
     postgres::Cluster,
     server::{Agents, Server, number, training_permit},
@@ -26,7 +26,7 @@ async fn slow_postgres_may_be_away_for_15_s() {
     let server = register_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
     let model = undisturbed_weights(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let mut row = Row::begin(&format!("Postgres away for {secs} s"));
@@ -39,9 +39,7 @@ async fn slow_postgres_may_be_away_for_15_s() {
     let detail = response.problem(503)["detail"].to_string();
     assert!(detail.contains("database"), "{detail}");
     refused.problem(503);
-    while began.elapsed() < Duration::from_secs(secs) {
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    tokio::time::sleep(Duration::from_secs(secs).saturating_sub(began.elapsed())).await;
     assert!(length() > before, "the ranks continued to train");
     cluster.start();
     row.recovered_now();
@@ -58,7 +56,7 @@ async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
     let server = register_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let file = server.data_dir().join("lockstep.db");

@@ -18,10 +18,10 @@ use std::{
 };
 use tokio::sync::Mutex;
 
-/// Steps of a disturbed job (an epoch has 40), and steps between two checkpoints. With [`SLOW_STEPS`] a job lasts until it
-/// is disturbed.
+/// Steps of a disturbed job, which has 40 steps in an epoch. With [`SLOW_STEPS`] the job lasts until it is disturbed.
 pub(crate) const STEPS: u64 = 160;
-pub(crate) const EVERY: u64 = 20;
+/// Steps from one checkpoint to the next.
+pub(crate) const CHECKPOINT_STEPS: u64 = 20;
 /// A lease of 10 s: ranks end 6 s after the last message from the server.
 pub(crate) const SHORT_LEASE: (&str, &str) = ("LOCKSTEP_LEASE", "10");
 /// Ranks whose steps take at least 20 ms, so that a job of [`STEPS`] takes 3.2 s on the fastest machine.
@@ -41,7 +41,7 @@ pub(crate) fn spec(name: &str, steps: u64) -> Value {
             // The minimum, as the tests do not depend on the size.
             "data": {"image_size": 8, "crop_padding": 2, "horizontal_flip": true},
             "train": {"schedule": "cosine"},
-            "checkpoint": {"every_epochs": null, "every_steps": EVERY, "keep": 2},
+            "checkpoint": {"every_epochs": null, "every_steps": CHECKPOINT_STEPS, "keep": 2},
             "recovery": {"max_restarts": 10, "stall_timeout_secs": 10},
         }),
     )
@@ -95,10 +95,10 @@ impl Record {
         assert!(self.lines.insert(number), "line {number} twice");
     }
 
-    fn is_part_of(&self, all: &Record) -> bool {
-        self.points.iter().all(|(at, value)| all.points.get(at) == Some(value))
-            && self.lines.is_subset(&all.lines)
-            && self.checkpoints.is_subset(&all.checkpoints)
+    fn is_part_of(&self, whole: &Record) -> bool {
+        self.points.iter().all(|(key, value)| whole.points.get(key) == Some(value))
+            && self.lines.is_subset(&whole.lines)
+            && self.checkpoints.is_subset(&whole.checkpoints)
     }
 }
 
@@ -186,21 +186,24 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
     let empty = Record::default();
     for attempt in 1..=attempts {
         for rank in 0..2 {
-            let own = recorded(server, id, attempt, rank);
+            let written = recorded(server, id, attempt, rank);
             let stored = stored_records.get(&(attempt, rank)).unwrap_or(&empty);
             if fenced.contains(&attempt) {
                 assert!(
-                    stored.is_part_of(&own),
+                    stored.is_part_of(&written),
                     "attempt {attempt}, rank {rank}: a record that the rank has not written"
                 );
                 continue;
             }
-            assert_eq!(stored.points, own.points, "points of attempt {attempt}, rank {rank}");
-            assert_eq!(stored.checkpoints, own.checkpoints, "checkpoints of attempt {attempt}, rank {rank}");
+            assert_eq!(stored.points, written.points, "points of attempt {attempt}, rank {rank}");
+            assert_eq!(
+                stored.checkpoints, written.checkpoints,
+                "checkpoints of attempt {attempt}, rank {rank}"
+            );
             // The agent may have added lines that the rank printed before it died.
-            let added: Vec<_> = stored.lines.difference(&own.lines).collect();
-            assert!(own.lines.is_subset(&stored.lines), "lines of attempt {attempt}, rank {rank}");
-            assert!(added.iter().all(|n| own.lines.last().is_none_or(|last| *n > last)), "{added:?}");
+            let added: Vec<_> = stored.lines.difference(&written.lines).collect();
+            assert!(written.lines.is_subset(&stored.lines), "lines of attempt {attempt}, rank {rank}");
+            assert!(added.iter().all(|n| written.lines.last().is_none_or(|last| *n > last)), "{added:?}");
         }
     }
     for rank in 0..2 {
@@ -254,12 +257,12 @@ impl Row {
             if let Ok(response) = server.http.get(server.api(&format!("/jobs/{id}"))).send().await
                 && let Ok(job) = response.json::<Value>().await
             {
-                let now = job["attempt"].as_u64().unwrap_or(0);
+                let current = job["attempt"].as_u64().unwrap_or(0);
                 let state = job["state"].as_str().unwrap_or_default();
-                if self.noticed.is_none() && (now > attempt || matches!(state, "restarting" | "lost")) {
+                if self.noticed.is_none() && (current > attempt || matches!(state, "restarting" | "lost")) {
                     self.noticed = Some(self.began.elapsed());
                 }
-                if now > attempt && matches!(state, "running" | "succeeded") {
+                if current > attempt && matches!(state, "running" | "succeeded") {
                     self.recovered = Some(self.began.elapsed());
                     return;
                 }

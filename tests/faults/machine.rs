@@ -9,8 +9,8 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights, variables,
-        wait_for_step,
+        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
+        variables, wait_for_step,
     },
     server::{Agents, Process, Server, number, training_permit},
     socket::stored,
@@ -88,8 +88,8 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        let until = Instant::now() + Duration::from_secs(10);
-        while fs::remove_dir(&self.0).is_err() && Instant::now() < until {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while fs::remove_dir(&self.0).is_err() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -133,7 +133,7 @@ async fn slow_a_rank_that_cannot_be_killed_is_named() {
     let environment = vec![("LOCKSTEP_FAULT".into(), "rank.signal:error*".into())];
     let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("immortal", 100_000)).await;
-    wait_for_step(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     let (_, rank) = server.ranks(&id).remove(0);
     let mut row = Row::begin("a rank survives every SIGKILL");
     cancel_unkillable(&server, &id, &rank).await;
@@ -152,7 +152,7 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
     let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
     let group = Group::new("freezer");
     let id = server.submit(&spec("immortal", 100_000)).await;
-    wait_for_step(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     let (_, rank) = server.ranks(&id).remove(0);
     group.add(&rank);
     let mut row = Row::begin("a rank in state D (a frozen control group)");
@@ -167,12 +167,12 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
 
 /// The path of libfaketime, which changes a program's clock, in Debian's package.
 fn faketime() -> PathBuf {
-    let found = fs::read_dir("/usr/lib")
+    let libraries = fs::read_dir("/usr/lib")
         .expect("/usr/lib")
         .flatten()
         .map(|e| e.path().join("faketime/libfaketime.so.1"));
-    let mut found = found.chain([PathBuf::from("/usr/lib/faketime/libfaketime.so.1")]);
-    found
+    let mut libraries = libraries.chain([PathBuf::from("/usr/lib/faketime/libfaketime.so.1")]);
+    libraries
         .find(|path| path.exists())
         .expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)")
 }
@@ -202,7 +202,7 @@ async fn the_clock_may_be_set_forward_and_back() {
     let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let mut row = Row::begin("the clock is set an hour forward, then two hours back");
     let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     set("+3600");
     until_events_leap(&server, &id, 3000).await;
     set("-3600");
@@ -217,11 +217,11 @@ async fn the_clock_may_be_set_forward_and_back() {
 /// Waits until the times of two consecutive stored events differ by at least `seconds` (backwards if negative): the
 /// server has used the changed clock.
 async fn until_events_leap(server: &Server, id: &str, seconds: i64) {
-    let at =
+    let time_of =
         |event: &Value| event["at"].as_str().and_then(|at| at.parse::<Timestamp>().ok()).expect("a time");
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        let times: Vec<_> = stored(server, id).await.iter().map(at).collect();
+        let times: Vec<_> = stored(server, id).await.iter().map(time_of).collect();
         let leap =
             |t: &[Timestamp]| (t[1].as_second() - t[0].as_second()) * seconds.signum() >= seconds.abs();
         if times.windows(2).any(leap) {
@@ -240,12 +240,13 @@ async fn until_events_leap(server: &Server, id: &str, seconds: i64) {
 struct Disk(PathBuf);
 
 impl Disk {
-    fn mount(at: &Path, mebibytes: u32) -> Self {
-        fs::create_dir_all(at).expect("a folder");
+    fn mount(folder: &Path, mebibytes: u32) -> Self {
+        fs::create_dir_all(folder).expect("a folder");
         let options = format!("size={mebibytes}m");
-        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(at).status();
+        let mounted =
+            Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(folder).status();
         assert!(mounted.is_ok_and(|s| s.success()), "a tmpfs cannot be mounted: this needs root");
-        Self(at.into())
+        Self(folder.into())
     }
 
     /// Fills the disk and returns the file with which it is full.
@@ -272,7 +273,7 @@ impl Drop for Disk {
 #[ignore = "needs root"]
 async fn root_the_disk_may_be_full_for_a_while() {
     let _permit = training_permit().await;
-    // Longer than the disk is full.
+    // The job lasts longer than the disk is full.
     let steps = 6 * STEPS;
     let model = undisturbed_weights(steps).await;
     let mut disk = None;
@@ -280,7 +281,7 @@ async fn root_the_disk_may_be_full_for_a_while() {
     let server = register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &[], prepare).await).await;
     let disk = disk.expect("a disk");
     let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let mut row = Row::begin("the disk of database, logs and checkpoints is full for 5 s");
     let filler = disk.fill();
     // The server still responds.

@@ -29,10 +29,12 @@ async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
     let id = server.submit(&spec).await;
     let trains = |job: &serde_json::Value| number(&job["step"]) > number(&job["steps_per_epoch"]) + 20;
     server
-        .wait_for_job(&id, "it is in its second epoch", |job| number(&job["attempt"]) == 1 && trains(job))
+        .wait_for_job(&id, "the job is in its second epoch", |job| {
+            number(&job["attempt"]) == 1 && trains(job)
+        })
         .await;
-    let kept = server.checkpoints(&id).await;
-    let from = kept.iter().map(|c| number(&c["step"])).max().expect("a checkpoint of the first epoch");
+    let checkpoints = server.checkpoints(&id).await;
+    let from = checkpoints.iter().map(|c| number(&c["step"])).max().expect("a checkpoint of the first epoch");
     let killed = Instant::now();
     for (_, process) in server.ranks(&id).iter().filter(|(rank, _)| hit.contains(rank)) {
         signal(process.pid, Signal::KILL);
@@ -41,22 +43,22 @@ async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
     while seen[2].is_none() {
         let job = server.job(&id).await;
         let restarted = number(&job["attempt"]) == 2;
-        let now = [
+        let reached = [
             restarted || job["state"] == "restarting",
             restarted && job["state"] == "running",
             restarted && job["state"] == "running" && number(&job["step"]) > from,
         ];
-        for (seen, now) in seen.iter_mut().zip(now) {
-            if now {
+        for (seen, reached) in seen.iter_mut().zip(reached) {
+            if reached {
                 seen.get_or_insert(killed.elapsed().as_secs_f64());
             }
         }
-        assert!(killed.elapsed() < Duration::from_secs(60), "it does not train again: {job:#}");
+        assert!(killed.elapsed() < Duration::from_secs(60), "the job does not train again: {job:#}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     server.cli(&["cancel", &id]).ok();
     server.wait_for_end(&id).await;
-    seen.map(|at| at.expect("a time"))
+    seen.map(|secs| secs.expect("a time"))
 }
 
 #[tokio::test]
@@ -71,8 +73,8 @@ async fn measure_from_a_kill_to_training_again() {
         for _ in 0..KILLS {
             times.push(measure_recovery(&server, hit).await);
         }
-        let median = |at: usize| {
-            let mut sorted: Vec<f64> = times.iter().map(|t| t[at]).collect();
+        let median = |column: usize| {
+            let mut sorted: Vec<f64> = times.iter().map(|t| t[column]).collect();
             sorted.sort_by(f64::total_cmp);
             format!("{:.2} (to {:.2})", sorted[KILLS / 2], sorted[KILLS - 1])
         };
@@ -86,8 +88,8 @@ async fn measure_from_a_kill_to_training_again() {
     server.stop().await;
 }
 
-/// Steps between two checkpoints, and steps of a job.
-const EVERY: u64 = 10;
+/// Steps from one checkpoint to the next, and steps of a job.
+const CHECKPOINT_STEPS: u64 = 10;
 const STEPS: u64 = 60;
 const ROUNDS: usize = 3;
 
@@ -127,13 +129,13 @@ async fn measure_the_cost_of_checkpoints() {
     // Alternately, so that other load of the machine affects both.
     for _ in 0..ROUNDS {
         without.push(measure_steps(&server, None).await);
-        with.push(measure_steps(&server, Some(EVERY)).await);
+        with.push(measure_steps(&server, Some(CHECKPOINT_STEPS)).await);
     }
     without.sort_by(f64::total_cmp);
     with.sort_by(f64::total_cmp);
     let (without, with) = (without[ROUNDS / 2], with[ROUNDS / 2]);
-    let written = ((STEPS - 1) / EVERY) as f64;
-    let row = Row::begin(&format!("a checkpoint of ResNet-18 every {EVERY} steps, n = {ROUNDS}"));
+    let written = ((STEPS - 1) / CHECKPOINT_STEPS) as f64;
+    let row = Row::begin(&format!("a checkpoint of ResNet-18 every {CHECKPOINT_STEPS} steps, n = {ROUNDS}"));
     row.passed(&format!(
         "medians: a step {:.1} ms without and {:.1} ms with ({:+.1} %); {:.1} ms a checkpoint",
         without / (STEPS - 1) as f64,

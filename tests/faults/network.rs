@@ -2,8 +2,8 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
-        variables, wait_for_step,
+        CHECKPOINT_STEPS, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec,
+        undisturbed_weights, variables, wait_for_step,
     },
     server::{Agents, Server, free_port, number, training_permit},
 };
@@ -27,7 +27,7 @@ struct Tunnel {
     listening: Option<JoinHandle<()>>,
 }
 
-async fn one_way(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut passes: watch::Receiver<bool>) {
+async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut passes: watch::Receiver<bool>) {
     let mut block = vec![0; 1 << 16];
     while let Ok(length @ 1..) = from.read(&mut block).await {
         if passes.wait_for(|passes| *passes).await.is_err() || to.write_all(&block[..length]).await.is_err() {
@@ -57,8 +57,8 @@ impl Tunnel {
             while let Ok((near, _)) = listener.accept().await {
                 let Ok(far) = TcpStream::connect(&to).await else { continue };
                 let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
-                directions.spawn(one_way(near_in, far_out, passes.clone()));
-                directions.spawn(one_way(far_in, near_out, passes.clone()));
+                directions.spawn(forward(near_in, far_out, passes.clone()));
+                directions.spawn(forward(far_in, near_out, passes.clone()));
             }
         }));
     }
@@ -86,7 +86,7 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
 
     // No bytes pass, for less than the lease.
     let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let mut row = Row::begin("the network between agent and server is cut for 3 s");
     tunnel.passes.send_replace(false);
     tokio::time::sleep(Duration::from_secs(3)).await;
@@ -98,7 +98,7 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
 
     // The tunnel is closed: the agent's connections are refused while the server runs.
     let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let mut row = Row::begin("the SSH tunnel between agent and server is closed for 16 s");
     tunnel.close().await;
     let began = Instant::now();
@@ -131,7 +131,7 @@ async fn slow_the_spool_may_be_full() {
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
     let mut server = register_pictures(server).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let mut row = Row::begin("the server is down until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
     let ended = async |s: &Server| s.ranks(&id).is_empty();

@@ -2,8 +2,8 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
-        variables, wait_for_step,
+        CHECKPOINT_STEPS, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec,
+        undisturbed_weights, variables, wait_for_step,
     },
     server::{Agents, Server, number, signal, training_permit},
     socket::stored,
@@ -40,7 +40,7 @@ async fn ranks_may_be_killed_or_crash() {
     ];
     for faults in jobs {
         let id = server.submit(&spec("disturbed", STEPS)).await;
-        let mut past = EVERY + 10;
+        let mut past = CHECKPOINT_STEPS + 10;
         let mut rows = Vec::new();
         for (attempt, (fault, hit, with)) in (1..).zip(faults) {
             wait_for_step(&server, &id, past).await;
@@ -85,7 +85,7 @@ async fn a_rank_that_hangs_is_restarted() {
     let id = server
         .submit(&specs::with(spec("disturbed", STEPS), json!({"recovery": {"stall_timeout_secs": 10}})))
         .await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
     let mut row = Row::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
     signal(rank.pid, Signal::STOP);
@@ -109,7 +109,7 @@ async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
     let mut row = Row::begin("kill -9 of the agent, which returns within the lease");
     signal(agent.pid, Signal::KILL);
@@ -133,21 +133,21 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mut stops = Vec::new();
     for (attempt, past, fault, with) in [
-        (1, EVERY + 10, "Ctrl-C of serve", Signal::INT),
-        (2, 3 * EVERY + 10, "SIGTERM of serve", Signal::TERM),
+        (1, CHECKPOINT_STEPS + 10, "Ctrl-C of serve", Signal::INT),
+        (2, 3 * CHECKPOINT_STEPS + 10, "SIGTERM of serve", Signal::TERM),
     ] {
         wait_for_step(&server, &id, past).await;
         let mut row = Row::begin(fault);
         assert_eq!(server.stop_serve(with).await.code(), Some(0));
         assert!(server.processes().is_empty(), "no process is left: {:?}", server.processes());
         // The checkpoint is of the step at which training stopped.
-        let kept =
+        let checkpoints =
             lockstep_worker::checkpoint::list(&server.job_dir(&id).join("checkpoints")).expect("checkpoints");
-        let at = kept.last().expect("a checkpoint").1;
-        assert!(at >= past, "{kept:?}");
+        let step = checkpoints.last().expect("a checkpoint").1;
+        assert!(step >= past, "{checkpoints:?}");
         server.start_serve().await;
         row.wait_until_recovered(&server, &id, attempt).await;
-        stops.push((row, at));
+        stops.push((row, step));
     }
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
@@ -155,9 +155,9 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
     let mut reasons: Vec<_> = queued.filter(|reason| reason.contains("was stopped")).collect();
     reasons.dedup();
     assert_eq!(reasons.len(), stops.len(), "{reasons:?}");
-    for ((attempt, reason), (row, at)) in (2..).zip(reasons).zip(stops) {
-        assert!(reason.contains(&format!("continues from step {at}")), "{reason}");
-        assert_eq!(start_step(&events, attempt), at);
+    for ((attempt, reason), (row, step)) in (2..).zip(reasons).zip(stops) {
+        assert!(reason.contains(&format!("continues from step {step}")), "{reason}");
+        assert_eq!(start_step(&events, attempt), step);
         row.passed("queued with a checkpoint of its last step");
     }
     assert!(!events.iter().any(|e| e["state"] == "restarting"), "a stop is not a restart");
@@ -170,7 +170,7 @@ async fn the_newest_checkpoint_may_be_truncated() {
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    let mut past = 2 * EVERY + 10;
+    let mut past = 2 * CHECKPOINT_STEPS + 10;
     let mut damaged = Vec::new();
     for (fault, damage) in [
         (
@@ -184,9 +184,9 @@ async fn the_newest_checkpoint_may_be_truncated() {
     ] {
         wait_for_step(&server, &id, past).await;
         server.cli(&["pause", &id]).ok();
-        let all = server.checkpoints(&id).await;
-        let (newest, before) = (number(&all[0]["step"]), number(&all[1]["step"]));
-        let name = format!("checkpoints/{}-{newest}/model.safetensors", number(&all[0]["epoch"]));
+        let listed = server.checkpoints(&id).await;
+        let (newest, before) = (number(&listed[0]["step"]), number(&listed[1]["step"]));
+        let name = format!("checkpoints/{}-{newest}/model.safetensors", number(&listed[0]["epoch"]));
         let file = server.job_dir(&id).join(name);
         let mut bytes = fs::read(&file).expect("the newest checkpoint");
         damage(&mut bytes);
@@ -194,7 +194,7 @@ async fn the_newest_checkpoint_may_be_truncated() {
         damaged.push((Row::begin(fault), newest, before));
         server.cli(&["resume", &id]).ok();
         // The next damage waits for a checkpoint after the damaged one.
-        past = newest + EVERY;
+        past = newest + CHECKPOINT_STEPS;
     }
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
@@ -216,7 +216,7 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     server.cli(&["pause", &id]).ok();
     let path = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
     let aside = format!("{path}.aside");
@@ -266,7 +266,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
 
     // Killed: the ranks end by themselves before the server starts another attempt.
     let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2);
     let mut row = Row::begin("kill -9 of an agent that comes back after the lease");
@@ -286,7 +286,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
         ("the agent is cut off (SIGSTOP) for 16 s, then returns", 16, false),
     ] {
         let id = server.submit(&spec("disturbed", steps)).await;
-        wait_for_step(&server, &id, EVERY + 10).await;
+        wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
         let agent = server.agent_pid().expect("the agent");
         let mut row = Row::begin(fault);
         signal(agent, Signal::STOP);
@@ -314,7 +314,7 @@ async fn slow_the_server_may_be_down_for_20_s() {
     let mut server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, variables([SLOW_STEPS])).await;
     server = register_pictures(server).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let mut row = Row::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
     server.kill_serve();
     let began = Instant::now();

@@ -23,11 +23,11 @@ const SECS: u64 = 600;
 struct Random(u64);
 
 impl Random {
-    fn below(&mut self, n: u64) -> u64 {
+    fn below(&mut self, limit: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        self.0 % n
+        self.0 % limit
     }
 }
 

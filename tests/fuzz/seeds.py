@@ -1,4 +1,4 @@
-"""Seeds: the README's and the examples' job files, messages of every kind, small pictures, a model file.
+"""Writes the seeds of the fuzz targets: the job files in the README and docs/, messages of every kind, small pictures, and a model file.
 
     python3 seeds.py FOLDER
 """
@@ -13,8 +13,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def packed(value):
-    """MessagePack (https://github.com/msgpack/msgpack/blob/master/spec.md) of a JSON-like value."""
+def to_msgpack(value):
+    """Returns a value of JSON's types or bytes as MessagePack (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
     if value is None:
         return b"\xc0"
     if isinstance(value, bool):
@@ -29,14 +29,14 @@ def packed(value):
         text = value.encode()
         return b"\xdb" + struct.pack(">I", len(text)) + text
     if isinstance(value, list):
-        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(packed, value))
-    pairs = b"".join(packed(k) + packed(v) for k, v in value.items())
+        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(to_msgpack, value))
+    pairs = b"".join(to_msgpack(key) + to_msgpack(item) for key, item in value.items())
     return b"\xdf" + struct.pack(">I", len(value)) + pairs
 
 
 ATTEMPT = {"job": "01k0000000000000000000000a", "attempt": 1, "fencing_token": "7." + "0123456789abcdef" * 2}
 AT = "2026-01-01T00:00:00Z"
-# AttemptEvent of protocol/src/agent/events.rs, a record of each kind.
+# An AttemptEvent (protocol/src/agent/events.rs) of each kind.
 EVENTS = [
     {"type": "running", "total_steps": 100, "steps_per_epoch": 10, "start_step": 0, "train_samples": 1000},
     {"type": "metrics", "rank": 0, "columns": [{"name": "loss", "steps": [1, 2], "values": [2.3, 2.2]}]},
@@ -70,7 +70,7 @@ START = {"attempt": ATTEMPT, "spec": SPEC, "dataset_path": "/d", "world_size": 2
          "master_port": 0, "secret": "ab", "job_dir": None, "resume": "1-10", "network": {"address": "10.0.0.1", "interface": "eth0"},
          "files": {"mark": None, "dataset": None, "pretrained": None}}
 ACKNOWLEDGED = {"attempt": ATTEMPT, "source": {"rank": 0}, "records": 3, "watched": True}
-# FromAgent and ToAgent of protocol/src/agent.rs, a message of each kind. protocol/tests/seeds.rs reads them.
+# A FromAgent and a ToAgent (protocol/src/agent.rs) of each kind. protocol/tests/seeds.rs checks that they are valid.
 FROM_AGENT = [
     {"type": "hello", "protocol": 6, "agent_id": "a", "name": "a", "machine": MACHINE, "slots": [SLOT], "attempts": [ATTEMPT],
      "only_job": None},
@@ -103,7 +103,7 @@ TO_AGENT = [
 
 
 def png():
-    """2 x 2 pixels of RGB."""
+    """Returns a PNG file of 2 x 2 RGB pixels."""
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
     rows = b"\0\1\2\3\4\5\6" * 2
@@ -112,42 +112,42 @@ def png():
 
 
 def model():
-    """A safetensors file with one tensor, that says it is a ResNet-20."""
-    about = {"arch": "resnet20", "classes": '["a","b"]', "image_size": "8", "channels": "3", "mean": "[0,0,0]", "std": "[1,1,1]",
+    """Returns a safetensors file with one tensor, whose metadata names a ResNet-20."""
+    metadata = {"arch": "resnet20", "classes": '["a","b"]', "image_size": "8", "channels": "3", "mean": "[0,0,0]", "std": "[1,1,1]",
              "spec": "{}", "format": "pt"}
-    header = {"__metadata__": about, "conv1.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    header = {"__metadata__": metadata, "conv1.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1.0, 2.0)
 
 
-def main(to):
-    def keep(target, name, content):
-        folder = to / target
+def main(corpus):
+    def write(target, name, content):
+        folder = corpus / target
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
     pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
     blocks = [block.split("\n", 1)[1] for block in pages.split("```")[1::2] if block.startswith("toml")]
     for number, text in enumerate(blocks):
-        keep("job_file", f"page-{number}", text.encode())
-    keep("job_file", "json", b'{"name":"a","data":{"dataset":"d","validation":0.1},"train":{"epochs":2,"milestones":[1]},"model":{"arch":"resnet20"}}')
-    keep("job_file", "toml", b'name = "a"\n[data]\ndataset = "d"\nmean = [0.5]\n[train]\nlr = 0.1\nloss_scale = "dynamic"\nmilestones = [1, 2]\n')
-    keep("fork", "set", b'train.lr=0.1\ntrain.milestones=[1,2]\ndata.mean=[0.5]\nname="b"\ntrain.epochs=null\na.b.c.d=1\n')
+        write("job_file", f"page-{number}", text.encode())
+    write("job_file", "json", b'{"name":"a","data":{"dataset":"d","validation":0.1},"train":{"epochs":2,"milestones":[1]},"model":{"arch":"resnet20"}}')
+    write("job_file", "toml", b'name = "a"\n[data]\ndataset = "d"\nmean = [0.5]\n[train]\nlr = 0.1\nloss_scale = "dynamic"\nmilestones = [1, 2]\n')
+    write("fork", "set", b'train.lr=0.1\ntrain.milestones=[1,2]\ndata.mean=[0.5]\nname="b"\ntrain.epochs=null\na.b.c.d=1\n')
     for number, message in enumerate(FROM_AGENT):
-        keep("frames", f"from-agent-{number}", packed(message))
+        write("frames", f"from-agent-{number}", to_msgpack(message))
     for number, message in enumerate(TO_AGENT):
-        keep("frames", f"to-agent-{number}", packed(message))
+        write("frames", f"to-agent-{number}", to_msgpack(message))
     for number, event in enumerate(EVENTS):
-        keep("frames", f"event-{number}", packed(event))
-    keep("model_file", "one", model())
-    keep("picture", "one.png", png())
-    pictures = [p for p in (ROOT / "worker").rglob("*") if p.suffix in (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tiff")]
+        write("frames", f"event-{number}", to_msgpack(event))
+    write("model_file", "one", model())
+    write("picture", "one.png", png())
+    pictures = [path for path in (ROOT / "worker").rglob("*") if path.suffix in (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tiff")]
     for path in pictures:
-        keep("picture", path.name, path.read_bytes())
+        write("picture", path.name, path.read_bytes())
     try:
         from PIL import Image
     except ImportError:
-        print("seeds.py: without Pillow there are no seeds of JPEG, WebP, GIF, BMP and TIFF")
+        print("seeds.py: Pillow is missing, so there are no seeds of JPEG, WebP, GIF, BMP and TIFF")
         return
     from io import BytesIO
     ramp = Image.linear_gradient("L").resize((24, 16))
@@ -159,7 +159,7 @@ def main(to):
                 ramp.convert(mode).save(out, kind, **options)
             except (OSError, ValueError, KeyError):
                 continue
-            keep("picture", f"{kind}-{mode}-{len(options)}-{'-'.join(options)}".replace(";", ""), out.getvalue())
+            write("picture", f"{kind}-{mode}-{len(options)}-{'-'.join(options)}".replace(";", ""), out.getvalue())
 
 
 if __name__ == "__main__":

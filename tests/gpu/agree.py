@@ -39,13 +39,13 @@ def first_pictures():
     folder = (pathlib.Path(a.work) / "agree-pictures").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for kind, dimensions in (("images-idx3", 3), ("labels-idx1", 1)):
-        whole = gzip.decompress((pathlib.Path(a.pictures) / f"train-{kind}-ubyte.gz").read_bytes())
-        magic, _, *sides = struct.unpack(f">{1 + dimensions}I", whole[: 4 + 4 * dimensions])
+        content = gzip.decompress((pathlib.Path(a.pictures) / f"train-{kind}-ubyte.gz").read_bytes())
+        magic, _, *sides = struct.unpack(f">{1 + dimensions}I", content[: 4 + 4 * dimensions])
         size = PICTURES
         for side in sides:
             size *= side
         head = struct.pack(f">{1 + dimensions}I", magic, PICTURES, *sides)
-        (folder / f"train-{kind}-ubyte").write_bytes(head + whole[4 + 4 * dimensions :][:size])
+        (folder / f"train-{kind}-ubyte").write_bytes(head + content[4 + 4 * dimensions :][:size])
     return folder
 
 
@@ -110,12 +110,12 @@ else:
 problems = []
 for precision, deterministic, ranks, exchange in runs:
     name = "-".join([a.device, str(ranks), precision, "deterministic" if deterministic else "default", exchange or "alone"])
-    found = losses(name, a.device, ranks, precision, deterministic, exchange)
+    actual = losses(name, a.device, ranks, precision, deterministic, exchange)
     # The loss of each fifth step, which is smaller, is a mean over ranks with different numbers of pictures, so it is not compared. Its
     # effect on the weights shows in the following steps.
-    differences = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(found, expected), 1) if step % 5]
+    differences = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(actual, expected), 1) if step % 5]
     parts = [max((x for step, x in differences if (step <= FIRST_STEPS) == first), default=0) for first in (True, False)]
-    print_losses(name, found, "at most {:.1e} apart, later {:.1e}".format(*parts))
+    print_losses(name, actual, "at most {:.1e} apart, later {:.1e}".format(*parts))
     for difference, limit in zip(parts, MAX_DIFFERENCE[precision]):
         if not difference < limit:
             problems.append(f"{name}: losses differ by {difference:.1e}, more than {limit}")

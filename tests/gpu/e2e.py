@@ -32,6 +32,8 @@ MAX_COPY_BYTES = 15_000_000
 
 
 class Stage:
+    """The arguments, folder and notes of a scenario, and the servers and jobs that it starts."""
+
     def __init__(self, arguments, folder):
         self.program = str(pathlib.Path(arguments.program).resolve())
         self.dataset = str(pathlib.Path(arguments.dataset).resolve())
@@ -81,7 +83,7 @@ class Stage:
             return
         def check():
             now = gpu_memory()
-            return all(n <= b + SLACK_MIB for n, b in zip(now, baseline)) and [now]
+            return all(used <= before + SLACK_MIB for used, before in zip(now, baseline)) and [now]
 
         try:
             (now,) = wait(seconds, "GPU memory is free again", check, every=0.5)
@@ -185,15 +187,15 @@ def kill(stage):
 
 def tensor_digests(checkpoint):
     """Returns the SHA-256 of each tensor in a checkpoint's files, without metadata."""
-    found = {}
+    digests = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         data = file.read_bytes()
         head = int.from_bytes(data[:8], "little")
         entries = json.loads(data[8 : 8 + head])
         for name in sorted(entries.keys() - {"__metadata__"}):
-            begin, end = (8 + head + at for at in entries[name]["data_offsets"])
-            found[file.name, name] = hashlib.sha256(data[begin:end]).hexdigest()
-    return found
+            begin, end = (8 + head + offset for offset in entries[name]["data_offsets"])
+            digests[file.name, name] = hashlib.sha256(data[begin:end]).hexdigest()
+    return digests
 
 
 def lost(stage):
@@ -221,15 +223,15 @@ def lost(stage):
         killed = time.monotonic()
         job.until(runs_attempt(job, attempt + 1), f"attempt {attempt + 1} runs")
         stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after rank {victim} was killed")
-    found = tensor_digests(end_checkpoint(job))
+    recovered = tensor_digests(end_checkpoint(job))
     reported = job.losses()
     for attempt, victim in ((1, stage.ranks - 1), (2, 0)):
         last = max(max(listed) for (rank, number), listed in reported.items() if number == attempt and rank != victim)
         first = first_step(job, attempt + 1)
         stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
         expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
-    differ = [name for name in expected if found.get(name) != expected[name]]
-    expect(not differ and len(found) == len(expected), f"{len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
+    differ = [name for name in expected if recovered.get(name) != expected[name]]
+    expect(not differ and len(recovered) == len(expected), f"{len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
     stage.note(f"{len(expected)} tensors of step {steps} are those of the undisturbed job")
     server.stop()
 
@@ -262,9 +264,9 @@ def modes(stage):
         os.kill(process, signal.SIGKILL)
         recovered = end_checkpoint(job)
         expect(first_step(job, 2) > every, f"{name}: attempt 2 began with step {first_step(job, 2)}")
-        expected, found = tensor_digests(undisturbed), tensor_digests(recovered)
-        differ = [tensor for tensor in expected if found.get(tensor) != expected[tensor]]
-        expect(not differ and len(found) == len(expected), f"{name}: {len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
+        expected, actual = tensor_digests(undisturbed), tensor_digests(recovered)
+        differ = [tensor for tensor in expected if actual.get(tensor) != expected[tensor]]
+        expect(not differ and len(actual) == len(expected), f"{name}: {len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
         stage.note(f"{name}: {len(expected)} tensors are those of the undisturbed job after rank {victim} was killed")
     server.stop()
 
@@ -404,16 +406,16 @@ def across(stage):
         expect(abs(again - reported) <= 1, f"the accuracy of the same weights is {reported} %, and {again} % on {device}")
 
     other = "cpu"
-    one, first, loss = train(stage.device, 1)
-    stage.note(f"epoch 1: training loss {loss}")
-    expect(loss is not None and loss < 1.3, f"the job learns nothing: a training loss of {loss} after the first epoch, 2.3 is chance")
-    expect_same(first, one, 1, other)
-    two, second, _ = train(other, 2, one)
-    expect_same(second, two, 2, stage.device)
-    _, third, last = train(stage.device, 3, two)
-    stage.note(f"epoch 3 on {stage.device}: {third} %, training loss {last}")
-    expect(last is not None and last < loss, f"the training loss was {loss} after epoch 1 and is {last} after epoch 3")
-    expect(min(first, second, third) > 15, f"no better than chance: {first}, {second}, {third} %")
+    checkpoint_1, accuracy_1, loss_1 = train(stage.device, 1)
+    stage.note(f"epoch 1: training loss {loss_1}")
+    expect(loss_1 is not None and loss_1 < 1.3, f"the job learns nothing: a training loss of {loss_1} after the first epoch, 2.3 is chance")
+    expect_same(accuracy_1, checkpoint_1, 1, other)
+    checkpoint_2, accuracy_2, _ = train(other, 2, checkpoint_1)
+    expect_same(accuracy_2, checkpoint_2, 2, stage.device)
+    _, accuracy_3, loss_3 = train(stage.device, 3, checkpoint_2)
+    stage.note(f"epoch 3 on {stage.device}: {accuracy_3} %, training loss {loss_3}")
+    expect(loss_3 is not None and loss_3 < loss_1, f"the training loss was {loss_1} after epoch 1 and is {loss_3} after epoch 3")
+    expect(min(accuracy_1, accuracy_2, accuracy_3) > 15, f"no better than chance: {accuracy_1}, {accuracy_2}, {accuracy_3} %")
 
 
 def overflow(stage):

@@ -113,8 +113,8 @@ for decoder in options.decoders:
     lines, done = [], {}
     for line in run.stdout:
         lines.append(line)
-        if found := re.search(r"epoch: (\d+) step: (\d+), loss is", line):
-            done[int(found[2])] = time.time()
+        if match := re.search(r"epoch: (\d+) step: (\d+), loss is", line):
+            done[int(match[2])] = time.time()
     run.wait()
     text = "".join(lines)
     steps = [step for step in sorted(done) if step >= 60]

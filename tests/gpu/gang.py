@@ -45,11 +45,12 @@ class Machine:
 
 
 def ancestors(process):
-    found = []
+    """Returns a process, its parent and so on, except process 1."""
+    processes = []
     while process > 1:
-        found.append(process)
+        processes.append(process)
         process = int(pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    return found
+    return processes
 
 
 def gang(stage, tensor_digests, first_step, runs_attempt):
@@ -84,15 +85,15 @@ def gang(stage, tensor_digests, first_step, runs_attempt):
         machine.start()
         job.until(runs_attempt(job, attempt + 1), f"attempt {attempt + 1} runs")
         stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after the agent of rank {victim} was killed with the rank and started again")
-    found = final_tensors(job)
+    recovered = final_tensors(job)
     reported = job.losses()
     for attempt, victim in ((1, 1), (2, 0)):
         last = max(max(listed) for (rank, number), listed in reported.items() if number == attempt and rank != victim)
         first = first_step(job, attempt + 1)
         stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
         expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
-    differ = [name for name in expected if found.get(name) != expected[name]]
-    expect(not differ and len(found) == len(expected), f"{len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
+    differ = [name for name in expected if recovered.get(name) != expected[name]]
+    expect(not differ and len(recovered) == len(expected), f"{len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
     stage.note(f"{len(expected)} tensors of step {steps} are those of the undisturbed job")
     stage.check_memory(baseline)
     for machine in machines:

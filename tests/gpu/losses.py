@@ -2,7 +2,7 @@
 
 import re
 
-# Number of the first steps, and by format the largest relative differences of losses in the first and in the later steps, as the effect of
+# The largest permitted relative differences of losses, by format: in the first FIRST_STEPS steps and in the later steps, as the effect of
 # rounding grows with each step. For comparison: with zero-initialised residual blocks and a small learning rate, the CPU's own losses change by
 # 1e-5 to 1.2e-4 in the first six steps if the learning rate is 0.001 % higher, and by 9e-4 in the next four.
 FIRST_STEPS = 6

@@ -27,9 +27,9 @@ def milestones(epochs):
     return [math.ceil(epochs / 3), math.ceil(2 * epochs / 3)]
 
 
-def write_jpeg(job):
+def write_jpeg(entry):
     """Writes one of the archive's pictures, enlarged, as a JPEG file."""
-    path, content = job
+    path, content = entry
     picture = Image.open(io.BytesIO(content)).convert("RGB").resize((SIDE, SIDE), Image.BICUBIC)
     picture.save(path, quality=95)
 
@@ -38,20 +38,20 @@ def extract_pictures(archive, folder):
     """Creates `train` and `val` with a folder per class, once."""
     if folder.exists():
         return
-    half = folder.with_suffix(".half")
-    shutil.rmtree(half, ignore_errors=True)
-    jobs = []
+    partial = folder.with_suffix(".half")
+    shutil.rmtree(partial, ignore_errors=True)
+    entries = []
     with tarfile.open(archive) as tar:
         for member in tar:
             if not member.isfile():
                 continue
             split, name, file = member.name.split("/")[-3:]
-            path = half / {"train": "train", "test": "val"}[split] / name / file
+            path = partial / {"train": "train", "test": "val"}[split] / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            jobs.append((str(path), tar.extractfile(member).read()))
+            entries.append((str(path), tar.extractfile(member).read()))
     with multiprocessing.Pool() as pool:
-        pool.map(write_jpeg, jobs, chunksize=200)
-    half.rename(folder)
+        pool.map(write_jpeg, entries, chunksize=200)
+    partial.rename(folder)
 
 
 def main():

@@ -46,7 +46,7 @@ COMPARED = 10
 # The first steps are slower, as kernels are compiled and graphs captured.
 WARM = min(10, steps // 2)
 
-# Only sockets. Neither run uses multicast (NVLS), which a virtual machine may forbid.
+# The environment of ranks that use only sockets.
 SOCKETS = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_P2P_DISABLE": "1",
@@ -60,6 +60,7 @@ SOCKETS = {
     # For ranks on CPU cores.
     "LOCKSTEP_SHARED_MEMORY": "0",
 }
+# The environment of all ranks. No run uses multicast (NVLS), which a virtual machine may forbid.
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM"}
 
 
@@ -149,15 +150,15 @@ def train(name, precision, ranks):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = write_job(folder, precision, ranks)
-    started = []
+    readers = []
     for environment in environments(name):
         environment["NCCL_DEBUG_FILE"] = str(folder / "nccl.%p")
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
         )
-        started.append(OutputReader(process))
+        readers.append(OutputReader(process))
     deadline, is_late = time.monotonic() + a.limit, False
-    for reader in started:
+    for reader in readers:
         try:
             reader.process.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
@@ -165,32 +166,32 @@ def train(name, precision, ranks):
     if is_late:
         # Terminates before it kills, as killed ranks may leave unfinished work on a GPU.
         for method in ("terminate", "kill"):
-            for reader in started:
+            for reader in readers:
                 if reader.process.poll() is None:
                     getattr(reader.process, method)()
-            for reader in started:
+            for reader in readers:
                 try:
                     reader.process.wait(10)
                 except subprocess.TimeoutExpired:
                     pass
-    for reader in started:
+    for reader in readers:
         reader.join(5)
     nccl = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("nccl.*")))
     texts = [log(folder, rank) for rank in range(ranks)]
-    if is_late or any(reader.process.returncode != 0 for reader in started):
-        for reader in started:
+    if is_late or any(reader.process.returncode != 0 for reader in readers):
+        for reader in readers:
             print(reader.text()[-1500:])
         warnings = [line for line in nccl.splitlines() if " WARN " in line]
         print(*(warnings or nccl.splitlines())[-12:], sep="\n")
         counts = [len(re.findall(r", loss is ", text)) for text in texts]
         after = f"not done after {a.limit:.0f} s, {counts} steps; " if is_late else ""
-        sys.exit(f"{name} {precision}: {after}exit statuses {[reader.process.returncode for reader in started]}")
+        sys.exit(f"{name} {precision}: {after}exit statuses {[reader.process.returncode for reader in readers]}")
     mean = mean_losses(texts, steps, f"{name} {precision}")
     # Rank 0's process, or the process that starts all ranks, prints the finished steps.
     times = {}
-    for at, line in started[0].lines:
-        if found := re.search(r" step: (\d+), loss is", line):
-            times[int(found[1])] = at
+    for printed_at, line in readers[0].lines:
+        if match := re.search(r" step: (\d+), loss is", line):
+            times[int(match[1])] = printed_at
     speed = (steps - WARM) * 2 * BATCH / max(times[steps] - times[WARM], 1e-9)
     transports = collections.Counter(re.findall(r" via ([A-Z][A-Za-z0-9]*/[A-Za-z]+)", nccl))
     row = {
@@ -208,22 +209,21 @@ def train(name, precision, ranks):
     return mean, speed, transports
 
 
-mode = ""
 if not cpu:
-    asked = subprocess.run(
+    compute_mode = subprocess.run(
         ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout
-    if shared and "Exclusive" in asked:
+    if shared and "Exclusive" in compute_mode:
         print("RESULT\tsockets\tskip\tthe only GPU allows one process at a time (compute mode)")
         sys.exit(0)
 reference, ranks = ("alone", 1) if shared else ("memory", 2)
 problems = []
 for precision in precisions:
     expected, reference_speed, _ = train(reference, precision, ranks)
-    found, speed, transports = train("sockets", precision, 2)
-    differences = [abs(x - y) / y for x, y in zip(found, expected)]
+    actual, speed, transports = train("sockets", precision, 2)
+    differences = [abs(x - y) / y for x, y in zip(actual, expected)]
     parts = max(differences[:FIRST_STEPS]), max(differences[FIRST_STEPS:COMPARED], default=0)
-    equal = "equal in all steps" if found == expected else "at most {:.1e} apart, from step {} on {:.1e}".format(parts[0], FIRST_STEPS + 1, parts[1])
+    equal = "equal in all steps" if actual == expected else "at most {:.1e} apart, from step {} on {:.1e}".format(parts[0], FIRST_STEPS + 1, parts[1])
     for difference, limit in zip(parts, MAX_DIFFERENCE[precision]):
         if not difference < limit:
             problems.append(f"sockets {precision}: losses differ by {difference:.1e}, more than {limit}")

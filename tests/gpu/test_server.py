@@ -31,9 +31,9 @@ def wait(seconds, what, check, every=0.05):
     """Waits until `check` returns a true value and returns the value. Fails after `seconds`."""
     end = time.monotonic() + seconds
     while True:
-        found = check()
-        if found:
-            return found
+        value = check()
+        if value:
+            return value
         if time.monotonic() > end:
             raise Failure(f"{what}: not within {seconds} s")
         time.sleep(every)
@@ -165,7 +165,7 @@ class Job:
 
     def ranks(self, attempt):
         """Returns the running processes of an attempt, by rank."""
-        found = {}
+        processes = {}
         for entry in pathlib.Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -176,25 +176,25 @@ class Job:
                 continue
             if b"rank" not in words[1:2] or state in "ZX":
                 continue
-            value = {a: b for a, b in zip(words, words[1:]) if a.startswith(b"--")}
-            if value.get(b"--job") == self.id.encode() and value.get(b"--attempt") == str(attempt).encode():
-                found[int(value[b"--rank"])] = int(entry.name)
-        return found
+            options = {name: value for name, value in zip(words, words[1:]) if name.startswith(b"--")}
+            if options.get(b"--job") == self.id.encode() and options.get(b"--attempt") == str(attempt).encode():
+                processes[int(options[b"--rank"])] = int(entry.name)
+        return processes
 
 
 class TestServer:
     """`lockstep serve` with its agent, in its own folder."""
 
     def __init__(self, program, folder, device, ranks, local_agent=True, warm="off"):
-        self.program, self.folder, self.device, self.size = program, folder, device, ranks
+        self.program, self.folder = program, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.data = folder / "data"
-        slots = ["--cpu-slots", str(ranks)] if device == "cpu" else []
+        arguments = ["--cpu-slots", str(ranks)] if device == "cpu" else []
         # Spare processes are off, as they use GPU memory, and a rank that was a spare process does not name its job in its arguments.
-        slots = [*slots, "--warm", warm] if local_agent else ["--no-local-agent"]
+        arguments = [*arguments, "--warm", warm] if local_agent else ["--no-local-agent"]
         self.errors = open(folder / "serve.log", "ab")
         self.process = subprocess.Popen(
-            [program, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(self.data), *slots],
+            [program, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(self.data), *arguments],
             stdout=subprocess.PIPE,
             stderr=self.errors,
             # Ctrl-C must end only this script, which then stops the server.

@@ -66,6 +66,7 @@ class Net(nn.Module):
 
 @torch.compile
 def orthogonalise(matrix):
+    """Replaces all singular values by values near 1, by three Newton-Schulz iterations with Muon's coefficients."""
     x = matrix.bfloat16()
     x = x / (x.norm() + 1e-7)
     tall = x.size(0) > x.size(1)
@@ -149,9 +150,9 @@ def run(net, pictures, labels, test, seed):
     end.record()
     net.eval()
     with torch.no_grad():
-        found = torch.cat([average_logits(net, part).argmax(1) for part in test[0].split(2000)])
+        predicted = torch.cat([average_logits(net, part).argmax(1) for part in test[0].split(2000)])
     torch.cuda.synchronize()
-    return (found == test[1]).float().mean().item() * 100, begin.elapsed_time(end) / 1000
+    return (predicted == test[1]).float().mean().item() * 100, begin.elapsed_time(end) / 1000
 
 
 def main():

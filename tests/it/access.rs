@@ -93,7 +93,6 @@ fn arguments_and_environment(pid: i32) -> String {
 async fn arguments_and_environments_of_ranks_contain_no_token() {
     let _permit = training_permit().await;
     let secret = "lockstep_a-token-of-the-person-who-started-this";
-    // With Postgres the database's URL is a secret, too.
     let environment = vec![("LOCKSTEP_TOKEN".to_owned(), secret.to_owned())];
     let database = crate::postgres::wanted().then(crate::postgres::database);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;

@@ -13,7 +13,7 @@ async fn a_url_instead_of_a_path_is_refused_without_a_connection() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let at = listener.local_addr().expect("its address");
+    let target = listener.local_addr().expect("its address");
     let weights = |url: &str| {
         let spec = specs::short("weights", "fashion", 1, 1);
         specs::with(
@@ -22,7 +22,7 @@ async fn a_url_instead_of_a_path_is_refused_without_a_connection() {
         )
     };
     for scheme in ["http", "https", "ftp", "HTTP"] {
-        let url = format!("{scheme}://{at}/pictures");
+        let url = format!("{scheme}://{target}/pictures");
         let absolute = [("/path", &["absolute path"][..])];
         server.post("/datasets", &json!({"name": "x", "path": url})).await.assert_invalid(&absolute);
         server.post("/datasets/inspect", &json!({"path": url})).await.assert_invalid(&absolute);
@@ -59,8 +59,8 @@ async fn a_url_instead_of_a_path_is_refused_without_a_connection() {
             assert!(done.status != 0 && !done.stderr.contains("panicked"), "{args:?}: {}", done.stderr);
         }
     }
-    // The listener's first connection is the test's own.
-    let own = TcpStream::connect(at).expect("a connection").local_addr().expect("its address");
+    // If no URL was fetched, the listener's first connection is the test's own.
+    let own = TcpStream::connect(target).expect("a connection").local_addr().expect("its address");
     let (_, first) = listener.accept().expect("a connection");
     assert_eq!(first, own, "a URL was fetched before");
     listener.set_nonblocking(true).expect("no waiting");

@@ -11,13 +11,13 @@ use crate::{
     },
     specs,
 };
-use bucket::{Bucket, Buckets, environment, files_below};
+use bucket::{Bucket, S3Server, environment, files_below};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::fs;
 
-/// A server whose database is outside its data directory.
+/// Starts a server whose database is in `kept`, outside the data directory that some tests delete.
 async fn start(environment: Vec<(String, String)>, kept: &Folder) -> Server {
     let database = match postgres::wanted() {
         true => postgres::database(),
@@ -28,7 +28,8 @@ async fn start(environment: Vec<(String, String)>, kept: &Folder) -> Server {
     server
 }
 
-async fn with_directory(kept: &Folder) -> Server {
+/// Starts a server whose object store is a directory in `kept`.
+async fn start_with_directory(kept: &Folder) -> Server {
     let directory = kept.path().join("artifacts").display().to_string();
     start(vec![("LOCKSTEP_ARTIFACTS".into(), directory)], kept).await
 }
@@ -46,8 +47,8 @@ async fn wait_until_stored(server: &Server, id: &str) {
     // The store is one Python process, to which two jobs may send 100 MB each.
     server
         .until_within(4 * TIMEOUT, "every checkpoint is in the object store", async |s: &Server| {
-            let all = s.checkpoints(id).await;
-            !all.is_empty() && all.iter().all(|checkpoint| checkpoint["stored"] == "stored")
+            let checkpoints = s.checkpoints(id).await;
+            !checkpoints.is_empty() && checkpoints.iter().all(|checkpoint| checkpoint["stored"] == "stored")
         })
         .await;
 }
@@ -115,7 +116,7 @@ async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
 async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     let _permit = training_permit().await;
     let kept = Folder::new();
-    let server = with_directory(&kept).await;
+    let server = start_with_directory(&kept).await;
     let id = server.submit(&spec("finished", 20)).await;
     server.wait_for_success(&id).await;
     wait_until_stored(&server, &id).await;
@@ -229,7 +230,7 @@ async fn jobs_run_while_the_store_is_unreachable() {
     server.wait_for_success(&before).await;
     wait_until_stored(&server, &before).await;
     bucket.gate.close();
-    // Meanwhile a server can start, and jobs run.
+    // While the store is unreachable, a server starts and jobs run.
     server.kill_serve();
     server.start_serve().await;
     let id = server.submit(&spec("while", 30)).await;
@@ -242,10 +243,10 @@ async fn jobs_run_while_the_store_is_unreachable() {
     let path = format!("/checkpoints/{checkpoint}/model.safetensors");
     let problem = server.request(reqwest::Method::GET, &path, None).await.problem(503);
     assert!(problem["detail"].as_str().is_some_and(|d| d.contains("object store")), "{problem}");
-    // A job is deleted meanwhile, and then the server is killed.
+    // A job is deleted while the store is unreachable, and then the server is killed.
     server.cli(&["delete", &before, "--yes"]).ok();
     let log = || fs::read_to_string(server.folder().path().join("serve.2.log")).expect("a log");
-    server.until("the log says so", async |_: &Server| log().contains("object store cannot be used")).await;
+    server.until("it is logged", async |_: &Server| log().contains("object store cannot be used")).await;
     assert_eq!(log().matches("object store cannot be used").count(), 1, "logged once");
     server.kill_serve();
     bucket.gate.open();
@@ -287,7 +288,7 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
     let path = format!("/checkpoints/{last}/model.safetensors");
     let problem = server.request(reqwest::Method::GET, &path, None).await.problem(422);
     assert!(problem["detail"].as_str().is_some_and(|d| d.contains("its model.safetensors")), "{problem}");
-    assert!(!server.job_dir(&id).join("checkpoints").exists(), "no part of it is listed as a checkpoint");
+    assert!(!server.job_dir(&id).join("checkpoints").exists(), "no part of the damaged one is listed");
     let fork = json!({"checkpoint": last, "set": {"train.steps": 4000}});
     server.post(&format!("/jobs/{id}/fork"), &fork).await.problem(422);
 
@@ -310,19 +311,19 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
 #[tokio::test]
 async fn an_unusable_store_prevents_the_server_s_start() {
     let folder = Folder::new();
-    let (buckets, key, secret) = Buckets::strict("weights");
+    let (s3, key, secret) = S3Server::strict("weights");
     let file = folder.write("file", "");
-    let serve = |variables: Vec<(String, String)>, without: &[&str]| {
+    let serve = |variables: Vec<(String, String)>, removed: &[&str]| {
         let mut command = lockstep();
         command.args(["serve", "--listen", &format!("127.0.0.1:{}", free_port()), "--data-dir"]);
         command.arg(folder.path().join("data")).envs(variables);
-        without.iter().for_each(|name| {
+        removed.iter().for_each(|name| {
             command.env_remove(name);
         });
         Finished::of(&mut command)
     };
     let url_in_bucket = "s3://weights/a";
-    let url = buckets.url();
+    let url = s3.url();
     serve(environment(url_in_bucket, &url, "AKIANOBODY", &secret), &[]).assert_usage_error(&[
         "--artifacts s3://weights/a",
         "does not know these credentials (InvalidAccessKeyId)",

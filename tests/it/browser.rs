@@ -20,7 +20,7 @@ struct Started {
     process: Child,
 }
 
-/// Records its arguments and the file's content and mode, and then keeps running, as a browser does.
+/// A script that records its argument, and content and mode of the file that the argument names. It then keeps running, as a browser does.
 const XDG_OPEN: &str = "#!/bin/sh\ncd \"$(dirname \"$0\")/..\" || exit 1\ncp \"$1\" page.html\nstat -c %a \"$1\" > mode\necho $$ > pid\n\
                         printf '%s\\n' \"$@\" > part && mv part opened\nexec sleep 300\n";
 
@@ -36,7 +36,8 @@ impl Started {
         Self::start(folder, terminal, screen, args)
     }
 
-    /// Starts a command whose PATH begins with the folder's `bin`, and has nothing else if `bin` has no `xdg-open`.
+    /// Starts a command with the folder's `bin` first in PATH, or as all of PATH if `bin` has no `xdg-open`. `screen`: the environment
+    /// variable that names a display.
     fn start(folder: Folder, terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
         let data = folder.path().join("data");
         let mut words = vec![LOCKSTEP, args[0], "--data-dir", data.to_str().expect("UTF-8")];
@@ -112,8 +113,8 @@ impl Started {
     /// Sends SIGINT to the server and waits for its end.
     fn end(&mut self) {
         let is_server = |command: &str| command == "serve" || command == "demo";
-        let found = processes_of(self.folder.path()).into_iter().find(|p| is_server(p.command()));
-        signal(found.expect("the server").pid, Signal::INT);
+        let server = processes_of(self.folder.path()).into_iter().find(|p| is_server(p.command()));
+        signal(server.expect("the server").pid, Signal::INT);
         self.until("the server has ended", || {
             !processes_of(self.folder.path()).iter().any(|p| is_server(p.command()))
         });

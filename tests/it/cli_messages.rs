@@ -206,7 +206,7 @@ async fn a_submission_reports_all_errors_together() {
     server.stop().await;
 }
 
-/// A server that responds to every request with these bytes.
+/// Starts a server that responds to every request with these bytes. Returns its URL.
 fn mirror(body: &'static [u8]) -> String {
     use std::io::{Read as _, Write as _};
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");

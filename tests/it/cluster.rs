@@ -21,7 +21,7 @@ pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&path).chain(more).map(|dir| dir.join(name)).find(|path| path.is_file())
 }
 
-/// As [`find_program`], for a program that tests/run installs.
+/// The path of a program that tests/run installs. Panics if the program is missing.
 pub(crate) fn program(name: &str, package: &str) -> PathBuf {
     find_program(name).unwrap_or_else(|| panic!("{name} is missing: install {package}, as tests/run does"))
 }

@@ -18,7 +18,7 @@ use std::{
 
 /// Log text of a copy.
 const COPIES: &str = "copies the dataset fashion";
-/// Large enough that a copy can be interrupted.
+/// Size of a file whose copy takes long enough to be interrupted.
 const FILLER_BYTES: u64 = 256 << 20;
 
 const STEPS: u64 = 20;
@@ -92,9 +92,9 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let id = server.submit(&spec("changed", STEPS)).await;
     server.wait_for_success(&id).await;
     assert!(log(&server, &id).await.contains(COPIES));
-    let now = copies(&b, &server);
-    assert!(now.len() == 1 && now != kept, "{now:?}");
-    assert_eq!(fs::read(now[0].join("data/train-labels-idx1-ubyte")).expect("labels"), changed);
+    let renewed = copies(&b, &server);
+    assert!(renewed.len() == 1 && renewed != kept, "{renewed:?}");
+    assert_eq!(fs::read(renewed[0].join("data/train-labels-idx1-ubyte")).expect("labels"), changed);
 }
 
 #[tokio::test]
@@ -135,9 +135,9 @@ async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
 fn assert_unfinished(filler: &Path) -> fs::Metadata {
     let copy = filler.parent().and_then(Path::parent).expect("a copy");
     assert!(filler.starts_with(copy.join("part")) && !copy.join("data").exists(), "the copy is unfinished");
-    let found = fs::metadata(filler).expect("a part");
-    assert!((1..FILLER_BYTES).contains(&found.len()), "{}", found.len());
-    found
+    let metadata = fs::metadata(filler).expect("a part");
+    assert!((1..FILLER_BYTES).contains(&metadata.len()), "{}", metadata.len());
+    metadata
 }
 
 /// Waits until a machine's copy has more than `bytes` of the filler and returns the filler's path.
@@ -147,7 +147,7 @@ fn wait_for_filler(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
         for copy in copies(machine, server) {
             for folder in ["part", "data"] {
                 let filler = copy.join(folder).join("filler");
-                if fs::metadata(&filler).is_ok_and(|found| found.len() > bytes) {
+                if fs::metadata(&filler).is_ok_and(|metadata| metadata.len() > bytes) {
                     return filler;
                 }
             }

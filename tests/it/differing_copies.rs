@@ -22,7 +22,7 @@ fn damage(dataset: &Path) {
 #[tokio::test]
 async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
     let _permit = training_permit().await;
-    let (mut site, _) = Site::measured(3).await;
+    let (mut site, _) = Site::with_reference_weights(3).await;
     let damaged = Folder::new();
     let copy = pictures::idx_dataset(damaged.path(), 160, 16);
     damage(&copy);

@@ -63,8 +63,8 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
     assert!(fs::read(path).expect("the average") == average);
 
     let loss = async |weights: &str| server.evaluation(&id, weights).await["loss"].as_f64().expect("a loss");
-    let all = [loss("").await, loss("?weights=model").await, loss("?weights=ema").await];
-    assert!(all[0] == all[1] && all[0] != all[2], "{all:?}");
+    let losses = [loss("").await, loss("?weights=model").await, loss("?weights=ema").await];
+    assert!(losses[0] == losses[1] && losses[0] != losses[2], "{losses:?}");
     server.request(Method::GET, &format!("/jobs/{id}/evaluation?weights=both"), None).await.problem(400);
     let pictures = pictures::image_folder(folder, 1).join("train/boot");
     let picture =
@@ -102,9 +102,10 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
         send(server.http.post(&url).header(kind.0, kind.1).body(pad_png(&png, bytes))).await
     };
     let count_valid = |response: &Value| {
-        let found = response["predictions"].as_array().expect("predictions").clone();
-        assert!(found.iter().all(|p| p["classes"].as_array().is_some_and(|c| c.len() == 10)), "{response}");
-        found.len()
+        let predictions = response["predictions"].as_array().expect("predictions");
+        let has_ten_classes = |p: &Value| p["classes"].as_array().is_some_and(|classes| classes.len() == 10);
+        assert!(predictions.iter().all(has_ten_classes), "{response}");
+        predictions.len()
     };
     // A picture passes from the client through server and agent to a process, and the result returns.
     let response = send_png(LIMIT).await;
@@ -144,8 +145,8 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
         server.folder().write(name, content);
     }
     let model = server.job_dir(&id).join("checkpoints").join(&newest).display().to_string();
-    for with in [&[&id[..]][..], &["--model", &model]] {
-        let output = server.cli(&[&["predict"][..], with, &["none.png", "shoes", "boot.png"]].concat());
+    for weights in [&[&id[..]][..], &["--model", &model]] {
+        let output = server.cli(&[&["predict"][..], weights, &["none.png", "shoes", "boot.png"]].concat());
         output.assert_fails(1, &["none.png: cannot be read: No such file", "shoes/a.png: is empty"]);
         let names: Vec<_> = output.stdout.lines().filter_map(|line| line.split(':').next()).collect();
         assert_eq!(names, ["shoes/b.png", "boot.png"], "{}", output.stdout);
@@ -227,8 +228,8 @@ fn names_of_files_cannot_control_a_terminal() {
 
 #[tokio::test]
 async fn the_server_responds_when_few_file_descriptors_are_left() {
-    let by = ["prlimit", "--nofile=64:64"];
-    let server = Server::start_wrapped(Agents::None, None, Vec::new(), &by, |_| {}).await;
+    let wrapper = ["prlimit", "--nofile=64:64"];
+    let server = Server::start_wrapped(Agents::None, None, Vec::new(), &wrapper, |_| {}).await;
     let address = server.url.trim_start_matches("http://").to_owned();
     let idle: Vec<TcpStream> = (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
     // The remaining descriptors suffice, even for requests that open files.

@@ -20,8 +20,8 @@ async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
     let printed = server.cli(&["predict", &id, first, second, "--embed"]);
     let lines: Vec<Value> =
         printed.ok().lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    let embedding = |of: &Value| -> Vec<f32> {
-        let values = of["embedding"].as_array().expect("an embedding").iter();
+    let embedding = |line: &Value| -> Vec<f32> {
+        let values = line["embedding"].as_array().expect("an embedding").iter();
         values.map(|value| value.as_f64().expect("a number") as f32).collect()
     };
     assert_eq!((lines.len(), embedding(&lines[0]).len(), &lines[0]["classes"]), (2, 64, &json!([])));

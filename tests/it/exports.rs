@@ -44,7 +44,7 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     let id = server.submit(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
     server.wait_for_success(&id).await;
 
-    // The same file from the server (though a folder has the job's name), from the checkpoint's folder, and from its weights' file.
+    // The server (although a folder has the job's name), the checkpoint's folder and the weights' file give the same network.
     fs::create_dir(folder.join("exported")).expect("a folder");
     let written = server.cli(&["export", "onnx", "exported", "-o", "model.onnx", "--json"]).json();
     let network = fs::read(folder.join("model.onnx")).expect("a network");
@@ -130,7 +130,7 @@ fn points(server: &Server, id: &str) -> BTreeSet<String> {
     csv.ok().lines().skip(1).map(|line| line.strip_prefix("1,").expect("attempt 1").to_owned()).collect()
 }
 
-/// Checks the checksums of an event file and returns its messages.
+/// Checks the masked CRC-32C checksums of an event file (format TFRecord) and returns its messages.
 fn records(file: &Path) -> Vec<Vec<u8>> {
     let crc = Crc::<u32>::new(&CRC_32_ISCSI);
     let masked = |bytes: &[u8]| {

@@ -10,14 +10,15 @@ use serde_json::{Value, json};
 use std::{collections::BTreeSet, fs};
 
 const STEPS: u64 = 160;
-const EVERY: u64 = 20;
+/// Steps from one checkpoint to the next.
+const CHECKPOINT_STEPS: u64 = 20;
 
-/// A job with checkpoints that lasts until it is disturbed.
+/// A job with checkpoints, long enough that a test can kill its processes.
 fn spec(name: &str, max_restarts: u32) -> Value {
     specs::with(
         specs::short(name, "fashion", 2, STEPS),
         json!({
-            "checkpoint": {"every_epochs": null, "every_steps": EVERY},
+            "checkpoint": {"every_epochs": null, "every_steps": CHECKPOINT_STEPS},
             "recovery": {"max_restarts": max_restarts},
         }),
     )
@@ -51,8 +52,8 @@ fn states(events: &[Value]) -> Vec<String> {
 /// Asserts that every rank has reported every step in some attempt, and no step twice in one attempt.
 async fn assert_every_step(server: &Server, id: &str) {
     let points = server.points(id, "loss").await;
-    let places: BTreeSet<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
-    assert_eq!(places.len(), points.len(), "a step of a rank twice in one attempt");
+    let distinct: BTreeSet<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
+    assert_eq!(distinct.len(), points.len(), "a step of a rank twice in one attempt");
     for rank in 0..2 {
         let steps: BTreeSet<_> = points.iter().filter(|p| p.1 == rank).map(|p| p.2).collect();
         assert_eq!(steps, (1..=STEPS).collect(), "steps of rank {rank}");
@@ -85,7 +86,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     }
     let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
     let from = number(&plan["start_step"]);
-    assert!(from >= EVERY && from.is_multiple_of(EVERY) && from < STEPS, "{plan}");
+    assert!(from >= CHECKPOINT_STEPS && from.is_multiple_of(CHECKPOINT_STEPS) && from < STEPS, "{plan}");
     assert!(reason.contains(&format!("starts from step {from}")), "{reason}; {plan}");
     let points = server.points(&id, "loss").await;
     let steps_of_second: Vec<_> = points.iter().filter(|p| (p.0, p.1) == (2, 0)).map(|p| p.2).collect();

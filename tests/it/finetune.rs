@@ -12,6 +12,7 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{fs, path::Path};
 
 const CLASSES: usize = 131;
+/// Pictures of each class.
 const PICTURES: usize = 3;
 
 /// Settings that make the job small enough for two cores.
@@ -107,7 +108,7 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
     let response = run_line(&pages::line("docs/training.md", "lockstep predict flowers new.jpg"));
     let (_, classes) = response.ok().split_once("new.jpg: ").expect("the picture's name");
-    let named = classes.trim().split(", ").map(|of| of.rsplit_once(' ').expect("a share").0.to_owned());
+    let named = classes.trim().split(", ").map(|item| item.rsplit_once(' ').expect("a share").0.to_owned());
     let names: Vec<String> = (0..CLASSES).map(class_name).collect();
     assert_eq!(named.clone().count(), 5, "{classes}");
     for name in named {
@@ -135,7 +136,7 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     let (training, held_out) = counts.split_once(" training and ").expect("two counts");
     let (training, held_out): (u32, u32) =
         (training.parse().expect("a count"), held_out.parse().expect("a count"));
-    assert!(training + held_out == 393 && (20..60).contains(&held_out), "{counts}");
+    assert!(training + held_out == (CLASSES * PICTURES) as u32 && (20..60).contains(&held_out), "{counts}");
     assert!(log.stdout.contains("[1000, 512], this job's is [131, 512]"), "{}", log.stdout);
 
     // Training began with these weights: one epoch at a small learning rate changes them little.

@@ -63,14 +63,14 @@ impl Machines {
     }
 
     fn pid(&self, name: &str) -> i32 {
-        let found = self.agents.iter().find(|(of, _)| of == name);
-        found.expect("an agent of this name").1.id() as i32
+        let agent = self.agents.iter().find(|agent| agent.0 == name);
+        agent.expect("an agent of this name").1.id() as i32
     }
 
     /// Kills an agent, and its ranks of a job, as a power failure does.
     fn kill(&mut self, name: &str, with_ranks_of: Option<&str>) {
-        let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
-        let (_, mut agent) = self.agents.remove(n);
+        let index = self.agents.iter().position(|agent| agent.0 == name).expect("an agent of this name");
+        let (_, mut agent) = self.agents.remove(index);
         let pid = agent.id();
         let ranks = with_ranks_of.map(|job| self.server.ranks(job)).unwrap_or_default();
         for (_, rank) in ranks.iter().filter(|(_, rank)| parent(rank.pid) == Some(pid)) {
@@ -81,8 +81,8 @@ impl Machines {
     }
 
     async fn end(&mut self, name: &str) {
-        let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
-        let (_, mut agent) = self.agents.remove(n);
+        let index = self.agents.iter().position(|agent| agent.0 == name).expect("an agent of this name");
+        let (_, mut agent) = self.agents.remove(index);
         signal(agent.id() as i32, Signal::TERM);
         assert_eq!(exit_status(&mut agent).await.code(), Some(0));
     }
@@ -138,8 +138,8 @@ async fn a_job_over_two_agents_has_the_weights_of_a_single_agent() {
     machines.end("whole").await;
     // First one rank per machine, then two per machine without shared memory.
     let no_shared_memory = [("LOCKSTEP_SHARED_MEMORY", "0")];
-    for (n, slots, variables) in [(0, 1, &[][..]), (1, 2, &no_shared_memory[..])] {
-        let (a, b) = (format!("a{n}"), format!("b{n}"));
+    for (case, slots, variables) in [(0, 1, &[][..]), (1, 2, &no_shared_memory[..])] {
+        let (a, b) = (format!("a{case}"), format!("b{case}"));
         machines.join(&a, slots, variables);
         machines.join(&b, slots, variables);
         machines.online(2 * slots as usize).await;
@@ -147,9 +147,9 @@ async fn a_job_over_two_agents_has_the_weights_of_a_single_agent() {
         let job = machines.server.wait_for_success(&id).await;
         assert_eq!((&job["agents"], number(&job["attempt"])), (&json!([a, b]), 1), "{job:#}");
         let ranks: Vec<_> = machines.server.points(&id, "loss").await.into_iter().map(|p| p.1).collect();
-        let all = (0..u64::from(2 * slots)).flat_map(|rank| vec![rank; STEPS as usize]);
-        assert_eq!(ranks, all.collect::<Vec<_>>(), "every rank of every machine reports every step");
-        assert!(machines.server.last_model(&id).await == models[n], "{slots} + {slots}: the same weights");
+        let expected = (0..u64::from(2 * slots)).flat_map(|rank| vec![rank; STEPS as usize]);
+        assert_eq!(ranks, expected.collect::<Vec<_>>(), "every rank of every machine reports every step");
+        assert!(machines.server.last_model(&id).await == models[case], "{slots} + {slots}: the same weights");
         machines.end(&a).await;
         machines.end(&b).await;
     }

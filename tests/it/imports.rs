@@ -154,9 +154,9 @@ except ZeroDivisionError:
 #[tokio::test]
 async fn mlflow_s_runs_are_imported() {
     let server = Server::start_with(Agents::None).await;
-    let mut writes = python("mlflow");
-    writes.current_dir(server.folder().path()).env("MLFLOW_ALLOW_FILE_STORE", "true").args(["-c", MLFLOW]);
-    output_of(writes);
+    let mut client = python("mlflow");
+    client.current_dir(server.folder().path()).env("MLFLOW_ALLOW_FILE_STORE", "true").args(["-c", MLFLOW]);
+    output_of(client);
     let mut runs = import_twice(&server, &["mlflow", "."]);
     runs.sort_by_key(|run| text(run, "name").to_owned());
     let [broken, sole] = &runs[..] else { panic!("{runs:?}") };
@@ -181,7 +181,7 @@ async fn mlflow_s_runs_are_imported() {
     assert_eq!(job["external"]["summary"], json!({"colour": "blue"}));
     assert_eq!(text(&server.job(text(broken, "job")).await, "state"), "failed");
 
-    // The same from an MLflow server, whose interface this server has. It does not list a metric without any finite value.
+    // The same runs are imported over MLflow's REST interface, which this server has. It lists no metric without a finite value.
     let mut command = lockstep();
     command.args(["import", "mlflow", server.url.as_str(), "--project", "copies", "--json"]);
     command.envs(server.client_variables()).env("MLFLOW_TRACKING_TOKEN", server.token());
@@ -199,7 +199,7 @@ async fn mlflow_s_runs_are_imported() {
     server.stop().await;
 }
 
-/// A protobuf message with fields of bytes.
+/// A protobuf message of length-delimited fields: their numbers and contents.
 fn message(fields: &[(u32, &[u8])]) -> Vec<u8> {
     let mut out = Vec::new();
     for (tag, content) in fields {
@@ -210,12 +210,13 @@ fn message(fields: &[(u32, &[u8])]) -> Vec<u8> {
     out
 }
 
-/// An item of W&B's settings, results or history.
+/// An item of W&B's settings, results or history: its key and its value as JSON.
 fn item(name: &str, value: &str) -> Vec<u8> {
     message(&[(2, name.as_bytes()), (16, value.as_bytes())])
 }
 
-/// A W&B log with these records, each of which fits into one block.
+/// A W&B log (LevelDB's log format) with these records, each shorter than a block. A part of a record has a header of 7 bytes and a kind:
+/// 1 (whole record), 2 (first part) or 4 (last part).
 fn wandb_log(records: &[Vec<u8>]) -> Vec<u8> {
     const BLOCK: usize = 32 << 10;
     let crc = Crc::<u32>::new(&CRC_32_ISO_HDLC);
@@ -245,7 +246,8 @@ fn wandb_log(records: &[Vec<u8>]) -> Vec<u8> {
 #[tokio::test]
 async fn w_and_b_s_runs_are_imported_up_to_the_last_complete_record() {
     let server = Server::start_with(Agents::None).await;
-    let start = [&[8, 0x80, 0xe2, 0xcf, 0xaa, 6][..]].concat();
+    // A protobuf `Timestamp` of 1,700,000,000 s.
+    let start = [8_u8, 0x80, 0xe2, 0xcf, 0xaa, 6];
     let config = message(&[
         (1, &item("lr", "0.1")),
         (1, &item("_wandb", "{}")),
@@ -338,12 +340,12 @@ run.finish()
 "#;
 
     fn run_script(server: &Server, package: &str, script: &str) {
-        let mut writes = python(package);
-        writes.current_dir(server.folder().path()).args(["-c", script]);
-        output_of(writes);
+        let mut client = python(package);
+        client.current_dir(server.folder().path()).args(["-c", script]);
+        output_of(client);
     }
 
-    fn check(server: &Server, job: &str) {
+    fn assert_values(server: &Server, job: &str) {
         let point =
             |name: &str, step: u32, value: f64| (name.to_owned(), step.to_string(), (value as f32).to_bits());
         let expected: BTreeSet<_> = (0..200u32)
@@ -361,12 +363,12 @@ run.finish()
         run_script(&server, "tensorboard", TENSORBOARD);
         let runs = import_twice(&server, &["tensorboard", "logs"]);
         assert_eq!((runs.len(), text(&runs[0], "name")), (1, "first"));
-        check(&server, text(&runs[0], "job"));
+        assert_values(&server, text(&runs[0], "job"));
         run_script(&server, "wandb", WANDB);
         assert!(server.folder().path().join("wandb").is_dir());
         let runs = import_twice(&server, &["wandb", "wandb"]);
         assert_eq!(runs.len(), 1, "{runs:?}");
-        check(&server, text(&runs[0], "job"));
+        assert_values(&server, text(&runs[0], "job"));
         let job = server.job(text(&runs[0], "job")).await;
         assert_eq!(
             (text(&job, "state"), text(&job, "name"), text(&job, "project")),

@@ -80,7 +80,7 @@ async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_taken() {
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
                 steps = 2\nbatch_size = 8\n[parallel]\nranks = 3\ndevice = \"cpu\"\n";
     server.folder().write("job.toml", toml);
-    // Slurm is slow, and does not take the sweep in the end.
+    // Slurm's commands fail after half a second.
     for name in ["sbatch", "squeue", "scancel"] {
         let program = server.folder().write(&format!("bin/{name}"), "#!/bin/sh\nsleep 0.5\nexit 1\n");
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("a mode");

@@ -79,10 +79,10 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
         assert!(start.elapsed() < TIMEOUT, "the page is not ready: {page}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     };
-    let found = commands(&page);
-    assert_eq!(found.len(), 3, "commands for CA, token and agent: {found:?}");
-    assert!(!found[2].contains("127.0.0.1"), "not a loopback address: {found:?}");
-    for line in &found[..2] {
+    let lines = commands(&page);
+    assert_eq!(lines.len(), 3, "commands for CA, token and agent: {lines:?}");
+    assert!(!lines[2].contains("127.0.0.1"), "not a loopback address: {lines:?}");
+    for line in &lines[..2] {
         let done = shell(line, here.path()).output().expect("a shell");
         assert!(done.status.success(), "{line}: {}", String::from_utf8_lossy(&done.stderr));
     }
@@ -91,7 +91,7 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
         fs::copy(here.path().join(file), there.path().join(file)).expect("a copy");
     }
     let log = fs::File::create(there.path().join("agent.log")).expect("a log");
-    let agent = shell(&found[2], there.path()).stdout(Stdio::null()).stderr(log).spawn();
+    let agent = shell(&lines[2], there.path()).stdout(Stdio::null()).stderr(log).spawn();
     let _agent = Terminated(agent.expect("an agent"));
     loop {
         let page = text(&client, &url).await;
@@ -99,7 +99,7 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
             break;
         }
         let log = fs::read_to_string(there.path().join("agent.log")).unwrap_or_default();
-        assert!(start.elapsed() < 2 * TIMEOUT, "{}: {log}", found[2]);
+        assert!(start.elapsed() < 2 * TIMEOUT, "{}: {log}", lines[2]);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

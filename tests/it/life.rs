@@ -15,6 +15,7 @@ use std::fs;
 const RANKS: u64 = 2;
 const STEPS_PER_EPOCH: u64 = 16;
 const STEPS: u64 = 32;
+/// Number of validation pictures.
 const VALIDATED: u64 = 100;
 
 #[tokio::test]
@@ -90,12 +91,11 @@ async fn the_python_example_submits_waits_evaluates_and_downloads() {
 
 fn assert_valid_states(events: &[Value]) {
     let mut states: Vec<_> = events.iter().filter(|e| e["type"] == "state").map(state_of).collect();
-    // Repeated states have reasons of a wait.
+    // A waiting job repeats its state with each new reason.
     states.dedup();
     use JobState::*;
     assert_eq!(states, [Queued, Starting, Running, Succeeded]);
-    let moves = states.windows(2).all(|pair| pair[0].may_become(pair[1]));
-    assert!(moves, "{states:?}");
+    assert!(states.windows(2).all(|pair| pair[0].may_become(pair[1])), "{states:?}");
 }
 
 fn assert_complete(job: &Value) {
@@ -129,15 +129,15 @@ async fn assert_every_point(server: &Server, id: &str) {
         ("images_per_second", 1),
     ] {
         let points = server.points(id, name).await;
-        let places: Vec<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
+        let keys: Vec<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
         let expected: Vec<_> = (0..ranks).flat_map(|r| (1..=STEPS).map(move |s| (1, r, s))).collect();
-        assert_eq!(places, expected, "(attempt, rank, step) of {name}");
+        assert_eq!(keys, expected, "(attempt, rank, step) of {name}");
         let mut in_csv: Vec<(u64, u64, u64, f64)> = rows
             .iter()
             .filter(|row| row[name_at] == name)
             .map(|row| {
-                let whole = |at: usize| row[at].parse::<u64>().expect("a whole number");
-                (whole(attempt_at), whole(rank_at), whole(step_at), row[value_at].parse().expect("a number"))
+                let int = |column: usize| row[column].parse::<u64>().expect("a whole number");
+                (int(attempt_at), int(rank_at), int(step_at), row[value_at].parse().expect("a number"))
             })
             .collect();
         in_csv.sort_by_key(|p| (p.0, p.1, p.2));
@@ -164,19 +164,19 @@ async fn assert_every_point(server: &Server, id: &str) {
 
 /// (step, accuracy) of each evaluation.
 fn evaluations(events: &[Value]) -> Vec<(u64, f64)> {
-    let found: Vec<_> = events.iter().filter(|e| e["type"] == "evaluation").collect();
-    for evaluation in &found {
+    let reports: Vec<_> = events.iter().filter(|e| e["type"] == "evaluation").collect();
+    for evaluation in &reports {
         assert_eq!(number(&evaluation["samples"]), VALIDATED, "every picture once: {evaluation}");
         assert!(evaluation["loss"].as_f64().is_some_and(|l| l > 0.0), "{evaluation}");
     }
-    let found: Vec<_> =
-        found.iter().map(|e| (number(&e["step"]), e["accuracy"].as_f64().expect("accuracy"))).collect();
-    assert_eq!(found.iter().map(|e| e.0).collect::<Vec<_>>(), [STEPS_PER_EPOCH, STEPS]);
-    for (_, accuracy) in &found {
+    let results: Vec<_> =
+        reports.iter().map(|e| (number(&e["step"]), e["accuracy"].as_f64().expect("accuracy"))).collect();
+    assert_eq!(results.iter().map(|e| e.0).collect::<Vec<_>>(), [STEPS_PER_EPOCH, STEPS]);
+    for (_, accuracy) in &results {
         let correct = accuracy * VALIDATED as f64;
         assert!((correct - correct.round()).abs() < 1e-6 && (0.0..=1.0).contains(accuracy), "{accuracy}");
     }
-    found
+    results
 }
 
 async fn assert_checkpoints(server: &Server, id: &str, evaluations: &[(u64, f64)]) {
@@ -212,8 +212,8 @@ async fn assert_checkpoints(server: &Server, id: &str, evaluations: &[(u64, f64)
         assert_eq!(number(&state["world_size"]), RANKS, "{state:#}");
         assert_torchvision_format(&server.bytes(&format!("{from}/model.safetensors")).await);
     }
-    let all = fs::read_dir(server.job_dir(id).join("checkpoints")).expect("checkpoints");
-    assert_eq!(all.count(), 2, "no temporary folder is left behind");
+    let folders = fs::read_dir(server.job_dir(id).join("checkpoints")).expect("checkpoints");
+    assert_eq!(folders.count(), 2, "no temporary folder is left behind");
 
     // A range of a file, as a resumed download requests it.
     let last = checkpoints[1]["id"].as_str().expect("an id");
@@ -268,9 +268,9 @@ async fn assert_logs(server: &Server, id: &str) {
         assert_eq!(raw.text().await.expect("text"), on_disk, "the raw file of rank {rank}");
 
         let losses: Vec<_> = on_disk.lines().filter_map(loss_line).collect();
-        let places: Vec<_> = losses.iter().map(|l| (l.0, l.1)).collect();
+        let keys: Vec<_> = losses.iter().map(|l| (l.0, l.1)).collect();
         let expected: Vec<_> = (1..=STEPS).map(|step| ((step - 1) / STEPS_PER_EPOCH + 1, step)).collect();
-        assert_eq!(places, expected, "loss lines of rank {rank}:\n{on_disk}");
+        assert_eq!(keys, expected, "loss lines of rank {rank}:\n{on_disk}");
         for (loss, point) in losses.iter().zip(server.points(id, "loss").await.iter().filter(|p| p.1 == rank))
         {
             assert!((loss.2 - point.3).abs() < 1e-5, "{loss:?} in the log, {point:?} in the store");

@@ -5,14 +5,14 @@
 //! A semaphore (`server::training_permit`) limits how many tests train at the same time, so that each has enough cores
 //! to keep its deadlines. With `LOCKSTEP_TEST_DATABASE=postgres` every server uses a Postgres database.
 
-#![allow(unreachable_pub)] // A module is shared with the server's tests.
+#![allow(unreachable_pub)] // The module `postgres` is shared with the server's tests.
 
 mod cluster;
 mod pages;
 mod pictures;
 #[path = "../../server/tests/it/postgres.rs"]
 mod postgres;
-// Only the fault matrix uses some of its functions.
+// Only tests/faults uses some functions of `server`.
 #[allow(dead_code)]
 mod server;
 mod socket;

@@ -106,8 +106,8 @@ async fn agent(serve: &Serve, name: &str, is_so: impl Fn(&Value) -> bool) -> Val
     let start = Instant::now();
     loop {
         let all = agents(serve).await;
-        if let Some(found) = all.iter().find(|agent| agent["name"] == name && is_so(agent)) {
-            return found.clone();
+        if let Some(agent) = all.iter().find(|agent| agent["name"] == name && is_so(agent)) {
+            return agent.clone();
         }
         assert!(start.elapsed() < TIMEOUT, "{name}: {all:#?} {}", serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -215,29 +215,28 @@ async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
         .await;
     let mut doctor = lockstep();
     doctor.args(["doctor", "--quick", "--tls-cert", "node-a.crt"]).current_dir(serve.folder.path());
-    let found = Finished::of(&mut doctor).stdout;
-    assert!(found.contains("node-a.crt: 88 days left"), "{found}");
-    let ready = serve.bearer();
+    let report = Finished::of(&mut doctor).stdout;
+    assert!(report.contains("node-a.crt: 88 days left"), "{report}");
     let client =
         reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
-    let client = client.default_headers(ready).build().expect("a client");
+    let client = client.default_headers(serve.bearer()).build().expect("a client");
     let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");
     let ready = ready.text().await.expect("text");
     assert!(ready.contains("note: the certificate of the agent node-a expires in 88 days"), "{ready}");
 }
 
-/// As [`issue`], with a shifted clock.
+/// As [`issue`], at another time. `clock`: the time relative to now as libfaketime reads it, such as `-31d`.
 fn issue_at(serve: &Serve, name: &str, clock: &str, days: &str) {
     let mut command = lockstep();
     command.args(["ca", "issue", name, "--agent", "--days", days, "--data-dir", "data"]);
     Finished::of(with_clock(command.current_dir(serve.folder.path()), clock)).ok();
 }
 
-/// Shifts a command's clock.
+/// Shifts a command's clock, as [`issue_at`] does.
 fn with_clock<'a>(command: &'a mut Command, clock: &str) -> &'a mut Command {
-    let found = fs::read_dir("/usr/lib").expect("/usr/lib").flatten();
+    let folders = fs::read_dir("/usr/lib").expect("/usr/lib").flatten();
     let library =
-        found.map(|entry| entry.path().join("faketime/libfaketime.so.1")).find(|path| path.exists());
+        folders.map(|entry| entry.path().join("faketime/libfaketime.so.1")).find(|path| path.exists());
     let library =
         library.expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)");
     command.env("LD_PRELOAD", library).env("FAKETIME", clock).env("DONT_FAKE_MONOTONIC", "1")
@@ -319,13 +318,13 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
     openssl(
         "pkcs12 -export -in node-p.crt -inkey node-p.key -certfile root.crt -name node-p -passout pass:sesame -out node-p.p12",
     );
-    let private = |name: &str, mode: u32| {
+    let set_mode = |name: &str, mode: u32| {
         fs::set_permissions(folder.path().join(name), fs::Permissions::from_mode(mode)).expect("its mode");
     };
-    private("node-p.p12", 0o600);
+    set_mode("node-p.p12", 0o600);
     for (name, text) in [("right", "sesame\n"), ("wrong", "open\n")] {
         folder.write(name, text);
-        private(name, 0o600);
+        set_mode(name, 0o600);
     }
     let serve =
         Serve::start_in(folder, &["--tls-own-ca", "--no-local-agent", "--agent-ca", "root.crt"], listens)
@@ -339,7 +338,7 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
     drop(right);
 
     // Key files that other accounts can read are refused before a connection.
-    let mode = |name: &str, mode: u32| {
+    let set_mode = |name: &str, mode: u32| {
         fs::set_permissions(serve.folder.path().join(name), fs::Permissions::from_mode(mode))
             .expect("its mode");
     };
@@ -348,11 +347,11 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
         ("right", packed("right")),
         ("node-p.key", ["--cert-file", "node-p.crt", "--key-file", "node-p.key"]),
     ] {
-        mode(name, 0o644);
+        set_mode(name, 0o644);
         let mut open = Agent::start(&serve, "open", &options);
         assert_eq!(open.exit_status().await.code(), Some(2), "{}", open.output());
         assert!(open.output().contains(&format!("chmod 600 {name}")), "{}", open.output());
-        mode(name, 0o600);
+        set_mode(name, 0o600);
     }
     // With --agent-ca, certificates of the server's own CA are refused.
     issue(&serve, "node-a", &[]);

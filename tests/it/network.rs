@@ -43,7 +43,8 @@ pub(crate) struct Network {
 
 impl Network {
     pub(crate) fn new() -> Self {
-        // Unique names, as the kernel removes an earlier network's cables only after its processes have ended.
+        // Names are unique, as the kernel removes a network's cables only after the network's processes have ended. The number has at
+        // most 5 digits, as names of interfaces have at most 15 characters.
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = (std::process::id() + 1009 * COUNT.fetch_add(1, Ordering::Relaxed)) % 60_000;
         let this = Self { number, hosts: Vec::new(), with_second: Vec::new() };
@@ -132,14 +133,14 @@ impl Network {
     /// Bytes that a host has sent over an interface.
     pub(crate) fn sent_bytes(&self, host: u32, interface: &str) -> u64 {
         let file = format!("/sys/class/net/{interface}/statistics/tx_bytes");
-        let found = Command::new("ip").args(["netns", "exec", &self.namespace(host), "cat", &file]).output();
-        String::from_utf8_lossy(&found.expect("ip").stdout).trim().parse().expect("a number")
+        let output = Command::new("ip").args(["netns", "exec", &self.namespace(host), "cat", &file]).output();
+        String::from_utf8_lossy(&output.expect("ip").stdout).trim().parse().expect("a number")
     }
 
     /// Processes on a host.
     pub(crate) fn processes(&self, host: u32) -> Vec<i32> {
-        let found = Command::new("ip").args(["netns", "pids", &self.namespace(host)]).output().expect("ip");
-        String::from_utf8_lossy(&found.stdout).lines().filter_map(|pid| pid.trim().parse().ok()).collect()
+        let pids = Command::new("ip").args(["netns", "pids", &self.namespace(host)]).output().expect("ip");
+        String::from_utf8_lossy(&pids.stdout).lines().filter_map(|pid| pid.trim().parse().ok()).collect()
     }
 
     /// The values of a variable in the ranks on a host.
@@ -151,11 +152,11 @@ impl Network {
     /// Kills all processes of a host and disconnects its cable.
     pub(crate) fn kill(&self, host: u32) {
         self.processes(host).into_iter().for_each(|pid| signal(pid, Signal::KILL));
-        self.plug(host, false);
+        self.set_connected(host, false);
     }
 
     /// Connects or disconnects a host's cable.
-    pub(crate) fn plug(&self, host: u32, is_connected: bool) {
+    pub(crate) fn set_connected(&self, host: u32, is_connected: bool) {
         ip(&format!("link set {} {}", self.cable(host), if is_connected { "up" } else { "down" }));
     }
 }

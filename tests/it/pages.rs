@@ -54,7 +54,7 @@ pub(crate) fn line(page: &str, begins: &str) -> String {
 
 /// The arguments of all calls of [`line`]: pages and starts of lines.
 pub(crate) fn lines_run_by_tests() -> Vec<(String, String)> {
-    let mut all = Vec::new();
+    let mut arguments = Vec::new();
     let mut folders = vec![root().join("tests/it")];
     while let Some(folder) = folders.pop() {
         for path in fs::read_dir(folder).expect("tests").flatten().map(|entry| entry.path()) {
@@ -63,14 +63,14 @@ pub(crate) fn lines_run_by_tests() -> Vec<(String, String)> {
             } else if path.extension().is_some_and(|e| e == "rs") {
                 let source = fs::read_to_string(&path).expect("a test");
                 let calls = source.split(concat!("pages::", "line(")).skip(1);
-                all.extend(calls.map(|call| {
+                arguments.extend(calls.map(|call| {
                     let mut words = call.split('"').skip(1).step_by(2).map(str::to_owned);
                     (words.next().expect("a page"), words.next().expect("a beginning"))
                 }));
             }
         }
     }
-    all
+    arguments
 }
 
 /// A shell that runs commands of a page; `lockstep` is the program under test.

@@ -33,10 +33,10 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     let output = server.cli(&["pause", &id]);
     assert!(output.ok().contains("paused: paused on request; continues from step"), "{}", output.stdout);
     let job = server.job(&id).await;
-    let at = number(&job["step"]);
-    assert!((30..STEPS).contains(&at), "{job:#}");
+    let step = number(&job["step"]);
+    assert!((30..STEPS).contains(&step), "{job:#}");
     // There is a checkpoint of this step, and no rank is left.
-    assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), at);
+    assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), step);
     assert!(server.ranks(&id).is_empty());
     let other = server.submit(&specs::short("meanwhile", "fashion", 2, 5)).await;
     server.wait_for_success(&other).await;
@@ -131,10 +131,10 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
             "--json",
         ])
         .json();
-    let colder = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "colder"}});
-    let colder = server.post(&format!("/jobs/{id}/fork"), &colder).await;
-    assert_eq!(colder.status.as_u16(), 201, "{}", colder.text);
-    for (fork, from) in [(&same, 50), (&one_rank, 75), (&colder.json(), 50)] {
+    let lower_lr = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "lower_lr"}});
+    let lower_lr = server.post(&format!("/jobs/{id}/fork"), &lower_lr).await;
+    assert_eq!(lower_lr.status.as_u16(), 201, "{}", lower_lr.text);
+    for (fork, from) in [(&same, 50), (&one_rank, 75), (&lower_lr.json(), 50)] {
         let fork_id = fork["id"].as_str().expect("an id");
         let reason = fork["reason"].as_str().expect("the reason");
         assert!(reason.contains("origin") && reason.contains(&format!("step {from}")), "{reason}");
@@ -161,13 +161,13 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
         tensors(&model_of(&one_rank).await) == tensors(&model),
         "the same weights at another number of ranks"
     );
-    assert!(tensors(&model_of(&colder.json()).await) != tensors(&model));
-    assert_eq!(colder.json()["name"], "colder");
+    assert!(tensors(&model_of(&lower_lr.json()).await) != tensors(&model));
+    assert_eq!(lower_lr.json()["name"], "lower_lr");
 
     // The fork keeps its checkpoint after the origin is deleted.
-    let kept = server.job_dir(same["id"].as_str().expect("an id")).join("checkpoints/2-50/MANIFEST.json");
+    let manifest = server.job_dir(same["id"].as_str().expect("an id")).join("checkpoints/2-50/MANIFEST.json");
     server.cli(&["delete", &id, "--yes"]).ok();
-    assert!(fs::metadata(kept).is_ok());
+    assert!(fs::metadata(manifest).is_ok());
 
     let same_id = same["id"].as_str().expect("an id").to_owned();
     let fork = |request: Value| {
@@ -209,10 +209,10 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let teacher = server.checkpoints(&same_id).await[0]["id"].as_str().expect("an id").to_owned();
     let fresh = specs::short("fresh", "fashion", 2, 5);
     let tuned = specs::with(fresh.clone(), json!({"name": "tuned", "model": {"pretrained": teacher}}));
-    let (with, without) = (server.submit(&tuned).await, server.submit(&fresh).await);
-    server.wait_for_success(&with).await;
-    server.wait_for_success(&without).await;
+    let (tuned, fresh) = (server.submit(&tuned).await, server.submit(&fresh).await);
+    server.wait_for_success(&tuned).await;
+    server.wait_for_success(&fresh).await;
     let first = async |id: &str| server.points(id, "loss").await[0].3;
-    assert!(first(&with).await < first(&without).await - 0.3, "the loss starts lower");
+    assert!(first(&tuned).await < first(&fresh).await - 0.3, "the loss starts lower");
     server.stop().await;
 }

@@ -57,16 +57,16 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
         |arguments: &[&str]| plan(folder, &[&["--machine", "machine.json", "--json"], arguments].concat());
 
     // An ordinary ResNet is trained data parallel.
-    let found = plan_on_machine(&["--classes", "1000"]).json();
-    let first_plan = |found: &Value| found["plans"][0]["plan"].clone();
-    let ordinary = first_plan(&found);
+    let report = plan_on_machine(&["--classes", "1000"]).json();
+    let first_plan = |report: &Value| report["plans"][0]["plan"].clone();
+    let ordinary = first_plan(&report);
     assert_eq!(ordinary["words"], "data parallel on 4 ranks");
     let why = ordinary["predicted"]["why"].as_str().expect("a reason");
     assert!(
         why.starts_with("no other plan is 2 % faster; the next best is ") && why.contains("ms per step"),
         "{why}"
     );
-    let layers = found["plans"][0]["layers"].as_array().expect("layers");
+    let layers = report["plans"][0]["layers"].as_array().expect("layers");
     assert_eq!(layers[0]["plan"]["placement"], "own pictures");
     let ms: f64 = layers.iter().map(|layer| layer["plan"]["time_us"].as_f64().expect("a time") / 1e3).sum();
     let step = ordinary["predicted"]["step_ms"].as_f64().expect("a time");
@@ -184,13 +184,13 @@ mod full {
             let text = fs::read_to_string(folder.path().join("machine.json")).expect("figures");
             serde_json::from_str(&text).expect("JSON")
         };
-        let kept = figures();
-        assert!(kept["machine"]["device"].as_str().is_some_and(|device| device.starts_with("CPU, ")));
-        assert!(kept["machine"]["within"]["bytes_per_second"].as_f64() > Some(0.0), "{kept}");
-        // The measurements are kept.
+        let stored = figures();
+        assert!(stored["machine"]["device"].as_str().is_some_and(|device| device.starts_with("CPU, ")));
+        assert!(stored["machine"]["within"]["bytes_per_second"].as_f64() > Some(0.0), "{stored}");
+        // A second run uses the stored measurements.
         let again = run(&first);
         assert_eq!(again.stderr, "");
-        assert_eq!(figures(), kept);
+        assert_eq!(figures(), stored);
         let others =
             run(&pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --machine"));
         let others = others.ok();

@@ -177,10 +177,10 @@ fn there_is_a_man_page_for_each_command() {
             assert!(ran.status.success() && ran.stderr.is_empty(), "{reader} {name}: {ran:?}");
         }
     }
-    let helps = fs::read_dir(&out).expect("pages").filter(|page| {
+    let help_pages = fs::read_dir(&out).expect("pages").filter(|page| {
         page.as_ref().is_ok_and(|page| page.file_name().to_string_lossy().ends_with("-help.1"))
     });
-    assert_eq!(helps.count(), 1, "only a page of the program's own `help`");
+    assert_eq!(help_pages.count(), 1, "only a page of the program's own `help`");
     let taken = folder.write("taken", "");
     program(&["man", "--out", taken.to_str().expect("UTF-8")]).assert_usage_error(&["--out", "taken"]);
 }

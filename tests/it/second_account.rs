@@ -42,24 +42,24 @@ fn text_of(output: &Output) -> String {
 }
 
 /// Collects files and folders below `path` that other accounts have any permission for.
-fn find_open(path: &Path, found: &mut Vec<String>) {
+fn find_open(path: &Path, open: &mut Vec<String>) {
     let metadata = fs::symlink_metadata(path).expect("metadata");
     if metadata.mode() & 0o077 != 0 && !metadata.is_symlink() {
-        found.push(format!("{} {:o}", path.display(), metadata.mode() & 0o7777));
+        open.push(format!("{} {:o}", path.display(), metadata.mode() & 0o7777));
     }
     if metadata.is_dir() {
         for entry in fs::read_dir(path).expect("a folder").flatten() {
-            find_open(&entry.path(), found);
+            find_open(&entry.path(), open);
         }
     }
 }
 
-/// Collects the files below a folder that `wanted` accepts.
-fn find_files(path: &Path, wanted: &dyn Fn(&Path) -> bool, found: &mut Vec<PathBuf>) {
+/// Collects the files below a folder for which `condition` holds.
+fn find_files(path: &Path, condition: &dyn Fn(&Path) -> bool, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(path).expect("a folder").flatten() {
         match entry.path() {
-            inner if inner.is_dir() => find_files(&inner, wanted, found),
-            file if wanted(&file) => found.push(file),
+            inner if inner.is_dir() => find_files(&inner, condition, files),
+            file if condition(&file) => files.push(file),
             _ => {}
         }
     }
@@ -190,7 +190,7 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
     server.stop().await;
 }
 
-/// The server's and the agent's tokens, and the attempt's own.
+/// The tokens of the server and of the agent, and the secrets of attempts.
 fn secrets(server: &Server) -> Vec<String> {
     let agent = fs::read_to_string(server.data_dir().join("agent/token")).expect("the agent's token");
     let mut secrets = vec![server.token(), agent.trim().to_owned()];

@@ -129,16 +129,16 @@ pub(crate) fn spec(name: &str, steps: u64) -> Value {
 }
 
 /// The step of the newest checkpoint on the server.
-pub(crate) async fn stored(server: &Server, id: &str) -> u64 {
-    let all = server.checkpoints(id).await;
-    let here = all.iter().filter(|c| c.get("uploading_from").is_none());
-    here.map(|c| number(&c["step"])).max().unwrap_or(0)
+pub(crate) async fn uploaded_step(server: &Server, id: &str) -> u64 {
+    let checkpoints = server.checkpoints(id).await;
+    let on_server = checkpoints.iter().filter(|c| c.get("uploading_from").is_none());
+    on_server.map(|c| number(&c["step"])).max().unwrap_or(0)
 }
 
 /// Waits until the checkpoint of a job's last step is on the server, which may be after the job's end, and returns its weights.
 pub(crate) async fn uploaded_weights(server: &Server, id: &str, steps: u64) -> Vec<u8> {
     server.wait_for_success(id).await;
-    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == steps).await;
+    server.until("the checkpoint is uploaded", async |s: &Server| uploaded_step(s, id).await == steps).await;
     server.last_model(id).await
 }
 
@@ -167,7 +167,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     server.until("the job's folder is deleted", async |_: &Server| !folder.exists()).await;
 
     let id = server.submit(&spec("continued", STEPS)).await;
-    server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 40).await;
+    server.until("a checkpoint is uploaded", async |s: &Server| uploaded_step(s, &id).await >= 40).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let _b = Machine::start(&server, "machine-b", &[]);
@@ -195,7 +195,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     assert_eq!(fork.status, StatusCode::CREATED, "{}", fork.text);
     server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
-    // A fork for two ranks runs on the other machine, which fetches the checkpoint; so does a job with a checkpoint's weights.
+    // A fork for two ranks runs on the other machine, which fetches the checkpoint. A job that starts from a checkpoint's weights, too.
     let set = json!({"set": {"train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
@@ -230,7 +230,7 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     fs::rename(&here, server.folder().path().join("hidden")).expect("a rename");
     // More steps than any machine trains before the agent is killed.
     let id = server.submit(&specs::with(spec("mapped", STEPS), json!({"train": {"steps": 1_000_000}}))).await;
-    server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 20).await;
+    server.until("a checkpoint is uploaded", async |s: &Server| uploaded_step(s, &id).await >= 20).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let named = format!("fashion={}", other.display());
@@ -261,7 +261,7 @@ mod full {
         let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
 
         let id = server.submit(&spec("disturbed", STEPS)).await;
-        // A file in place of the folder for uploads: the server cannot store them, as with a full disk.
+        // A file in place of the folder for uploads: the server cannot store uploads, as with a full disk.
         let uploads = server.job_dir(&id).join("uploads");
         fs::write(&uploads, "").expect("a file");
         server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) > 30).await;
@@ -272,11 +272,11 @@ mod full {
         a.start_agent(&server);
         server.wait_for_success(&id).await;
         server
-            .until("the log says so", async |s: &Server| {
+            .until("the log has the error", async |s: &Server| {
                 log(s, &id).await.contains("cannot be stored on the server")
             })
             .await;
-        assert_eq!(stored(&server, &id).await, 0);
+        assert_eq!(uploaded_step(&server, &id).await, 0);
         let count = log(&server, &id).await.matches("cannot be stored on the server").count();
         assert!((1..=2).contains(&count), "once by each of two servers, not for every checkpoint: {count}");
         let all = server.checkpoints(&id).await;
@@ -310,7 +310,7 @@ mod full {
         wrong[99_999] ^= 1;
         fs::write(part.join("optimizer.safetensors"), &wrong).expect("a damaged file");
         a.start_agent(&server);
-        server.until("the checkpoint is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
+        server.until("the upload is done", async |s: &Server| uploaded_step(s, &id).await == STEPS).await;
         assert_eq!(server.last_model(&id).await, expected, "the same weights");
         let log = log(&server, &id).await;
         assert!(log.contains("was damaged during the upload to the server"), "{log}");

@@ -34,7 +34,7 @@ pub(crate) const LOCKSTEP: &str = env!("CARGO_BIN_EXE_lockstep");
 /// Time limit for anything that should be quick; long enough for a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for a job to end.
-pub(crate) const JOB_END: Duration = Duration::from_secs(120);
+pub(crate) const JOB_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The pause before the next poll of a test that has waited since `began`, at most `longest`. Pauses grow, as polling uses processor time
 /// that the job under test needs.
@@ -182,8 +182,8 @@ impl Server {
         Self::start_training_with(Agents::Local { cpu_slots: 2 }, training, test).await
     }
 
-    /// As [`Server::start_with`]. The server holds a permit to train until it is dropped, and has the dataset `fashion` with so many
-    /// pictures for training and for tests.
+    /// As [`Server::start_with`]. The server holds a permit to train until it is dropped, and has the dataset `fashion` with these numbers
+    /// of training and test pictures.
     pub(crate) async fn start_training_with(agents: Agents, training: usize, test: usize) -> Self {
         let permit = training_permit().await;
         let mut server = Self::start_with(agents).await;

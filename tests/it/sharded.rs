@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    separate_disks::{Machine, online, stored},
+    separate_disks::{Machine, online, uploaded_step},
     server::{Agents, Folder, Server, number, training_permit},
     socket::{Socket, is_metric, last_step},
     specs,
@@ -45,9 +45,9 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     let mut socket = Socket::of_job(&server, &id, 0).await;
     socket.until(|f| is_metric(f, "loss") && last_step(f) >= 30).await;
     server.cli(&["pause", &id]).ok();
-    let at = number(&server.job(&id).await["step"]);
+    let step = number(&server.job(&id).await["step"]);
     let newest = &server.checkpoints(&id).await[0];
-    assert_eq!(number(&newest["step"]), at);
+    assert_eq!(number(&newest["step"]), step);
     let parts = ["model", "optimizer"]
         .map(|kind| [1, 2].map(|part| format!("{kind}-0000{part}-of-00002.safetensors")).to_vec());
     let indexes = ["model", "optimizer"].map(|kind| format!("{kind}.safetensors.index.json"));
@@ -99,26 +99,26 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
 #[tokio::test]
 async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store() {
     let _permit = training_permit().await;
-    let kept = Folder::new();
-    let store = vec![("LOCKSTEP_ARTIFACTS".into(), kept.path().join("artifacts").display().to_string())];
+    let folder = Folder::new();
+    let store = vec![("LOCKSTEP_ARTIFACTS".into(), folder.path().join("artifacts").display().to_string())];
     let server = Server::start_on(Agents::None, None, store).await;
     let _machines = ["machine-a", "machine-b"].map(|name| Machine::start_without(&server, name, 2, &[], &[]));
     online(&server, 4).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let uploaded_weights = async |id: &str| {
         server.wait_for_success(id).await;
-        server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
+        server.until("the upload is done", async |s: &Server| uploaded_step(s, id).await == STEPS).await;
         download(&server, id).await
     };
     let whole = server.submit(&spec("whole", 4, false)).await;
     let expected = uploaded_weights(&whole).await;
     let id = server.submit(&spec("sharded", 4, true)).await;
     assert!(uploaded_weights(&id).await == expected);
-    // Two of the four ranks are on rank 0's machine.
+    // Two of the four ranks are on rank 0's machine, and write the two parts.
     let newest = server.checkpoints(&id).await[0].clone();
     assert!(files(&server, &newest).await.contains("model-00002-of-00002.safetensors"));
-    let is_kept = async |s: &Server| s.checkpoints(&id).await[0]["stored"] == "stored";
-    server.until("the checkpoint is in the object store", is_kept).await;
+    let is_stored = async |s: &Server| s.checkpoints(&id).await[0]["stored"] == "stored";
+    server.until("the checkpoint is in the object store", is_stored).await;
     // The server may still write a file into the folder.
     let is_removed = async |s: &Server| fs::remove_dir_all(s.job_dir(&id)).is_ok();
     server.until("the job's folder is removed", is_removed).await;

@@ -74,6 +74,6 @@ async fn a_spare_becomes_the_requested_rank_and_ends_with_its_agent() {
     let status = used.wait().expect("its status");
     let printed = fs::read_to_string(file("stderr")).expect("its output");
     assert_eq!(status.code(), Some(EXIT_FINISHED), "{printed}");
-    let kept = checkpoint::list(&config.checkpoints_dir()).expect("checkpoints");
-    assert_eq!(kept.len(), 1, "{printed}");
+    let checkpoints = checkpoint::list(&config.checkpoints_dir()).expect("checkpoints");
+    assert_eq!(checkpoints.len(), 1, "{printed}");
 }

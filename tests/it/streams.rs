@@ -30,20 +30,20 @@ async fn clients_that_connect_at_any_time_read_every_event_once() {
     let mut pieces = Vec::new();
     let mut since = 0;
     for frames in [3, 40, 1, 17] {
-        let mut visit = Socket::of_job(&server, &id, since).await;
-        while visit.events().len() < frames {
-            if is_end(&visit.next().await) {
+        let mut socket = Socket::of_job(&server, &id, since).await;
+        while socket.events().len() < frames {
+            if is_end(&socket.next().await) {
                 break;
             }
         }
-        since = visit.last_seq(since);
-        pieces.extend(visit.drop_connection());
+        since = socket.last_seq(since);
+        pieces.extend(socket.drop_connection());
     }
     let ended = pieces.iter().any(is_end);
     if !ended {
-        let mut visit = Socket::of_job(&server, &id, since).await;
-        visit.read_to_end().await;
-        pieces.extend(visit.drop_connection());
+        let mut socket = Socket::of_job(&server, &id, since).await;
+        socket.read_to_end().await;
+        pieces.extend(socket.drop_connection());
     }
 
     first.read_to_end().await;
@@ -67,9 +67,9 @@ async fn clients_that_connect_at_any_time_read_every_event_once() {
         assert_eq!(socket.events(), all[since as usize..upto_end], "the client with since={since}");
         let lives: Vec<_> = socket.frames.iter().filter(|f| f["type"] == "live").collect();
         assert_eq!(lives.len(), 1, "one `live` per connection, since={since}");
-        let at = number(&lives[0]["seq"]);
+        let live_seq = number(&lives[0]["seq"]);
         let before = socket.frames.iter().take_while(|f| f["type"] != "live").count() as u64;
-        assert!(before == at.saturating_sub(since), "`live` {at} follows {before} events");
+        assert!(before == live_seq.saturating_sub(since), "`live` {live_seq} follows {before} events");
     }
 
     // After the job's end, from many event numbers.

@@ -10,7 +10,7 @@ use std::{
     net::{Shutdown, TcpListener, TcpStream},
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
     time::Duration,
@@ -43,16 +43,17 @@ impl LossyProxy {
     }
 }
 
+/// Forwards a connection. If the connection submits a sweep while `left` is above 0, its response is lost.
 fn forward(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()> {
     let mut server = TcpStream::connect(to)?;
     let (mut responses, mut back) = (server.try_clone()?, client.try_clone()?);
-    let is_lost = Arc::new(AtomicUsize::new(0));
+    let is_lost = Arc::new(AtomicBool::new(false));
     let loses = is_lost.clone();
     thread::spawn(move || -> io::Result<()> {
         let mut bytes = [0; 16384];
         loop {
             let read = responses.read(&mut bytes)?;
-            if read == 0 || loses.load(Ordering::Relaxed) > 0 {
+            if read == 0 || loses.load(Ordering::Relaxed) {
                 return back.shutdown(Shutdown::Both);
             }
             back.write_all(&bytes[..read])?;
@@ -68,7 +69,7 @@ fn forward(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()
         if bytes[..read].starts_with(SUBMISSION)
             && left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok()
         {
-            is_lost.store(1, Ordering::Relaxed);
+            is_lost.store(true, Ordering::Relaxed);
         }
         server.write_all(&bytes[..read])?;
     }

@@ -69,18 +69,18 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     serve.cli(&https, Some(&ca), &["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let job = specs::short("over-tls", "pictures", 1, 20);
-    for wanted in ["local", "beside"] {
+    for target in ["local", "beside"] {
         let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
         let agents: Value = agents.json().await.expect("JSON");
         let others =
-            agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != wanted);
+            agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != target);
         for other in others {
             let id = other["id"].as_str().expect("an id");
             let drained =
                 client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("a response");
             assert!(drained.status().is_success());
         }
-        let spec = specs::with(job.clone(), json!({"name": wanted}));
+        let spec = specs::with(job.clone(), json!({"name": target}));
         let submitted =
             client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("a response");
         assert_eq!(submitted.status(), StatusCode::CREATED);
@@ -116,10 +116,10 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     assert!(log.contains(" GET /api/v1/jobs/") && log.contains("/stream?since 101 "), "{log}");
 }
 
-/// A proxy that connects every request, for any host, to a port of this machine. Also returns the request lines.
+/// Starts a proxy that connects every request, for any host, to a port of this machine. Returns the proxy's URL and the request lines.
 fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let (asked, hosts) = mpsc::channel();
+    let (asked, requests) = mpsc::channel();
     let address = format!("http://{}", listener.local_addr().expect("an address"));
     thread::spawn(move || {
         for mut client in listener.incoming().flatten() {
@@ -143,7 +143,7 @@ fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
             }
         }
     });
-    (address, hosts)
+    (address, requests)
 }
 
 #[tokio::test]
@@ -156,7 +156,7 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
     let ca = folder.path().join("lockstep-data/ca/ca.crt");
     let certificate = ["--tls-cert", "lockstep.example.org.crt", "--tls-key", "lockstep.example.org.key"];
     let serve = Serve::start_in(folder, &[&certificate[..], &["--cpu-slots", "1"]].concat(), listens).await;
-    let (proxy, hosts) = connect_proxy(serve.port);
+    let (proxy, requests) = connect_proxy(serve.port);
     let server = format!("https://lockstep.example.org:{}", serve.port);
     let run = |server: &str, variables: &[(&str, &str)], args: &[&str]| {
         let mut command = lockstep();
@@ -180,9 +180,9 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
     let job = job.to_str().expect("UTF-8");
     let watched = run(&server, &[("https_proxy", &proxy)], &["submit", job, "--watch"]);
     assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
-    let hosts: Vec<_> = hosts.try_iter().collect();
+    let requests: Vec<_> = requests.try_iter().collect();
     let line = format!("CONNECT lockstep.example.org:{} HTTP/1.1", serve.port);
-    assert!(hosts.len() > 3 && hosts.iter().all(|asked| *asked == line), "{hosts:?}");
+    assert!(requests.len() > 3 && requests.iter().all(|asked| *asked == line), "{requests:?}");
 
     let without = [("HTTPS_PROXY", proxy.as_str()), ("NO_PROXY", "lockstep.example.org")];
     run(&server, &without, &["list"])
@@ -401,9 +401,9 @@ async fn the_server_works_behind_nginx_with_tls() {
     // A client's own forwarded address is ignored: all requests count for the rightmost address, which nginx adds.
     let mut statuses = Vec::new();
     while statuses.last() != Some(&StatusCode::TOO_MANY_REQUESTS) {
-        let n = statuses.len();
-        assert!(n < 1000, "there is a limit: {statuses:?}");
-        let forwarded = format!("203.0.{}.{}", n / 256, n % 256);
+        let count = statuses.len();
+        assert!(count < 1000, "there is a limit: {statuses:?}");
+        let forwarded = format!("203.0.{}.{}", count / 256, count % 256);
         let response = client.get(url("/healthz")).header("x-forwarded-for", forwarded).send().await;
         statuses.push(response.expect("a response").status());
     }

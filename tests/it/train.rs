@@ -34,7 +34,7 @@ impl Bench {
         Self { permit: Some(training_permit().await), ..Self::without_permit() }
     }
 
-    /// For a test that has another bench.
+    /// A bench for a test that has another bench with a permit.
     pub(crate) fn without_permit() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = pictures::idx_dataset(folder.path(), 400, 100);

@@ -55,7 +55,7 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     let mut piped = lockstep();
     piped.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
     let _piped = Watching(piped.stdout(fs::File::create(&out).expect("a file")).spawn().expect("lockstep"));
-    // The same on a terminal, where running jobs have a progress bar.
+    // The same command on a terminal, where running jobs have a progress bar.
     let mut script = Command::new("script");
     script.args(["-qfec", &format!("{LOCKSTEP} watch {id}")]).arg(&terminal).envs(server.client_variables());
     script.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -164,16 +164,16 @@ async fn an_unreachable_server_and_its_return_are_reported_once() {
         let child = command.stderr(fs::File::create(&file).expect("a file")).spawn().expect("lockstep");
         (file, folder.path().join(format!("{name}.out")), Watching(child))
     };
-    let all = [follow("watch", &["watch", &id]), follow("logs", &["logs", "-f", &id])];
-    for (_, out, _) in &all {
+    let followers = [follow("watch", &["watch", &id]), follow("logs", &["logs", "-f", &id])];
+    for (_, out, _) in &followers {
         wait_for_text(out, &["loss"]).await;
     }
     server.kill_serve();
-    for (file, ..) in &all {
+    for (file, ..) in &followers {
         wait_for_text(file, &["no connection to the server; trying again"]).await;
     }
     server.start_serve().await;
-    for (file, ..) in &all {
+    for (file, ..) in &followers {
         let text = wait_for_text(file, &["trying again", "the server answers again"]).await;
         assert_eq!(text.matches("no connection").count(), 1, "{text}");
     }

@@ -22,14 +22,14 @@ import cifar_resnet  # noqa: E402
 
 def synthetic_tensor(arch, name, shape):
     """Returns the tensor that `fill` of make_fixtures.py creates."""
-    v = values(f"{arch}.{name}", *shape)
+    drawn = values(f"{arch}.{name}", *shape)
     if len(shape) == 4:
-        return v * np.float32(math.sqrt(6.0 / (shape[0] * shape[2] * shape[3])))
+        return drawn * np.float32(math.sqrt(6.0 / (shape[0] * shape[2] * shape[3])))
     if name.startswith("fc."):
-        return v * np.float32(1 / math.sqrt(64))
+        return drawn * np.float32(1 / math.sqrt(64))
     if name.endswith("running_var"):
-        return v * np.float32(0.5) + np.float32(1.5)
-    return v * np.float32(0.25) + np.float32(0.5) if name.endswith("weight") else v * np.float32(0.125)
+        return drawn * np.float32(0.5) + np.float32(1.5)
+    return drawn * np.float32(0.25) + np.float32(0.5) if name.endswith("weight") else drawn * np.float32(0.125)
 
 
 recorded = json.loads((HERE / "fixtures/architectures.json").read_text())

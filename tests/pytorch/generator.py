@@ -9,6 +9,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(z):
+    """SplitMix64's finaliser."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -16,6 +17,7 @@ def mix(z):
 
 def values(name, *shape):
     """Returns a float32 array of `shape` for the name, filled in row-major order."""
+    # The key is the FNV-1a hash of the name.
     key = 0xCBF29CE484222325
     for byte in name.encode():
         key = ((key ^ byte) * 0x100000001B3) & MASK

@@ -116,7 +116,7 @@ def check_pretrained(folder, arch, stem, side):
         assert status == 1 and "pickle" in output, output
         subprocess.run(command, shell=True, check=True)
         converted = load_file(pickle.with_suffix(".safetensors"))
-        assert sorted(converted) == sorted(original) and all(torch.equal(converted[n], original[n]) for n in original)
+        assert sorted(converted) == sorted(original) and all(torch.equal(converted[name], original[name]) for name in original)
     for path in (file, pickle, pickle.with_suffix(".safetensors")):
         path.unlink()
     shutil.rmtree(folder / "runs")

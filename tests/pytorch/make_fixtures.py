@@ -2,7 +2,7 @@
 
     python3 tests/pytorch/make_fixtures.py
 
-With names of parts (`python3 tests/pytorch/make_fixtures.py grouped training`) only their files are written.
+With names of PARTS (`python3 tests/pytorch/make_fixtures.py grouped training`) only the files of these parts are written.
 
 Operations are computed in float64 from float32 inputs, so the fixtures are exact to float32's last bit.
 Training runs use float32, as users' jobs do. Inputs and weights come from `generator.py`, in Rust from its counterpart.
@@ -188,8 +188,8 @@ def class_weights():
         target = torch.from_numpy(labels(name + ".labels", batch, classes))
         if share is not None:
             other = torch.from_numpy(labels(name + ".others", batch, classes))
-            own, other = (F.one_hot(each, classes).double() for each in (target, other))
-            target = share * own + (1 - share) * other
+            target, other = (F.one_hot(each, classes).double() for each in (target, other))
+            target = share * target + (1 - share) * other
         loss = F.cross_entropy(x, target, weight=weight, label_smoothing=smoothing)
         loss.backward()
         cases.append({"smoothing": smoothing, "lambda": share, "loss": loss.item(), "dx": x.grad.flatten().tolist()})
@@ -214,21 +214,21 @@ def fill(model, arch):
     for name, value in state.items():
         if name.endswith("num_batches_tracked"):
             continue
-        v = values(f"{arch}.{name}", *value.shape)
+        drawn = values(f"{arch}.{name}", *value.shape)
         if value.ndim == 4:
             # With the fan-out of a grouped convolution, the logits would hardly depend on the pictures.
             fan = value.shape[1] if arch in RESNEXTS_AND_WIDE else value.shape[0]
             bound = np.float32(np.sqrt(6.0 / (fan * value.shape[2] * value.shape[3])))
-            v = v * bound
+            drawn = drawn * bound
         elif name.startswith("fc."):
-            v = v * np.float32(1 / np.sqrt(state["fc.weight"].shape[1]))
+            drawn = drawn * np.float32(1 / np.sqrt(state["fc.weight"].shape[1]))
         elif name.endswith("running_var"):
-            v = v * np.float32(0.5) + np.float32(1.5)
+            drawn = drawn * np.float32(0.5) + np.float32(1.5)
         elif name.endswith("weight"):
-            v = v * np.float32(0.25) + np.float32(0.5)
+            drawn = drawn * np.float32(0.25) + np.float32(0.5)
         else:
-            v = v * np.float32(0.125)
-        state[name] = torch.from_numpy(v).to(value.dtype)
+            drawn = drawn * np.float32(0.125)
+        state[name] = torch.from_numpy(drawn).to(value.dtype)
     model.load_state_dict(state)
 
 
@@ -251,7 +251,7 @@ def architectures(arches):
             images = values(f"{arch}.{stem}.images", 2, side, side, channels)
             with torch.no_grad():
                 logits = model(nchw(images))[:, :10]
-            parameters = [[n, list(v.shape)] for n, v in model.state_dict().items() if not n.endswith("tracked")]
+            parameters = [[name, list(value.shape)] for name, value in model.state_dict().items() if not name.endswith("tracked")]
             if arch in RESNEXTS_AND_WIDE:
                 lines = "".join(f"{name} {'x'.join(map(str, shape))}\n" for name, shape in parameters)
                 parameters = {"parameters_sha256": hashlib.sha256(lines.encode()).hexdigest()}
@@ -326,19 +326,22 @@ def step():
                 for name in names:
                     buffer = sgd.state[model.get_parameter(f"{name}.weight")]["momentum_buffer"].flatten().double()
                     # Indices spread over the tensor, so that every group has some.
-                    places = torch.arange(16) * (buffer.numel() - 1) // 15
-                    momentum[f"{name}.weight"] = {"norm": buffer.norm().item(), "values": buffer[places].tolist()}
+                    indices = torch.arange(16) * (buffer.numel() - 1) // 15
+                    momentum[f"{name}.weight"] = {"norm": buffer.norm().item(), "values": buffer[indices].tolist()}
         runs[dtype] = losses, momentum
     (losses, momentum), (exact, exact_momentum) = runs.values()
     difference = max(abs(a - b) / b for a, b in zip(losses, exact))
-    far = {n: max(abs(a - b) for a, b in zip(m["values"], exact_momentum[n]["values"])) / m["norm"] for n, m in momentum.items()}
-    print(f"{arch}: float32 and float64 differ by at most {difference:.1e}; losses {losses}; momentum {far}")
+    momentum_differences = {
+        name: max(abs(a - b) for a, b in zip(entry["values"], exact_momentum[name]["values"])) / entry["norm"]
+        for name, entry in momentum.items()
+    }
+    print(f"{arch}: float32 and float64 differ by at most {difference:.1e}; losses {losses}; momentum differs by {momentum_differences}")
     out = {"arch": arch, "batch_size": batch, "image_size": side, "lr": lr, "losses": exact, "momentum": exact_momentum}
     (HERE / "grouped_step.json").write_text(json.dumps(out, indent=1) + "\n")
 
 
 class Unfused(torch.nn.Module):
-    """A ReLU, an addition, poolings and a hidden linear layer that no batch norm precedes."""
+    """A network with a ReLU, an addition, poolings and a hidden linear layer that follow no batch norm, so they are not fused with one."""
 
     def __init__(self):
         super().__init__()
@@ -371,8 +374,8 @@ def unfused():
     gradients = {}
     for name, value in model.named_parameters():
         flat = value.grad.flatten()
-        places = torch.arange(16) * (flat.numel() - 1) // 15
-        gradients[name] = {"norm": flat.norm().item(), "values": flat[places].tolist()}
+        indices = torch.arange(16) * (flat.numel() - 1) // 15
+        gradients[name] = {"norm": flat.norm().item(), "values": flat[indices].tolist()}
     running = {name: value.tolist() for name, value in model.named_buffers() if "running" in name}
     out = {
         "batch_size": batch, "image_size": side, "loss": loss.item(), "gradients": gradients, "running": running,
@@ -382,7 +385,7 @@ def unfused():
 
 class Lamb(torch.optim.Optimizer):
     """Algorithm 2 of You et al. 2019 (arXiv 1904.00962) with bias correction; the trust ratio as in timm's
-    `Lamb(always_adapt=True, max_grad_norm=None)`. A group may say `adapt=False`."""
+    `Lamb(always_adapt=True, max_grad_norm=None)`. For a parameter group with `adapt=False` it is 1."""
 
     def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adapt=True))
@@ -411,7 +414,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "lamb": Lamb}
 
 
 def optimizer_steps():
-    """The values of a parameter of 16 elements during 20 steps, in float32."""
+    """Returns the values of a parameter of 16 elements after each of 20 steps, in float32."""
     out = {}
     for kind, lr, decay, beta1, beta2, epsilon in (
         ("adamw", 0.01, 0.0, 0.9, 0.999, 1e-8),
@@ -564,8 +567,8 @@ def mixing_and_average():
                     for key, value in average.module.state_dict().items():
                         if key.endswith(("running_mean", "running_var", "conv1.weight", "fc.weight", "bn2.bias")):
                             flat = value.flatten().double()
-                            places = torch.arange(16) * (flat.numel() - 1) // 15
-                            entry["tensors"][key] = {"norm": flat.norm().item(), "values": flat[places].tolist()}
+                            indices = torch.arange(16) * (flat.numel() - 1) // 15
+                            entry["tensors"][key] = {"norm": flat.norm().item(), "values": flat[indices].tolist()}
                 out[name] = entry
         difference = max(abs(a - b) / b for a, b in zip(*runs.values()))
         print(f"{name}: float32 and float64 differ by at most {difference:.1e}; losses {runs[torch.float32]}")

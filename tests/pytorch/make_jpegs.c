@@ -15,7 +15,7 @@ int main(int argc, char **argv) {
     jpeg_scan_info scans[64];
     if (argc != 8) return 2;
     int width = atoi(argv[1]), height = atoi(argv[2]), count = 0;
-    const char *colours = argv[3], *at;
+    const char *colours = argv[3], *factors;
     int channels = !strcmp(colours, "grey") ? 1 : strlen(colours) == 3 ? 3 : 4;
     c.err = jpeg_std_error(&errors);
     jpeg_create_compress(&c);
@@ -30,10 +30,10 @@ int main(int argc, char **argv) {
     jpeg_set_quality(&c, 50, TRUE);
     c.optimize_coding = argv[7][0] != 'a';
     c.restart_interval = atoi(argv[6]);
-    at = argv[4];
-    for (int i = 0; i < channels; i++, at += 4) {
-        c.comp_info[i].h_samp_factor = at[0] - '0';
-        c.comp_info[i].v_samp_factor = at[2] - '0';
+    factors = argv[4];
+    for (int i = 0; i < channels; i++, factors += 4) {
+        c.comp_info[i].h_samp_factor = factors[0] - '0';
+        c.comp_info[i].v_samp_factor = factors[2] - '0';
     }
     if (argv[5][0] != '-') {
         memset(scans, 0, sizeof scans);

@@ -34,36 +34,36 @@ SAMPLING = {
 
 def scan_orders(channels):
     """Returns coding, name and script of each order of scans."""
-    all_of = [str(i) for i in range(channels)]
+    components = [str(i) for i in range(channels)]
     if channels == 1:
         return [("b", "one", "-"), ("p", "usual", "-")]
-    rest, upper = ",".join(all_of[1:]), ";".join(f"{i}:1-63:0:0" for i in all_of)
+    rest, upper = ",".join(components[1:]), ";".join(f"{i}:1-63:0:0" for i in components)
     each = lambda order: ";".join(f"{i}:0-63:0:0" for i in order)
-    refined = ";".join(f"{i}:1-5:0:2;{i}:6-63:0:2;{i}:1-63:2:1;{i}:1-63:1:0" for i in all_of[::-1])
+    refined = ";".join(f"{i}:1-5:0:2;{i}:6-63:0:2;{i}:1-63:2:1;{i}:1-63:1:0" for i in components[::-1])
     return [
         ("b", "one", "-"),
-        ("b", "each", each(all_of)),
-        ("b", "reverse", each(all_of[::-1])),
+        ("b", "each", each(components)),
+        ("b", "reverse", each(components[::-1])),
         ("b", "first_rest", f"0:0-63:0:0;{rest}:0-63:0:0"),
         ("p", "usual", "-"),
-        ("p", "each", ";".join(f"{i}:0-0:0:0" for i in all_of) + ";" + upper),
-        ("p", "refined", f"{','.join(all_of)}:0-0:0:1;{refined};{','.join(all_of)}:0-0:1:0"),
+        ("p", "each", ";".join(f"{i}:0-0:0:0" for i in components) + ";" + upper),
+        ("p", "refined", f"{','.join(components)}:0-0:0:1;{refined};{','.join(components)}:0-0:1:0"),
     ]
 
 
 def picture(width, height, channels):
     """Returns a smooth picture of strong colours, for which the methods of upsampling chroma differ little."""
     y, x = np.mgrid[0:height, 0:width].astype(float)
-    all_of = [130 + 100 * np.sin(x / 9 + 1), 120 + 100 * np.cos(y / 8), 128 + 90 * np.sin((x + y) / 13), 60 + 50 * np.sin((x - y) / 11)]
-    return np.stack(all_of[:channels] if channels > 1 else all_of[2:3], -1).clip(0, 255).astype(np.uint8)
+    waves = [130 + 100 * np.sin(x / 9 + 1), 120 + 100 * np.cos(y / 8), 128 + 90 * np.sin((x + y) / 13), 60 + 50 * np.sin((x - y) / 11)]
+    return np.stack(waves[:channels] if channels > 1 else waves[2:3], -1).clip(0, 255).astype(np.uint8)
 
 
 def with_head(data, markers, names):
     """Returns the file with these component names and markers: None is JFIF's, a number is Adobe's with this transform."""
-    at = 2
-    while data[at + 1] in (0xE0, 0xEE):
-        at += 2 + struct.unpack(">H", data[at + 2 : at + 4])[0]
-    data = bytearray(data[at:])
+    offset = 2
+    while data[offset + 1] in (0xE0, 0xEE):
+        offset += 2 + struct.unpack(">H", data[offset + 2 : offset + 4])[0]
+    data = bytearray(data[offset:])
     frame, scan = data.index(b"\xff\xc0"), data.index(b"\xff\xda")
     for i, name in enumerate(names):
         data[frame + 10 + 3 * i] = data[scan + 5 + 2 * i] = name

@@ -72,9 +72,8 @@ def decoding():
     plain = encoded(cmyk, "jpeg", quality=95)
     put("cmyk.jpg", plain)
     # The same components, declared as YCCK by Adobe's marker (APP14).
-    at = plain.index(b"Adobe") + 11
     ycck = bytearray(plain)
-    ycck[at] = 2
+    ycck[plain.index(b"Adobe") + 11] = 2
     put("ycck.jpg", bytes(ycck))
     array = np.asarray(picture)
     put("palette.png", encoded(picture.quantize(16), "png"))
@@ -124,38 +123,38 @@ def transforms():
     sources["grey"] = square.convert("L")
     recorded = []
 
-    def put(of, what, image):
+    def put(source, transform, image):
         name = f"{len(recorded):03}.png"
         image.save(home / name, optimize=True)
-        recorded.append({"of": of, "file": name, **what})
+        recorded.append({"of": source, "file": name, **transform})
 
-    for of, top, left, height, width, side in [
+    for source, top, left, height, width, side in [
         ("wide", 0, 0, 64, 96, 40), ("wide", 13, 21, 41, 60, 32), ("wide", 50, 3, 10, 12, 40), ("wide", 20, 20, 32, 32, 32),
         ("tall", 7, 3, 77, 33, 32), ("tall", 60, 0, 30, 40, 40), ("small", 3, 2, 15, 19, 40), ("small", 0, 0, 1, 1, 16),
         ("grey", 2, 3, 20, 17, 32),
     ]:
-        result = F.resized_crop(sources[of], top, left, height, width, [side, side], InterpolationMode.BILINEAR)
-        put(of, {"resized_crop": [top, left, height, width], "side": side}, result)
-    for of, resize, side in [("wide", 40, 35), ("wide", 37, 32), ("tall", 36, 32), ("tall", 48, 40), ("small", 45, 40),
+        result = F.resized_crop(sources[source], top, left, height, width, [side, side], InterpolationMode.BILINEAR)
+        put(source, {"resized_crop": [top, left, height, width], "side": side}, result)
+    for source, resize, side in [("wide", 40, 35), ("wide", 37, 32), ("tall", 36, 32), ("tall", 48, 40), ("small", 45, 40),
                              ("square", 24, 21), ("square", 37, 32), ("grey", 36, 32)]:
-        result = F.center_crop(F.resize(sources[of], resize, InterpolationMode.BILINEAR), side)
-        put(of, {"resize": resize, "side": side}, result)
+        result = F.center_crop(F.resize(sources[source], resize, InterpolationMode.BILINEAR), side)
+        put(source, {"resize": resize, "side": side}, result)
 
     nearest = InterpolationMode.NEAREST
-    for of in ["square", "grey"]:
-        image = sources[of]
-        ops = [(name, m) for name, strengths in {
+    for source in ["square", "grey"]:
+        image = sources[source]
+        ops = [(name, strength) for name, strengths in {
             "ShearX": [0.3, -0.99], "ShearY": [0.132, -0.6], "TranslateX": [9.6, -16.0], "TranslateY": [11.75, -4.0],
             "Rotate": [30.0, -4.5, 135.0, 90.0], "Brightness": [0.9, -0.6], "Color": [0.99, -0.45], "Contrast": [0.27, -0.9],
             "Sharpness": [0.9, -0.9], "Posterize": [2, 7], "Solarize": [178.5, 0.0, 255.0], "AutoContrast": [0.0],
             "Equalize": [0.0],
-        }.items() for m in strengths]
-        if of == "grey":
-            ops = [(n, m) for n, m in ops if n in ("ShearX", "Color", "Contrast", "Sharpness", "Equalize")]
+        }.items() for strength in strengths]
+        if source == "grey":
+            ops = [(name, strength) for name, strength in ops if name in ("ShearX", "Color", "Contrast", "Sharpness", "Equalize")]
         for name, strength in ops:
-            put(of, {"op": name, "strength": strength, "side": 24}, _apply_op(image, name, strength, nearest, None))
+            put(source, {"op": name, "strength": strength, "side": 24}, _apply_op(image, name, strength, nearest, None))
         for turns in [0.1, -0.37, 0.5]:
-            put(of, {"op": "Hue", "strength": turns, "side": 24}, F.adjust_hue(image, turns))
+            put(source, {"op": "Hue", "strength": turns, "side": 24}, F.adjust_hue(image, turns))
     # A picture with few values tests the limits of Equalize and AutoContrast.
     flat = Image.fromarray((np.asarray(square) // 64 * 20 + 60).astype(np.uint8))
     flat.save(home / "flat.png", optimize=True)

@@ -27,7 +27,7 @@ describe("the checkpoints of a job", () => {
     const again = await browser.page(server, `/jobs/${id}`);
     assert.ok(await again.locator('#checkpoints [data-f="uploading"]').first().isVisible(), "the checkpoint is also marked on a page that is opened later");
     await rm(join(store, "jobs"));
-    for (const one of [page, again]) await until("the mark is gone", async () => !(await one.locator('#checkpoints [data-f="uploading"]').first().isVisible()));
+    for (const tab of [page, again]) await until("the mark is gone", async () => !(await tab.locator('#checkpoints [data-f="uploading"]').first().isVisible()));
     assert.deepEqual(await readdir(join(store, "jobs")), [id]);
     const { checkpoints } = await server.ask(`/jobs/${id}/checkpoints`);
     assert.ok(checkpoints.every(({ stored }) => stored === "stored"));

@@ -17,8 +17,8 @@ after(() => browser.close());
 /** Finds libfaketime, which gives a process another clock. */
 function findFaketime() {
   for (const folder of readdirSync("/usr/lib")) {
-    const found = path("/usr/lib", folder, "faketime/libfaketime.so.1");
-    try { readdirSync(path(found, "..")); return found; } catch { /* not in this folder */ }
+    const library = path("/usr/lib", folder, "faketime/libfaketime.so.1");
+    try { readdirSync(path(library, "..")); return library; } catch { /* not in this folder */ }
   }
   assert.fail("libfaketime is not installed; tests/run installs it");
 }
@@ -49,8 +49,8 @@ describe("a machine whose clock is ten minutes off", () => {
         await until("the job has ended", async () => { shown.push(await live.textContent()); return (await page.locator("#state").textContent()) === "succeeded"; });
         assert.ok(shown.every((status) => !/min|[1-9]\d s/.test(status)), `the page never counts as behind: ${[...new Set(shown)]}`);
         for (const rank of [0, 1]) await until("every loss is drawn", async () => (await losses(page))[`rank ${rank}`]?.points === 60);
-        const { logs } = await server.ask(`/jobs/${id}/logs?limit=1000`).then((found) => ({ logs: found.lines }));
-        await until("the last log line is shown", async () => (await page.locator("#log-lines").innerText()).includes(logs.at(-1).text));
+        const { lines } = await server.ask(`/jobs/${id}/logs?limit=1000`);
+        await until("the last log line is shown", async () => (await page.locator("#log-lines").innerText()).includes(lines.at(-1).text));
         await until("the duration is correct", async () => /^0?[01]:\d\d$|^\d+(\.\d+)? s$/.test(await page.locator("#left").textContent()));
         const job = await server.job(id), secs = (Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000;
         assert.ok(secs > 0 && secs < 120, `${secs} s`);
@@ -70,20 +70,20 @@ describe("a machine whose clock is ten minutes off", () => {
 });
 
 describe("a connection that dies silently", () => {
-  let server, agent, proxy, open = null;
+  let server, agent, proxy, runningJob = null;
   before(async () => {
     server = await TestServer.open({ dataset: false, agent: false });
     agent = await simulateAgent(browser.chromium, server, RANKS);
     proxy = await FreezingProxy.open(server.port);
   });
   afterEach(async () => {
-    if (open) await agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 20), open.id);
-    open = null;
+    if (runningJob) await agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 20), runningJob.id);
+    runningJob = null;
   });
   after(async () => { proxy?.close(); await server?.close(); });
 
   async function startJob(name) {
-    const job = open = await server.ask("/jobs", spec(name, RANKS, 1000));
+    const job = runningJob = await server.ask("/jobs", spec(name, RANKS, 1000));
     await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]), job.id);
     await reportSteps(job, 1, 10);
     return job;
@@ -102,13 +102,13 @@ describe("a connection that dies silently", () => {
     await until("the job has ended", async () => (await server.job(job.id)).state === "succeeded");
   };
   /** Opens a live page with a simulated clock behind the proxy. */
-  async function openPage(at) {
+  async function openPage(address) {
     const page = await browser.page({ url: proxy.url }, "/docs", { expected: [/WebSocket/] });
     await page.clock.install();
     page.pending = new Set();
     page.on("request", (request) => page.pending.add(request));
     for (const event of ["requestfinished", "requestfailed"]) page.on(event, (request) => page.pending.delete(request));
-    await page.goto(proxy.url + at);
+    await page.goto(proxy.url + address);
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.sameDocument = true; });
     return page;
@@ -287,10 +287,10 @@ class FreezingProxy {
     proxy.server = createServer((from) => {
       const to = connect(port, "127.0.0.1"), ends = [from, to], pair = { dead: false, ends };
       proxy.pairs.add(pair);
-      for (const [one, other] of [[from, to], [to, from]]) {
-        one.on("data", (bytes) => { if (!pair.dead) other.write(bytes); });
-        one.on("close", () => { if (!pair.dead) other.destroy(); });
-        one.on("error", () => {});
+      for (const [source, target] of [[from, to], [to, from]]) {
+        source.on("data", (bytes) => { if (!pair.dead) target.write(bytes); });
+        source.on("close", () => { if (!pair.dead) target.destroy(); });
+        source.on("error", () => {});
       }
     });
     await new Promise((done) => proxy.server.listen(0, "127.0.0.1", done));

@@ -47,9 +47,9 @@ const colouredShare = (page, picture = null) => page.evaluate(async ([picture, j
     const layer = chart.layers().find(({ label }) => label === `job ${loss - 1}`), [r, g, b] = ranks[Number(layer.colour.slice(5))].match(/[\d.]+/g).map(Number);
     const left = Math.round((plot.left + 20) * scale), width = Math.round((plot.right - plot.left - 40) * scale), row = Math.round(top + y.to(loss) * scale);
     const { data } = copy.getImageData(left, row - 2, width, 5);
-    let has = 0;
-    for (let x = 0; x < width; x++) if ([0, 1, 2, 3, 4].some((dy) => { const i = 4 * (dy * width + x); return data[i + 3] > 100 && Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) < 120; })) has++;
-    return [id, has / width];
+    let coloured = 0;
+    for (let x = 0; x < width; x++) if ([0, 1, 2, 3, 4].some((dy) => { const i = 4 * (dy * width + x); return data[i + 3] > 100 && Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) < 120; })) coloured++;
+    return [id, coloured / width];
   }));
 }, [picture, compared.map(({ id }, n) => ({ id, loss: n + 1 }))]);
 const isDrawnAs = (share, dash) => (dash === "" ? share > 0.95 : dash === "dashed" ? share > 0.5 && share < 0.85 : share > 0.2 && share < 0.6);
@@ -63,16 +63,16 @@ describe("more jobs than colours", () => {
   test("have dashed lines from the ninth and dotted lines from the seventeenth, in charts, lists and pictures", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page, JOBS);
-    const wanted = compared.map((_, n) => `${n % COLOURS} ${KINDS[Math.floor(n / COLOURS)]}`.trim());
-    assert.deepEqual(await stylesOf(page.locator("#compare-legend .swatch")), wanted);
-    assert.deepEqual((await stylesOf(page.locator("#picker .swatch"))).sort(), [...wanted].sort());
-    assert.deepEqual((await stylesOf(page.locator("#results .swatch"))).sort(), [...wanted].sort());
+    const expected = compared.map((_, n) => `${n % COLOURS} ${KINDS[Math.floor(n / COLOURS)]}`.trim());
+    assert.deepEqual(await stylesOf(page.locator("#compare-legend .swatch")), expected);
+    assert.deepEqual((await stylesOf(page.locator("#picker .swatch"))).sort(), [...expected].sort());
+    assert.deepEqual((await stylesOf(page.locator("#results .swatch"))).sort(), [...expected].sort());
     const parallel = await page.locator("#parallel polyline").evaluateAll((all) => all.map((line) => getComputedStyle(line).strokeDasharray === "none" ? "solid" : getComputedStyle(line).strokeDasharray));
-    assert.deepEqual(["solid", "7px, 4px", "2px, 3px"].map((dash) => parallel.filter((own) => own === dash).length), [8, 8, 2]);
+    assert.deepEqual(["solid", "7px, 4px", "2px, 3px"].map((dash) => parallel.filter((pattern) => pattern === dash).length), [8, 8, 2]);
     const marks = await page.locator("#compare-legend .swatch").evaluateAll((all) => all.map((mark) => getComputedStyle(mark).maskImage));
     assert.equal(new Set(marks).size, 3, "the three kinds of lines have different marks");
-    const on = await colouredShare(page);
-    for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(on[id], KINDS[Math.floor(n / COLOURS)]), `job ${n}: ${on[id]}`);
+    const onPage = await colouredShare(page);
+    for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(onPage[id], KINDS[Math.floor(n / COLOURS)]), `job ${n}: ${onPage[id]}`);
     const svg = String(await saved(page, "SVG"));
     assert.equal(svg.match(/stroke-dasharray="7 4"/g).length, 8);
     assert.equal(svg.match(/stroke-dasharray="2 3"/g).length, 2);
@@ -90,8 +90,8 @@ describe("more jobs than colours", () => {
         const ctx = new OffscreenCanvas(20, 20).getContext("2d");
         ctx.fillStyle = "#000";
         mark(ctx, 10, 10, 5, shape, "#fff");
-        const { data } = ctx.getImageData(0, 0, 20, 20), at = (x, y) => (data[4 * (20 * y + x) + 3] > 128 ? (data[4 * (20 * y + x)] > 128 ? "light" : "dark") : "none");
-        shapes[shape ?? "disc"] = [at(10, 10), at(13, 10), at(5, 5)];
+        const { data } = ctx.getImageData(0, 0, 20, 20), shadeAt = (x, y) => (data[4 * (20 * y + x) + 3] > 128 ? (data[4 * (20 * y + x)] > 128 ? "light" : "dark") : "none");
+        shapes[shape ?? "disc"] = [shadeAt(10, 10), shadeAt(13, 10), shadeAt(5, 5)];
       }
       return shapes;
     });
@@ -104,13 +104,13 @@ describe("more jobs than colours", () => {
     await untilDrawn(page, 10);
     await page.getByRole("button", { name: "Leave out job 0", exact: true }).click();
     await untilDrawn(page, 9);
-    const names = page.locator("#compare-legend li a"), now = async () => { const styles = await stylesOf(page.locator("#compare-legend .swatch")); return (await names.evaluateAll((all) => all.map((a) => a.title || a.textContent))).map((name, i) => `${name}: ${styles[i]}`); };
-    const before = await now();
+    const names = page.locator("#compare-legend li a"), styledNames = async () => { const styles = await stylesOf(page.locator("#compare-legend .swatch")); return (await names.evaluateAll((all) => all.map((a) => a.title || a.textContent))).map((name, i) => `${name}: ${styles[i]}`); };
+    const before = await styledNames();
     assert.equal(before.at(-1), "job 9: 1 dashed");
     assert.equal(before[0], "job 1: 1");
     await page.reload();
     await untilDrawn(page, 9);
-    assert.deepEqual(await now(), before);
+    assert.deepEqual(await styledNames(), before);
     await page.end();
   });
 });
@@ -150,9 +150,9 @@ describe("a job", () => {
     assert.deepEqual(await page.evaluate(() => window.lockstep.charts.loss.lines.map(({ label }) => label)), ["mean of ranks"]);
     // The band is drawn half way between the mean and the highest rank, and nothing above the highest rank.
     const painted = await page.evaluate(() => {
-      const { canvas, plot, y } = window.lockstep.charts.loss, ctx = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true }), at = (v) => [...ctx.getImageData(Math.round((plot.left + plot.right) / 2 * devicePixelRatio) + 7, Math.round(y.to(v) * devicePixelRatio), 1, 1).data];
+      const { canvas, plot, y } = window.lockstep.charts.loss, ctx = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true }), pixelAt = (v) => [...ctx.getImageData(Math.round((plot.left + plot.right) / 2 * devicePixelRatio) + 7, Math.round(y.to(v) * devicePixelRatio), 1, 1).data];
       ctx.drawImage(canvas, 0, 0);
-      return { mean: at(2.5)[3], band: at(2.77)[3], low: at(2.23)[3], above: at(3.05)[3] };
+      return { mean: pixelAt(2.5)[3], band: pixelAt(2.77)[3], low: pixelAt(2.23)[3], above: pixelAt(3.05)[3] };
     });
     assert.ok(painted.mean > 200 && painted.band > 20 && painted.band < 200 && Math.abs(painted.low - painted.band) < 10 && painted.above === 0, JSON.stringify(painted));
     await page.end();

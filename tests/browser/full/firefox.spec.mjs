@@ -28,7 +28,7 @@ async function open(path, width = 1440) {
   const page = await firefox.newPage(), faults = [];
   page.on("console", (message) => { if (["error", "warn"].includes(message.type())) faults.push(message.text()); });
   page.on("pageerror", (error) => faults.push(String(error)));
-  // Ranks use both cores.
+  // Ranks that train use both cores, so a page may load slowly.
   page.setDefaultNavigationTimeout(120_000);
   await page.setViewport({ width, height: 1000 });
   await page.goto(server.url + path);

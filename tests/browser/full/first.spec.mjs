@@ -117,7 +117,7 @@ describe("buttons and keys", () => {
     const commands = new Set([...help.matchAll(/^  ([a-z-]+) {2,}\S/gm)].map(([, command]) => command));
     assert.ok(commands.has("predict"), "the help lists the commands");
     const { jobs: [job] } = await server.ask("/jobs"), page = await browser.page(server, `/jobs/${job.id}`);
-    const words = (at, buttons) => at.locator(buttons).evaluateAll((all) => all.map((b) => b.textContent.trim().toLowerCase()));
+    const words = (tab, buttons) => tab.locator(buttons).evaluateAll((all) => all.map((b) => b.textContent.trim().toLowerCase()));
     const list = await page.tab("/jobs");
     const verbs = [
       ...await words(page, ".job-title :is(#predict, #fork, #pause, #resume, #retry, #cancel, #delete)"), ...await words(page, "#checkpoints tr:first-child :is(summary, .row-actions > button)"),

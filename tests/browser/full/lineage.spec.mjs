@@ -16,22 +16,22 @@ describe("a fork", () => {
     await untilSucceeded(parent.id);
     const [checkpoint] = (await server.ask(`/jobs/${parent.id}/checkpoints`)).checkpoints;
     // The parent's page is open during the fork.
-    const open = await browser.page(server, `/jobs/${parent.id}?tab=history`);
-    await until("the page is live", async () => (await open.locator("#live").textContent()) === "live");
+    const parentPage = await browser.page(server, `/jobs/${parent.id}?tab=history`);
+    await until("the page is live", async () => (await parentPage.locator("#live").textContent()) === "live");
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: checkpoint.id, set: { name: "the fork", "train.steps": 48, "parallel.ranks": 1 } });
     const { owner } = await server.job(fork.id);
     assert.ok(owner, "the fork has an owner");
-    await until("the parent's open page lists the fork and its owner", async () => (await open.locator("#lineage li", { hasText: "the fork" }).textContent()).includes(`by ${owner}`));
-    assert.match(await open.locator('#history-rows li[data-what="submitted"]').textContent(), new RegExp(`Submitted by ${owner}`));
-    await open.end();
+    await until("the parent's open page lists the fork and its owner", async () => (await parentPage.locator("#lineage li", { hasText: "the fork" }).textContent()).includes(`by ${owner}`));
+    assert.match(await parentPage.locator('#history-rows li[data-what="submitted"]').textContent(), new RegExp(`Submitted by ${owner}`));
+    await parentPage.end();
     await untilSucceeded(fork.id);
     const { series } = await server.ask(`/jobs/${fork.id}/metrics?name=step_ms&ranks=0`), times = series.at(-1).mean;
-    const own = times.length * 8 / (times.reduce((a, b) => a + b) / 1000), { images_per_second: speed } = await server.job(fork.id);
+    const bySteps = times.length * 8 / (times.reduce((a, b) => a + b) / 1000), { images_per_second: speed } = await server.job(fork.id);
     assert.equal(times.length, 24, "only the fork's steps are reported");
-    assert.ok(Math.abs(speed / own - 1) < 0.01, `${speed} images/s reported, ${own} by the steps' times`);
+    assert.ok(Math.abs(speed / bySteps - 1) < 0.01, `${speed} images/s reported, ${bySteps} by the steps' times`);
     const show = execFileSync(BINARY, ["show", fork.id, "--server", server.url], { env: { ...process.env, LOCKSTEP_TOKEN: server.token }, encoding: "utf8" });
     const shownSpeed = Number(show.match(/^images a second +([\d,]+)/m)[1].replaceAll(",", ""));
-    assert.ok(Math.abs(shownSpeed - own) < 0.5 + own / 100, `${shownSpeed} images/s in lockstep show`);
+    assert.ok(Math.abs(shownSpeed - bySteps) < 0.5 + bySteps / 100, `${shownSpeed} images/s in lockstep show`);
 
     const page = await browser.page(server, `/jobs/${fork.id}?tab=history`), panel = page.locator("#history-panel");
     const words = await until("the page shows the speed", async () => { const shown = await page.locator("#speed").textContent(); return /\d/.test(shown) && shown; });
@@ -59,7 +59,7 @@ describe("a fork", () => {
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "trained on", "train.steps": 64, "parallel.ranks": 1 } });
     await untilSucceeded(fork.id);
     const secs = async (id) => (await server.ask(`/jobs/${id}/metrics?name=step_ms&ranks=0`)).series.at(-1).mean.reduce((a, b) => a + b) / 1000;
-    const own = await secs(fork.id), before = await secs(parent.id), near = (value, expected) => Math.abs(value / expected - 1) < 0.01;
+    const forkSecs = await secs(fork.id), parentSecs = await secs(parent.id), near = (value, expected) => Math.abs(value / expected - 1) < 0.01;
     /** Returns the range of a chart's line on the axis, its steps and its number of points. */
     const lineRange = (page, chart, n = 0) => page.evaluate(([chart, n]) => {
       const { view, layers } = window.lockstep.charts[chart], { segments } = layers()[n].series, segment = segments.at(-1);
@@ -77,7 +77,7 @@ describe("a fork", () => {
     await page.locator("button[data-axis=time]").click();
     for (const chart of ["loss", "images_per_second"]) {
       const { first, last } = await lineRange(page, chart);
-      assert.ok(near(last, own), `${chart} ends at ${last} s, its steps took ${own} s and its parent's ${before} s`);
+      assert.ok(near(last, forkSecs), `${chart} ends at ${last} s, the fork's steps took ${forkSecs} s and the parent's ${parentSecs} s`);
       assert.ok(first > 0 && first < last, `${chart} begins at ${first} s`);
     }
     assert.equal(await page.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
@@ -94,7 +94,7 @@ describe("a fork", () => {
     const compare = await page.tab(`/compare?jobs=${parent.id},${fork.id}&metric=loss,images_per_second&axis=time`);
     for (const chart of ["loss", "images_per_second"]) {
       await until(`${chart} of both jobs is drawn by each job's own time`, async () => (await compare.evaluate((name) => Number(window.lockstep?.charts[name]?.root.dataset.drawn) > 0, chart))
-        && near((await lineRange(compare, chart, 0)).last, before) && near((await lineRange(compare, chart, 1)).last, own));
+        && near((await lineRange(compare, chart, 0)).last, parentSecs) && near((await lineRange(compare, chart, 1)).last, forkSecs));
     }
     assert.equal(await compare.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
     await page.end();

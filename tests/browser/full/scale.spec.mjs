@@ -18,8 +18,8 @@ before(async () => {
       const events = [];
       // From step 45,000, rank 3 waits for data and the other ranks wait for rank 3.
       for (let first = 1; first <= steps - 100; first += 50) {
-        const at = Array.from({ length: 50 }, (_, i) => first + i), slow = rank === 3 ? (s) => s > 45_000 : () => false;
-        const column = (name, of) => ({ name, steps: at, values: at.map(of) });
+        const part = Array.from({ length: 50 }, (_, i) => first + i), slow = rank === 3 ? (s) => s > 45_000 : () => false;
+        const column = (name, value) => ({ name, steps: part, values: part.map(value) });
         events.push({ type: "metrics", rank, columns: [column("loss", (s) => window.agentKit.loss(s, rank)),
           column("step_ms", () => 25.5), column("data_ms", (s) => (slow(s) ? 8.25 : 0.25)), column("all_reduce_ms", (s) => (s > 45_000 && rank !== 3 ? 8.25 : 0.25))] });
       }

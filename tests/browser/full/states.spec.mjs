@@ -25,7 +25,7 @@ async function startJob(name) {
 
 before(async () => {
   [server, signing, trained, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), TestServer.open({ dataset: false, agent: false, auth: true }), TestServer.open(), Browser.open()]);
-  agent = await simulateAgent(browser.chromium, server, 4, { gpus: false });
+  agent = await simulateAgent(browser.chromium, server, 4);
   const paused = await startJob(`paused-${LONG}`.slice(0, 120)), cancelled = await startJob("cancelled"), again = await startJob("starts again");
   await server.ask(`/jobs/${paused.id}/pause`, {});
   await agent.endAttempt(paused.attempt, { how: "stopped" });
@@ -35,7 +35,7 @@ before(async () => {
   jobs.cancelled = cancelled.id;
   jobs.running = (await startJob(LONG)).id;
   // Jobs of higher priority occupy all slots, so that the restarting job waits.
-  for (let n = 0; n < 3; n++) await server.ask("/jobs", { ...spec(`holds a slot ${n}`, n ? 1 : 1, 1000), priority: 9 });
+  for (let n = 0; n < 3; n++) await server.ask("/jobs", { ...spec(`holds a slot ${n}`, 1, 1000), priority: 9 });
   await agent.endAttempt(again.attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 0, step: 50, signal: 9, words: "rank 0 was killed by signal 9 at step 50" } });
   jobs.restarting = again.id;
   for (let n = 0; n < 6; n++) await server.ask("/jobs", { ...spec(`${n ? "waits" : LONG} ${n}`.slice(0, 120), 4, 1000), priority: -n, project: n % 2 ? "default" : "a-project-with-a-long-name" });

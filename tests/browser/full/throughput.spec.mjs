@@ -24,19 +24,19 @@ async function train(attempt, ranks, from, to, ms, more = {}) {
 }
 const number = (words) => Number(words?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
 
-/** Returns the mean speed of the newest attempt's line in a chart of images/s, weighted by time. */
-const chartSpeed = (page, find) => page.evaluate(([find, steps]) => {
-  const segment = window.lockstep.charts.images_per_second.layers()[find].series.segments.at(-1), n = segment.length;
-  const whole = segment.mean.subarray(0, n), ms = segment.source.mean.subarray(0, n), counts = segment.counts.subarray(0, n);
+/** Returns the mean speed of the newest attempt in the first line of the chart of images/s, weighted by time. */
+const chartSpeed = (page) => page.evaluate(() => {
+  const segment = window.lockstep.charts.images_per_second.layers()[0].series.segments.at(-1), n = segment.length;
+  const speeds = segment.mean.subarray(0, n), ms = segment.source.mean.subarray(0, n), counts = segment.counts.subarray(0, n);
   const time = ms.reduce((sum, v, i) => sum + v * counts[i], 0);
-  return { speed: whole.reduce((sum, v, i) => sum + v * ms[i] * counts[i], 0) / time, steps: counts.reduce((a, b) => a + b, 0) };
-}, [find]);
+  return speeds.reduce((sum, v, i) => sum + v * ms[i] * counts[i], 0) / time;
+});
 
 const cli = (...args) => execFileSync(BINARY, [...args, "--server", server.url], { encoding: "utf8" });
 /** Returns the value under `head` in a job's row of `lockstep list`. */
 function cell(id, head) {
-  const lines = cli("list").split("\n"), at = lines[0].indexOf(head);
-  return lines.find((line) => line.startsWith(id)).slice(at).split(" ")[0];
+  const lines = cli("list").split("\n"), column = lines[0].indexOf(head);
+  return lines.find((line) => line.startsWith(id)).slice(column).split(" ")[0];
 }
 
 /** Checks that the API, the command line and all pages show the speed `expected` within 1 %. Returns the job's page and Compare. */
@@ -52,11 +52,11 @@ async function assertSpeed(id, ranks, expected) {
   if (ranks > 1) assertNear("a rank's share", ranks * number(await page.locator("#speed-more").textContent()));
   assertNear("the ranks panel", number((await page.locator("#ranks-note").textContent()).match(/[\d,.]+ images\/s/)[0]));
   await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.images_per_second.firstDrawnAt)) > 0);
-  assertNear("the chart", (await chartSpeed(page, 0)).speed);
+  assertNear("the chart", await chartSpeed(page));
   for (const width of [390, 1024, 1920]) {
     await page.setViewportSize({ width, height: 900 });
     assertNear(`the header at ${width}`, number(await page.locator("#speed").textContent()));
-    assertNear(`the chart at ${width}`, (await chartSpeed(page, 0)).speed);
+    assertNear(`the chart at ${width}`, await chartSpeed(page));
   }
   assertNear("the chart's note", number((await page.locator("#speed-note").textContent()).match(/[\d,.]+ in all/)[0]));
   const row = list.locator(`tr[data-id="${id}"] [data-f=speed]`);
@@ -64,7 +64,7 @@ async function assertSpeed(id, ranks, expected) {
   assertNear("the list", number(await row.textContent()));
   await until("Compare has drawn the job", () => compare.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0));
   assertNear("Compare's table", number(await compare.locator("#results [data-column='images/s']").textContent()));
-  assertNear("Compare's chart", (await chartSpeed(compare, 0)).speed);
+  assertNear("Compare's chart", await chartSpeed(compare));
   return { page, compare };
 }
 /** Returns the time of the newest attempt's last point on Compare's axis of time, in seconds. */

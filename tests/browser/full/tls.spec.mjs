@@ -41,14 +41,14 @@ async function issue(dir) {
 /** Returns the nginx configuration of docs/team.md with this port, server and certificates. Each replaced text must occur once. */
 async function nginxConfig(dir, { certificate, key }, port, server) {
   let block = (await readFile(path(ROOT, "docs/team.md"), "utf8")).match(/```nginx\n(.*?)```/s)[1];
-  for (const [theirs, ours] of [
+  for (const [text, value] of [
     ["listen 443 ssl;", `listen 127.0.0.1:${port} ssl;`],
     [`/etc/letsencrypt/live/${HOST}/fullchain.pem`, certificate],
     [`/etc/letsencrypt/live/${HOST}/privkey.pem`, key],
     ["http://127.0.0.1:7070", `http://127.0.0.1:${server}`],
   ]) {
-    assert.equal(block.split(theirs).length, 2, `docs/team.md has exactly once: ${theirs}`);
-    block = block.replace(theirs, ours);
+    assert.equal(block.split(text).length, 2, `docs/team.md has exactly once: ${text}`);
+    block = block.replace(text, value);
   }
   const temporary = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"].map((name) => `${name}_temp_path ${path(dir, name)};`).join(" ");
   return `daemon off; master_process off; error_log stderr; pid ${path(dir, "nginx.pid")};
@@ -120,10 +120,10 @@ for (const [setup, prepare] of Object.entries(SETUPS)) {
       assert.deepEqual([cookie.secure, cookie.httpOnly, cookie.sameSite], [true, true, "Lax"], "the session's cookie");
 
       // Uses the API from the page.
-      const api = (method, at, body) => page.evaluate(async ([method, at, body]) => {
-        const response = await fetch(`/api/v1${at}`, { method, headers: body && { "content-type": "application/json" }, body: body && JSON.stringify(body) });
+      const api = (method, route, body) => page.evaluate(async ([method, route, body]) => {
+        const response = await fetch(`/api/v1${route}`, { method, headers: body && { "content-type": "application/json" }, body: body && JSON.stringify(body) });
         return { status: response.status, content: await response.json().catch(() => null) };
-      }, [method, at, body]);
+      }, [method, route, body]);
       const created = await api("POST", "/jobs", server.spec({ name: "far away", train: { steps: 100_000 } }));
       assert.equal(created.status, 201, JSON.stringify(created.content));
       const { id } = created.content;

@@ -44,8 +44,8 @@ async function touchInput(page) {
       for (const points of steps(from, to)) await send("touchMove", ...points);
       await send("touchEnd");
     },
-    async tap(...at) { await send("touchStart", at); await send("touchEnd"); },
-    down: (...at) => send("touchStart", at), move: (...at) => send("touchMove", at), up: () => send("touchEnd"), cancel: () => send("touchCancel"),
+    async tap(...point) { await send("touchStart", point); await send("touchEnd"); },
+    down: (...point) => send("touchStart", point), move: (...point) => send("touchMove", point), up: () => send("touchEnd"), cancel: () => send("touchCancel"),
   };
 }
 /** Scrolls an element to the middle of the screen and returns its box. */
@@ -59,8 +59,8 @@ describe("a chart on a touch screen", () => {
   async function open() {
     const page = await browser.page(server, `/jobs/${jobIds[0]}`, TABLET);
     await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === STEPS && (await page.evaluate(() => window.lockstep.charts.loss.firstDrawnAt > 0)));
-    const at = await scrollToCenter(page.locator("#loss-chart")), touch = await touchInput(page);
-    return { page, touch, zoom: () => page.evaluate(() => window.lockstep.view.zoom), place: (share) => [at.x + at.width * share, at.y + at.height / 2], at };
+    const box = await scrollToCenter(page.locator("#loss-chart")), touch = await touchInput(page);
+    return { page, touch, zoom: () => page.evaluate(() => window.lockstep.view.zoom), place: (share) => [box.x + box.width * share, box.y + box.height / 2], box };
   }
 
   test("zooms by pinching with two fingers, and shows all steps after a double tap", async () => {
@@ -69,13 +69,13 @@ describe("a chart on a touch screen", () => {
     const left = await page.locator("#loss-chart").evaluate((node) => node.getBoundingClientRect().left);
     const held = [await under(place(0.4)[0] - left), await under(place(0.6)[0] - left)];
     await touch.drag([place(0.4), place(0.6)], [place(0.2), place(0.8)]);
-    const found = await until("the chart is zoomed", zoom);
-    assert.ok(found[1] - found[0] < STEPS * 0.5 && found[0] < held[0] && found[1] > held[1], `${found} around ${held}`);
+    const zoomed = await until("the chart is zoomed", zoom);
+    assert.ok(zoomed[1] - zoomed[0] < STEPS * 0.5 && zoomed[0] < held[0] && zoomed[1] > held[1], `${zoomed} around ${held}`);
     await until("the pinched steps stay under the fingers", async () => Math.abs((await under(place(0.2)[0] - left)) - held[0]) < STEPS / 50 && Math.abs((await under(place(0.8)[0] - left)) - held[1]) < STEPS / 50);
     // Two fingers that move together move the zoomed range.
     await touch.drag([place(0.3), place(0.6)], [place(0.4), place(0.7)]);
     const moved = await zoom();
-    assert.ok(moved[0] < found[0] - 5, `${found} then ${moved}`);
+    assert.ok(moved[0] < zoomed[0] - 5, `${zoomed} then ${moved}`);
     // Two fingers that approach each other zoom out.
     await touch.drag([place(0.1), place(0.9)], [place(0.45), place(0.55)]);
     await until("all steps are shown", async () => (await zoom()) === null);
@@ -100,19 +100,19 @@ describe("a chart on a touch screen", () => {
     await touch.up();
     assert.equal(await zoom(), null);
     await touch.drag([place(0.3)], [place(0.6)], { hold: LONG_PRESS_MS });
-    const found = await until("the chart is zoomed", zoom);
-    assert.ok(found[0] > STEPS * 0.15 && found[1] < STEPS * 0.75, `${found}`);
+    const zoomed = await until("the chart is zoomed", zoom);
+    assert.ok(zoomed[0] > STEPS * 0.15 && zoomed[1] < STEPS * 0.75, `${zoomed}`);
     // A long press without a drag has no effect.
     await touch.down(...place(0.5));
     await new Promise((done) => setTimeout(done, LONG_PRESS_MS));
     await touch.up();
-    assert.deepEqual(await zoom(), found);
+    assert.deepEqual(await zoom(), zoomed);
     await page.end();
   });
 
   test("does not prevent scrolling of the page", async () => {
-    const { page, touch, at, zoom } = await open(), scrolled = () => page.evaluate(() => scrollY), before = await scrolled();
-    const [x, y] = [at.x + at.width / 2, at.y + at.height / 2];
+    const { page, touch, box, zoom } = await open(), scrolled = () => page.evaluate(() => scrollY), before = await scrolled();
+    const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
     await touch.drag([[x, y]], [[x, y - 200]]);
     await until("the page has scrolled", async () => (await scrolled()) > before + 50);
     assert.equal(await zoom(), null);
@@ -129,9 +129,9 @@ describe("jobs compared on a touch screen", () => {
   }
 
   test("are selected by a drag along an axis of the parallel coordinates", async () => {
-    const { page, touch } = await open(), axis = page.locator('#parallel [data-axis="train.lr"]'), at = await scrollToCenter(axis);
-    const middle = at.x + at.width / 2;
-    await touch.drag([[middle, at.y + 10]], [[middle, at.y + at.height * 0.4]]);
+    const { page, touch } = await open(), axis = page.locator('#parallel [data-axis="train.lr"]'), box = await scrollToCenter(axis);
+    const middle = box.x + box.width / 2;
+    await touch.drag([[middle, box.y + 10]], [[middle, box.y + box.height * 0.4]]);
     await until("the fastest is selected", async () => (await selected(page)) === "fast");
     const now = await scrollToCenter(axis);
     await touch.tap(now.x + now.width / 2, now.y + now.height / 2);
@@ -140,12 +140,12 @@ describe("jobs compared on a touch screen", () => {
   });
 
   test("are selected in the scatter plot by a drag after a long press", async () => {
-    const { page, touch } = await open(), scatter = page.locator("#scatter"), at = await scrollToCenter(scatter);
+    const { page, touch } = await open(), scatter = page.locator("#scatter"), box = await scrollToCenter(scatter);
     assert.match(await page.locator("#scatter-note").textContent(), /^hold, then drag/);
-    const place = (x, y) => [at.x + x * at.width, at.y + y * at.height], scrolled = () => page.evaluate(() => scrollY);
+    const place = (x, y) => [box.x + x * box.width, box.y + y * box.height], scrolled = () => page.evaluate(() => scrollY);
     await touch.drag([place(0.6, 0.05)], [place(0.99, 0.4)], { hold: LONG_PRESS_MS });
     await until("the job at the top right, with a low loss, is selected", async () => (await selected(page)) === "fast");
-    assert.ok(Math.abs((await scatter.boundingBox()).y - at.y) < 20, "the page has not scrolled");
+    assert.ok(Math.abs((await scatter.boundingBox()).y - box.y) < 20, "the page has not scrolled");
     await page.getByRole("button", { name: "Clear", exact: true }).tap();
     await until("all are selected", async () => (await selected(page)) === "fast,slow,wild");
     const again = await scrollToCenter(scatter), before = await scrolled();
@@ -171,7 +171,7 @@ describe("a panel's size", () => {
     return page;
   }
   /** Returns the width of a panel in percent of the grid's width, and its height in pixels. */
-  const panelSize = async (page, title) => { const one = await card(page, title).boundingBox(), all = await page.locator("#custom-grid").boundingBox(); return [Math.round(100 * one.width / all.width), Math.round(one.height)]; };
+  const panelSize = async (page, title) => { const panel = await card(page, title).boundingBox(), grid = await page.locator("#custom-grid").boundingBox(); return [Math.round(100 * panel.width / grid.width), Math.round(panel.height)]; };
 
   test("is changed by dragging with the mouse, stored with the job, and shown to other people", async () => {
     await saveThreePanels();
@@ -219,12 +219,12 @@ describe("a panel's size", () => {
 
   test("is changed by touch, on a phone only the height", async () => {
     await saveThreePanels();
-    for (const [options, kept] of [[TABLET, "a 2x3,b 1x1,c 1x1"], [{ viewport: { width: 390, height: 844 }, hasTouch: true, isMobile: true }, "a 1x3,b 1x1,c 1x1"]]) {
+    for (const [options, expected] of [[TABLET, "a 2x3,b 1x1,c 1x1"], [{ viewport: { width: 390, height: 844 }, hasTouch: true, isMobile: true }, "a 1x3,b 1x1,c 1x1"]]) {
       await saveThreePanels();
       const page = await open(options), touch = await touchInput(page), from = await scrollToCenter(grip(page, "a")), before = await page.evaluate(() => scrollY);
       const start = [from.x + from.width / 2, from.y + from.height / 2];
       await touch.drag([start], [[Math.min(start[0] + 330, options.viewport.width - 2), start[1] + 330]]);
-      await until("the size is stored", async () => (await sizes()) === kept || Promise.reject(new Error(await sizes())));
+      await until("the size is stored", async () => (await sizes()) === expected || Promise.reject(new Error(await sizes())));
       assert.equal(await page.evaluate(() => scrollY), before, "the page has not scrolled");
       await assertFits(page, `${options.viewport.width}`);
       await assertAccessible(page, `${options.viewport.width}`);
@@ -235,7 +235,7 @@ describe("a panel's size", () => {
       await touch.move(now.x + 12, now.y - 320);
       await touch.cancel();
       await until("the panel has its previous size", async () => (await card(page, "a").getAttribute("data-rows")) === "3");
-      assert.equal(await sizes(), kept);
+      assert.equal(await sizes(), expected);
       await page.end();
     }
   });

@@ -1,4 +1,4 @@
-//! Changed settings of a fork, and `--set` of the command line: a line each.
+//! Fuzzes the settings that a fork changes, and the arguments of `--set`. Each line of the input is a setting.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,5 @@
-//! What agents, the server and readers of a stream send. A message that is understood is the same when it is sent on.
+//! Fuzzes the messages of agents and the server, and the frames of streams. A decoded message must be the same after it is encoded and
+//! decoded again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -9,7 +10,7 @@ use lockstep_protocol::{
 };
 
 fuzz_target!(|bytes: &[u8]| {
-    // NaN is not equal to itself, its bytes are.
+    // Compares bytes, as NaN is not equal to itself.
     if let Ok(message) = wire::decode::<FromAgent>(bytes) {
         let sent = wire::encode(&message).unwrap();
         assert_eq!(wire::encode(&wire::decode::<FromAgent>(&sent).unwrap()).unwrap(), sent);
@@ -23,7 +24,7 @@ fuzz_target!(|bytes: &[u8]| {
         let sent = wire::encode(&message).unwrap();
         assert_eq!(wire::encode(&wire::decode::<ToAgent>(&sent).unwrap()).unwrap(), sent);
     }
-    // Records on disk, and frames that a browser gets.
+    // Records that ranks write to disk, and frames that a browser receives.
     let _ = wire::decode::<AttemptEvent>(bytes);
     let _ = serde_json::from_slice::<Frame>(bytes);
 });

@@ -1,4 +1,4 @@
-//! Job files, as TOML and as JSON. One that is taken means the same when it is written down and read again.
+//! Fuzzes job files, as TOML and as JSON. An accepted job file must mean the same after it is written as JSON and read again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -9,9 +9,9 @@ fuzz_target!(|text: &str| {
         let _ = spec::read_leniently(&document);
         spec::from_json(&document)
     });
-    for taken in [Some(spec::from_toml(text)), json].into_iter().flatten().flatten() {
-        let written = serde_json::to_value(&taken).unwrap();
-        assert_eq!(spec::from_json(&written).unwrap(), taken);
-        assert_eq!(spec::read_leniently(&written), (taken, Vec::new()));
+    for accepted in [Some(spec::from_toml(text)), json].into_iter().flatten().flatten() {
+        let written = serde_json::to_value(&accepted).unwrap();
+        assert_eq!(spec::from_json(&written).unwrap(), accepted);
+        assert_eq!(spec::read_leniently(&written), (accepted, Vec::new()));
     }
 });

@@ -1,4 +1,4 @@
-//! A safetensors file, as `pretrained`, as a checkpoint's and as the model of a prediction.
+//! Fuzzes safetensors files, as `model.pretrained`, as a checkpoint's file, and as the model of a prediction.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -14,6 +14,6 @@ fuzz_target!(|bytes: &[u8]| {
         }
     }
     let _ = checkpoint::metadata(file.path());
-    // A model that says which network it is, asked about a picture.
+    // Builds the network that the metadata names, and predicts no pictures.
     let _ = lockstep_worker::inspect::predict(file.path(), Vec::new());
 });

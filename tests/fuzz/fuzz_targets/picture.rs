@@ -1,4 +1,4 @@
-//! A picture file of any kind. One that is taken has as many bytes as it says.
+//! Fuzzes picture files of all formats. A decoded picture must have as many bytes as its size and channels require.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

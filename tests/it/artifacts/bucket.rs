@@ -18,7 +18,7 @@ use std::{
 const KEEPER: &str = r#""$@" >"$LOG" 2>&1 & P=$!; read -r _; kill -KILL $P"#;
 
 /// An S3 server.
-pub(super) struct Buckets {
+pub(super) struct S3Server {
     port: u16,
     _keeper: Child,
 }
@@ -31,7 +31,7 @@ fn python() -> Command {
     command
 }
 
-impl Buckets {
+impl S3Server {
     /// Starts a server. After `unchecked` requests it accepts only keys that it has created; `None`: it accepts any key.
     fn start(unchecked: Option<u32>) -> Self {
         let port = free_port();
@@ -46,7 +46,7 @@ impl Buckets {
         }
         command.args(["-c", KEEPER, "sh", "python3", "-m", "moto.server", "-H", "127.0.0.1", "-p"]);
         let keeper = command.arg(port.to_string()).env("LOG", &log).stdin(Stdio::piped()).spawn();
-        let buckets = Self { port, _keeper: keeper.expect("sh") };
+        let server = Self { port, _keeper: keeper.expect("sh") };
         let deadline = Instant::now() + TIMEOUT;
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             let output = std::fs::read_to_string(&log).unwrap_or_default();
@@ -54,33 +54,33 @@ impl Buckets {
             thread::sleep(Duration::from_millis(50));
         }
         let _ = std::fs::remove_file(log);
-        buckets
+        server
     }
 
     /// The server that most tests share.
     fn shared() -> &'static Self {
-        static SHARED: OnceLock<Buckets> = OnceLock::new();
+        static SHARED: OnceLock<S3Server> = OnceLock::new();
         SHARED.get_or_init(|| Self::start(None))
     }
 
     /// Starts a server that accepts only keys that it has created. Returns the server, a key and the key's secret.
     pub(super) fn strict(bucket: &str) -> (Self, String, String) {
-        let buckets = Self::start(Some(4));
+        let server = Self::start(Some(4)); // the script below sends four requests that need no valid key
         let script = "import boto3, sys\n\
-            of = lambda s: boto3.client(s, endpoint_url=sys.argv[1], region_name='us-east-1', aws_access_key_id='x', aws_secret_access_key='x')\n\
-            of('s3').create_bucket(Bucket=sys.argv[2])\n\
-            iam = of('iam')\n\
+            client = lambda service: boto3.client(service, endpoint_url=sys.argv[1], region_name='us-east-1', aws_access_key_id='x', aws_secret_access_key='x')\n\
+            client('s3').create_bucket(Bucket=sys.argv[2])\n\
+            iam = client('iam')\n\
             iam.create_user(UserName='u')\n\
             iam.put_user_policy(UserName='u', PolicyName='p', PolicyDocument='{\"Version\":\"2012-10-17\",\"Statement\":[{\"Effect\":\"Allow\",\"Action\":\"s3:*\",\"Resource\":\"*\"}]}')\n\
             key = iam.create_access_key(UserName='u')['AccessKey']\n\
             print(key['AccessKeyId'], key['SecretAccessKey'])";
-        let created = python().args(["-c", script, &buckets.url(), bucket]).output().expect("python3");
+        let created = python().args(["-c", script, &server.url(), bucket]).output().expect("python3");
         let output = String::from_utf8_lossy(&created.stdout).into_owned();
         let (key, secret) = output
             .trim()
             .split_once(' ')
             .unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&created.stderr)));
-        (buckets, key.to_owned(), secret.to_owned())
+        (server, key.to_owned(), secret.to_owned())
     }
 
     pub(super) fn url(&self) -> String {
@@ -101,7 +101,7 @@ pub(super) struct Object {
     pub(super) key: String,
     pub(super) size: u64,
     /// The time of the last write.
-    pub(super) at: String,
+    pub(super) modified_at: String,
 }
 
 impl Bucket {
@@ -110,7 +110,7 @@ impl Bucket {
         let name = format!("bucket-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         cryptography();
         let http = reqwest::Client::builder().timeout(TIMEOUT).build().expect("a client");
-        let bucket = Self { name, gate: Gate::before(Buckets::shared().port), http };
+        let bucket = Self { name, gate: Gate::before(S3Server::shared().port), http };
         assert!(bucket.request("PUT", "", Vec::new()).await.0, "a bucket");
         bucket
     }
@@ -122,7 +122,7 @@ impl Bucket {
 
     /// Sends a request that bypasses the gate. Returns whether it succeeded, and the body.
     async fn request(&self, method: &str, path: &str, body: Vec<u8>) -> (bool, Vec<u8>) {
-        let url = format!("{}/{}{path}", Buckets::shared().url(), self.name);
+        let url = format!("{}/{}{path}", S3Server::shared().url(), self.name);
         // Moto needs a signature but does not check it.
         let signed = "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=b";
         let request =
@@ -145,7 +145,7 @@ impl Bucket {
             .map(|entry| Object {
                 key: field(entry, "Key"),
                 size: field(entry, "Size").parse().expect("a size"),
-                at: field(entry, "LastModified"),
+                modified_at: field(entry, "LastModified"),
             })
             .collect();
         all.retain(|object| !object.key.ends_with("/LOCKSTEP.json"));
@@ -286,12 +286,12 @@ fn pass(mut from: &TcpStream, mut to: &TcpStream, is_connected: impl Fn() -> boo
 
 /// Paths of all files below a directory.
 pub(super) fn files_below(directory: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
+    let mut files = Vec::new();
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         match entry.path() {
-            path if path.is_dir() => found.extend(files_below(&path)),
-            path => found.push(path),
+            path if path.is_dir() => files.extend(files_below(&path)),
+            path => files.push(path),
         }
     }
-    found
+    files
 }

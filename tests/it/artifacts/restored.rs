@@ -1,6 +1,6 @@
 //! Two servers with copies of one database and one object store.
 
-use super::{bucket::files_below, newest, spec, wait_until_stored, with_directory};
+use super::{bucket::files_below, newest, spec, start_with_directory, wait_until_stored};
 use crate::server::{Agents, Finished, Folder, Server, free_port, lockstep, training_permit};
 use std::fs;
 
@@ -8,7 +8,7 @@ use std::fs;
 async fn a_restored_database_uses_the_store_only_after_adopting_it() {
     let _permit = training_permit().await;
     let kept = Folder::new();
-    let server = with_directory(&kept).await;
+    let server = start_with_directory(&kept).await;
     let id = server.submit(&spec("in both databases", 20)).await;
     server.wait_for_success(&id).await;
     wait_until_stored(&server, &id).await;
@@ -45,7 +45,7 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
         vec![store, adopt]
     };
     let mut other = Server::start_on(Agents::None, Some(copy.clone()), environment(true)).await;
-    // From the store, as the second server has none of the first server's folders.
+    // The weights come from the store, as the second server has none of the first server's folders.
     assert_eq!(other.bytes(&format!("/checkpoints/{checkpoint}/model.safetensors")).await, weights);
     // Later starts need no `--artifacts-adopt`.
     other.kill_serve();
@@ -56,7 +56,7 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
     server.cli(&["delete", &id, "--yes"]).ok();
     let log = || fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
     server
-        .until("the log says why", async |_: &Server| {
+        .until("the log says why objects stay", async |_: &Server| {
             log().contains("is not the store that has this database's")
         })
         .await;

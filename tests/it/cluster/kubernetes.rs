@@ -65,9 +65,9 @@ impl Kubernetes {
         command.arg(server.data_dir()).arg(&folder).stdin(Stdio::null());
         let process = command.stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("python3");
         let cluster = Self { folder, port, process };
-        let until = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + TIMEOUT;
         while cluster.try_act("objects", &json!({})).await.is_none() {
-            assert!(Instant::now() < until, "the API server does not respond");
+            assert!(Instant::now() < deadline, "the API server does not respond");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         cluster
@@ -120,15 +120,15 @@ impl Kubernetes {
     }
 
     pub(crate) async fn until(&self, what: &str, is_so: impl Fn(&[Value]) -> bool) {
-        let until = Instant::now() + 2 * TIMEOUT;
+        let deadline = Instant::now() + 2 * TIMEOUT;
         loop {
-            // The API server may be down.
+            // No objects, as from an API server that is down, count only if the test waits until objects are gone.
             let all = self.try_act("objects", &json!({})).await.unwrap_or_default();
             let all = all["items"].as_array().cloned().unwrap_or_default();
-            if !all.is_empty() && is_so(&all) || all.is_empty() && what.contains("gone") && is_so(&all) {
+            if is_so(&all) && (!all.is_empty() || what.contains("gone")) {
                 return;
             }
-            assert!(Instant::now() < until, "not in time: {what}; {all:#?}");
+            assert!(Instant::now() < deadline, "not in time: {what}; {all:#?}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -139,7 +139,7 @@ pub(crate) fn rules() -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/kubernetes/launch-role.yaml");
     let text = fs::read_to_string(path).expect("a role");
     let all: Vec<Value> = serde_saphyr::from_multiple(&text).expect("YAML");
-    all.into_iter().find(|one| one["kind"] == "Role").expect("a role")["rules"].take()
+    all.into_iter().find(|object| object["kind"] == "Role").expect("a role")["rules"].take()
 }
 
 impl Drop for Kubernetes {

@@ -146,7 +146,7 @@ impl Slurm {
         std::thread::sleep(Duration::from_secs(2));
         self.until("Slurm's job runs again", |slurm| {
             let update = ["update", &format!("JobId={job}"), "StartTime=now"];
-            // Refused while the job's last run is still being cleaned up.
+            // Slurm refuses the update while it cleans up after the job's last run.
             let _ = slurm.command("scontrol", "slurm-client").args(update).output();
             slurm.field(job, "%T") == "RUNNING"
         });
@@ -159,9 +159,9 @@ impl Slurm {
 
     /// Waits for a condition.
     pub(crate) fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {
-        let until = Instant::now() + 2 * TIMEOUT;
+        let deadline = Instant::now() + 2 * TIMEOUT;
         while !holds(self) {
-            if Instant::now() > until {
+            if Instant::now() > deadline {
                 let queue =
                     self.command("squeue", "slurm-client").args(["-t", "all"]).output().expect("squeue");
                 panic!("not in time: {what}; {}", String::from_utf8_lossy(&queue.stdout));

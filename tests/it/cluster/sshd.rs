@@ -94,10 +94,10 @@ impl Sshd {
         command.args(["-D", "-e", "-f"]).arg(folder.join(config_name));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = command.spawn().expect("sshd");
-        let until = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + TIMEOUT;
         while TcpStream::connect((address, port)).is_err() {
             assert!(server.try_wait().ok().flatten().is_none(), "sshd ended");
-            assert!(Instant::now() < until, "sshd does not listen");
+            assert!(Instant::now() < deadline, "sshd does not listen");
             std::thread::sleep(Duration::from_millis(20));
         }
         Self { port, folder, server }

@@ -67,11 +67,11 @@ fn findings<'a>(report: &'a Value, what: &str) -> Vec<(&'a str, &'a str)> {
 #[tokio::test]
 async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     let _permit = training_permit().await;
-    let room = Hosts::new();
-    let names = [1, 2, 3].map(|host| room.network.address(host));
+    let hosts = Hosts::new();
+    let names = [1, 2, 3].map(|host| hosts.network.address(host));
     let [one, two, three] = names.each_ref().map(String::as_str);
     // The second host reports an older version, as a machine that was not updated.
-    let old = room.folder.path().join("lockstep");
+    let old = hosts.folder.path().join("lockstep");
     let script = format!(
         "#!/bin/sh\n[ \"$1\" = --version ] && case \"$SSH_CONNECTION\" in *' {two} 22') echo lockstep 0.0.1; exit;; esac\n\
          exec {LOCKSTEP} \"$@\"\n"
@@ -81,10 +81,10 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     let program = old.to_str().expect("a path");
     // The third host has a slow link, much slower than the others even on a busy machine, and a firewall drops its packets to the
     // first host.
-    room.in_host(3, "tc", "qdisc add dev eth0 root tbf rate 4mbit burst 32kb latency 100ms");
-    room.in_host(3, "ip", &format!("rule add to {one} prohibit priority 20"));
+    hosts.in_host(3, "tc", "qdisc add dev eth0 root tbf rate 4mbit burst 32kb latency 100ms");
+    hosts.in_host(3, "ip", &format!("rule add to {one} prohibit priority 20"));
 
-    let done = room.doctor(&[one, two, three], program);
+    let done = hosts.doctor(&[one, two, three], program);
     assert_eq!(done.status, 1, "{}{}", done.stdout, done.stderr);
     let report: Value = serde_json::from_str(&done.stdout).expect("JSON");
     assert_eq!(report["pairs"].as_array().map(Vec::len), Some(3), "{report:#}");
@@ -129,12 +129,12 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     }
 
     // Without these faults no problem is reported.
-    room.in_host(3, "tc", "qdisc del dev eth0 root");
-    room.in_host(3, "ip", "rule del priority 20");
-    let hosts = room.folder.write("hosts", format!("{one} slots=1\n{three} env:NCCL_SOCKET_IFNAME=eth0\n"));
+    hosts.in_host(3, "tc", "qdisc del dev eth0 root");
+    hosts.in_host(3, "ip", "rule del priority 20");
+    let file = hosts.folder.write("hosts", format!("{one} slots=1\n{three} env:NCCL_SOCKET_IFNAME=eth0\n"));
     let mut command = lockstep();
-    command.current_dir(room.folder.path()).args(["doctor", "--hostfile"]).arg(hosts);
-    let done = Finished::of(command.args(["--program", LOCKSTEP, "--"]).args(room.sshds[0].options(22)));
+    command.current_dir(hosts.folder.path()).args(["doctor", "--hostfile"]).arg(file);
+    let done = Finished::of(command.args(["--program", LOCKSTEP, "--"]).args(hosts.sshds[0].options(22)));
     let output = done.ok();
     assert!(
         output.contains(&format!("{one} - {three}  round trip ")) && output.contains(" apart, ± "),
@@ -146,10 +146,10 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
 #[tokio::test]
 async fn other_hosts_are_measured_if_one_does_not_respond() {
     let _permit = training_permit().await;
-    let mut room = Hosts::new();
-    let [one, two, three] = [1, 2, 3].map(|host| room.network.address(host));
-    drop(room.sshds.remove(1));
-    let done = room.doctor(&[&one, &two, &three], LOCKSTEP);
+    let mut hosts = Hosts::new();
+    let [one, two, three] = [1, 2, 3].map(|host| hosts.network.address(host));
+    drop(hosts.sshds.remove(1));
+    let done = hosts.doctor(&[&one, &two, &three], LOCKSTEP);
     assert_eq!(done.status, 1, "{}{}", done.stdout, done.stderr);
     let report: Value = serde_json::from_str(&done.stdout).expect("JSON");
     let host = findings(&report["hosts"][1], "host");
@@ -162,18 +162,18 @@ async fn other_hosts_are_measured_if_one_does_not_respond() {
     assert_eq!(report["pairs"].as_array().map(Vec::len), Some(1), "{report:#}");
     assert_ne!(pair(&report, &one, &three)["grade"], "problem", "{report:#}");
 
-    let done = room.doctor(&[&one], "/nowhere/lockstep");
+    let done = hosts.doctor(&[&one], "/nowhere/lockstep");
     assert!(
         done.stdout.contains("cannot run lockstep") && done.stdout.contains("--program"),
         "{}",
         done.stdout
     );
     // A version without this command.
-    let old = room.folder.path().join("old");
+    let old = hosts.folder.path().join("old");
     fs::write(&old, "#!/bin/sh\n[ \"$1\" = --version ] && echo lockstep 0.0.1 && exit\necho \"error: unexpected argument '--peer' found\" >&2\nexit 2\n")
         .expect("a program");
     fs::set_permissions(&old, fs::Permissions::from_mode(0o755)).expect("its mode");
-    let done = room.doctor(&[&one], old.to_str().expect("a path"));
+    let done = hosts.doctor(&[&one], old.to_str().expect("a path"));
     assert!(
         done.stdout.contains("its Lockstep 0.0.1 cannot examine the machine: error: unexpected argument"),
         "{}",

@@ -16,9 +16,9 @@ async fn the_first_loss_is_on_the_stream_within_the_limit() {
     let server = Server::start().await;
     server.register("fashion", &pictures::bundled()).await;
     let mut seconds = Vec::new();
-    for n in 0..3 {
+    for run in 0..3 {
         let spec = specs::with(
-            specs::short(&format!("first-loss-{n}"), "fashion", 2, 3),
+            specs::short(&format!("first-loss-{run}"), "fashion", 2, 3),
             json!({"data": {"image_size": 28}, "train": {"batch_size": 32}}),
         );
         let submitted = Instant::now();

@@ -38,7 +38,7 @@ pub(crate) struct Site {
 
 impl Site {
     /// Starts a site with this number of hosts, which have not joined yet. Also returns the weights of a job on one host.
-    pub(crate) async fn measured(hosts: u32) -> (Self, Vec<u8>) {
+    pub(crate) async fn with_reference_weights(hosts: u32) -> (Self, Vec<u8>) {
         let mut site = Self::new().await;
         (1..=hosts).for_each(|host| site.network.add(host));
         site.join(1, "whole", 4);
@@ -93,8 +93,8 @@ impl Site {
         let mut command = Command::new("ip");
         // Each host also has its own mounts, and its own process ids, by which ranks share memory.
         command.args(["netns", "exec", &self.network.namespace(host), "sh", "-c"]);
-        let apart = "mount -t tmpfs none \"$0\" && exec unshare --pid --fork --mount-proc \"$@\"";
-        command.arg(apart).arg(folder.join("data"));
+        let isolate = "mount -t tmpfs none \"$0\" && exec unshare --pid --fork --mount-proc \"$@\"";
+        command.arg(isolate).arg(folder.join("data"));
         command.arg(lockstep().get_program()).args(["agent", "--server", &self.url, "--name", name]);
         command.args(["--cpu-slots", &slots.to_string(), "--data-dir", name, "--ca-file"]).arg(&self.ca);
         command.args(["--cert-file", &format!("{name}.crt"), "--key-file", &format!("{name}.key")]);
@@ -105,8 +105,8 @@ impl Site {
     }
 
     pub(crate) fn leave(&mut self, name: &str) {
-        let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
-        let (_, mut agent) = self.agents.remove(n);
+        let index = self.agents.iter().position(|agent| agent.0 == name).expect("an agent of this name");
+        let (_, mut agent) = self.agents.remove(index);
         let unshare = agent.id();
         let agents =
             fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children")).unwrap_or_default();
@@ -122,8 +122,8 @@ impl Site {
 
     pub(crate) fn logs(&self) -> String {
         let read = |name: &str| fs::read_to_string(self.serve.folder.path().join(name)).unwrap_or_default();
-        let of = |(name, _): &(String, Child)| format!("--- {name}\n{}", read(&format!("{name}.log")));
-        self.agents.iter().map(of).chain([format!("--- serve\n{}", self.serve.log())]).collect()
+        let section = |(name, _): &(String, Child)| format!("--- {name}\n{}", read(&format!("{name}.log")));
+        self.agents.iter().map(section).chain([format!("--- serve\n{}", self.serve.log())]).collect()
     }
 
     pub(crate) async fn until(&self, what: &str, is_so: impl AsyncFn() -> bool) {
@@ -162,8 +162,8 @@ impl Site {
 
     /// As [`Site::submit_ranks`], with changes.
     pub(crate) async fn submit_with(&self, ranks: u32, steps: u64, changes: Value) -> String {
-        let own = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}, "train": {"seed": 7}});
-        let spec = specs::with(specs::short("hosts", "pictures", ranks, steps), own);
+        let base = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}, "train": {"seed": 7}});
+        let spec = specs::with(specs::short("hosts", "pictures", ranks, steps), base);
         let spec = specs::with(spec, changes);
         let jobs = format!("{}/api/v1/jobs?launched=true", self.url);
         let response = self.http.post(jobs).json(&spec).send().await;
@@ -199,10 +199,10 @@ impl Site {
 
     /// The last step that any rank of an attempt has reported.
     pub(crate) async fn last_step(&self, id: &str, attempt: u64) -> u64 {
-        let found = self.get(&format!("/jobs/{id}/metrics?name=loss&points=10000")).await;
-        let series = found["series"].as_array().expect("series").clone();
-        let of_attempt = series.iter().filter(|one| one["attempt"] == attempt);
-        let last = of_attempt.filter_map(|one| one["steps"].as_array()?.last().map(number));
+        let response = self.get(&format!("/jobs/{id}/metrics?name=loss&points=10000")).await;
+        let series = response["series"].as_array().expect("series").clone();
+        let of_attempt = series.iter().filter(|curve| curve["attempt"] == attempt);
+        let last = of_attempt.filter_map(|curve| curve["steps"].as_array()?.last().map(number));
         last.max().expect("a step")
     }
 
@@ -229,9 +229,9 @@ impl Site {
         })
         .await;
         let last = async || {
-            let found = self.get(&format!("{path}/checkpoints")).await;
-            let found = found["checkpoints"].as_array().expect("checkpoints").clone();
-            found.into_iter().max_by_key(|one| number(&one["step"])).expect("one")
+            let response = self.get(&format!("{path}/checkpoints")).await;
+            let checkpoints = response["checkpoints"].as_array().expect("checkpoints").clone();
+            checkpoints.into_iter().max_by_key(|one| number(&one["step"])).expect("a checkpoint")
         };
         self.until("the last checkpoint is uploaded", async || last().await["uploading_from"].is_null())
             .await;
@@ -255,7 +255,7 @@ impl Drop for Site {
 #[tokio::test]
 async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::measured(5).await;
+    let (mut site, model) = Site::with_reference_weights(5).await;
     for host in 1..=4 {
         site.join(host, &format!("h{host}"), 1);
     }
@@ -263,9 +263,9 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     // A short outage: the ranks' connections survive, and no step is repeated.
     let id = site.submit().await;
     site.at_step(&id, 25).await;
-    site.network.plug(3, false);
+    site.network.set_connected(3, false);
     tokio::time::sleep(SHORT_OUTAGE).await;
-    site.network.plug(3, true);
+    site.network.set_connected(3, true);
     let (job, same) = site.wait_for_success(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(1)));
     assert!(same == model, "the same weights over four hosts");
@@ -280,9 +280,9 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     // A longer outage within the lease: the job continues on the same machines, as there is no other.
     let id = site.submit().await;
     site.at_step(&id, 25).await;
-    site.network.plug(3, false);
+    site.network.set_connected(3, false);
     tokio::time::sleep(LONG_OUTAGE).await;
-    site.network.plug(3, true);
+    site.network.set_connected(3, true);
     let (_, from) = site.next_step(&id, 2).await;
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
     let (job, same) = site.wait_for_success(&id).await;
@@ -299,7 +299,7 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
         let job = site.get(&format!("/jobs/{id}")).await;
         let victim = job["agents"][rank].as_str().expect("an agent").to_owned();
         let cut = Instant::now();
-        site.network.plug(host(&victim), false);
+        site.network.set_connected(host(&victim), false);
         let (stepped, from) = site.next_step(&id, 2).await;
         let recovery = stepped - cut;
         eprintln!(
@@ -327,7 +327,7 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
             reason.contains("the ranks of other machines have lost contact with its ranks"),
             "not by its lease: {first:#}"
         );
-        site.network.plug(host(&victim), true);
+        site.network.set_connected(host(&victim), true);
         site.online(&["h1", "h2", "h3", "h4", "h5"]).await;
     }
 }

@@ -9,11 +9,11 @@ const MIN_GRADIENT_BYTES: u64 = 1 << 20;
 #[tokio::test]
 async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::measured(2).await;
+    let (mut site, model) = Site::with_reference_weights(2).await;
     for host in [1, 2] {
         site.network.add_second(host);
     }
-    // By its exact name, and by the start of its name.
+    // The first agent names the interface exactly, the second by the start of its name.
     site.join_with(1, "h1", 2, &[("NCCL_SOCKET_IFNAME", "=eth1")], &[]);
     site.join_with(2, "h2", 2, &[("NCCL_SOCKET_IFNAME", "wlan,eth1")], &[]);
     site.online(&["h1", "h2"]).await;

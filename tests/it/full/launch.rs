@@ -255,7 +255,7 @@ async fn agents_end_if_their_launch_fails_for_another_machine() {
     server.stop().await;
 }
 
-/// As when a cluster restarts the agent on another machine with the same folder.
+/// A cluster can restart an agent on another machine with the same folder.
 #[tokio::test]
 async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt() {
     let server = server().await;
@@ -302,7 +302,7 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     let mut first =
         launch(&server, &hosts, &sshd.options(sshd.port)).spawn().expect("lockstep launch starts");
     batch::trains_past(&server, &id, 1, 20).await;
-    // As a power failure.
+    // The agent and the ranks end as in a power failure.
     for process in server.processes().iter().filter(|p| p.command() == "agent" && p.option("--job").is_some())
     {
         signal(process.pid, Signal::KILL);

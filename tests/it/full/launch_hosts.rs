@@ -26,7 +26,7 @@ struct Cluster {
 
 impl Cluster {
     /// Starts two hosts, and returns the weights of a job of two ranks on a third host.
-    async fn measured() -> (Self, Vec<u8>) {
+    async fn with_reference_weights() -> (Self, Vec<u8>) {
         let mut this = Self::new().await;
         let id = this.site.submit_ranks(2, STEPS).await;
         let (_, model) = this.site.wait_for_success(&id).await;
@@ -108,7 +108,7 @@ impl Cluster {
 #[tokio::test]
 async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_process() {
     let _permit = training_permit().await;
-    let (cluster, model) = Cluster::measured().await;
+    let (cluster, model) = Cluster::with_reference_weights().await;
     let site = &cluster.site;
     let hosts = cluster.hostfile();
     let hosts = ["--hostfile", hosts.to_str().expect("UTF-8")];
@@ -145,7 +145,7 @@ async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_proce
 #[tokio::test]
 async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
     let _permit = training_permit().await;
-    let (mut cluster, model) = Cluster::measured().await;
+    let (mut cluster, model) = Cluster::with_reference_weights().await;
     for with in LAUNCHERS {
         let site = &cluster.site;
         let hosts = cluster.hostfile();
@@ -173,7 +173,7 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
         assert!(cluster.are_on(&job, &[2]) && job["attempt"] == json!(2), "{with}: {job:#}");
         assert!(same == model, "{with}: the same weights after a host was lost");
         cluster.until_empty(2).await;
-        cluster.site.network.plug(1, true);
+        cluster.site.network.set_connected(1, true);
         cluster.sshds[0] = cluster.sshd(1);
     }
 }
@@ -181,7 +181,7 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
 #[tokio::test]
 async fn a_rank_table_decides_which_host_has_rank_0() {
     let _permit = training_permit().await;
-    let (cluster, model) = Cluster::measured().await;
+    let (cluster, model) = Cluster::with_reference_weights().await;
     let site = &cluster.site;
     let server = |host: u32, rank: u32| {
         let device = json!({"device_id": "0", "device_ip": "192.168.0.1", "rank_id": rank.to_string()});

@@ -34,7 +34,7 @@ async fn lose_machines(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) ->
     let began = Instant::now();
     for host in lost.iter().map(host) {
         match how {
-            Lost::CutOff => site.network.plug(host, false),
+            Lost::CutOff => site.network.set_connected(host, false),
             Lost::Killed => {
                 site.network.processes(host).into_iter().for_each(|pid| signal(pid, Signal::KILL));
             }
@@ -59,9 +59,9 @@ async fn lose_machines(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) ->
 #[tokio::test]
 async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnected() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::measured(7).await;
+    let (mut site, model) = Site::with_reference_weights(7).await;
     let mut hosts: Vec<u32> = Vec::new();
-    // The two hosts have the same two neighbours, which must report both.
+    // The two hosts that are cut off have the same two neighbours, which must report both.
     for (joining, ranks, how) in [(1..=5, vec![2], Lost::Killed), (6..=7, vec![1, 3], Lost::CutOff)] {
         for host in joining {
             site.join(host, &format!("h{host}"), 1);
@@ -72,7 +72,7 @@ async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnect
         let lost = lose_machines(&site, &ranks, how, &model).await;
         hosts.retain(|host| !lost.contains(host));
         for host in lost.into_iter().filter(|_| how == Lost::CutOff) {
-            site.network.plug(host, true);
+            site.network.set_connected(host, true);
             site.leave(&format!("h{host}"));
         }
     }
@@ -82,11 +82,11 @@ async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnect
     site.at_step(&id, 25).await;
     let job = site.get(&format!("/jobs/{id}")).await;
     let cut_off = host(&job["agents"][1]);
-    site.network.plug(cut_off, false);
+    site.network.set_connected(cut_off, false);
     tokio::time::sleep(BEYOND_LEASE).await;
     let job = site.get(&format!("/jobs/{id}")).await;
     assert_eq!(job["attempt"], json!(1), "the job waits for a fourth machine: {job:#}");
-    site.network.plug(cut_off, true);
+    site.network.set_connected(cut_off, true);
     let (_, from) = site.next_step(&id, 2).await;
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
     let (job, same) = site.wait_for_success(&id).await;
@@ -97,7 +97,7 @@ async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnect
 #[tokio::test]
 async fn a_job_without_one_host_ends_on_fewer_ranks_with_the_same_weights() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::measured(2).await;
+    let (mut site, model) = Site::with_reference_weights(2).await;
     site.join(1, "h1", 2);
     site.join(2, "h2", 2);
     site.online(&["h1", "h2"]).await;

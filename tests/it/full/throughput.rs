@@ -57,8 +57,8 @@ async fn training_secs(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
     for lines in epochs.values() {
         let (Some((first, from)), Some((last, to))) = (lines.first(), lines.last()) else { continue };
         clock += to.duration_since(*from).as_secs_f64();
-        let own = points.iter().filter(|p| p.0 == attempt && p.1 == 0 && p.2 > *first && p.2 <= *last);
-        steps += own.map(|p| p.3 / 1e3).sum::<f64>();
+        let between = points.iter().filter(|p| p.0 == attempt && p.1 == 0 && p.2 > *first && p.2 <= *last);
+        steps += between.map(|p| p.3 / 1e3).sum::<f64>();
     }
     (clock, steps)
 }
@@ -155,10 +155,10 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
         let job = server.job(id).await;
         assert_eq!(number(&job["attempt"]), attempt, "{name}");
         let shown_speed = job["images_per_second"].as_f64().unwrap_or_else(|| panic!("{name}: {job:#}"));
-        let wanted = expected_speed(&server, id, attempt).await;
+        let expected = expected_speed(&server, id, attempt).await;
         assert!(
-            (shown_speed / wanted - 1.0).abs() < 0.01,
-            "{name}: {shown_speed} images/s, and {wanted} by its steps"
+            (shown_speed / expected - 1.0).abs() < 0.01,
+            "{name}: {shown_speed} images/s, and {expected} by its steps"
         );
         let (clock, steps) = training_secs(&server, id, attempt).await;
         // A continued attempt may have only a few steps left.

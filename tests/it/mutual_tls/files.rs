@@ -20,12 +20,12 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
         Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
     };
     let revoke = |name: &'static str| ["revoke", name, "--data-dir", "data"];
-    let reads = "verified with new CA certificates or a new revocation list";
+    let reloaded = "verified with new CA certificates or a new revocation list";
     let outdated = "is out of date: the next list was due at";
 
     // A list that is up to date.
     ca(serve.folder.path(), &revoke("node-1")).ok();
-    wait_until("the list is read", || serve.log().contains(reads), || serve.log()).await;
+    wait_until("the list is read", || serve.log().contains(reloaded), || serve.log()).await;
     let revoked = start_agent("node-1");
     revoked.wait_for_log("which was revoked").await;
     assert!(!ready().await.contains(outdated) && !serve.log().contains(outdated), "{}", serve.log());
@@ -44,7 +44,7 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
 
     // With a newer list, the note disappears.
     ca(serve.folder.path(), &revoke("node-4")).ok();
-    wait_until("the list is read", || serve.log().matches(reads).count() >= 3, || serve.log()).await;
+    wait_until("the list is read", || serve.log().matches(reloaded).count() >= 3, || serve.log()).await;
     assert!(!ready().await.contains(outdated));
 }
 

@@ -83,12 +83,12 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        let until = Instant::now() + Duration::from_secs(10);
-        // Repeated, as an agent may be starting a rank now.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        // Repeats, as an agent may start a rank before it is killed.
         loop {
             let left = processes_of(self.path());
             left.iter().for_each(|p| signal(p.pid, Signal::KILL));
-            if left.is_empty() || Instant::now() > until {
+            if left.is_empty() || Instant::now() > deadline {
                 break;
             }
             std::thread::sleep(Duration::from_millis(10));

@@ -1,6 +1,6 @@
 //! Requests to the server's REST interface.
 
-use super::{JOB_END, MAX_POLL_PAUSE, Response, Server, number, poll_pause, state_of};
+use super::{JOB_TIMEOUT, MAX_POLL_PAUSE, Response, Server, number, poll_pause, state_of};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::{
@@ -25,7 +25,7 @@ impl Server {
     /// An evaluation of a job. `parameters` is empty or begins with a question mark. The server responds with 202 until the evaluation is done.
     pub(crate) async fn evaluation(&self, id: &str, parameters: &str) -> Value {
         let path = format!("/jobs/{id}/evaluation{parameters}");
-        self.until_within(JOB_END, "the evaluation is done", async |server: &Server| {
+        self.until_within(JOB_TIMEOUT, "the evaluation is done", async |server: &Server| {
             let response = server.request(Method::GET, &path, None).await;
             assert!(response.status.is_success(), "GET {path}: {}", response.text);
             response.status == StatusCode::OK
@@ -69,7 +69,7 @@ impl Server {
         self.get(&format!("/jobs/{id}")).await
     }
 
-    /// Waits until `condition` holds and returns the job. Panics if the job ends before, or after [`JOB_END`].
+    /// Waits until `condition` holds and returns the job. Panics if the job ends before, or after [`JOB_TIMEOUT`].
     pub(crate) async fn wait_for_job(
         &self,
         id: &str,
@@ -93,7 +93,7 @@ impl Server {
                 return job;
             }
             assert!(!state_of(&job).is_final(), "{id} ended before: {what}; the job is {job:#}");
-            assert!(began.elapsed() < JOB_END, "not within {JOB_END:?}: {what}; the job is {job:#}");
+            assert!(began.elapsed() < JOB_TIMEOUT, "not within {JOB_TIMEOUT:?}: {what}; the job is {job:#}");
             tokio::time::sleep(poll_pause(began, longest_pause)).await;
         }
     }

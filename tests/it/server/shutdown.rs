@@ -20,9 +20,9 @@ impl Server {
         serve.wait().expect("its status");
     }
 
-    /// Waits until the server has ended by itself; false if it still runs after `patience`.
-    pub(crate) async fn serve_ends_within(&mut self, patience: Duration) -> bool {
-        let deadline = Instant::now() + patience;
+    /// Waits until the server has ended by itself; false if it still runs after `limit`.
+    pub(crate) async fn serve_ends_within(&mut self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
         loop {
             if self.serve.as_mut().is_none_or(|serve| serve.try_wait().is_ok_and(|status| status.is_some())) {
                 self.serve = None;

@@ -13,7 +13,8 @@ use std::{
 pub(super) struct Nginx(Child);
 
 impl Nginx {
-    /// Starts nginx at `port` as a proxy of the server's port, with the folder's `NAME.crt` and `NAME.key`.
+    /// Starts nginx at `port` as a proxy of the server's port, with the folder's `NAME.crt` and `NAME.key`. `changes`: texts of the page's
+    /// configuration and their replacements.
     pub(super) async fn start(
         folder: &Path,
         name: &str,
@@ -52,16 +53,16 @@ fn config(folder: &Path, name: &str, port: u16, server: u16, changes: &[(&str, &
     let (_, block) = page.split_once("```nginx\n").expect("a block for nginx");
     let mut block = block.split("```").next().expect("the end of the block").to_owned();
     let dir = folder.display();
-    let own = [
+    let values = [
         ("listen 443 ssl;", format!("listen 127.0.0.1:{port} ssl;")),
         ("server_name lockstep.example.org;", format!("server_name {name};")),
         ("/etc/letsencrypt/live/lockstep.example.org/fullchain.pem", format!("{dir}/{name}.crt")),
         ("/etc/letsencrypt/live/lockstep.example.org/privkey.pem", format!("{dir}/{name}.key")),
         ("http://127.0.0.1:7070", format!("http://127.0.0.1:{server}")),
     ];
-    for (theirs, ours) in own.iter().map(|(a, b)| (*a, b.as_str())).chain(changes.iter().copied()) {
-        assert_eq!(block.matches(theirs).count(), 1, "docs/team.md must have exactly once: {theirs}");
-        block = block.replace(theirs, ours);
+    for (text, value) in values.iter().map(|(a, b)| (*a, b.as_str())).chain(changes.iter().copied()) {
+        assert_eq!(block.matches(text).count(), 1, "docs/team.md must have exactly once: {text}");
+        block = block.replace(text, value);
     }
     format!(
         "daemon off; master_process off; error_log stderr; pid {dir}/nginx.pid;

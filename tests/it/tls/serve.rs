@@ -22,6 +22,7 @@ pub(crate) struct Serve {
 }
 
 impl Serve {
+    /// Starts a server, and waits until `ready` holds for its port.
     pub(crate) async fn start(options: &[&str], ready: impl AsyncFn(u16) -> bool) -> Self {
         Self::start_in(Folder::new(), options, ready).await
     }
@@ -68,7 +69,7 @@ impl Serve {
         HeaderMap::from_iter([(AUTHORIZATION, value)])
     }
 
-    /// Runs a client command with the server's admin token, which trusts `ca`.
+    /// Runs a client command that has the server's admin token and trusts `ca`.
     pub(crate) fn cli(&self, server: &str, ca: Option<&Path>, args: &[&str]) -> Finished {
         let mut command = lockstep();
         command.args(args).env("LOCKSTEP_SERVER", server).current_dir(self.folder.path());

@@ -49,7 +49,7 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         let mesh = [plans[0].height, plans[0].model];
         assert_eq!(plans[0].data * mesh[0] * mesh[1], ranks);
         assert!(pinned.iter().zip(mesh).all(|(pin, is)| pin.is_none_or(|pin| pin == is)), "{out}: {mesh:?}");
-        let predicted = plans[0].predicted.as_ref().map(|of| of.step_ms);
+        let predicted = plans[0].predicted.as_ref().map(|cost| cost.step_ms);
         assert!(predicted > Some(0.0) && plans[0].measured_step_ms.is_none());
         assert!(plans[1].measured_step_ms > Some(0.0), "{plans:?}");
         assert!(plans[1].measured_memory_bytes > Some(1 << 20), "{plans:?}");

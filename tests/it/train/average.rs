@@ -35,8 +35,8 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
     for step in 2..=24u32 {
         let checkpoint = format!("{}-{step}", 1 + (step - 1) / 12);
         if step > 2 && step % 2 == 0 {
-            let now = values("one", &checkpoint, "model.safetensors");
-            expected.iter_mut().zip(now).for_each(|(a, v)| *a += (1.0f64 - 0.8) as f32 * (v - *a));
+            let weights = values("one", &checkpoint, "model.safetensors");
+            expected.iter_mut().zip(weights).for_each(|(a, v)| *a += (1.0f64 - 0.8) as f32 * (v - *a));
         }
         assert!(values("one", &checkpoint, "ema.safetensors") == expected, "step {step}");
     }

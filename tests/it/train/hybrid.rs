@@ -89,9 +89,9 @@ async fn ranks_that_share_a_network_match_one_rank() {
     }
 
     // With pretrained weights, of which each rank loads its part.
-    let given = format!("model.pretrained={}", bench.out("four").join("checkpoints/1-13").display());
+    let pretrained = format!("model.pretrained={}", bench.out("four").join("checkpoints/1-13").display());
     for (out, sets) in [("tuned", &shared[..3]), ("tuned-alone", &["parallel.ranks=1"][..])] {
-        assert_success(&run(out, &[sets, &[given.as_str()]].concat(), &[]));
+        assert_success(&run(out, &[sets, &[pretrained.as_str()]].concat(), &[]));
     }
     let difference = max_difference(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
     assert!(difference < 1e-3, "{difference}");
@@ -121,7 +121,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
     assert!(error.contains("parallel.model: 10 classes cannot be divided over 11 ranks"), "{error}");
 }
 
-/// With augmentation and mixup, whose mixed labels the later stages need.
+/// The job augments and mixes pictures (mixup): the later stages need the mixed labels.
 #[tokio::test]
 async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
     let bench = Bench::new().await;

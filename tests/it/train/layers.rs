@@ -107,14 +107,14 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
     }
 
     // The first description has no times, the second has measured times.
-    assert_eq!(networks.len(), 2);
-    let [reported, timed] = [&networks[0], &networks[1]].map(|n| (n.check(), n.layers.len(), n));
-    assert!(reported.0 == Ok(()) && timed.0 == Ok(()) && reported.1 == timed.1, "{networks:?}");
-    assert!(reported.2.layers.iter().all(|layer| layer.time_us.is_none()));
-    let conv1 = &timed.2.layers[0];
+    let [reported, timed] = &networks[..] else { panic!("{networks:?}") };
+    assert!(reported.check() == Ok(()) && timed.check() == Ok(()), "{networks:?}");
+    assert_eq!(reported.layers.len(), timed.layers.len());
+    assert!(reported.layers.iter().all(|layer| layer.time_us.is_none()));
+    let conv1 = &timed.layers[0];
     assert_eq!((conv1.name.as_str(), conv1.kind.as_str(), conv1.parameters), ("conv1", "conv 3x3", 16 * 9));
     assert_eq!(conv1.output_shape, [16, 8, 8]);
-    let with_weights = timed.2.layers.iter().filter(|layer| layer.parameters > 0);
+    let with_weights = timed.layers.iter().filter(|layer| layer.parameters > 0);
     assert!(with_weights.clone().count() > 40 && with_weights.clone().all(|layer| layer.time_us > Some(0.0)));
 }
 
@@ -129,16 +129,16 @@ async fn frozen_batch_norms_keep_the_given_weights() {
         let more = [&frozen[..], &["--set", ranks]].concat();
         bench.train_to_success(out, &more);
     }
-    let (given, found) = (tensors(&bench, "before", "1-7"), tensors(&bench, "two", "2-24"));
-    assert!(given.keys().eq(found.keys()));
-    for (name, values) in &found {
+    let (given, trained) = (tensors(&bench, "before", "1-7"), tensors(&bench, "two", "2-24"));
+    assert!(given.keys().eq(trained.keys()));
+    for (name, values) in &trained {
         let of_norm = name.contains("bn") || name.contains("downsample.1") || name.contains("running_");
         assert_eq!(*values == given[name], of_norm, "{name}");
     }
-    assert!(found == tensors(&bench, "one", "2-24"), "the same weights on one rank");
+    assert!(trained == tensors(&bench, "one", "2-24"), "the same weights on one rank");
     // A continuation gives the same weights.
     let from = bench.out("two/checkpoints/1-7");
     let more = [&frozen[..], &["--resume", from.to_str().expect("a path")]].concat();
     bench.train_to_success("resumed", &more);
-    assert!(found == tensors(&bench, "resumed", "2-24"));
+    assert!(trained == tensors(&bench, "resumed", "2-24"));
 }

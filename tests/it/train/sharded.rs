@@ -72,22 +72,22 @@ fn max_difference(a: &[u8], b: &[u8]) -> f32 {
 fn check_index(folder: &Path, kind: &str, parts: usize) -> Vec<u64> {
     let index = fs::read(folder.join(format!("{kind}.safetensors.index.json"))).expect("an index");
     let index: Value = serde_json::from_slice(&index).expect("JSON");
-    let weight_map = index["weight_map"].as_object().expect("places");
-    let names: BTreeSet<String> =
+    let weight_map = index["weight_map"].as_object().expect("a map");
+    let files: BTreeSet<String> =
         (1..=parts).map(|part| format!("{kind}-{part:05}-of-{parts:05}.safetensors")).collect();
-    let named: BTreeSet<String> =
+    let indexed: BTreeSet<String> =
         weight_map.values().map(|file| file.as_str().expect("a name").to_owned()).collect();
-    assert_eq!(named, names);
-    let (mut found, mut total) = (BTreeMap::new(), 0);
+    assert_eq!(indexed, files);
+    let (mut locations, mut total) = (BTreeMap::new(), 0);
     let mut sizes = Vec::new();
-    for name in &names {
+    for name in &files {
         let all = tensors(&fs::read(folder.join(name)).expect("a part"));
         total += all.values().map(|bytes| bytes.len() as u64).sum::<u64>();
         sizes.push(all.values().map(|bytes| bytes.len() as u64).sum());
-        found.extend(all.into_keys().map(|tensor| (tensor, Value::from(name.as_str()))));
+        locations.extend(all.into_keys().map(|tensor| (tensor, Value::from(name.as_str()))));
     }
     assert!(
-        found.iter().eq(weight_map.iter().collect::<BTreeMap<_, _>>()),
+        locations.iter().eq(weight_map.iter().collect::<BTreeMap<_, _>>()),
         "each tensor is in the file that the index names"
     );
     assert_eq!(index["metadata"]["total_size"], total);
@@ -173,8 +173,8 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
     let average = |out: &str| folder(&bench, out, LAST).join("ema.safetensors");
     assert_eq!(predicted(&average("hybrid-parts")), predicted(&average("hybrid")));
     let tuned = |out: &str, from: &str| {
-        let given = format!("model.pretrained={}", folder(&bench, from, LAST).display());
-        assert_success(&run(&bench, out, &[&data[..], &[&given]].concat(), &[]));
+        let pretrained = format!("model.pretrained={}", folder(&bench, from, LAST).display());
+        assert_success(&run(&bench, out, &[&data[..], &[&pretrained]].concat(), &[]));
         bench.model(out, "1-4")
     };
     assert!(tensors(&tuned("tuned", "data-parts")) == tensors(&tuned("tuned-whole", "data")));

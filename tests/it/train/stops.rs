@@ -131,10 +131,10 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
             "both epochs are evaluated, with the same result"
         );
         for checkpoint in ["1-12", "2-24"] {
-            let (expected, found) = (state(&bench, "whole", checkpoint), state(&bench, out, checkpoint));
+            let (expected, actual) = (state(&bench, "whole", checkpoint), state(&bench, out, checkpoint));
             for key in ["/val_accuracy", "/best/step", "/best/value"] {
-                assert!(found.pointer(key).is_some_and(|value| !value.is_null()), "{key} of {checkpoint}");
-                assert_eq!(expected.pointer(key), found.pointer(key), "{key} of {checkpoint}");
+                assert!(actual.pointer(key).is_some_and(|value| !value.is_null()), "{key} of {checkpoint}");
+                assert_eq!(expected.pointer(key), actual.pointer(key), "{key} of {checkpoint}");
             }
         }
         if ranks == "2" {
@@ -147,7 +147,7 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
 async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
     let bench = Bench::new().await;
     let mut child = start_until_step(bench.train("out", &["--set", "train.epochs=1000"]), 2);
-    // As Slurm or kill(1) does.
+    // Slurm and kill(1) can send a signal to a single rank.
     signal(pid_of(&bench.out("out").join("attempts/1"), 1), rustix::process::Signal::TERM);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");

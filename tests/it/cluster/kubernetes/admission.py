@@ -1,4 +1,4 @@
-"""Checks of created objects: those of Kubernetes, and whether the pods get the names and indices that they need."""
+"""Checks of created objects: Kubernetes' own checks, and whether the pods get the names and indices that they need."""
 
 from state import STORE, Refused
 

@@ -4,8 +4,8 @@ controller and a kubelet.
 
     api.py PORT TOKEN ROLE.json HIDDEN_FOLDER FOLDER
 
-ROLE.json has the rules of a Role. They and the rules of Roles that are bound later apply to every request, except kubectl's, which sends
-no token over plain HTTP and is an admin. HIDDEN_FOLDER is empty in pods. POST /test/ACTION is for the test.
+ROLE.json has the rules of a Role. These rules, and those of Roles that are bound later, apply to every request, except requests of kubectl,
+which sends no token over plain HTTP and is an admin. HIDDEN_FOLDER is empty in pods. The test controls the simulation by POST /test/ACTION.
 """
 
 import http.server
@@ -195,17 +195,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
 
-# For the test
+# Actions of the test
 
 
-def find(body):
+def running_pods(body):
     return [p for k, p in STORE.items() if k[0] == "pods" and p["status"]["phase"] == "Running" and p["metadata"]["labels"].get("batch.kubernetes.io/job-name", "").startswith(body.get("job", ""))]
 
 
 def evict(body):
     """Evicts a pod, as a node with too little memory does."""
     with LOCK:
-        pod = find(body)[0]
+        pod = running_pods(body)[0]
         pod["status"].update(reason="Evicted", message="The node was low on resource: memory.")
         pod["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": ""})
         delete(("pods", pod["metadata"]["namespace"], pod["metadata"]["name"]))
@@ -215,7 +215,7 @@ def evict(body):
 def node_dies(body):
     """A node loses power. After its tolerations the pod is marked for deletion, but the kubelet reports nothing."""
     with LOCK:
-        pod = next(p for p in find({}) if p["spec"]["nodeName"] == body["node"])
+        pod = next(p for p in running_pods({}) if p["spec"]["nodeName"] == body["node"])
         lose(pod)
     return {}
 
@@ -229,7 +229,7 @@ def out_of_service(body):
 
 def out_of_memory(body):
     with LOCK:
-        pod = find(body)[0]
+        pod = running_pods(body)[0]
         pod["status"]["test-reason"] = "OOMKilled"
         os.kill(inner(PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])]), signal.SIGKILL)
     return {}

@@ -60,9 +60,9 @@ def start_pod(key, pod):
         env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "HOSTNAME": pod["spec"]["hostname"], "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
         # As in tests/it/server.rs: slows the steps of long jobs.
         env["LOCKSTEP_FAULT"] = "step:slow@100"
-        for one in container.get("env", []):
-            field = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-            env[one["name"]] = pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] if "index" in field else one["value"]
+        for variable in container.get("env", []):
+            field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+            env[variable["name"]] = pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] if "index" in field else variable["value"]
         log = open(FOLDER / f"{pod['metadata']['name']}.log", "ab")
         # Only root may create the other namespaces without a user namespace.
         user = [] if os.geteuid() == 0 else ["-U", "-r"]
@@ -184,18 +184,18 @@ def reconcile(key, job):
     spec, meta = job["spec"], job["metadata"]
     status = job["status"]
     before = json.dumps(status)
-    own = {k: p for k, p in STORE.items() if k[0] == "pods" and p["metadata"]["labels"].get("batch.kubernetes.io/job-name") == key[2]}
-    for pod in own.values():
+    job_pods = {k: p for k, p in STORE.items() if k[0] == "pods" and p["metadata"]["labels"].get("batch.kubernetes.io/job-name") == key[2]}
+    for pod in job_pods.values():
         if pod["status"]["phase"] in ("Succeeded", "Failed") and not pod["status"].get("counted"):
             count(pod)
-    active = {k: p for k, p in own.items() if p["status"]["phase"] in ("Pending", "Running")}
+    active = {k: p for k, p in job_pods.items() if p["status"]["phase"] in ("Pending", "Running")}
     # With `Failed`, a terminating pod is replaced only after it has ended.
     policy = spec.get("podReplacementPolicy", "Failed" if "podFailurePolicy" in spec else "TerminatingOrFailed")
     placed = [p for p in active.values() if policy == "Failed" or "deletionTimestamp" not in p["metadata"]]
     if "deletionTimestamp" in meta:
-        for pod in own:
+        for pod in job_pods:
             delete(pod)
-        if not own:
+        if not job_pods:
             forget(key)
         return
     done = len(status["test-done"])
@@ -241,7 +241,7 @@ def control():
                     reconcile(key, item)
             for key, item in list(STORE.items()):
                 if key[0] == "pods" and item["status"]["phase"] == "Pending" and "deletionTimestamp" not in item["metadata"]:
-                    if not item["status"].get("containerStatuses", [{}])[0].get("state", {}).get("waiting", {}).get("reason") == "ImagePullBackOff" and not item["status"].get("conditions"):
+                    if item["status"].get("containerStatuses", [{}])[0].get("state", {}).get("waiting", {}).get("reason") != "ImagePullBackOff" and not item["status"].get("conditions"):
                         start_pod(key, item)
 
 

@@ -12,10 +12,11 @@ KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "secrets": "Secret
 LOCK = threading.Condition(threading.RLock())
 STORE = {}
 LOG = []  # (version, resource, type, object)
+# `conflicts`: updates to refuse; `lost`: responses to lose; `expired`: refuse watches; `lists`, `watches`: times of requests.
 STATE = {"version": 100, "oldest": 0, "conflicts": 0, "lost": 0, "down": False, "refused": [], "expired": False, "lists": [], "watches": []}
 CONNECTIONS = set()
 PROCESSES = {}
-HOOKS = {}
+HOOKS = {}  # functions of nodes.py, which imports this module
 
 
 class Refused(Exception):

@@ -18,7 +18,7 @@ use std::{
 
 /// URLs of the team's server on the pages.
 const SERVERS: [&str; 3] = ["https://machine:7070", "https://127.0.0.1:7070", "https://10.0.0.5:7070"];
-const OWN_CA: &str = "lockstep serve --listen 0.0.0.0:7070 --tls-own-ca";
+const SERVE_COMMAND: &str = "lockstep serve --listen 0.0.0.0:7070 --tls-own-ca";
 
 /// The last server that an example has started, with its data in `lockstep-data`.
 pub(super) struct Serving {
@@ -67,7 +67,7 @@ impl Serving {
     pub(super) async fn localize(&mut self, line: &str) -> Option<String> {
         let named = SERVERS.iter().find(|server| line.contains(**server))?;
         if !self.has_own_ca {
-            self.start(OWN_CA).await;
+            self.start(SERVE_COMMAND).await;
         }
         // The page tells clients to save the CA certificate.
         fs::copy(self.ca(), self.folder.join("home/lockstep-ca.crt")).expect("the CA certificate");
@@ -95,9 +95,9 @@ impl Serving {
         let mut environment = Vec::new();
         if typed.contains("s3://weights/lockstep") {
             environment = self.bucket.insert(Bucket::new().await).environment();
-            let at =
+            let index =
                 environment.iter().position(|(name, _)| name == "LOCKSTEP_ARTIFACTS").expect("an address");
-            typed = typed.replace("s3://weights/lockstep", &environment.remove(at).1);
+            typed = typed.replace("s3://weights/lockstep", &environment.remove(index).1);
         }
         let mut words: Vec<_> = typed.split_whitespace().skip(1).collect();
         let listen = format!("127.0.0.1{port}");
@@ -117,8 +117,8 @@ impl Serving {
             assert!(ended.is_none() && start.elapsed() < TIMEOUT, "{line}: {ended:?}: {}", read_log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        if let Some(at) = words.iter().position(|word| *word == "--public-url") {
-            let link = format!("sign in: {}/login?code=", words[at + 1]);
+        if let Some(index) = words.iter().position(|word| *word == "--public-url") {
+            let link = format!("sign in: {}/login?code=", words[index + 1]);
             assert!(read_log().contains(&link), "{line}: no {link}: {}", read_log());
         }
         let scheme = if line.contains("--tls") { "https" } else { "http" };

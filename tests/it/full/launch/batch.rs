@@ -75,18 +75,18 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
 
     let id = submit(&server, &endless("scancelled")).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
-    let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     slurm.run("scancel", &[&batch]);
     let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max();
-    assert!(kept.is_some_and(|kept| kept >= at), "a checkpoint was written: {kept:?}, {at}; {job:#}");
+    assert!(kept.is_some_and(|kept| kept >= step), "a checkpoint was written: {kept:?}, {step}; {job:#}");
     server.cli(&["cancel", &id]).ok();
     // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }
 
-/// Asserts that a job that is queued again, here and in Slurm, continues from its checkpoint, and cancels it.
+/// Asserts that a job that is queued again, here and in Slurm, passes its checkpoint's step `kept`, and cancels the job.
 async fn assert_continues_then_cancel(server: &Server, slurm: &Slurm, id: &str, batch: &str, kept: u64) {
     slurm.start_now(batch);
     let job = trains_past(server, id, 2, kept).await;
@@ -103,13 +103,13 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("requeued")).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=60"]);
-    let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // The signal that Slurm sends two minutes before the time limit.
     slurm.run("scancel", &["--batch", "--signal=USR1", &batch]);
     server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
-    assert!(kept >= at, "{kept} and {at}");
+    assert!(kept >= step, "{kept} and {step}");
     assert_continues_then_cancel(&server, &slurm, &id, &batch, kept).await;
     // Slurm's folder is in the server's folder.
     drop(slurm);
@@ -124,13 +124,13 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("time-limit")).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
-    let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // Later steps are slow, so other tests may train.
     server.permit = None;
     let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
-    assert!(kept >= at && kept == number(&job["step"]), "{kept} is the last step: {job:#}");
+    assert!(kept >= step && kept == number(&job["step"]), "{kept} is the last step: {job:#}");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let reason = attempts["attempts"][0]["reason"].to_string();
     assert!(reason.contains("was shut down"), "{reason}");
@@ -201,7 +201,7 @@ async fn a_sweep_is_an_array_with_a_task_for_each_job() {
     let output = done.ok();
     let tag = output.split_whitespace().find(|word| word.starts_with("sweep-")).expect("an id").to_owned();
     let jobs = server.get(&format!("/jobs?tag={tag}")).await["jobs"].as_array().expect("jobs").clone();
-    let mut found: Vec<_> = jobs
+    let mut settings: Vec<_> = jobs
         .iter()
         .map(|job| {
             assert_eq!(job["state"], "succeeded", "{job:#}");
@@ -209,14 +209,14 @@ async fn a_sweep_is_an_array_with_a_task_for_each_job() {
             (job["spec"]["name"].as_str().unwrap_or_default(), train["lr"].as_f64(), train["seed"].as_u64())
         })
         .collect();
-    found.sort_by_key(|(name, ..)| *name);
-    let wanted = [
+    settings.sort_by_key(|(name, ..)| *name);
+    let expected = [
         ("swept lr=0.05 seed=1", Some(0.05), Some(1)),
         ("swept lr=0.05 seed=2", Some(0.05), Some(2)),
         ("swept lr=0.1 seed=1", Some(0.1), Some(1)),
         ("swept lr=0.1 seed=2", Some(0.1), Some(2)),
     ];
-    assert_eq!(found, wanted);
+    assert_eq!(settings, expected);
     // With --at-once 1, each job starts after another has ended.
     let time = |job: &Value, key: &str| job[key].as_str().expect("a time").to_owned();
     let mut times: Vec<_> =

@@ -144,7 +144,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("paused", 2)).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
-    let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     let secret = cluster.objects("Secret").await.remove(0)["secret"]["bundle.json"].take();
     let bundle: Value = serde_json::from_str(secret.as_str().expect("a description")).expect("JSON");
     for node in bundle["nodes"].as_array().expect("agents") {
@@ -161,18 +161,18 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let job = cluster.objects("Job").await.remove(0);
     assert_eq!(job["metadata"]["annotations"]["somebody"], "else", "other clients' annotations are kept");
     assert_eq!(job["status"]["failed"], 0, "{job:#}");
-    let kept = newest(&server, &id).await;
-    assert!(kept >= at, "{kept} and {at}");
+    let kept = newest_step(&server, &id).await;
+    assert!(kept >= step, "{kept} and {step}");
     server.cli(&["resume", &id]).ok();
-    let at = number(&trains_past(&server, &id, 2, kept).await["step"]);
+    let step = number(&trains_past(&server, &id, 2, kept).await["step"]);
     // A Job that another client suspends stays suspended, with a checkpoint.
     cluster.act("suspend", json!({"suspend": true})).await;
     server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     // The agent uploads the checkpoint before it ends, as its disk is deleted with the pod.
     server
-        .until("the checkpoint is on the server", async |server: &Server| newest(server, &id).await >= at)
+        .until("the checkpoint is uploaded", async |server: &Server| newest_step(server, &id).await >= step)
         .await;
-    let kept = newest(&server, &id).await;
+    let kept = newest_step(&server, &id).await;
     following.wait_for_output(&server, ": suspended").await;
     cluster.act("suspend", json!({"suspend": false})).await;
     trains_past(&server, &id, 3, kept).await;
@@ -186,10 +186,10 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
 }
 
 /// The step of the newest checkpoint on the server.
-pub(super) async fn newest(server: &Server, id: &str) -> u64 {
-    let kept = server.checkpoints(id).await;
-    let here = kept.iter().filter(|one| !one["uploading_from"].is_string());
-    here.map(|one| number(&one["step"])).max().expect("a checkpoint")
+pub(super) async fn newest_step(server: &Server, id: &str) -> u64 {
+    let checkpoints = server.checkpoints(id).await;
+    let on_server = checkpoints.iter().filter(|one| !one["uploading_from"].is_string());
+    on_server.map(|one| number(&one["step"])).max().expect("a checkpoint")
 }
 
 #[tokio::test]

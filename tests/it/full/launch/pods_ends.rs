@@ -2,7 +2,7 @@
 
 use super::{
     batch::trains_past,
-    pods::{Following, endless, newest, of_kind},
+    pods::{Following, endless, newest_step, of_kind},
     server, submit, valid_agent_tokens,
 };
 use crate::{
@@ -25,11 +25,11 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("slow-upload", 1)).await;
-    // A file in place of the folder for uploads: the server cannot store them, as with a full disk.
+    // A file in place of the folder for uploads: the server cannot store uploads, as with a full disk.
     let uploads = server.job_dir(&id).join("uploads");
     fs::write(&uploads, "").expect("a file");
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
-    let at = number(&trains_past(&server, &id, 1, 60).await["step"]);
+    let step = number(&trains_past(&server, &id, 1, 60).await["step"]);
     let first = pods(&cluster).await;
     assert_eq!(first.len(), 1);
     server.cli(&["pause", &id]).ok();
@@ -38,14 +38,14 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     tokio::time::sleep(SEVERAL_POLLS).await;
     server.start_serve().await;
     assert_eq!(cluster.objects("Job").await[0]["spec"]["suspend"], false, "{}", following.output());
-    // A job that is resumed meanwhile continues in the same pod.
+    // A job that is resumed during the upload continues in the same pod.
     server.cli(&["resume", &id]).ok();
-    trains_past(&server, &id, 2, at).await;
+    trains_past(&server, &id, 2, step).await;
     assert_eq!(pods(&cluster).await, first);
     server.cli(&["pause", &id]).ok();
     fs::remove_file(&uploads).expect("the file");
     cluster.until("the Job is suspended", |all| of_kind(all, "Job")[0]["spec"]["suspend"] == true).await;
-    assert!(newest(&server, &id).await >= at, "the checkpoint is on the server before the pod ends");
+    assert!(newest_step(&server, &id).await >= step, "the checkpoint is on the server before the pod ends");
     server.cli(&["cancel", &id]).ok();
     cluster.until("all objects are gone", |all| all.is_empty()).await;
     following.end();

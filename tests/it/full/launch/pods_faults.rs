@@ -32,14 +32,14 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
     server
         .until("the API server responds", async |_: &Server| times(up) >= 2 && times(up) == times(down))
         .await;
-    // Without changes, the launch starts a new watch whenever one ends.
+    // While no object changes, the launch starts a new watch whenever a watch ends.
     let watches = async || {
         let all = cluster.act("objects", json!({})).await;
         all["watches"].as_array().expect("times").iter().filter_map(Value::as_f64).collect::<Vec<_>>()
     };
     let first = watches().await.len();
     server.until("Jobs are watched six times", async |_: &Server| watches().await.len() >= first + 6).await;
-    let mut gaps: Vec<_> = watches().await[first..].windows(2).map(|two| two[1] - two[0]).collect();
+    let mut gaps: Vec<_> = watches().await[first..].windows(2).map(|pair| pair[1] - pair[0]).collect();
     gaps.sort_by(f64::total_cmp);
     assert!(gaps[gaps.len() - 2] < WATCH_SECS + 4.0, "the pauses between watches do not grow: {gaps:?}");
     let before = times(down);
@@ -47,12 +47,12 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
     server.until("the API server is down", async |_: &Server| times(down) > before).await;
     server.until("the API server responds again", async |_: &Server| times(up) == times(down)).await;
     // A pod is evicted for lack of memory: another pod continues, and the Job counts no failure.
-    let at = number(&trains_past(&server, &id, 1, 0).await["attempt"]);
+    let attempt = number(&trains_past(&server, &id, 1, 0).await["attempt"]);
     cluster.act("evict", json!({})).await;
     following
         .wait_for_output(&server, "was evicted from its node: The node was low on resource: memory.")
         .await;
-    trains_past(&server, &id, at + 1, 0).await;
+    trains_past(&server, &id, attempt + 1, 0).await;
     let attempt = number(&server.job(&id).await["attempt"]);
     cluster.act("oom", json!({})).await;
     following.wait_for_output(&server, "was killed because its memory was used up (OOMKilled)").await;
@@ -185,14 +185,14 @@ async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
     server.stop().await;
 }
 
-/// Nobody reports the end of such a pod to Kubernetes, unlike that of an evicted pod.
+/// Nothing reports the end of a dead node's pod to Kubernetes, unlike the end of an evicted pod.
 #[tokio::test]
 async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("node-died", 2)).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
-    let at = number(&trains_past(&server, &id, 1, 60).await["step"]);
+    let step = number(&trains_past(&server, &id, 1, 60).await["step"]);
     let names = async || {
         let pods = cluster.objects("Pod").await;
         pods.iter().map(|pod| pod["metadata"]["name"].to_string()).collect::<BTreeSet<_>>()
@@ -214,7 +214,7 @@ async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
         .await;
     assert_eq!(names().await, first, "no pod replaces the lost pod");
     cluster.act("out-of-service", json!({"node": "node-1"})).await;
-    let job = trains_past(&server, &id, 2, at).await;
+    let job = trains_past(&server, &id, 2, step).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     let all = server.get(&attempts).await;
     assert!(all["attempts"][1]["checkpoint"].is_string(), "the job continues from a checkpoint: {all:#}");

@@ -170,6 +170,20 @@ function fillRecipe(name) {
   showReplaced();
 }
 
+/** The recipe finetune needs weights: an empty field is shown as a mistake at once. */
+const weights = fields.find((f) => f.name === "model.pretrained");
+function chooseRecipe(name) {
+  fillRecipe(name);
+  touched.add(weights);
+}
+
+// Without a response, the reader types the weights.
+weights.addEventListener("focus", async () => {
+  const { models } = await ask("/api/v1/models?fields=name,aliases,newest").catch(() => ({ models: [] }));
+  const versions = ({ aliases, newest }) => (Object.keys(aliases).length ? Object.keys(aliases).map((alias) => `@${alias}`) : [`/${newest.version}`]);
+  weights.list.replaceChildren(...models.flatMap((model) => versions(model).map((version) => new Option(`models:/${model.name}${version}`))));
+}, { once: true });
+
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
 function showReplaced() {
   const isDefault = (field, value) => value === untouchedValue(field, "") && !DATASET_DEFAULTS.includes(field.name);
@@ -248,7 +262,7 @@ function showPlan(response) {
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${!trials ? "in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each"}`);
-  if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
+  if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effectiveValue(field, filled.value)) parts.push(`measured by ${split}`);
@@ -290,7 +304,7 @@ async function check() {
 
 // --- actions of the reader --------------------------------------------------------------------------
 
-form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); else forgetReplaced(event.target); unmarkPresets(); checkSoon(); });
+form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") chooseRecipe(event.target.value); else forgetReplaced(event.target); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
 const findInput = byId("find-setting");

@@ -2,13 +2,14 @@
 
 import { Problem, ask, byId, make, errorText, text } from "../page.js";
 import { accuracyOf, percent, plural } from "../numbers.js";
+import { read } from "../address.js";
 
 /** Number of most probable classes that are listed for a picture. */
 const MAX_CLASSES = 5;
 
 export class Classify {
-  /** Id of the checkpoint that the reader has chosen. Until then, the best checkpoint is selected. */
-  #chosen = null;
+  /** Id of the checkpoint that the reader has chosen, here or with a link. Until then, the best checkpoint is selected. */
+  #chosen = read("checkpoint");
   /** Id of the checkpoint whose predictions are shown or being requested. */
   #shown = null;
   /** The pictures of each request whose predictions are shown or expected. A change of the checkpoint replaces the list. */

@@ -11,6 +11,12 @@ const literal = (words) => { try { return JSON.parse(words); } catch { return wo
 const words = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 const number = (id) => { const given = byId(id).value.trim(); return given ? literal(given) : undefined; };
 
+/** Returns the key of a setting, which may be written as the label of its field: `Learning rate`. */
+function keyOf(words) {
+  const fields = [...document.querySelectorAll("#job-form [data-kind]")];
+  return fields.find((field) => field.labels[0].textContent.trim().toLowerCase() === words.toLowerCase())?.name ?? words;
+}
+
 /** Parses the values of a key: `0.1, 0.05`, or a range: `0.001 to 0.1 log`. */
 function parameter(given) {
   const range = /^(\S+)\s+to\s+(\S+)(\s+log)?$/.exec(given);
@@ -31,7 +37,7 @@ const line = ([key, { values, min, max, distribution }]) => `${key} = ${values ?
 export function section() {
   const lines = byId("sweep-parameters").value.split("\n").map((text) => text.trim()).filter(Boolean);
   if (!lines.length) return null;
-  const parameters = Object.fromEntries(lines.map((text) => { const [key, ...rest] = text.split("="); return [key.trim(), parameter(rest.join("=").trim())]; }));
+  const parameters = Object.fromEntries(lines.map((text) => { const [key, ...rest] = text.split("="); return [keyOf(key.trim()), parameter(rest.join("=").trim())]; }));
   const { metric, ...others } = keysWithoutField, name = byId("sweep-metric").value;
   const given = { method: byId("sweep-method").value, ...(metric || name !== DEFAULT_METRIC ? { metric: { ...metric, name } } : {}), max_trials: number("sweep-trials"), max_concurrent: number("sweep-concurrent"), ...others, parameters };
   return Object.fromEntries(Object.entries(given).filter(([, value]) => value !== undefined));

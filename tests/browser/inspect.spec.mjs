@@ -124,6 +124,9 @@ describe("a model", () => {
     await page.waitForURL(`${server.url}/models/clothes`);
     const words = await version(1).innerText();
     for (const part of ["1-40 of looked at", " of 187 pictures", "fashion-mnist", "the first try"]) assert.ok(words.includes(part), `${part} in ${words}`);
+    assert.equal(await version(1).getByRole("link", { name: "1-40 of looked at" }).getAttribute("href"), `/jobs/${job.id}?checkpoint=${job.id}-1-40`);
+    const weights = await version(1).getByRole("link", { name: "Download the weights of version 1" }).getAttribute("href");
+    assert.ok((await page.request.get(`${server.url}${weights}`)).ok());
     // The form suggests the alias champion.
     const setAlias = page.locator("#alias").getByRole("button", { name: "Set", exact: true }), alias = (n) => version(n).locator(".tag");
     await setAlias.click();
@@ -133,6 +136,9 @@ describe("a model", () => {
     await page.getByLabel("Version", { exact: true }).selectOption("2");
     await setAlias.click();
     await until("the alias has moved to version 2", async () => (await alias(2).allTextContents()).join() === "champion" && (await alias(1).count()) === 0);
+    await page.goto(`${server.url}/jobs/new`);
+    await page.getByLabel("Pretrained weights", { exact: true }).focus();
+    await until("the form suggests the model", async () => (await page.locator("#weights option").allTextContents()).join() === "models:/clothes@champion");
     await page.goto(`${server.url}/models`);
     assert.match(await page.locator("tr[data-model=clothes]").innerText(), /^clothes\s+champion → 2\s+2\s.* of 187 pictures\s+looked at/);
     await page.getByRole("link", { name: "clothes", exact: true }).click();

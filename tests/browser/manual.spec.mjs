@@ -49,6 +49,8 @@ describe("a job as text", () => {
     await recipe.selectOption("finetune");
     await until("the form names the changed settings", async () => /Image size \(was 8\)/.test(await page.locator("#replaced").textContent()));
     assert.match(await words.inputValue(), /^validation = 0\.02$/m, "a recipe keeps the validation pictures");
+    assert.match(await recipe.locator("option:checked").textContent(), /^finetune: your own pictures from trained weights/);
+    await until("the form asks for the weights", async () => /models:\/NAME@ALIAS/.test(await page.locator("#f-model-pretrained-error").textContent()));
     await recipe.selectOption("cifar-fast");
     await recipe.selectOption("");
     await until("the settings return", async () => (await words.inputValue()) === cloned);

@@ -99,6 +99,8 @@ mod tests {
             "3-90",
             "0123456789ab<",
             "lockstep 0.1.0",
+            "?tab=classify&amp;checkpoint=j1-3-90\"",
+            "href=\"/api/v1/checkpoints/j1-3-90/model.safetensors\" download",
             "data-unset=\"champion\"",
             "id=\"alias\"",
         ] {

@@ -202,10 +202,23 @@ impl FieldView {
         if self.value == self.default && !self.is_of_recipe { "" } else { &self.value }
     }
 
-    /// Returns each choice, and whether it is selected.
-    fn options(&self) -> Vec<(&'static str, bool)> {
+    /// Returns each choice, its text, and whether it is selected.
+    fn options(&self) -> Vec<(&'static str, String, bool)> {
         let options: &[&str] = if let Kind::Choice(options) = self.field.kind { options } else { &[] };
-        options.iter().map(|o| (*o, *o == self.value)).collect()
+        let text = |option: &str| match option.parse::<Recipe>() {
+            Ok(recipe) if self.is_recipe() => format!("{option}: {}", recipe.about()),
+            _ if option.is_empty() => "none".to_owned(),
+            _ => option.to_owned(),
+        };
+        options.iter().map(|&option| (option, text(option), option == self.value)).collect()
+    }
+
+    fn is_recipe(&self) -> bool {
+        self.field.key == "train.recipe"
+    }
+
+    fn is_weights(&self) -> bool {
+        self.field.key == "model.pretrained"
     }
 
     fn is_switch(&self) -> bool {

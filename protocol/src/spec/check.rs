@@ -238,8 +238,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
         mistake(
             "/model/pretrained",
-            "recipe \"finetune\" continues from trained weights: give a safetensors file with torchvision's names, or a \
-             checkpoint's id"
+            "recipe \"finetune\" continues from trained weights: give a version of a model (models:/NAME@ALIAS), a \
+             checkpoint's id, a safetensors file with torchvision's names, or \"resnet18\" after `lockstep weights get \
+             resnet18`"
                 .into(),
         );
     }

@@ -38,6 +38,8 @@ pub enum Recipe {
 
 /// The settings of a recipe.
 struct Settings {
+    /// What the recipe is for, in a line.
+    about: &'static str,
     /// The learning rate, and the pictures of a step to which it applies. A job's learning rate is scaled in proportion.
     lr: (f64, f64),
     /// All other keys.
@@ -71,6 +73,7 @@ impl Recipe {
     fn settings(self) -> Settings {
         match self {
             Recipe::Imagenet => Settings {
+                about: "torchvision's first recipe for ImageNet: 90 epochs at 224 pixels",
                 lr: (0.1, 256.0),
                 keys: json!({
                     "data": {
@@ -84,6 +87,7 @@ impl Recipe {
                 }),
             },
             Recipe::Imagenet2021 => Settings {
+                about: "torchvision's second recipe for ImageNet: 600 epochs, strong augmentation",
                 lr: (0.5, 1024.0),
                 keys: json!({
                     "data": {
@@ -101,6 +105,7 @@ impl Recipe {
                 }),
             },
             Recipe::Fast => Settings {
+                about: "ImageNet in 16 epochs, as FFCV trains ResNet-50",
                 // 512 pictures on each of 8 GPUs.
                 lr: (1.7, 4096.0),
                 keys: json!({
@@ -120,6 +125,7 @@ impl Recipe {
                 }),
             },
             Recipe::Cifar => Settings {
+                about: "CIFAR-10 as in He et al. 2015: 164 epochs",
                 lr: (0.1, 128.0),
                 keys: json!({
                     "data": {"crop_padding": 4, "horizontal_flip": true},
@@ -130,6 +136,7 @@ impl Recipe {
                 }),
             },
             Recipe::Cifar94 => Settings {
+                about: "CIFAR-10 to 94 % in eight epochs, with the network cifarnet",
                 lr: (0.24, 2000.0),
                 keys: json!({
                     "data": {
@@ -149,6 +156,7 @@ impl Recipe {
                 }),
             },
             Recipe::CifarFast => Settings {
+                about: "CIFAR-10 with ResNet-18 in eight epochs",
                 lr: (0.1, 1024.0),
                 keys: json!({
                     "data": {
@@ -162,6 +170,7 @@ impl Recipe {
                 }),
             },
             Recipe::Finetune => Settings {
+                about: "your own pictures from trained weights: 10 epochs at 224 pixels",
                 lr: (0.01, 256.0),
                 keys: json!({
                     "data": {
@@ -226,6 +235,11 @@ impl Recipe {
     /// The learning rate, and the number of pictures in a step to which it applies.
     pub fn reference_lr(self) -> (f64, f64) {
         self.settings().lr
+    }
+
+    /// What the recipe is for, in a line.
+    pub fn about(self) -> &'static str {
+        self.settings().about
     }
 
     /// The recipe's learning rate, scaled to the number of pictures in a step of the job.

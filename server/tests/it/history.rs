@@ -345,6 +345,9 @@ async fn speed_counts_pictures_per_second_and_is_streamed() {
             "{plan}"
         );
         assert!(secs.is_none() || plan["estimate"]["job"] == id, "{plan}");
+        spec["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1, 0.05]}}});
+        let (_, sweep) = server.post("/jobs/validate", &spec).await;
+        assert_eq!((&sweep["trials"], &sweep["estimate"]), (&json!(2), &plan["estimate"]), "of the first trial");
     }
     server.stop().await;
 }

@@ -78,6 +78,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 "fills in settings that belong together; its learning rate is scaled to the batch size",
             ),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
+            field(
+                "model.pretrained",
+                "Pretrained weights",
+                Kind::Text,
+                "models:/name@alias, a checkpoint's id or a safetensors file; empty: random weights",
+            ),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
             field(
                 "data.image_size",
@@ -100,7 +106,6 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
     (
         "Network",
         &[
-            more("model.pretrained", "Pretrained weights", Kind::Text, "safetensors path or checkpoint id"),
             more("model.stem", "Stem", Kind::Choice(&["auto", "imagenet", "cifar"]), "auto: by image size"),
             more("model.zero_init_residual", "Residual blocks start as identity", Kind::Switch, ""),
             more("model.freeze_norm", "Freeze batch norms", Kind::Switch, ""),

@@ -103,7 +103,11 @@ pub(crate) async fn validate(
     if let Some((section, job)) = split_sweep(&document) {
         // Only the first trial is checked completely. A submission checks all trials.
         let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, launched).await?;
-        return Ok(Json(checked.report(section, &job)?));
+        let estimate = match checked.trials.first() {
+            Some(first) => estimate(&scheduler, &caller, first).await?,
+            None => None,
+        };
+        return Ok(Json(CheckReport { estimate, ..checked.report(section, &job)? }));
     }
     let checked = check(&scheduler, &caller, &document, Start::FirstStep { launched }).await?;
     let estimate = estimate(&scheduler, &caller, &checked).await?;

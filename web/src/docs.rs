@@ -52,16 +52,6 @@ impl DocsPage {
         }
     }
 
-    /// Creates a page with the list of all pages.
-    pub fn index(pages: &[DocsEntry], user: CurrentUser) -> Self {
-        let mut source = String::from("# Documentation\n");
-        for (folder, pages) in folders(pages) {
-            source += &format!("\n## {folder}\n\n");
-            pages.iter().for_each(|page| source += &format!("- [{}]({}.md)\n", page.title, page.path));
-        }
-        Self::new("", &source, pages, user)
-    }
-
     /// Creates a page with search results: a link to the section of each passage, and the passage's text.
     pub fn search_results(query: &str, found: &[DocsResult], pages: &[DocsEntry], user: CurrentUser) -> Self {
         // Excerpts and headings are plain text, so characters of Markdown are left out.
@@ -115,8 +105,7 @@ mod tests {
         assert!(!html.contains("<script>x") && html.contains("&lt;script&gt;x"), "{html}");
         assert!(html.contains("<title>A team &#38; its server"), "{html}");
         assert!(html.contains(r#"<a href="/docs/team" aria-current="page">"#), "{html}");
-        let index = DocsPage::index(&pages, CurrentUser::NOBODY).render().expect("renders");
-        assert!(index.contains(r#"<li><a href="/docs/reference/rest">REST</a></li>"#), "{index}");
+        assert!(html.contains(r#"<li><a href="/docs/reference/rest">REST</a></li>"#), "{html}");
         let passage = Passage {
             heading: "[train]".into(),
             anchor: "train".into(),

@@ -20,8 +20,6 @@ use std::cmp::Reverse;
 #[derive(RustEmbed)]
 #[folder = "../docs"]
 #[include = "*.md"]
-// A list of pages for readers of the source tree, which `/docs` does not need.
-#[exclude = "README.md"]
 #[exclude = "decisions/*"]
 struct Docs;
 
@@ -30,9 +28,12 @@ fn source(path: &str) -> Option<String> {
     Docs::get(&format!("{path}.md")).and_then(|file| String::from_utf8(file.data.into_owned()).ok())
 }
 
-/// All pages by title, with "Getting started" first.
+/// The page `/docs`: a table with a line about each guide.
+const START: &str = "README";
+
+/// All pages but [`START`] by title, with "Getting started" first.
 fn entries() -> Vec<DocsEntry> {
-    let pages = Docs::iter().filter_map(|file| {
+    let pages = Docs::iter().filter(|file| file.strip_suffix(".md") != Some(START)).filter_map(|file| {
         let path = file.strip_suffix(".md")?.to_owned();
         let title = title(&source(&path)?);
         Some(DocsEntry { path, title })
@@ -105,8 +106,9 @@ fn search(query: &str) -> Vec<DocsResult> {
         let is_in_title = count_words(&page.title.to_lowercase()) > 0;
         let rank = (
             is_in_title,
-            is_definition,
             is_definition && is_guide,
+            is_below_heading && is_guide,
+            is_definition,
             is_below_heading,
             is_key,
             is_guide,
@@ -150,7 +152,7 @@ pub(crate) async fn index(
 ) -> Page {
     let (pages, user) = (entries(), caller.current_user());
     let page = match q.trim() {
-        "" => DocsPage::index(&pages, user),
+        "" => DocsPage::new("", &source(START).unwrap_or_default(), &pages, user),
         query => DocsPage::search_results(query, &search(query), &pages, user),
     };
     html(page.render())
@@ -185,6 +187,13 @@ mod tests {
         };
         assert!(found.iter().all(is_from_the_body), "{found:?}");
         assert!(paths("no-page-has-this-word").is_empty());
+        for (word, heading) in
+            [("predict", "in-the-browser-from-pictures-to-a-prediction"), ("overfit", "your-own-pictures")]
+        {
+            let found = search(word);
+            let guide = found.iter().take(2).find(|found| found.page.path == "getting-started");
+            assert_eq!(guide.map(|found| &*found.passage.anchor), Some(heading), "{word}: {found:?}");
+        }
         let found = search("learning rate");
         let first: Vec<_> =
             found.iter().take(2).map(|found| (&*found.page.path, &*found.passage.anchor)).collect();

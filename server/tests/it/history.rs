@@ -347,7 +347,11 @@ async fn speed_counts_pictures_per_second_and_is_streamed() {
         assert!(secs.is_none() || plan["estimate"]["job"] == id, "{plan}");
         spec["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1, 0.05]}}});
         let (_, sweep) = server.post("/jobs/validate", &spec).await;
-        assert_eq!((&sweep["trials"], &sweep["estimate"]), (&json!(2), &plan["estimate"]), "of the first trial");
+        assert_eq!(
+            (&sweep["trials"], &sweep["estimate"]),
+            (&json!(2), &plan["estimate"]),
+            "of the first trial"
+        );
     }
     server.stop().await;
 }

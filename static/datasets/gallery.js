@@ -7,8 +7,8 @@ import { figure } from "../job/pictures.js";
 
 /** Number of pictures per request without augmentation. */
 const PICTURES_PER_REQUEST = 48;
-/** Number of pictures that are shown before the reader asks for more. */
-const PREVIEW_PICTURES = 8;
+/** Number of pictures that are shown before the reader asks for more, and number of pictures from which they are chosen. */
+const PREVIEW_PICTURES = 8, PREVIEW_CHOICES = 32;
 /** Number of pictures whose augmented versions are shown at a time, and number of versions of each picture. */
 const AUGMENTED_PICTURES = 8, VERSIONS = 5;
 
@@ -49,12 +49,14 @@ export class Gallery {
     if (read("pictures") === name) element("open").open = true;
   }
 
-  /** Shows a few pictures of the training split. */
+  /** Shows a few pictures of the training split, if possible of all classes: the first picture of each class, then the second, and so on. */
   async #showPreview() {
-    const { element } = this, query = new URLSearchParams({ limit: PREVIEW_PICTURES, split: element("split").value, shuffle: this.#seed });
+    const { element } = this, query = new URLSearchParams({ limit: PREVIEW_CHOICES, split: element("split").value, shuffle: this.#seed });
     try {
       const { samples, classes } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
-      element("first").append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, [[classes[s.label]]])));
+      const numberInClass = new Map(samples.map((s, i) => [s, samples.slice(0, i).filter(({ label }) => label === s.label).length]));
+      const shown = samples.sort((a, b) => numberInClass.get(a) - numberInClass.get(b)).slice(0, PREVIEW_PICTURES);
+      element("first").append(...shown.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, [[classes[s.label]]])));
     } catch { element("first").hidden = true; /* The section Pictures shows the error. */ }
   }
 

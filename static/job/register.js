@@ -1,6 +1,6 @@
 // Registers a checkpoint as a version of a model.
 
-import { ask, byId, errorTexts, text } from "../page.js";
+import { ask, byId, errorText, text } from "../page.js";
 
 export function register(checkpoint) {
   const error = byId("register-error");
@@ -14,7 +14,7 @@ export function register(checkpoint) {
     try {
       const { model } = await ask("/api/v1/models", { method: "POST", body });
       location.href = `/models/${encodeURIComponent(model)}`;
-    } catch (e) { text(error, errorTexts(e)); }
+    } catch (e) { text(error, errorText(e)); }
   };
   byId("register-dialog").showModal();
 }

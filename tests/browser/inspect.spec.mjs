@@ -117,7 +117,7 @@ describe("a model", () => {
     assert.equal(await dialog.getByRole("heading").textContent(), "Register checkpoint 1-40");
     await dialog.getByLabel("Model", { exact: true }).fill("two words");
     await dialog.getByRole("button", { name: "Register", exact: true }).click();
-    await until("the mistake in the name is shown", async () => /^name: /.test(await page.locator("#register-error").textContent()));
+    await until("the mistake in the name is shown", async () => /^must have 1 to 100 characters/.test(await dialog.locator(".field", { hasText: "Model" }).locator(".error").textContent()));
     await dialog.getByLabel("Model", { exact: true }).fill("clothes");
     await dialog.getByLabel("Description", { exact: true }).fill("the first try");
     await dialog.getByRole("button", { name: "Register", exact: true }).click();
@@ -171,8 +171,10 @@ describe("data", () => {
   test("is shown by split and class, and with a job's augmentation", async () => {
     const page = await browser.page(server, "/datasets");
     const { info } = await server.ask("/datasets/fashion-mnist"), card = page.locator("[data-dataset=fashion-mnist]");
-    await card.getByText("Classes", { exact: true }).click();
     const train = info.splits.find((s) => s.name === "train"), row = card.locator("tr", { hasText: "Sandal" });
+    const preview = card.locator("[data-g=first] figcaption");
+    await until("eight pictures of eight classes are shown", async () => new Set(await preview.allTextContents()).size === 8);
+    assert.ok(await row.isVisible(), "a short list of classes is open");
     assert.ok((await row.textContent()).includes(train.per_class[info.classes.indexOf("Sandal")].toLocaleString("en")), "pictures of each class are counted");
     assert.match(await card.textContent(), new RegExp(info.mean[0].toFixed(3)), "the mean is shown");
     await page.getByText("Pictures", { exact: true }).click();

@@ -31,8 +31,6 @@ pub struct DatasetsPage {
     pub may_add: bool,
     /// Content of the form. Empty unless it has a mistake.
     pub form: DatasetForm,
-    /// This server's URL in the browser. Commands on the page contain it.
-    pub server_url: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
@@ -61,6 +59,8 @@ struct DatasetCard<'a> {
 impl<'a> DatasetCard<'a> {
     /// Maximum number of classes that are listed (ImageNet has a thousand). Further classes are only counted.
     const CLASSES_SHOWN: usize = 100;
+    /// Maximum number of classes whose list is open at first.
+    const FEW_CLASSES: usize = 12;
 
     fn new(dataset: &'a Dataset) -> Self {
         let info = &dataset.info;
@@ -98,6 +98,10 @@ impl<'a> DatasetCard<'a> {
                 n => format!("{} cannot be read", plural(n, "file")),
             },
         }
+    }
+
+    fn has_few_classes(&self) -> bool {
+        self.dataset.info.classes.len() <= Self::FEW_CLASSES
     }
 
     fn splits(&self) -> Vec<(&'a str, String)> {

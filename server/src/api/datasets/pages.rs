@@ -6,10 +6,7 @@ use super::{
     register, visible_datasets,
 };
 use crate::{
-    api::{
-        html::{Page, html},
-        server_url::ServerUrl,
-    },
+    api::html::{Page, html},
     auth::{Auth, access::Caller},
     datasets::Datasets,
     http::{
@@ -32,16 +29,14 @@ pub(crate) async fn datasets(
     State(datasets): State<Arc<Datasets>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
-    ServerUrl(server_url): ServerUrl,
 ) -> Page {
-    datasets_page(&datasets, &auth, &caller, server_url, views::DatasetForm::default()).await
+    datasets_page(&datasets, &auth, &caller, views::DatasetForm::default()).await
 }
 
 async fn datasets_page(
     datasets: &Datasets,
     auth: &Auth,
     caller: &Caller,
-    server_url: String,
     form: views::DatasetForm,
 ) -> Page {
     let visible = visible_datasets(&*datasets.store, caller).await?;
@@ -54,7 +49,6 @@ async fn datasets_page(
         changeable,
         may_add: datasets.roots.may_name(caller),
         form,
-        server_url,
         user: caller.current_user(),
     };
     html(page.render())
@@ -65,7 +59,6 @@ pub(crate) async fn add_dataset(
     State(datasets): State<Arc<Datasets>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
-    ServerUrl(server_url): ServerUrl,
     Form(new): Form<NewDataset>,
 ) -> Page {
     let (name, path) = (new.name.clone(), new.path.clone());
@@ -93,5 +86,5 @@ pub(crate) async fn add_dataset(
         }
         Err(other) => return Err(PageError(other)),
     };
-    Ok((status, datasets_page(&datasets, &auth, &caller, server_url, form).await?).into_response())
+    Ok((status, datasets_page(&datasets, &auth, &caller, form).await?).into_response())
 }

@@ -33,12 +33,7 @@ pub(crate) async fn datasets(
     datasets_page(&datasets, &auth, &caller, views::DatasetForm::default()).await
 }
 
-async fn datasets_page(
-    datasets: &Datasets,
-    auth: &Auth,
-    caller: &Caller,
-    form: views::DatasetForm,
-) -> Page {
+async fn datasets_page(datasets: &Datasets, auth: &Auth, caller: &Caller, form: views::DatasetForm) -> Page {
     let visible = visible_datasets(&*datasets.store, caller).await?;
     let may_submit = caller.may(Scope::Submit);
     let may_change = |dataset: &&Dataset| may_submit && auth.may_change(caller, dataset.owner.as_deref());

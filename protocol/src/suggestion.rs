@@ -2,7 +2,7 @@
 //! new job begins with it.
 
 use crate::{
-    dataset::{DatasetInfo, default_validation, held_out_share, too_few_classes},
+    dataset::{BrokenFile, DatasetInfo, default_validation, held_out_share, too_few_classes},
     numbers::plural,
     spec::{JobSpec, Validation, from_toml},
 };
@@ -72,8 +72,17 @@ impl Suggestion {
     fn for_effort(info: &DatasetInfo, effort: &Effort) -> Result<Self, String> {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples < 2 {
+            let advice = match info.broken.first() {
+                Some(BrokenFile { file, detail }) => {
+                    format!(
+                        "{} cannot be used, the first: {file} {detail}",
+                        plural(info.broken_count, "file")
+                    )
+                }
+                None => "put the pictures of each class into train/<class>/ or <class>/".into(),
+            };
             return Err(format!(
-                "has {} to train on, and at least 2 are needed: put the pictures of each class into train/<class>/ or <class>/",
+                "has {} to train on, and at least 2 are needed: {advice}",
                 plural(samples, "picture")
             ));
         }
@@ -329,6 +338,11 @@ mod tests {
     fn datasets_without_pictures_or_classes_are_refused() {
         assert!(Suggestion::of(&info(28, &[("train", 1)])).unwrap_err().contains("1 picture to"));
         assert!(Suggestion::of(&info(28, &[("test", 100)])).unwrap_err().contains("0 pictures"));
+        let mut unusable = info(0, &[]);
+        unusable.broken = vec![BrokenFile { file: "a/1.heic".into(), detail: "is a heic file".into() }];
+        unusable.broken_count = 2;
+        let message = Suggestion::of(&unusable).unwrap_err();
+        assert!(message.ends_with("2 files cannot be used, the first: a/1.heic is a heic file"), "{message}");
         let mut one = info(28, &[("train", 100)]);
         one.classes.truncate(1);
         assert!(Suggestion::of(&one).unwrap_err().contains("one class"));

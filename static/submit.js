@@ -246,7 +246,8 @@ function showPlan(response) {
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
-  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${!trials ? "steps in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each"}`);
+  const ofSteps = !trials ? "steps in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each";
+  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");

@@ -254,7 +254,10 @@ impl Catalog {
                 list_names(&empty)
             )
         } else if let Some(dataset) = parent.and_then(image_folder::dataset_of_class) {
-            format!("; this folder is one class of {0}: give {0}", dataset.display())
+            format!(
+                "; if this folder is one class of {0}, give {0}; otherwise move the pictures to train/<class>/",
+                dataset.display()
+            )
         } else if !classes.is_empty() {
             let hold = if classes.len() == 1 { "holds" } else { "hold" };
             format!(

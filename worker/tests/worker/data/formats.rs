@@ -268,7 +268,10 @@ fn errors_for_folders_without_a_dataset_give_advice() {
     for split in ["", "train"] {
         write_folder(&pets, split, &["cat", "dog"], 2, &[28]);
         let message = inspect(&pets.join(split).join("cat")).expect_err("one class").to_string();
-        assert_contains(&message, &[&format!("this folder is one class of {0}: give {0}", pets.display())]);
+        assert_contains(
+            &message,
+            &[&format!("if this folder is one class of {0}, give {0}", pets.display())],
+        );
     }
     // A class without files.
     let few = dir.path().join("few");

@@ -249,11 +249,10 @@ function showSwept(swept) {
 }
 
 function showPlan(response) {
-  const { samples, steps_per_epoch, total_steps, global_batch_size, estimate } = response ?? {};
+  const { samples, is_expected: isExpected, steps_per_epoch, total_steps, global_batch_size, estimate } = response ?? {};
   const parts = [];
   const { data } = response?.spec ?? {};
-  // A fraction holds out each picture independently, so the numbers of pictures and steps are only expected.
-  const about = typeof data?.validation === "number" && !data.folds ? "about " : "";
+  const about = isExpected ? "about " : "";
   const trials = response?.trials && plural(response.trials, "trial"), swept = sweptKeys();
   if (trials) parts.push(trials);
   showSwept(swept);
@@ -261,7 +260,8 @@ function showPlan(response) {
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
-  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${!trials ? "in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each"}`);
+  const ofSteps = !trials ? "steps in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each";
+  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");

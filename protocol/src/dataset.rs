@@ -3,6 +3,7 @@
 use crate::{
     limits::{BROKEN_FILE_CHARS, CLASS_NAME_BYTES, CLASS_NAMES_BYTES},
     numbers::plural,
+    spec::Validation,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -32,6 +33,9 @@ pub struct DatasetInfo {
     /// Files that could not be read, with the reasons; at most 100 are listed.
     pub broken: Vec<BrokenFile>,
     pub broken_count: u64,
+    /// The suggested division of the training split, if no split validates jobs. Absent for CIFAR and IDX files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_out: Option<HeldOut>,
     /// Splits that are left out because their samples have no labels, such as a test split with secret labels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unlabelled: Vec<String>,
@@ -45,6 +49,16 @@ pub struct DatasetInfo {
 }
 
 impl DatasetInfo {
+    /// Number of pictures that a job with this validation holds out, if an inspection has counted them. `None` also if there are broken
+    /// files, because the job may find fewer or more of them.
+    pub fn count_held_out(&self, validation: &Validation, validation_seed: u64) -> Option<u64> {
+        let held_out = self.held_out.as_ref().filter(|_| self.broken_count == 0)?;
+        let train = self.splits.iter().find(|split| split.name == "train")?;
+        let is_counted = *validation == Validation::Fraction(held_out_share(train.samples))
+            && validation_seed == held_out.validation_seed;
+        is_counted.then(|| held_out.per_class.iter().sum())
+    }
+
     /// Describes a part that is too long to be stored and shown; `None` if every part is short enough.
     pub fn too_long(&self) -> Option<String> {
         let long = |file: &BrokenFile| {
@@ -130,6 +144,15 @@ pub struct SplitInfo {
     pub name: String,
     pub samples: u64,
     /// Number of samples of each class, in the order of `classes`.
+    pub per_class: Vec<u64>,
+}
+
+/// The pictures that are held out of the training split with the fraction of [`held_out_share`] and this seed, which of the
+/// seeds 0 to 99 covers the classes most evenly.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct HeldOut {
+    pub validation_seed: u64,
+    /// Number of held-out pictures of each class, in the order of `classes`.
     pub per_class: Vec<u64>,
 }
 

@@ -2,9 +2,9 @@
 //! new job begins with it.
 
 use crate::{
-    dataset::{DatasetInfo, default_validation, held_out_share, too_few_classes},
+    dataset::{BrokenFile, DatasetInfo, default_validation, held_out_share, too_few_classes},
     numbers::plural,
-    spec::{JobSpec, from_toml},
+    spec::{JobSpec, Validation, from_toml},
 };
 
 /// Keys of a job file, with a comment that explains them.
@@ -72,8 +72,17 @@ impl Suggestion {
     fn for_effort(info: &DatasetInfo, effort: &Effort) -> Result<Self, String> {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples < 2 {
+            let advice = match info.broken.first() {
+                Some(BrokenFile { file, detail }) => {
+                    format!(
+                        "{} cannot be used, the first: {file} {detail}",
+                        plural(info.broken_count, "file")
+                    )
+                }
+                None => "put the pictures of each class into train/<class>/ or <class>/".into(),
+            };
             return Err(format!(
-                "has {} to train on, and at least 2 are needed: put the pictures of each class into train/<class>/ or <class>/",
+                "has {} to train on, and at least 2 are needed: {advice}",
                 plural(samples, "picture")
             ));
         }
@@ -84,7 +93,8 @@ impl Suggestion {
         let own_side = (info.height == info.width && info.height > 0).then_some(info.height);
         let side = own_side.filter(|side| *side < effort.side);
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
-        let (validation, held_out, validation_samples) = validation(info);
+        let ValidationChoice { keys: validation, held_out, is_counted, samples: validation_samples } =
+            validation(info);
         let train_samples = samples - held_out;
         let batch = batch(train_samples, is_small);
         let epochs = (effort.training_pictures / train_samples).clamp(effort.min_epochs, effort.max_epochs);
@@ -92,7 +102,7 @@ impl Suggestion {
         Ok(Self {
             data: data(info, side, effort.side, validation),
             model: vec![network(prefers_large_network, side, is_small)],
-            train: train(train_samples, held_out > 0, batch, epochs, is_small),
+            train: train(train_samples, !is_counted, batch, epochs, is_small),
             side: side.unwrap_or(effort.side),
             batch,
             training_pictures: train_samples * epochs,
@@ -157,8 +167,18 @@ fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: Commented
     data
 }
 
-/// The validation split or fraction, the number of training pictures that the fraction removes, and the number of validation pictures.
-fn validation(info: &DatasetInfo) -> (CommentedKeys, u64, u64) {
+/// The suggested validation split or fraction.
+struct ValidationChoice {
+    keys: CommentedKeys,
+    /// Number of training pictures that are held out.
+    held_out: u64,
+    /// Whether `held_out` is counted, not expected.
+    is_counted: bool,
+    /// Number of validation pictures.
+    samples: u64,
+}
+
+fn validation(info: &DatasetInfo) -> ValidationChoice {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
     if let Some(split) = default_validation("test", others.map(|split| split.name.as_str())) {
         let samples = info.splits.iter().find(|info| info.name == split).map_or(0, |info| info.samples);
@@ -166,19 +186,30 @@ fn validation(info: &DatasetInfo) -> (CommentedKeys, u64, u64) {
             comment: format!("The pictures of {split} validate the network."),
             toml: format!("validation = {}", serde_json::Value::from(split)),
         };
-        return (keys, 0, samples);
+        return ValidationChoice { keys, held_out: 0, is_counted: true, samples };
     }
     let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
     let fraction = held_out_share(samples);
-    let held_out = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
+    let expected = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
+    let seed = info.held_out.as_ref().map(|held_out| held_out.validation_seed);
+    let counted = seed.and_then(|seed| info.count_held_out(&Validation::Fraction(fraction), seed));
+    // A job needs a picture for training.
+    let held_out = counted.map_or(expected, |counted| counted.min(samples - 1));
+    let about = if counted.is_some() { "" } else { "about " };
+    let (why, seed) = match seed {
+        Some(seed) => (
+            " Of the seeds 0 to 99, this one covers the classes most evenly.",
+            format!("\nvalidation_seed = {seed}"),
+        ),
+        None => ("", String::new()),
+    };
     let keys = CommentedKeys {
         comment: format!(
-            "There is no other split, so {:.0} % of the pictures, chosen at random, validate the network.",
-            fraction * 100.0
+            "There is no other split, so {about}{held_out} of the {samples} pictures, chosen at random, validate the network.{why}"
         ),
-        toml: format!("validation = {fraction}"),
+        toml: format!("validation = {fraction}{seed}"),
     };
-    (keys, held_out, held_out)
+    ValidationChoice { keys, held_out, is_counted: counted.is_some(), samples: held_out }
 }
 
 fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> CommentedKeys {
@@ -249,7 +280,7 @@ fn train(samples: u64, is_expected: bool, batch: u64, epochs: u64, is_small: boo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dataset::SplitInfo;
+    use crate::dataset::{HeldOut, SplitInfo};
 
     fn info(side: u32, splits: &[(&str, u64)]) -> DatasetInfo {
         let split = |(name, samples): &(&str, u64)| SplitInfo {
@@ -307,6 +338,11 @@ mod tests {
     fn datasets_without_pictures_or_classes_are_refused() {
         assert!(Suggestion::of(&info(28, &[("train", 1)])).unwrap_err().contains("1 picture to"));
         assert!(Suggestion::of(&info(28, &[("test", 100)])).unwrap_err().contains("0 pictures"));
+        let mut unusable = info(0, &[]);
+        unusable.broken = vec![BrokenFile { file: "a/1.heic".into(), detail: "is a heic file".into() }];
+        unusable.broken_count = 2;
+        let message = Suggestion::of(&unusable).unwrap_err();
+        assert!(message.ends_with("2 files cannot be used, the first: a/1.heic is a heic file"), "{message}");
         let mut one = info(28, &[("train", 100)]);
         one.classes.truncate(1);
         assert!(Suggestion::of(&one).unwrap_err().contains("one class"));
@@ -324,5 +360,11 @@ mod tests {
             assert_eq!(suggestion.data[0].toml, expected);
             assert!(suggestion.train[0].comment.starts_with(amount), "{}", suggestion.train[0].comment);
         }
+        let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![6, 5] });
+        let counted = DatasetInfo { held_out, ..info(28, &[("train", 100)]) };
+        let suggestion = Suggestion::of(&counted).unwrap();
+        assert_eq!(suggestion.data[0].toml, "validation = 0.1\nvalidation_seed = 7");
+        assert!(suggestion.data[0].comment.contains("so 11 of the 100 pictures"), "{suggestion:?}");
+        assert!(suggestion.train[0].comment.starts_with("89 pictures: 5 steps an epoch"), "{suggestion:?}");
     }
 }

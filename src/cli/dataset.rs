@@ -291,7 +291,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
 }
 
 /// Prints the files that are left out, each with the reason.
-fn print_broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
+pub(super) fn print_broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
     if let Some(note) = info.unlabelled_note() {
         output::line(note)?;
     }

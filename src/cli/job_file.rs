@@ -61,7 +61,7 @@ pub(super) async fn name_dataset(
                 return Err(usage_error(format!(
                     "data.dataset: {} does not exist on this machine, and the server has no dataset at this path; \
                      `lockstep dataset list` shows its datasets",
-                    path.display()
+                    std::path::absolute(&path).unwrap_or(path).display()
                 )));
             }
             None => continue,

@@ -9,7 +9,7 @@ use super::{
 use lockstep_protocol::{
     JobSpec,
     numbers::plural,
-    spec::{self, SpecError, Validation},
+    spec::{self, SpecError},
 };
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
@@ -41,6 +41,7 @@ pub(crate) struct Args {
 struct Plan {
     spec: JobSpec,
     samples: u64,
+    is_expected: bool,
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
@@ -84,20 +85,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::json(&response);
     }
     let spec = &plan.spec;
-    // A fraction holds out each picture independently, so the number of training pictures is an estimate. The server may choose a fraction
-    // for a job that does not give data.validation, and its response for a sweep does not show this choice.
-    let is_fraction = match spec.data.validation {
-        Validation::Fraction(_) => true,
-        Validation::Split(_) => {
-            let is_default = document.pointer("/data/validation").is_none();
-            let is_swept = || {
-                serde_json::to_string(&document["sweep"]).is_ok_and(|text| text.contains("data.validation"))
-            };
-            trials.is_some() && (is_default || is_swept())
-        }
-    };
-    let is_estimate = is_fraction && spec.data.folds.is_none();
-    let about = if is_estimate { "about " } else { "" };
+    let about = if plan.is_expected { "about " } else { "" };
     output::line(format_args!(
         "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}",
         args.job.display(),
@@ -150,6 +138,7 @@ fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError>
     let mut mistakes = Vec::new();
     for path in job_file::dataset_paths(document) {
         if lockstep_data::canonical(path).is_err() {
+            let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
             let detail = format!("{} does not exist", path.display());
             mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
         }

@@ -24,7 +24,7 @@ describe("a job", () => {
     await page.getByLabel("Image size", { exact: true }).fill("8");
     await page.getByLabel("Global batch size").fill("16");
     await page.getByLabel("Validation", { exact: true }).fill("0.02");
-    await until("the form shows the number of steps", async () => /100,000 in all/.test(await page.locator("#plan").textContent()));
+    await until("the form shows the number of steps", async () => /100,000 steps in all/.test(await page.locator("#plan").textContent()));
     assert.match(await page.locator("#spec-text").inputValue(), /\[train\]\n[^[]*steps = 100000/);
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);

@@ -86,11 +86,20 @@ async fn a_database_of_a_newer_version_is_not_changed() {
 #[tokio::test]
 async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let pictures = pictures::idx_dataset(server.folder().path(), 64, 16);
+    server.register("fashion", &pictures).await;
+    let again = server.cli(&["dataset", "add", "fashion", pictures.to_str().expect("UTF-8")]);
+    again.assert_usage_error(&["\"fashion\" is already registered at this path"]);
     let file = |text: &str| server.folder().write("job.toml", text).to_str().expect("UTF-8").to_owned();
     let good =
         "[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n[train]\nepochs = 3\nbatch_size = 8\n";
     let path = file(good);
+    let moved = server.folder().path().join("moved");
+    fs::rename(&pictures, &moved).expect("moves");
+    let output = server.cli(&["validate", &path]);
+    output.ok();
+    assert!(output.stderr.contains("no longer exists on the server's machine"), "{}", output.stderr);
+    fs::rename(&moved, &pictures).expect("moves");
     let output = server.cli(&["validate", &path]);
     assert!(
         output.ok().ends_with(

@@ -59,6 +59,14 @@ async fn init_writes_a_file_for_train_and_submit() {
     let warned = server.cli(&["init", lacking.to_str().expect("UTF-8"), "-o", "lacking.toml"]);
     let warning = "warning: 1 class has no validation picture: \"trouser\".";
     assert!(warned.ok().contains("lacking.toml") && warned.stderr.contains(warning), "{}", warned.stderr);
+    // Without a validation split, the seed in the file holds out pictures of each class, however few there are.
+    let few = pictures::image_folder(&server.folder().path().join("few"), 3);
+    fs::remove_dir_all(few.join("val")).expect("removes");
+    let few = few.to_str().expect("UTF-8");
+    server.cli(&["init", few, "-o", "few.toml"]).ok();
+    let trained = server.cli(&[&["train", "few.toml", "--out", "few-run"][..], &QUICK].concat());
+    assert!(trained.ok().contains("succeeded: validation accuracy "), "{}", trained.stdout);
+    assert!(!(trained.stdout + &trained.stderr).contains("no validation picture"));
     let empty = server.folder().path().join("empty");
     fs::create_dir(&empty).expect("a folder");
     server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).assert_usage_error(&["empty"]);

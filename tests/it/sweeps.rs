@@ -160,7 +160,7 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     assert!(!folds.stdout.contains("best: trial "), "{}", folds.stdout);
     let validate =
         |seeds: &str| server.cli(&["validate", "job.toml", "--set", "data.dataset=one", "--sweep", seeds]);
-    assert!(validate("train.seed=1,2").ok().contains("has no mistake: 2 trials, about "));
+    assert!(validate("train.seed=1,2").ok().contains("has no mistake: 2 trials, 64 training pictures"));
     validate("train.seed=1,-1").assert_usage_error(&["a mistake", "train.seed: must be"]);
     server.folder().write("sweep.toml", sweep_file(1, "[sweep.parameters]\ntrain.lr = { values = [0.1] }\n"));
     for options in [["--folds", "2"], ["--sweep", "train.seed=1,2"]] {

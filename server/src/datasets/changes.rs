@@ -6,6 +6,7 @@ use lockstep_protocol::dataset::Dataset;
 use std::{
     collections::HashSet,
     fs,
+    io::ErrorKind::NotFound,
     ops::RangeInclusive,
     path::{Path, PathBuf},
     time::Duration,
@@ -19,9 +20,17 @@ const TIME_LIMIT: Duration = Duration::from_secs(3);
 /// Limit of concurrent comparisons. On a file system that hangs, each comparison blocks its thread forever.
 static COMPARISONS: Semaphore = Semaphore::const_new(8);
 
-/// Whether folders of the dataset on this machine have changed since the dataset's last inspection. A pattern of files, and a dataset that
-/// this machine does not have, count as unchanged.
-pub(crate) async fn has_changed(dataset: &Dataset) -> bool {
+/// A dataset's folders on this machine, compared with the dataset's last inspection.
+pub(crate) enum Comparison {
+    /// Also the result for a pattern of files, and for a dataset that is only on other machines.
+    Unchanged,
+    Changed,
+    /// The folder does not exist, but the folder that contained it exists.
+    Missing,
+}
+
+/// Compares the dataset's folders on this machine with the dataset's last inspection.
+pub(crate) async fn compare(dataset: &Dataset) -> Comparison {
     let inspected_at = dataset.info.inspected_at.unwrap_or(dataset.added_at);
     // A time in the future would be later than any inspection.
     let period = inspected_at.as_nanosecond()..=jiff::Timestamp::now().as_nanosecond();
@@ -31,11 +40,25 @@ pub(crate) async fn has_changed(dataset: &Dataset) -> bool {
         let permit = COMPARISONS.acquire().await.ok()?;
         let compare = move || {
             let _permit = permit;
-            changed_in(&period, &path, &classes, DEPTH)
+            if changed_in(&period, &path, &classes, DEPTH) {
+                Comparison::Changed
+            } else if is_missing(&path) {
+                Comparison::Missing
+            } else {
+                Comparison::Unchanged
+            }
         };
         tokio::task::spawn_blocking(compare).await.ok()
     };
-    matches!(tokio::time::timeout(TIME_LIMIT, comparison).await, Ok(Some(true)))
+    tokio::time::timeout(TIME_LIMIT, comparison).await.ok().flatten().unwrap_or(Comparison::Unchanged)
+}
+
+/// Whether a dataset's folder was removed or moved. If the folder above does not exist either, or is the root, the dataset is probably on
+/// another machine. A pattern of files has braces.
+fn is_missing(path: &Path) -> bool {
+    let is_pattern = path.as_os_str().as_encoded_bytes().contains(&b'{');
+    let above = path.parent().filter(|above| above.parent().is_some());
+    !is_pattern && fs::metadata(path).is_err_and(|e| e.kind() == NotFound) && above.is_some_and(Path::is_dir)
 }
 
 /// Whether `path`, or a folder at most `depth` levels below it, changed in this period. Folders of `classes` are not listed, because they

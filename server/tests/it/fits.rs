@@ -124,7 +124,10 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
     let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
-    agent.register_as(&server, "untested", DatasetInfo { splits: only_train, ..dataset_info() }).await;
+    let untested = DatasetInfo { splits: only_train, ..dataset_info() };
+    let plain = DatasetInfo { format: "image_folder".into(), ..untested.clone() };
+    agent.register_as(&server, "untested", untested).await;
+    agent.register_as(&server, "plain", plain).await;
     agent
         .register_as(&server, "others", DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() })
         .await;
@@ -134,6 +137,7 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
             "untested",
             &["untested has no split for an evaluation: it has train", "a split called test, val"][..],
         ),
+        ("plain", &["Move the class folders into /some/plain/val/, link them"]),
         ("others", &["trained on other classes than others has", "lacks the model's \"dog\""]),
         ("colour", &["trained on pictures of 1 channel, but pictures of colour have 3"]),
         ("color", &["no dataset is called \"color\"; did you mean \"colour\"?"]),

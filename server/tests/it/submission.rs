@@ -6,7 +6,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, FromAgent, ToAgent},
-    dataset::{BrokenFile, DatasetInfo, SplitInfo},
+    dataset::{BrokenFile, DatasetInfo, HeldOut, SplitInfo},
     inspect::FitWeights,
 };
 use serde_json::{Value, json};
@@ -169,6 +169,25 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
         let is_warned =
             response["warnings"].to_string().contains("validated every 5 steps and saved every 3");
         assert_eq!(is_warned, is_expected, "{response}");
+    }
+    // Pictures held out at random are an expected number, unless the inspection has counted them. A step that may take more than are left
+    // causes a warning.
+    let train = SplitInfo { name: "train".into(), samples: 400, per_class: vec![200, 200] };
+    let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![21, 21] });
+    let photos = DatasetInfo { splits: vec![train], held_out, ..dataset_info() };
+    agent.register_as(&server, "photos", photos).await;
+    for (seed, batch, samples, warning) in
+        [(7, 358, 358, None), (0, 342, 360, None), (0, 360, 360, Some("a step of at most 342 is safe"))]
+    {
+        let mut spec = spec();
+        spec["data"] = json!({"dataset": "photos", "validation": 0.1, "validation_seed": seed});
+        spec["train"] = json!({"epochs": 1, "global_batch_size": batch});
+        let (status, response) = server.post("/jobs/validate", &spec).await;
+        assert_eq!((status, &response["samples"]), (200, &json!(samples)), "{response}");
+        assert_eq!(response["is_expected"], seed != 7, "{response}");
+        let warnings = response["warnings"].to_string();
+        assert_eq!(warnings != "[]", warning.is_some(), "{warnings}");
+        assert!(warnings.contains(warning.unwrap_or_default()), "{warnings}");
     }
     // A class of the training split that has no validation picture is named.
     for (validation, is_expected) in [(json!("test"), true), (json!("none"), false)] {

@@ -8,9 +8,12 @@
 //! content (in folders, the same name) are in the same fold, so duplicates make the parts less equal. Folds depend on
 //! all pictures, so adding or removing pictures moves other pictures, too.
 
-use super::{Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, listing::Listing};
+use super::{
+    Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, label::class_counts,
+    listing::Listing,
+};
 use lockstep_protocol::{
-    dataset::ValidationSet,
+    dataset::{HeldOut, ValidationSet, held_out_share},
     spec::{DataSpec, Validation, ValidationDivision},
 };
 use rayon::prelude::*;
@@ -20,6 +23,8 @@ use std::path::Path;
 /// Purpose number of the random stream (see `shard.rs` for others).
 const HOLD_OUT: u64 = 2;
 const FOLD: u64 = 11;
+/// Number of seeds that are compared for a suggestion.
+const SEEDS: u64 = 100;
 /// The split from which fractions are held out.
 const TRAIN: &str = "train";
 
@@ -67,6 +72,33 @@ pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> b
         }
         Validation::Split(_) => false,
     }
+}
+
+/// Of the divisions that a job without a validation split may have, the division that covers the classes most evenly:
+/// as few classes as possible lack training or validation pictures, and each class's part is near the fraction.
+pub(super) fn most_even_division(pictures: &[Identity], labels: &[u32], classes: usize) -> Option<HeldOut> {
+    let fraction = held_out_share(pictures.len() as u64);
+    let totals = class_counts(classes, labels.iter().copied());
+    let divide = |validation_seed: u64| {
+        let validation = Validation::Fraction(fraction);
+        let division = ValidationDivision { dataset: String::new(), validation, validation_seed, fold: None };
+        let held_out = pictures.iter().zip(labels).filter(|(picture, _)| is_held_out(&division, **picture));
+        HeldOut { validation_seed, per_class: class_counts(classes, held_out.map(|(_, label)| *label)) }
+    };
+    let unevenness = |held_out: &HeldOut| -> (usize, f64) {
+        let counts = held_out.per_class.iter().zip(&totals).filter(|(_, total)| **total > 0);
+        let lacking = counts.clone().filter(|(count, total)| **count == 0 || count == total).count();
+        // In units of the variance of a class's count.
+        let distance =
+            |(count, total): (&u64, &u64)| (*count as f64 - *total as f64 * fraction).powi(2) / *total as f64;
+        (lacking, counts.map(distance).sum())
+    };
+    let divisions: Vec<HeldOut> = (0..SEEDS).into_par_iter().map(divide).collect();
+    // The first of equal divisions.
+    divisions.into_iter().min_by(|one, other| {
+        let ((lacking, distance), (other_lacking, other_distance)) = (unevenness(one), unevenness(other));
+        lacking.cmp(&other_lacking).then(distance.total_cmp(&other_distance))
+    })
 }
 
 /// The divisions, among `divisions`, under which an earlier run may have trained on pictures that a job with `spec`
@@ -220,6 +252,26 @@ mod tests {
             assert_eq!(after[name], *was, "{name}");
         }
         assert_ne!(validation_set(dir.path(), &spec(0.1, 0)).unwrap(), set);
+    }
+
+    #[test]
+    fn the_suggested_seed_validates_every_class_of_few_pictures() {
+        for classes in [2, 3, 4] {
+            let dir = tempfile::tempdir().unwrap();
+            let names = ["cat", "dog", "emu", "fox"];
+            names.iter().take(classes).for_each(|class| write(dir.path(), class, 0..4));
+            let info = crate::inspect(dir.path()).unwrap();
+            let HeldOut { validation_seed, per_class } = info.held_out.clone().unwrap();
+            let spec = spec(0.3, validation_seed);
+            let shape = DataSource::open(dir.path(), &spec, 1).unwrap().shape;
+            assert!(shape.notes.is_empty(), "{:?}", shape.notes);
+            assert_eq!(shape.validation_samples, per_class.iter().sum::<u64>());
+            assert_eq!(
+                info.count_held_out(&spec.validation, validation_seed),
+                Some(shape.validation_samples)
+            );
+            assert_eq!(info.count_held_out(&spec.validation, validation_seed + 1), None);
+        }
     }
 
     #[test]

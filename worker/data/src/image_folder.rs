@@ -90,6 +90,12 @@ fn is_plain(dir: &Path) -> bool {
     !all.iter().any(|path| names_split(path)) && with_pictures.take(2).count() == 2
 }
 
+/// The folder of the dataset, if `classes` is a folder of class folders: the folder itself, or the folder above a split.
+pub(super) fn dataset_of_class(classes: &Path) -> Option<&Path> {
+    let dataset = if split_of(classes).is_some() { classes.parent()? } else { classes };
+    is_plain(classes).then_some(dataset)
+}
+
 /// Finds the pictures in `dir/<class>/`, all of them for training; `None` unless the folder is [plain](is_plain).
 pub(super) fn find_plain(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     let read = || {

@@ -1,7 +1,11 @@
 //! Inspects a dataset: counts, sizes, mean and standard deviation, broken files.
 
-use super::{Catalog, DataError, Picture, Samples, Split, label::class_counts};
-use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo, too_few_classes};
+use super::{
+    Catalog, DataError, Picture, Samples, Split,
+    held_out::{identities_of_files, most_even_division},
+    label::class_counts,
+};
+use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo, default_validation, too_few_classes};
 use rayon::prelude::*;
 use std::path::Path;
 
@@ -48,6 +52,9 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let mut broken = std::mem::take(&mut catalog.broken);
     let mut sizes = Vec::new();
     let (mut mean, mut std) = (Vec::new(), Vec::new());
+    let others = catalog.splits.iter().filter(|split| split.name != "train" && !split.labels.is_empty());
+    let needs_division = default_validation("test", others.map(|split| split.name.as_str())).is_none();
+    let mut held_out = None;
     for split in &mut catalog.splits {
         broken.append(&mut split.broken);
         let is_train = split.name == "train";
@@ -63,6 +70,10 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                 }
             }
             Samples::Listed(listing) => {
+                if is_train && needs_division {
+                    let identities = identities_of_files(listing, &split.labels, &catalog.classes);
+                    held_out = most_even_division(&identities, &split.labels, catalog.classes.len());
+                }
                 let every = listing.len().div_ceil(STATISTICS_SAMPLES).max(1);
                 let decodes_all = listing.len() <= MAX_DECODED;
                 let examine = |i: usize| -> Result<(Size, Option<Moments>), DataError> {
@@ -117,6 +128,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         mean,
         std,
         broken_count: broken.len() as u64,
+        held_out,
         unlabelled: catalog.unlabelled,
         fingerprint: Some(fingerprint),
         inspected_at: None,

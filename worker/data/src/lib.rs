@@ -242,7 +242,23 @@ impl Catalog {
             let mistake = too_few_classes(&[class]).unwrap_or_default();
             return Err(DataError::Invalid(format!("{} {mistake}", path.display())));
         }
-        let hint = if !classes.is_empty() {
+        let is_empty = |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut folder| folder.next().is_none());
+        let empty: Vec<&PathBuf> = entries.iter().filter(is_empty).collect();
+        let parent = path.parent().filter(|_| has_pictures(path));
+        let hint = if let ([class], [_, ..]) = (&classes[..], &empty[..])
+            && !image_folder::names_split(class)
+        {
+            format!(
+                "; a dataset needs pictures of two classes, but only {} has pictures; empty: {}",
+                list_names(&[class]),
+                list_names(&empty)
+            )
+        } else if let Some(dataset) = parent.and_then(image_folder::dataset_of_class) {
+            format!(
+                "; if this folder is one class of {0}, give {0}; otherwise move the pictures to train/<class>/",
+                dataset.display()
+            )
+        } else if !classes.is_empty() {
             let hold = if classes.len() == 1 { "holds" } else { "hold" };
             format!(
                 "; {} {hold} pictures: put each class of training pictures into a folder train/<class>/",

@@ -355,9 +355,16 @@ fn check_has_validation(spec: &JobSpec, other: &Dataset) -> Result<()> {
         return Ok(());
     }
     let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
+    let advice = match &names[..] {
+        ["train"] if other.info.format == "image_folder" && !other.is_uploaded() => format!(
+            "Move the class folders into {0}/val/, link them as the training split (ln -s val '{0}/train')",
+            other.path
+        ),
+        _ => "Give the split one of these names".into(),
+    };
     Err(Error::unprocessable(format!(
         "{} has no split for an evaluation: it has {}, and an evaluation needs a split called test, val, validation, valid, dev \
-         or eval. Give the split one of these names, and register the dataset again",
+         or eval. {advice}, and register the dataset again",
         other.name,
         names.join(", ")
     )))

@@ -11,7 +11,10 @@ use super::{
 };
 use crate::{
     auth::access::Caller,
-    datasets::{Datasets, changes},
+    datasets::{
+        Datasets,
+        changes::{self, Comparison},
+    },
     http::{
         conditional::tagged,
         error::{Code, Error, Problem, Result},
@@ -118,6 +121,13 @@ pub(crate) async fn register(
     errors.extend(path_mistake(datasets, caller, &new.path).await);
     if !errors.is_empty() {
         return Err(Error::Invalid(errors));
+    }
+    if let Some(existing) = datasets.store.dataset(&new.name).await?
+        && existing.path == new.path
+        && caller.sees(existing.private, existing.owner.as_deref())
+    {
+        let detail = format!("the dataset {:?} is already registered at this path", new.name);
+        return Err(Error::Of(Code::NameTaken, detail));
     }
     check_free(datasets, &new.name).await?;
     let registered = inspect_new(datasets, caller, new, patience).await?;
@@ -249,11 +259,19 @@ async fn inspect_registered(
     Ok(inspected)
 }
 
-/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is, and a warning
-/// is returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
+/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails or the files are missing, `dataset` stays
+/// as it is, and a warning is returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
 pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> Option<String> {
-    if !changes::has_changed(dataset).await {
-        return None;
+    match changes::compare(dataset).await {
+        Comparison::Unchanged => return None,
+        Comparison::Missing => {
+            return Some(format!(
+                "the folder of the dataset {:?}, {}, no longer exists on the server's machine: the job fails unless the machine that \
+                 trains has the folder. If the folder was moved, remove the dataset and register the new path",
+                dataset.name, dataset.path
+            ));
+        }
+        Comparison::Changed => {}
     }
     let (shared, registered) = (Arc::clone(datasets), dataset.clone());
     let inspection =

@@ -50,9 +50,10 @@ pub(crate) struct LaunchQuery {
 pub(crate) struct CheckReport {
     /// The complete specification, with all defaults.
     spec: JobSpec,
-    /// Number of training pictures, from which the numbers of steps are computed. If `data.validation` is a fraction, this is the expected
-    /// number, because pictures are held out at random.
+    /// Number of training pictures, from which the numbers of steps are computed.
     samples: u64,
+    /// Whether `samples` and the numbers of steps are expected values, because pictures are held out at random.
+    is_expected: bool,
     global_batch_size: u64,
     steps_per_epoch: u64,
     total_steps: u64,
@@ -166,6 +167,7 @@ impl Checked {
         let samples = training_samples(&spec, &dataset);
         CheckReport {
             samples,
+            is_expected: has_expected_samples(&spec, &dataset),
             global_batch_size: spec.global_batch_size(),
             steps_per_epoch: spec.steps_per_epoch(samples),
             total_steps: spec.total_steps(samples),
@@ -290,6 +292,7 @@ async fn check_on(
             warnings.extend(refresh_warning);
             warnings.extend(weights_warning);
             warnings.extend(best_without_checkpoint(&spec, &dataset));
+            warnings.extend(too_few_pictures_possible(&spec, &dataset));
             Ok(Checked { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
@@ -381,6 +384,40 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
          both happen at the same step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of \
          {validation_every}"
     ))
+}
+
+/// Returns a warning if a job that holds out a fraction of the pictures at random may be left with too few pictures: fewer than one step
+/// takes, or none for validation.
+fn too_few_pictures_possible(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+    let Validation::Fraction(fraction) = spec.data.validation else { return None };
+    let train = dataset.info.splits.iter().find(|split| split.name == "train")?.samples as f64;
+    if !has_expected_samples(spec, dataset) {
+        return None;
+    }
+    // The number of held-out pictures has a binomial distribution. It is almost always within three standard deviations of its mean.
+    let spread = 3.0 * (train * fraction * (1.0 - fraction)).sqrt();
+    let batch = spec.global_batch_size();
+    let safe_batch = (train * (1.0 - fraction) - spread).max(1.0) as u64;
+    if spec.data.drop_remainder && batch > safe_batch {
+        let pictures = plural(batch, "picture");
+        return Some(format!(
+            "data.validation = {fraction} decides at random for each picture. A step takes {pictures}, and the job fails if fewer are left \
+             to train on: a step of at most {safe_batch} is safe"
+        ));
+    }
+    (train * fraction < spread).then(|| {
+        let info = &dataset.info;
+        let seed = info.held_out.as_ref().map(|held_out| held_out.validation_seed);
+        let seed = seed.filter(|seed| info.count_held_out(&spec.data.validation, *seed).is_some());
+        let advice = match seed {
+            Some(seed) => format!("set data.validation_seed = {seed}, which holds out some of each class"),
+            None => "give a larger fraction".into(),
+        };
+        format!(
+            "data.validation = {fraction} decides at random for each of {train} training pictures, and the job fails if none is held out: \
+             {advice}"
+        )
+    })
 }
 
 /// Pointers of the mistakes in the document itself. For these keys, the specification has the default or the recipe's value.
@@ -486,7 +523,15 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     Some(SpecError { pointer: "/parallel/ranks".into(), detail })
 }
 
-/// Number of training pictures that are not held out for validation. If validation is a fraction, this is the expected number.
+/// Whether the job's number of training pictures is only expected: it holds out a fraction, and no inspection has counted these pictures.
+fn has_expected_samples(spec: &JobSpec, dataset: &Dataset) -> bool {
+    let data = &spec.data;
+    data.folds.is_none()
+        && matches!(data.validation, Validation::Fraction(_))
+        && dataset.info.count_held_out(&data.validation, data.validation_seed).is_none()
+}
+
+/// Number of training pictures that are not held out for validation (see [`has_expected_samples`]).
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
@@ -497,7 +542,9 @@ pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64
             train - train / folds - u64::from(fold <= train % folds)
         }
         (Validation::Fraction(fraction), None) => {
-            train - ((train as f64 * fraction).round() as u64).clamp(1.min(train), train)
+            let expected = ((train as f64 * fraction).round() as u64).clamp(1.min(train), train);
+            let counted = dataset.info.count_held_out(&spec.data.validation, spec.data.validation_seed);
+            train.saturating_sub(counted.unwrap_or(expected))
         }
         (Validation::Split(_), None) => train,
     }
@@ -562,10 +609,11 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
         } else {
             "/train/batch_size"
         };
+        let about = if has_expected_samples(spec, dataset) { "about " } else { "" };
         mistake(
             pointer,
             format!(
-                "one step takes {} over all ranks, but {} has {samples} to train on",
+                "one step takes {} over all ranks, but {} has {about}{samples} to train on",
                 plural(spec.global_batch_size(), "picture"),
                 dataset.name
             ),

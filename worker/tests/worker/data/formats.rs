@@ -262,6 +262,23 @@ fn errors_for_folders_without_a_dataset_give_advice() {
         assert_contains(&message, &["holds no known dataset", advice]);
         assert!(!message.contains("ln -s"), "training would use the validation pictures: {message}");
     }
+    // A class folder in place of its dataset's folder, with and without a split.
+    let dir = TempDir::new().expect("a folder");
+    let pets = dir.path().join("pets");
+    for split in ["", "train"] {
+        write_folder(&pets, split, &["cat", "dog"], 2, &[28]);
+        let message = inspect(&pets.join(split).join("cat")).expect_err("one class").to_string();
+        assert_contains(
+            &message,
+            &[&format!("if this folder is one class of {0}, give {0}", pets.display())],
+        );
+    }
+    // A class without files.
+    let few = dir.path().join("few");
+    write_folder(dir.path(), "few", &["a"], 2, &[28]);
+    fs::create_dir(few.join("b")).expect("a folder");
+    let message = inspect(&few).expect_err("one class").to_string();
+    assert_contains(&message, &["but only a/ has pictures; empty: b/"]);
 }
 
 #[test]

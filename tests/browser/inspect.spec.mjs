@@ -165,7 +165,7 @@ describe("data", () => {
   test("is shown by split and class, and with a job's augmentation", async () => {
     const page = await browser.page(server, "/datasets");
     const { info } = await server.ask("/datasets/fashion-mnist"), card = page.locator("[data-dataset=fashion-mnist]");
-    await card.getByText("Classes", { exact: true }).click();
+    await card.getByText("Pictures per class", { exact: true }).click();
     const train = info.splits.find((s) => s.name === "train"), row = card.locator("tr", { hasText: "Sandal" });
     assert.ok((await row.textContent()).includes(train.per_class[info.classes.indexOf("Sandal")].toLocaleString("en")), "pictures of each class are counted");
     assert.match(await card.textContent(), new RegExp(info.mean[0].toFixed(3)), "the mean is shown");

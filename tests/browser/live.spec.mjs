@@ -189,6 +189,7 @@ describe("a page that stays open", () => {
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     assert.match(await page.locator("#classify-status").textContent(), /^No checkpoint yet/);
     await report(1, 0.5, 1.5, true);
+    await until("the accuracy has its standard error and its number of pictures", async () => (await page.locator("#accuracy").textContent()) === "50.0 % ± 5.0 of 100");
     await selects("classify", "1-10, best");
     assert.equal(await page.locator("#classify-status").textContent(), "");
     await page.locator("#classify-files").setInputFiles({ name: "a.png", mimeType: "image/png", buffer: Buffer.from("a picture") });

@@ -224,6 +224,18 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
+  test("shows where a lower learning rate can be set when a job diverges", async () => {
+    const job = await startJob("diverges", 10), page = await browser.page(server, `/jobs/${job.id}`);
+    const words = "training has diverged at step 10 (epoch 1): the loss is not finite. Try a lower train.lr";
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    runningJob = null;
+    await agent.endAttempt(await agent.attempt(job.id), { how: "failed", retriable: false, reason: { code: "diverged", rank: 0, step: 10, detail: words, words } });
+    await until("the link is shown", async () => (await page.locator("#diagnosis").textContent()) === "try train.lr = 0.001");
+    assert.equal(await page.locator("#diagnosis a").getAttribute("href"), `/jobs/new?from=${job.id}&set=train.lr=0.001`);
+    assert.match(await page.locator("#banner").textContent(), /The job failed:\s+training has diverged at step 10/);
+    await page.end();
+  });
+
   test("shows why the accuracy is low, and a system notification if requested and while the page is hidden, when a job ends", async () => {
     const job = await startJob("while you are away", 10), page = await browser.page(server, "/machines");
     // A headless browser shows no notifications, so they are recorded.

@@ -125,6 +125,7 @@ function apply(event) {
     case "rank": ranks.setReport(event); break;
     case "evaluation":
       metrics.applyEvaluation(event);
+      job = facts.job = { ...job, last: { ...job.last, val_pictures: event.samples } };
       if (isBetter(event, job.best)) {
         const { accuracy: value, loss, step, epoch } = event;
         job = facts.job = { ...job, best: { value, loss, step, epoch } };
@@ -147,10 +148,10 @@ function apply(event) {
   factsSoon();
 }
 
-/** For each setting that a diagnosis may name: returns the value to try next. Returns a falsy value if a job's settings suggest none. */
+/** For each setting that advice may name: returns the value to try next. Returns a falsy value if a job's settings suggest none. */
 const NEXT_VALUE = {
   "train.epochs": ({ train }) => 2 * (train.epochs ?? 0),
-  "train.lr": ({ train }) => 2 * train.lr,
+  "train.lr": ({ train }, hasDiverged) => (hasDiverged ? Number((train.lr / 10).toPrecision(3)) : 2 * train.lr),
   "train.weight_decay": ({ train }) => 2 * train.weight_decay || 5e-4,
   "data.augment": ({ data: { augment } }) => augment !== "trivial" && "trivial",
   "data.validation": ({ data: { validation, folds } }) => !folds && validation < 0.5 && Math.min(0.5, 2 * validation),
@@ -158,16 +159,18 @@ const NEXT_VALUE = {
 
 /**
  * Shows why the accuracy of an ended job is low, then links to clones of the job, each with the next value of a setting in the text. Only
- * `GET /jobs/{id}` and the rendered page have this text, not the stream.
+ * `GET /jobs/{id}` and the rendered page have this text, not the stream. The reason of a job that has diverged, which the banner shows,
+ * also names settings.
  */
-function showDiagnosis({ id, spec, diagnosis = "" }) {
-  const keys = document.body.dataset.readsOnly === undefined ? new Set(diagnosis.match(/(?:train|data)\.[a-z_]+/g)) : [];
+function showDiagnosis({ id, spec, state, cause, reason, diagnosis = "" }) {
+  const hasDiverged = state === "failed" && cause?.code === "diverged", advice = hasDiverged ? reason : diagnosis;
+  const keys = document.body.dataset.readsOnly === undefined ? new Set(advice.match(/(?:train|data)\.[a-z_]+/g)) : [];
   const links = [...keys].flatMap((key) => {
-    const value = NEXT_VALUE[key]?.(spec);
+    const value = NEXT_VALUE[key]?.(spec, hasDiverged);
     return value ? [" · ", make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` })] : [];
   });
-  byId("diagnosis").replaceChildren(diagnosis, ...links);
-  byId("diagnosis").hidden = !diagnosis;
+  byId("diagnosis").replaceChildren(...diagnosis ? [diagnosis, ...links] : links.slice(1));
+  byId("diagnosis").hidden = !diagnosis && !links.length;
 }
 
 /** Reads facts that a `state` event lacks: the machines, the start, the end and the diagnosis. */

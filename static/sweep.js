@@ -2,6 +2,7 @@
 // the parts that differ. The script also draws the parallel coordinates, like the page Compare.
 
 import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { caution } from "./compare/caution.js";
 import { assign } from "./compare/colours.js";
 import { Parallel } from "./compare/parallel.js";
 import { Selection } from "./compare/selection.js";
@@ -22,6 +23,7 @@ async function draw() {
     cursor = page.next_cursor;
   }
   jobs = loaded.filter((job) => job.trial?.sweep === sweep.dataset.sweep).sort((a, b) => a.trial.number - b.trial.number);
+  text(byId("caution"), caution(jobs));
   assign(jobs.map((job) => job.id));
   byId("settings-and-results").hidden = jobs.length < 2;
   if (jobs.length > 1) parallel.draw();

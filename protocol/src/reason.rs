@@ -276,12 +276,13 @@ impl fmt::Display for ReasonKind {
                 write!(f, "rank {rank} failed at step {step}{}", after(": ", detail))
             }
             RankFailed { rank, step, detail }
-            | Diverged { rank, step, detail }
             | PrecisionTooNarrow { rank, step, detail }
             | OutOfMemory { rank: Some(rank), step: Some(step), signal: None, detail }
             | DatasetUnusable { rank: Some(rank), step: Some(step), detail } => {
                 write!(f, "rank {rank} failed at step {step}: {detail}")
             }
+            // All ranks diverge together, and the detail has the step.
+            Diverged { detail, .. } => write!(f, "{detail}"),
             NotStarted { detail }
             | DatasetUnusable { detail, .. }
             | DiskFull { detail }

@@ -118,7 +118,7 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         other.pictures != first.pictures || (has_same_dataset(other) && other.division != first.division)
     };
     if measured.iter().any(has_other_pictures) {
-        sentences.push("These accuracies were measured on different validation pictures.".to_owned());
+        sentences.push("These accuracies were not all measured on the same validation pictures.".to_owned());
     } else if !measured.iter().all(has_same_dataset) {
         sentences
             .push("These accuracies were measured on validation pictures of different datasets.".to_owned());

@@ -45,6 +45,7 @@ export function drawRight(ctx, plot, { y, ticks, label, colours }) {
 /** Draws a thin mark at the first step of every attempt except the first, with the attempt's number and reason. */
 export function drawAttempts(ctx, plot, x, starts, colours) {
   ctx.font = colours.font;
+  ctx.lineWidth = 1;
   const marks = starts.map((start) => ({ ...start, p: Math.round(x.to(start.at)) + 0.5 })).filter(({ p }) => p >= plot.left && p <= plot.right).sort((a, b) => a.p - b.p);
   marks.forEach(({ attempt, why, label = `attempt ${attempt}`, colour = colours.muted, p }, i) => {
     ctx.strokeStyle = colour;
@@ -55,14 +56,20 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
     ctx.lineTo(p, plot.bottom);
     ctx.stroke();
     ctx.setLineDash([]);
-    ctx.globalAlpha = 1;
-    ctx.fillStyle = colour;
     ctx.textBaseline = "top";
     // Labels are to the right of their mark. The last label is to the left if there is more space.
     const left = p - (marks[i - 1]?.p ?? plot.left), right = (marks[i + 1]?.p ?? plot.right) - p, toLeft = i === marks.length - 1 && right < 120 && left > right;
     const room = (toLeft ? left : right) - 10, words = fitLabel(ctx, label, why, room);
     ctx.textAlign = toLeft ? "right" : "left";
-    if (words) ctx.fillText(words, toLeft ? p - 4 : p + 4, plot.top + 2);
+    if (!words) return;
+    // The words stay readable in front of a line.
+    const { width } = ctx.measureText(words);
+    ctx.fillStyle = colours.card;
+    ctx.globalAlpha = 0.8;
+    ctx.fillRect(toLeft ? p - 5 - width : p + 3, plot.top, width + 2, 16);
+    ctx.globalAlpha = 1;
+    ctx.fillStyle = colour;
+    ctx.fillText(words, toLeft ? p - 4 : p + 4, plot.top + 2);
   });
 }
 

@@ -188,8 +188,8 @@ export class Chart {
     ctx.beginPath();
     ctx.rect(plot.left - 1, plot.top - 4, plot.right - plot.left + 6, plot.bottom - plot.top + 8);
     ctx.clip();
-    drawAttempts(ctx, plot, x, startsOf(gathered, this.marks, colours), colours);
     for (const { layer, parts } of gathered) this.#drawLayer(ctx, layer, parts, colours);
+    drawAttempts(ctx, plot, x, startsOf(gathered, this.marks, colours), colours);
     ctx.restore();
 
     const pixels = plot.right - plot.left, perPixel = shown / Math.min(pixels, buckets || 1);

@@ -73,8 +73,8 @@ export class Actions {
   #cancel() {
     const job = this.page.job(), { checkpoints } = this.page;
     // The job continues while the dialog is open, so the sentences name no step and no checkpoint.
-    const kept = checkpoints.size ? "The job keeps its checkpoints; its steps after the newest checkpoint are lost." : "The job has no checkpoint yet: unless it writes one first, its training is lost.";
-    const stops = job.total_steps ? `Training stops. ${kept}` : "The job will not start.";
+    const kept = checkpoints.size ? "The job keeps its checkpoints, and Retry continues from the newest." : "Without a checkpoint, its training is lost.";
+    const stops = job.total_steps ? `Training stops. Ranks that train write a last checkpoint first. ${kept}` : "The job will not start.";
     confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "The run counts as cancelled. Its program continues to train, unless it checks the server's responses." : stops, yes: "Cancel the job", act: () => this.#post("cancel") });
   }
 
@@ -96,8 +96,12 @@ export class Actions {
   /** Asks for settings to change, then starts a new job from a checkpoint of this job. */
   fork(checkpoint) {
     const dialog = byId("fork-dialog"), error = byId("fork-error"), choice = byId("fork-checkpoint");
+    const { name, spec: { train }, total_steps } = this.page.job(), key = train.steps ? "steps" : "epochs";
     this.page.checkpoints.offer(choice, checkpoint);
-    text(byId("fork-title"), `Fork ${this.page.job().name}`);
+    text(byId("fork-title"), `Fork ${name}`);
+    // From the last checkpoint, no steps are left unless the fork trains longer.
+    const isLast = this.page.checkpoints.sorted.find(({ id }) => id === choice.value)?.step >= total_steps;
+    if (isLast && train[key] && !byId("fork-set").value.trim()) byId("fork-set").value = `train.${key} = ${2 * train[key]}`;
     text(error, "");
     /** Returns the request that the fields describe. Throws an error about an invalid line. */
     const request = () => {

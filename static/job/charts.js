@@ -31,16 +31,15 @@ export class Charts {
     // Charts are held until the history has been read, so that they are not drawn twice.
     this.createChart = (root, options) => new Chart(root, view, { tick: formatTick, describe, xName, empty, held: !this.isDrawing, ...options });
     const chart = (id, options) => this.createChart(byId(`${id}-chart`), options);
-    const withRanks = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
+    const withRanks = (shown) => (shown && metrics.ranks > 1 ? `${shown} · ${plural(metrics.ranks, "rank")}` : shown);
     this.all = {
       loss: chart("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
       accuracy: chart("accuracy", {
         label: "Accuracy in training and validation", yName: () => axesTitle(["accuracy", "val_accuracy"]), format: percent, limits: [0, 1], tick: formatPercentTick,
         layers: () => [
-          { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
+          { label: "train", labelAt: () => "train (not smoothed)", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
           { label: "validation", colour: "accent-2", series: metrics.series("val_accuracy"), rings: true, smoothing: 0 },
         ],
-        onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: chart("speed", {
         label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.series("step_ms"), picturesUntil(job())) }],

@@ -36,9 +36,12 @@ export class Checkpoints {
     for (const c of initial) this.#all.set(c.id, c);
     byId("checkpoints").addEventListener("click", (event) => {
       const action = event.target.closest("[data-do]")?.dataset.do, id = event.target.closest("tr")?.dataset.id;
+      if (event.target.closest("a[download]")) event.target.closest("details").open = false;
       if (action === "everything") downloadAll(id, event.target.closest("details"));
       else if (action) act(action, this.#all.get(id));
     });
+    // `toggle` events do not bubble.
+    byId("checkpoints").addEventListener("toggle", ({ target }) => { if (target.open) target.lastElementChild.scrollIntoView({ block: "nearest" }); }, true);
   }
 
   get size() { return this.#all.size; }

@@ -27,6 +27,7 @@ export class Evaluation {
     this.choice = byId("evaluation-checkpoint");
     this.choice.addEventListener("change", () => this.choose(this.choice.value));
     byId("neighbours").addEventListener("click", () => this.neighbours());
+    byId("behind-back").addEventListener("click", () => this.#showMistakes());
     checkpoints.changed.add(() => this.#offerCheckpoints());
     this.#offerCheckpoints();
   }
@@ -99,7 +100,12 @@ export class Evaluation {
     byId("class-rows").replaceChildren(...found.classes.map((c) => make("tr", {}, make("th", { textContent: c.name, scope: "row" }), ...scores(c))));
     this.#drawMatrix(found, names);
     out.hidden = false;
-    this.#showPictures("Most confident mistakes", found.mistakes, names);
+    this.#showMistakes();
+  }
+
+  #showMistakes() {
+    byId("behind-back").hidden = true;
+    this.#showPictures("Most confident mistakes", this.found.mistakes, this.found.classes.map((c) => c.name));
   }
 
   #drawMatrix({ confusion, classes }, names) {
@@ -128,6 +134,7 @@ export class Evaluation {
     const { mistakes, right, confusion } = this.found;
     const entries = (i === j ? right : mistakes).filter((m) => m.label === i && m.predicted === j);
     this.#showPictures(i === j ? `${names[i]}, recognised` : `${names[i]}, taken for ${names[j]}`, entries, names, confusion[i][j]);
+    byId("behind-back").hidden = false;
     byId("behind-title").scrollIntoView({ block: "nearest" });
   }
 

@@ -5,7 +5,7 @@ import { bestWords } from "./checkpoints.js";
 import { isResult, knownMetrics } from "./names.js";
 import { writeSentence } from "../cut.js";
 import { isActive, isFinal, stateWords, waits } from "./states.js";
-import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
+import { clock, count, percent, plural, rate, timeAndDay, uncertainty, value } from "../numbers.js";
 
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
 const NO_STEP_MS = 15_000;
@@ -89,7 +89,7 @@ export class Facts {
     byId("loss").title = last == null ? "" : String(last);
 
     const measured = newestFinite(metrics.series("val_accuracy")) ?? job.last.val_accuracy, { best } = job;
-    setFact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
+    setFact("accuracy", measured == null ? "–" : percent(measured) + uncertainty(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
     // If the best epoch has no checkpoint, the best checkpoint is from another epoch.
     const isBestMissing = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !isBestMissing;

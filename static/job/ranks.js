@@ -159,8 +159,9 @@ export class Ranks {
   /** Describes a rank's status, or how the rank ended. `status`: the status in the rank's last report. `cause` may name the rank that failed first. */
   #describeStatus(rank, status, live, cause) {
     if (live) return status;
-    if (cause?.rank === rank) return "ended first";
-    if (Number.isInteger(cause?.rank)) return "ended with the others";
+    const first = this.metrics.ranks > 1 ? cause?.rank : null;
+    if (first === rank) return "ended first";
+    if (Number.isInteger(first)) return "ended with the others";
     return status === "failed" || status === "finished" ? status : "ended";
   }
 

@@ -309,7 +309,7 @@ describe("results", () => {
       const { caution } = await import("/static/compare/caution.js"), job = (value, val_pictures, dataset, validation = "test") => ({ best: { value }, last: { val_pictures }, spec: { data: { dataset, validation, validation_seed: 0 } } });
       return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a")]].map(caution);
     });
-    const [pictures, datasets] = ["different validation pictures", "validation pictures of different datasets"].map((words) => `These accuracies were measured on ${words}.`);
+    const pictures = "These accuracies were not all measured on the same validation pictures.", datasets = "These accuracies were measured on validation pictures of different datasets.";
     assert.deepEqual(cautions, [`${pictures} The best two differ by 9.0 points, which is less than two standard errors of the difference (19.3 points).`, datasets, pictures, ""]);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();

@@ -166,6 +166,8 @@ describe("the form", () => {
     const { best, trials } = await server.ask(`/sweeps/${new URL(page.url()).pathname.split("/").pop()}`), lines = page.locator("#parallel .job");
     assert.deepEqual(trials.map(({ state }) => state), ["succeeded", "succeeded"]);
     assert.equal(best.metric, Math.max(...await Promise.all(trials.map(async ({ job }) => (await server.job(job)).best.value))));
+    const clone = await page.request.get(`${server.url}/jobs/new?from=${best.job}`);
+    assert.ok(!(await clone.text()).includes(page.url().split("/").pop()), "a clone of the best trial does not have the sweep's tag");
     const accuracy = `${(100 * best.metric).toFixed(1)} %`;
     assert.ok((await page.locator("#sweep [data-id=best] h2").textContent()).startsWith(`Best validation accuracy: ${accuracy} `));
     await until("each trial has a line with its results", async () => (await lines.count()) === 2 && (await page.locator(`#parallel [data-job="${best.job}"]`).getAttribute("aria-label")).includes(`best accuracy ${accuracy}`));

@@ -50,6 +50,8 @@ describe("a model", () => {
     await until("the cell's pictures are shown", async () => (await page.locator("#behind figure").count()) === Math.min(24, count));
     assert.match(await page.locator("#behind figure").first().textContent(), new RegExp(`${names[most.predicted].replaceAll("/", "\\/")}.*is ${names[most.label].replaceAll("/", "\\/")}`));
     assert.ok(await page.locator("#behind img").first().evaluate((img) => img.decode().then(() => img.naturalWidth > 0)), "the pictures can be decoded");
+    await page.getByRole("button", { name: "Back to the most confident mistakes" }).click();
+    assert.equal(await page.locator("#behind-title").textContent(), "Most confident mistakes");
     await page.end();
   });
 
@@ -66,6 +68,7 @@ describe("a model", () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+)? of 187/);
     await page.locator("#fork").click();
+    assert.equal(await page.getByLabel("Settings to change").inputValue(), "train.steps = 80", "without more steps, nothing is left to train");
     await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");
     await until("the fork's form describes the learning rate", async () => /^The learning rate changes where the run continues: .* and 0 at the last step, 240/.test(await page.locator("#fork-warnings").textContent()));
     await page.end();

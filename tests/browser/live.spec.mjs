@@ -189,6 +189,7 @@ describe("a page that stays open", () => {
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     assert.match(await page.locator("#classify-status").textContent(), /^No checkpoint yet/);
     await report(1, 0.5, 1.5, true);
+    await until("the accuracy has its standard error and its number of pictures", async () => (await page.locator("#accuracy").textContent()) === "50.0 % ± 5.0 of 100");
     await selects("classify", "1-10, best");
     assert.equal(await page.locator("#classify-status").textContent(), "");
     await page.locator("#classify-files").setInputFiles({ name: "a.png", mimeType: "image/png", buffer: Buffer.from("a picture") });
@@ -220,6 +221,18 @@ describe("a page that stays open", () => {
     await agent.endAttempt(attempt, { how: "stopped" });
     await until("the banner says where Retry continues", async () => /^\s*Cancelled\. Retry continues from step 60\.\s/.test(await page.locator("#banner").textContent()));
     assert.match(await (await page.request.get(page.url())).text(), /Retry continues from step 60\./, "also on the rendered page");
+    await page.end();
+  });
+
+  test("shows where a lower learning rate can be set when a job diverges", async () => {
+    const job = await startJob("diverges", 10), page = await browser.page(server, `/jobs/${job.id}`);
+    const words = "training has diverged at step 10 (epoch 1): the loss is not finite. Try a lower train.lr";
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    runningJob = null;
+    await agent.endAttempt(await agent.attempt(job.id), { how: "failed", retriable: false, reason: { code: "diverged", rank: 0, step: 10, detail: words, words } });
+    await until("the link is shown", async () => (await page.locator("#diagnosis").textContent()) === "try train.lr = 0.001");
+    assert.equal(await page.locator("#diagnosis a").getAttribute("href"), `/jobs/new?from=${job.id}&set=train.lr=0.001`);
+    assert.match(await page.locator("#banner").textContent(), /The job failed:\s+training has diverged at step 10/);
     await page.end();
   });
 

@@ -111,7 +111,7 @@ describe("machines", () => {
 
   inFull("that join need a reachable URL: the page explains --advertise and --listen", async () => {
     const page = await browser.page(server, "/machines"), join = page.locator(".join");
-    assert.match(await join.innerText(), /no other machine reaches it/);
+    assert.match(await join.innerText(), /only this machine reaches it/);
     assert.match(await join.innerText(), /--advertise ADDRESS/);
     assert.match(await join.innerText(), new RegExp(`lockstep serve --listen 0\\.0\\.0\\.0:${server.port} --tls-own-ca`));
     await page.end();

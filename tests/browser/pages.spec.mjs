@@ -34,14 +34,30 @@ describe("every page", () => {
     await until("the request is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
     const over = await card.evaluate((node) => node.scrollWidth - node.clientWidth);
     assert.ok(over <= 0, `the table is ${over} pixels wider than the card`);
-    assert.match(await card.innerText(), /this machine removed dataset a-name-that-nobody-has.*not done: 404/s);
+    assert.match(await card.innerText(), /this machine tried to remove dataset a-name-that-nobody-has.*refused: 404/s);
     assert.match(await card.innerText(), /this machine submitted job finished/);
     await savePicture(page, "audit");
     await page.getByRole("link", { name: "datasets", exact: true }).last().click();
-    await until("only entries of datasets are listed", async () => { const words = await card.innerText(); return /removed dataset/.test(words) && !/submitted job/.test(words); });
+    await until("only entries of datasets are listed", async () => { const words = await card.innerText(); return /remove dataset/.test(words) && !/submitted job/.test(words); });
     await page.getByLabel("Who").fill("nobody-of-this-name");
     await page.getByRole("button", { name: "Filter" }).click();
     await page.getByText("No entry matches.").waitFor();
+    await page.end();
+  });
+
+  test("shows an error in a webhook beside its field and keeps the other values, and the audit log describes the attempt", async () => {
+    const page = await browser.page(server, "/webhooks", { expected: [/422/] });
+    await page.getByLabel("URL").fill("http://127.0.0.1/hook");
+    await page.getByLabel("Format").selectOption("slack");
+    await page.getByLabel("Project").fill("vision");
+    await page.getByLabel("Job started").check();
+    await page.getByRole("button", { name: "Add" }).click();
+    await until("the error is beside its field", async () => /^127\.0\.0\.1 belongs to this machine/.test(await page.locator("#w-url-error").textContent()));
+    assert.deepEqual(await Promise.all(["URL", "Format", "Project"].map((label) => page.getByLabel(label).inputValue())), ["http://127.0.0.1/hook", "slack", "vision"]);
+    assert.ok(await page.getByLabel("Job started").isChecked());
+    await page.goto(`${server.url}/audit`);
+    await page.getByRole("link", { name: "webhooks", exact: true }).click();
+    assert.match(await page.locator(".card.table").innerText(), /this machine tried to change webhooks: add refused: 422/);
     await page.end();
   });
 

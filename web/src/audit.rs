@@ -24,42 +24,58 @@ pub struct AuditLine {
     pub job_name: String,
 }
 
-/// Descriptions of requests, by method and route. On the page, the object's name follows the description.
-static ACTIONS: [(&str, &str); 34] = [
-    ("POST /api/v1/jobs", "submitted job"),
-    ("POST /jobs/new", "submitted job"),
-    ("PATCH /api/v1/jobs/{id}", "changed notes, tags, project or priority of job"),
-    ("DELETE /api/v1/jobs/{id}", "deleted job"),
-    ("POST /api/v1/jobs/{id}/cancel", "cancelled job"),
-    ("POST /api/v1/jobs/{id}/pause", "paused job"),
-    ("POST /api/v1/jobs/{id}/resume", "resumed job"),
-    ("POST /api/v1/jobs/{id}/retry", "retried job"),
-    ("POST /api/v1/jobs/{id}/fork", "forked job"),
-    ("PUT /api/v1/jobs/{id}/panels", "changed the panels of job"),
-    ("DELETE /api/v1/jobs/{id}/panels", "removed the panels of job"),
-    ("PUT /api/v1/projects/{name}/panels", "changed the panels of project"),
-    ("POST /api/v1/checkpoints/{id}/predict", "classified pictures with checkpoint"),
-    ("POST /api/v1/datasets", "added dataset"),
-    ("POST /datasets", "added dataset"),
-    ("POST /api/v1/datasets/bundled", "added the bundled pictures"),
-    ("POST /api/v1/datasets/uploads/{name}", "uploaded dataset"),
-    ("POST /api/v1/datasets/inspect", "inspected a folder"),
-    ("POST /api/v1/datasets/{name}/inspect", "inspected dataset"),
-    ("DELETE /api/v1/datasets/{name}", "removed dataset"),
-    ("POST /api/v1/agents/{id}/drain", "drained machine"),
-    ("POST /api/v1/agents/{id}/undrain", "undrained machine"),
-    ("DELETE /api/v1/agents/{id}", "removed machine"),
-    ("POST /api/v1/tokens", "made a token:"),
-    ("DELETE /api/v1/tokens/{id}", "revoked token"),
-    ("POST /api/v1/people", "added person"),
-    ("PATCH /api/v1/people/{name}", "changed person"),
-    ("DELETE /api/v1/people/{name}", "removed person"),
-    ("POST /people", "changed people:"),
-    ("POST /account", "changed their account:"),
-    ("POST /api/v1/password", "changed their password"),
-    ("POST /api/v1/login-links", "made a sign-in link"),
-    ("POST /logout", "signed out"),
-    ("sign in", "signed in"),
+/// Descriptions of requests, by method and route: the verb, its past tense, and the kind of the object, which the object's name follows on
+/// the page.
+static ACTIONS: [(&str, &str, &str, &str); 49] = [
+    ("POST /api/v1/jobs", "submit", "submitted", "job"),
+    ("POST /jobs/new", "submit", "submitted", "job"),
+    ("PATCH /api/v1/jobs/{id}", "change", "changed", "notes, tags, project or priority of job"),
+    ("DELETE /api/v1/jobs/{id}", "delete", "deleted", "job"),
+    ("POST /api/v1/jobs/{id}/cancel", "cancel", "cancelled", "job"),
+    ("POST /api/v1/jobs/{id}/pause", "pause", "paused", "job"),
+    ("POST /api/v1/jobs/{id}/resume", "resume", "resumed", "job"),
+    ("POST /api/v1/jobs/{id}/retry", "retry", "retried", "job"),
+    ("POST /api/v1/jobs/{id}/fork", "fork", "forked", "job"),
+    ("PUT /api/v1/jobs/{id}/panels", "change", "changed", "the panels of job"),
+    ("DELETE /api/v1/jobs/{id}/panels", "remove", "removed", "the panels of job"),
+    ("PUT /api/v1/projects/{name}/panels", "change", "changed", "the panels of project"),
+    ("POST /api/v1/checkpoints/{id}/predict", "classify", "classified", "pictures with checkpoint"),
+    ("POST /api/v1/sweeps", "submit", "submitted", "sweep"),
+    ("DELETE /api/v1/sweeps/{id}", "delete", "deleted", "sweep"),
+    ("POST /api/v1/sweeps/{id}/cancel", "cancel", "cancelled", "sweep"),
+    ("POST /api/v1/sweeps/{id}/pause", "pause", "paused", "sweep"),
+    ("POST /api/v1/sweeps/{id}/resume", "resume", "resumed", "sweep"),
+    ("POST /api/v1/runs", "start", "started", "run"),
+    ("POST /api/v1/models", "register", "registered", "model"),
+    ("DELETE /api/v1/models/{name}/versions/{version}", "remove", "removed", "model"),
+    ("PUT /api/v1/models/{name}/aliases/{alias}", "change", "changed", "alias"),
+    ("DELETE /api/v1/models/{name}/aliases/{alias}", "remove", "removed", "alias"),
+    ("POST /api/v1/datasets", "add", "added", "dataset"),
+    ("POST /datasets", "add", "added", "dataset"),
+    ("POST /api/v1/datasets/bundled", "add", "added", "the bundled pictures"),
+    ("POST /api/v1/datasets/uploads/{name}", "upload", "uploaded", "dataset"),
+    ("POST /api/v1/datasets/inspect", "inspect", "inspected", "a folder"),
+    ("POST /api/v1/datasets/{name}/inspect", "inspect", "inspected", "dataset"),
+    ("DELETE /api/v1/datasets/{name}", "remove", "removed", "dataset"),
+    ("POST /api/v1/agents/{id}/drain", "drain", "drained", "machine"),
+    ("POST /api/v1/agents/{id}/undrain", "undrain", "undrained", "machine"),
+    ("DELETE /api/v1/agents/{id}", "remove", "removed", "machine"),
+    ("POST /api/v1/webhooks", "add", "added", "webhook"),
+    ("PATCH /api/v1/webhooks/{id}", "change", "changed", "webhook"),
+    ("DELETE /api/v1/webhooks/{id}", "remove", "removed", "webhook"),
+    ("POST /api/v1/webhooks/{id}/test", "test", "tested", "webhook"),
+    ("POST /webhooks", "change", "changed", "webhooks:"),
+    ("POST /api/v1/tokens", "make", "made", "a token:"),
+    ("DELETE /api/v1/tokens/{id}", "revoke", "revoked", "token"),
+    ("POST /api/v1/people", "add", "added", "person"),
+    ("PATCH /api/v1/people/{name}", "change", "changed", "person"),
+    ("DELETE /api/v1/people/{name}", "remove", "removed", "person"),
+    ("POST /people", "change", "changed", "people:"),
+    ("POST /account", "change", "changed", "their account:"),
+    ("POST /api/v1/password", "change", "changed", "their password"),
+    ("POST /api/v1/login-links", "make", "made", "a sign-in link"),
+    ("POST /logout", "sign", "signed", "out"),
+    ("sign in", "sign", "signed", "in"),
 ];
 
 impl AuditLine {
@@ -69,17 +85,17 @@ impl AuditLine {
         (url.split('?').next().unwrap_or_default(), name)
     }
 
-    /// Returns the value of the route's last parameter. Empty if the route has none.
-    fn parameter(&self) -> &str {
+    /// Returns the values of the route's parameters.
+    fn parameters(&self) -> Vec<&str> {
         let route = self.action.split_once(' ').map_or("", |(_, route)| route);
         let (url, _) = self.url_and_name();
         let parameters = route.split('/').zip(url.split('/')).filter(|(key, _)| key.starts_with('{'));
-        parameters.last().map_or("", |(_, value)| value)
+        parameters.map(|(_, value)| value).collect()
     }
 
     /// Returns the id of the job that the request concerns.
     pub fn job(&self) -> Option<&str> {
-        let id = if self.parameter().is_empty() { self.url_and_name().1 } else { self.parameter() };
+        let id = self.parameters().first().copied().unwrap_or_else(|| self.url_and_name().1);
         let is_about_job = self.action.contains(" /api/v1/jobs") || self.action.contains(" /jobs/new");
         Some(id).filter(|id| is_about_job && !id.is_empty())
     }
@@ -89,16 +105,21 @@ impl AuditLine {
         self.job().filter(|_| !self.job_name.is_empty())
     }
 
-    /// Describes the action: `cancelled job`. Returns the action itself if it has no description.
-    fn action_text(&self) -> &str {
-        let known = ACTIONS.iter().find(|(action, _)| *action == self.action);
-        known.map_or(self.action.as_str(), |(_, words)| *words)
+    /// Describes the action: `cancelled job`, or `tried to cancel job` if the request failed. Returns the action itself if it has no
+    /// description.
+    fn action_text(&self) -> String {
+        match ACTIONS.iter().find(|(action, ..)| *action == self.action) {
+            Some((_, verb, _, object)) if self.status >= 400 => format!("tried to {verb} {object}"),
+            Some((_, _, past, object)) => format!("{past} {object}"),
+            None => self.action.clone(),
+        }
     }
 
     /// Describes the object of the action: a job's name, an id, or the name of the created object.
     fn object_text(&self) -> String {
         let (url, name) = self.url_and_name();
-        match (self.job_name.as_str(), self.parameter(), name) {
+        let id = self.parameters().join("/");
+        match (self.job_name.as_str(), id.as_str(), name) {
             ("", "", "") if self.action_text() == self.action => url.to_owned(),
             ("", "", name) => name.to_owned(),
             ("", id, _) => id.to_owned(),
@@ -124,13 +145,16 @@ pub struct AuditPage {
 }
 
 /// Kinds of entries, each with the text that its entries contain.
-const KINDS: [(&str, &str); 7] = [
+const KINDS: [(&str, &str); 10] = [
     ("all", ""),
     ("jobs", "/jobs"),
+    ("sweeps", "/sweeps"),
+    ("models", "/models"),
     ("datasets", "/datasets"),
     ("machines", "/agents"),
     ("people", "/people"),
     ("tokens", "/tokens"),
+    ("webhooks", "/webhooks"),
     ("sign-ins", "sign in"),
 ];
 
@@ -185,6 +209,13 @@ mod tests {
                 None,
             ),
             ("sign in", "/login", "", "signed in ", None),
+            (
+                "PUT /api/v1/models/{name}/aliases/{alias}",
+                "/api/v1/models/animals/aliases/champion",
+                "",
+                "changed alias animals/champion",
+                None,
+            ),
             ("PUT /api/v9/{id}", "/api/v9/x", "", "PUT /api/v9/{id} x", None),
             ("PUT /api/v9", "/api/v9", "", "PUT /api/v9 /api/v9", None),
         ] {
@@ -192,11 +223,14 @@ mod tests {
             assert_eq!(format!("{} {}", line.action_text(), line.object_text()), sentence);
             assert_eq!(line.job(), job, "{action}");
         }
-        let lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];
+        let mut lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];
+        lines.push(AuditLine { status: 422, ..line("POST /api/v1/jobs", "/api/v1/jobs", "") });
         let (who, text, user) = ("ada".into(), "/jobs".into(), CurrentUser::NOBODY);
         let html = AuditPage { lines, next: Some("c".into()), who, text, user }.render().expect("renders");
         for expected in [
             "<b>ada</b> cancelled job <a href=\"/jobs/j1\">&#60;shoes&#62;</a>",
+            "<b>ada</b> tried to submit job",
+            "refused: 422",
             "/audit?who=ada&#38;q=%2Fjobs&#38;cursor=c",
         ] {
             assert!(html.contains(expected), "{expected}: {html}");

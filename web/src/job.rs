@@ -12,7 +12,7 @@ use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     best::best_words,
     job::{External, Job, JobState, RunFile},
-    numbers::{standard_error, uncertainty},
+    numbers::uncertainty,
     panels::Panel,
     queue::waits_for,
     reason::{Reason, ReasonKind},
@@ -371,8 +371,7 @@ impl JobPage {
             loss: (job.last.loss.map_or_else(dash, value), empty()),
             accuracy: (
                 job.last.val_accuracy.map_or_else(dash, |accuracy| {
-                    let plus_minus = job.last.val_pictures.map(|pictures| standard_error(accuracy, pictures));
-                    percent(accuracy) + &plus_minus.unwrap_or_default()
+                    percent(accuracy) + &uncertainty(accuracy, job.last.val_pictures)
                 }),
                 job.best
                     .map_or_else(empty, |best| best_words(best, self.checkpoints.iter().map(|c| &c.info))),

@@ -13,6 +13,7 @@ use askama::Template;
 use gauges::Gauge;
 use jiff::Timestamp;
 use lockstep_protocol::agent::{Machine, MachineSample, MachineWarning, Slot};
+use std::net::IpAddr;
 
 /// The job that holds a slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -127,6 +128,9 @@ impl AgentCard {
             _ => String::new(),
         };
         let address = m.address.as_ref().map_or(String::new(), |address| {
+            if address.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
+                return " · only this machine reaches it".into();
+            }
             let interface = m.interface.as_ref().map_or(String::new(), |name| format!(" ({name})"));
             format!(" · other machines reach it at {address}{interface}")
         });

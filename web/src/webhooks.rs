@@ -42,12 +42,16 @@ pub struct DeliveryLine {
 pub struct WebhooksPage {
     /// Webhooks, the oldest first.
     pub webhooks: Vec<WebhookLine>,
-    /// The formats of messages to choose from.
-    pub formats: Vec<&'static str>,
-    /// The events to choose from, and whether each is chosen by default.
+    /// The formats of messages to choose from, and whether each is chosen.
+    pub formats: Vec<(&'static str, bool)>,
+    /// The events to choose from, and whether each is chosen.
     pub events: Vec<(&'static str, bool)>,
     /// The text in the field URL.
     pub url: String,
+    /// The text in the field Project.
+    pub project: String,
+    /// The field with the error: `url`, `form`, `project` or `events`. Empty if the error is about no field.
+    pub wrong: String,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,
     /// Secret of a webhook that was just added, shown only once. Empty otherwise.

@@ -314,8 +314,10 @@ pub(crate) async fn show(
 /// Messages on the page of webhooks.
 #[derive(Default)]
 struct Notice {
-    /// The URL that the form's input keeps after an error.
-    url: String,
+    /// The fields of a form with an error, which keep their values.
+    fields: Vec<(String, String)>,
+    /// Name of the field with the error. Empty if the error is about no field.
+    wrong: String,
     error: String,
     /// Secret of a new webhook.
     secret: String,
@@ -325,7 +327,8 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
     let mut lines = Vec::new();
     for WebhookRow { webhook, .. } in webhooks.store.webhooks().await? {
         let deliveries = webhooks.store.deliveries(&webhook.id, MESSAGES_ON_PAGE).await?;
-        let events = webhook.events.iter().map(|event| event.as_str().trim_start_matches("job."));
+        let events =
+            webhook.events.iter().map(|event| event.as_str().trim_start_matches("job.").replace('.', " "));
         lines.push(views::WebhookLine {
             events: events.collect::<Vec<_>>().join(", "),
             deliveries: deliveries.into_iter().map(delivery_line).collect(),
@@ -336,14 +339,19 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
             url: webhook.url,
         });
     }
-    let Notice { url, error, secret } = notice;
+    let Notice { fields, wrong, error, secret } = notice;
+    let has = |name: &str, value: &str| fields.iter().any(|(key, chosen)| key == name && chosen == value);
+    let is_chosen = |event: WebhookEvent| match fields.is_empty() {
+        true => WebhookEvent::DEFAULTS.contains(&event),
+        false => has("event", event.as_str()),
+    };
     let page = views::WebhooksPage {
         webhooks: lines,
-        formats: WebhookForm::ALL.map(WebhookForm::as_str).into(),
-        events: WebhookEvent::ALL
-            .map(|event| (event.as_str(), WebhookEvent::DEFAULTS.contains(&event)))
-            .into(),
-        url,
+        formats: WebhookForm::ALL.map(|form| (form.as_str(), has("form", form.as_str()))).into(),
+        events: WebhookEvent::ALL.map(|event| (event.as_str(), is_chosen(event))).into(),
+        url: field(&fields, "url"),
+        project: field(&fields, "project"),
+        wrong,
         error,
         secret,
         user: caller.current_user(),
@@ -367,30 +375,35 @@ fn delivery_line(delivery: Delivery) -> views::DeliveryLine {
     }
 }
 
+/// Returns the value of a form's field without surrounding spaces. Empty if the field is missing.
+fn field(fields: &[(String, String)], name: &str) -> String {
+    let found = fields.iter().find(|(key, _)| key == name);
+    found.map(|(_, value)| value.trim().to_owned()).unwrap_or_default()
+}
+
 /// `POST /webhooks`: handles the forms of the page.
 pub(crate) async fn submit(
     State(webhooks): State<Arc<Webhooks>>,
     Extension(caller): Extension<Caller>,
-    Form(pairs): Form<Vec<(String, String)>>,
+    Form(fields): Form<Vec<(String, String)>>,
 ) -> HtmlPage {
-    let field = |name: &str| {
-        let found = pairs.iter().find(|(key, _)| key == name);
-        found.map(|(_, value)| value.trim().to_owned()).unwrap_or_default()
-    };
-    let (action, id) = (field("action"), field("id"));
+    let (action, id) = (field(&fields, "action"), field(&fields, "id"));
     let enable = |enabled| WebhookChange { enabled: Some(enabled), ..Default::default() };
     let work = async {
         match action.as_str() {
-            "add" => return add(&webhooks, read_form(&pairs, &field)?).await.map(Some),
+            "add" => return add(&webhooks, read_form(&fields)?).await.map(Some),
             "test" => drop(webhooks.test(&find(&webhooks, &id).await?).await?),
             "enable" => drop(edit(&webhooks, &id, enable(true)).await?),
             "disable" => drop(edit(&webhooks, &id, enable(false)).await?),
             "remove" => remove(&webhooks, &id).await?,
-            _ => return Err(Error::invalid("/action", "is not an action of this page")),
+            _ => return Err(Error::NotFound(format!("this page has no action {action:?}"))),
         }
         Ok(None)
     };
-    let subject = |id: &str| Extension(AuditSubject(format!("{action} {id:?}")));
+    let subject = |id: &str| {
+        let id = if id.is_empty() { String::new() } else { format!(" {id:?}") };
+        Extension(AuditSubject(format!("{action}{id}")))
+    };
     match work.await {
         Ok(Some(WebhookRow { webhook, secret })) => {
             // E-mail is not signed.
@@ -400,9 +413,21 @@ pub(crate) async fn submit(
         }
         Ok(None) => Ok((subject(&id), Redirect::to("/webhooks")).into_response()),
         Err(error) => {
+            let subject = subject(&id);
+            let mistake = match &error {
+                Error::Invalid(mistakes) => mistakes.first().cloned(),
+                _ => None,
+            };
             let (status, error) = form_error(error)?;
-            let notice = Notice { url: field("url"), error, ..Notice::default() };
-            Ok((status, subject(&id), page(&webhooks, &caller, notice).await?).into_response())
+            let mut notice = Notice { error, ..Notice::default() };
+            if action == "add" {
+                notice.fields = fields;
+            }
+            if let Some(mistake) = mistake {
+                notice.wrong = mistake.pointer.trim_start_matches('/').to_owned();
+                notice.error = mistake.detail;
+            }
+            Ok((status, subject, page(&webhooks, &caller, notice).await?).into_response())
         }
     }
 }
@@ -411,17 +436,17 @@ pub(crate) async fn submit(
 ///
 /// # Errors
 /// The form of messages or an event is unknown.
-fn read_form(pairs: &[(String, String)], field: &impl Fn(&str) -> String) -> Result<NewWebhook> {
+fn read_form(fields: &[(String, String)]) -> Result<NewWebhook> {
     let unknown = |pointer: &str| Error::invalid(pointer, "is not a choice of this page");
-    let form = WebhookForm::ALL.into_iter().find(|form| form.as_str() == field("form"));
-    let chosen = pairs.iter().filter(|(key, _)| key == "event");
+    let form = WebhookForm::ALL.into_iter().find(|form| form.as_str() == field(fields, "form"));
+    let chosen = fields.iter().filter(|(key, _)| key == "event");
     let events = chosen.map(|(_, value)| {
         WebhookEvent::ALL.into_iter().find(|event| event.as_str() == value).ok_or_else(|| unknown("/events"))
     });
     Ok(NewWebhook {
-        url: field("url"),
+        url: field(fields, "url"),
         form: form.ok_or_else(|| unknown("/form"))?,
-        project: Some(field("project")),
+        project: Some(field(fields, "project")),
         events: Some(events.collect::<Result<_>>()?),
         enabled: None,
     })

@@ -630,16 +630,21 @@ async fn the_page_adds_tests_and_removes_webhooks() {
     let id = list["webhooks"][0]["id"].as_str().unwrap().to_owned();
     // The client follows the redirect to the page.
     let (status, page) = post(format!("action=test&id={id}")).await;
-    assert!(status == 200 && page.contains("webhook.test") && page.contains("delivered"), "{page}");
+    assert!(status == 200 && page.contains("webhook test") && page.contains("delivered"), "{page}");
     assert!(!page.contains("whsec_"), "the secret is shown once");
     assert_eq!(receiver.next().await.path, "/hook");
     let (_, page) = post(format!("action=disable&id={id}")).await;
     assert!(page.contains("disabled"), "{page}");
     for (body, status, fragment) in [
-        ("action=add&url=nothing&form=slack&event=job.failed", 422, "must be a URL"),
-        ("action=add&url=https://a.example/&form=slack&project=", 422, "must name an event"),
+        ("action=add&url=nothing&form=slack&event=job.failed", 422, "id=\"w-url-error\">must be a URL"),
+        ("action=add&url=nothing&form=slack&event=job.failed", 422, "<option selected>slack"),
+        (
+            "action=add&url=https://a.example/&form=slack&project=",
+            422,
+            "id=\"w-events-error\">must name an event",
+        ),
         ("action=test&id=nothing", 404, "no webhook has this id"),
-        ("action=launch&id=nothing", 422, "is not an action of this page"),
+        ("action=launch&id=nothing", 404, "this page has no action"),
     ] {
         let (code, page) = post(body.into()).await;
         assert!(code == status && page.contains(fragment), "{body}: {code} {page}");

@@ -170,7 +170,7 @@ mod tests {
         };
         let killed = RankEnd { rank: 1, exit: Some(Exit::Signal(9)), step: 7, ..Default::default() };
         let ranks = [lost_connection(0), killed, explained];
-        assert_eq!(reason(&ranks), "rank 2 failed at step 7: the loss is NaN");
+        assert_eq!(reason(&ranks), "the loss is NaN");
         let Ending::Failed { reason, .. } = failure_cause(&ranks).unwrap().rank.ending() else { panic!() };
         assert!(matches!(reason.kind(), ReasonKind::Diverged { rank: 2, .. }), "{reason:?}");
     }

@@ -24,8 +24,8 @@ pub enum TrainError {
     Memory(String),
     /// Values exceed the range of float32 (which bfloat16 shares). `what` describes the values, without a full stop.
     #[error(
-        "{what}: training has diverged at step {step} (epoch {epoch}). Try a lower lr (it was {lr}), or \
-         train.warmup_epochs"
+        "training has diverged at step {step} (epoch {epoch}): {what}. Try a lower train.lr (the learning rate of this step was {lr}), or \
+         train.warmup_epochs; with the same settings, training diverges again"
     )]
     Diverged { what: String, step: u64, epoch: u32, lr: f32 },
     /// Ranks that should have the same weights have different weights.

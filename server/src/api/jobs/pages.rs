@@ -109,7 +109,9 @@ pub(crate) async fn new_job(
         let job = find_visible(&scheduler, &caller, id).await?;
         check_readable(&job)?;
         let name = free_name(&scheduler, &caller, &job.name).await?;
-        let tags = job.tags.clone();
+        // A sweep's jobs have its id as a tag; a clone is not a job of the sweep.
+        let is_sweep = |tag: &String| job.trial.as_ref().is_some_and(|trial| trial.sweep == *tag);
+        let tags = job.tags.iter().filter(|tag| !is_sweep(tag)).cloned().collect();
         page.form = submit_views::Form::from_spec(&JobSpec { name, tags, ..job.spec });
         if let Some((key, value)) = query.set.as_deref().and_then(|set| set.split_once('=')) {
             page.form.set(key, value);

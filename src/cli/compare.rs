@@ -43,7 +43,7 @@ const RESULTS: [Row; 8] = [
     ("best accuracy", |job| {
         let best = job.best?;
         let error = standard_error(best.value, job.last.val_pictures.unwrap_or(0));
-        Some(format!("{}{error} after epoch {}", percent(best.value), best.epoch))
+        Some(format!("{}{error} at {}", percent(best.value), best.at()))
     }),
     ("images a second", |job| job.images_per_second.map(rate)),
     ("ran", |job| job.ran_secs.map(|secs| format!("{secs:.0} s"))),
@@ -88,7 +88,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// A job's best validation accuracy.
-struct Measured {
+struct Measured<'a> {
+    name: &'a str,
     accuracy: f64,
     /// Number of validation pictures.
     pictures: u64,
@@ -97,10 +98,13 @@ struct Measured {
 
 /// Explains why the jobs' order by best validation accuracy may mean nothing. The same as `caution` in `static/compare/caution.js`.
 fn caution(jobs: &[Job]) -> Vec<String> {
-    let mut measured = Vec::new();
+    let (mut measured, mut uncertain) = (Vec::new(), Vec::new());
     for job in jobs {
-        let pictures = job.last.val_pictures.filter(|pictures| *pictures > 0);
-        let (Some(best), Some(pictures)) = (job.best, pictures) else { continue };
+        let Some(best) = job.best else { continue };
+        let Some(pictures) = job.last.val_pictures.filter(|pictures| *pictures > 0) else {
+            uncertain.push(job.name.as_str());
+            continue;
+        };
         let mut division = ValidationDivision::of(&job.spec.data);
         // Settings without effect must not make two divisions differ: the seed if no pictures are held out, `data.validation` with folds.
         if !division.holds_out() {
@@ -108,11 +112,17 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         } else if division.fold.is_some() {
             division.validation = Validation::Split("none".into());
         }
-        measured.push(Measured { accuracy: best.value, pictures, division });
+        measured.push(Measured { name: &job.name, accuracy: best.value, pictures, division });
+    }
+    let mut sentences = Vec::new();
+    if !uncertain.is_empty() {
+        sentences.push(format!(
+            "The number of validation pictures is unknown, so the accuracy may be chance: {}.",
+            uncertain.join(", ")
+        ));
     }
     measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
-    let [first, second, ..] = measured.as_slice() else { return Vec::new() };
-    let mut sentences = Vec::new();
+    let [first, second, ..] = measured.as_slice() else { return sentences };
     let has_same_dataset = |other: &Measured| other.division.dataset == first.division.dataset;
     let has_other_pictures = |other: &Measured| {
         other.pictures != first.pictures || (has_same_dataset(other) && other.division != first.division)
@@ -129,7 +139,11 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
     if difference < two_errors {
         sentences.push(format!(
-            "The best two differ by {:.1} points, which is less than two standard errors of the difference ({:.1} points).",
+            "{} ({}) and {} ({}) differ by {:.1} points, which is less than two standard errors of the difference ({:.1} points).",
+            first.name,
+            percent(first.accuracy),
+            second.name,
+            percent(second.accuracy),
             100.0 * difference,
             100.0 * two_errors
         ));

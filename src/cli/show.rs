@@ -168,7 +168,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         ("seconds left", job.eta_secs.map(|v| format!("{v:.0}"))),
         ("loss", job.last.loss.map(|v| format!("{v:.4}"))),
         ("validation accuracy", job.last.accuracy_in_words()),
-        ("best", job.best.map(|best| format!("{} after epoch {}", percent(best.value), best.epoch))),
+        ("best", job.best.map(|best| format!("{} at {}", percent(best.value), best.at()))),
         (
             "best checkpoint",
             best_checkpoint(checkpoints)

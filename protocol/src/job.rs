@@ -92,6 +92,15 @@ words!(JobState, "state":
 pub(crate) const ENDED_EARLY: &str = "ended early";
 
 impl JobState {
+    /// The state as a predicate: `has failed`, `was cancelled`, `is running`.
+    pub fn predicate(self) -> String {
+        match self {
+            JobState::Succeeded | JobState::Failed => format!("has {self}"),
+            JobState::Cancelled => format!("was {self}"),
+            _ => format!("is {self}"),
+        }
+    }
+
     /// Whether the job has ended: no attempt will start unless the job is retried.
     pub fn is_final(self) -> bool {
         matches!(self, JobState::Succeeded | JobState::Failed | JobState::Cancelled)

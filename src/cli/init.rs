@@ -83,6 +83,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         })?;
     file.write_all(text.as_bytes())?;
     output::line(format_args!("{shown}: {}", dataset::describe(&info)))?;
+    dataset::print_broken_files(&info)?;
     if let Validation::Split(split) = &spec.data.validation
         && let Some(words) = info.unvalidated_classes(split)
     {

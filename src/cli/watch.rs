@@ -70,7 +70,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     match job.state {
         JobState::Succeeded => Ok(()),
         // The line above contains the reason.
-        state => Err(anyhow::anyhow!("the job is {state}")),
+        state => Err(anyhow::anyhow!("the job {}", state.predicate())),
     }
 }
 

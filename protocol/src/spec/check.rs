@@ -268,9 +268,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
                 mistake(
                     "/train/global_batch_size",
                     format!(
-                        "{global} cannot be divided over {} x {} micro-batches; {near} can",
+                        "{global} cannot be divided over {} x {}; {near} can",
                         spec.parallel.sets_in_words(),
-                        spec.train.accumulate
+                        plural(spec.train.accumulate.into(), "micro-batch")
                     ),
                 );
             }

@@ -40,7 +40,7 @@ async fn impossible_training_is_refused_with_advice() {
     assert!(
         error.contains("the loss is not finite on ")
             && error.contains("training has diverged at step ")
-            && error.contains("lower lr"),
+            && error.contains("lower train.lr"),
         "{error}"
     );
     let (status, error) = error_of(&["model.pretrained=/none.safetensors"]);
@@ -233,7 +233,10 @@ async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint
         let output = bench.train(&out, &sets).output().expect("it runs");
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{error}");
-        assert!(error.contains("training has diverged at step ") && error.contains("lower lr"), "{error}");
+        assert!(
+            error.contains("training has diverged at step ") && error.contains("lower train.lr"),
+            "{error}"
+        );
         let mut models = 0;
         for folder in fs::read_dir(bench.out(&out).join("checkpoints")).expect("checkpoints").flatten() {
             let model = fs::read(folder.path().join("model.safetensors")).expect("a model");

@@ -271,6 +271,19 @@ impl Api {
         })
     }
 
+    /// Returns the error of a request about a model: if no model is called `name`, an error that names the most similar model.
+    pub(crate) async fn explain_unknown_model(&self, name: &str, error: anyhow::Error) -> anyhow::Error {
+        if !error.is::<WrongRequest>() {
+            return error;
+        }
+        match self.read_pages("/models", "models", &[], None).await {
+            Ok(models) if !models.iter().any(|model| named::text(model, "name") == name) => {
+                usage_error(named::unknown(named::MODEL, &models, name))
+            }
+            _ => error,
+        }
+    }
+
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a
     /// note to standard error.
     ///

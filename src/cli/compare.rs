@@ -3,7 +3,6 @@
 use super::{api::ServerArgs, block_on, output};
 use lockstep_protocol::{
     Job,
-    labels::DEFAULT_PROJECT,
     numbers::{percent, rate, standard_error, value},
     spec::{Validation, ValidationDivision},
 };
@@ -82,6 +81,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     rows.extend(
         metrics.into_iter().map(|name| row(name, &|job| job.last.others.get(name).map(|v| value(*v)))),
     );
+    let summaries = jobs.iter().map(flat_summary).collect::<anyhow::Result<Vec<_>>>()?;
+    let results: BTreeSet<&String> = summaries.iter().flat_map(BTreeMap::keys).collect();
+    rows.extend(results.into_iter().map(|name| {
+        let cells = summaries.iter().map(|summary| summary.get(name).map(format_value).unwrap_or_default());
+        [name.clone()].into_iter().chain(cells).collect::<Vec<_>>()
+    }));
     rows.retain(|row| row.iter().skip(1).any(|cell| !cell.is_empty()));
     output::table_of_columns(&header, &rows)?;
     caution(&jobs).into_iter().try_for_each(output::line)
@@ -152,7 +157,7 @@ fn caution(jobs: &[Job]) -> Vec<String> {
 }
 
 /// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs
-/// that Lockstep trains. The same as `settings` in `static/compare/names.js`.
+/// that Lockstep trains. Like `settings` in `static/compare/names.js`, which leaves out the default project.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
     let settings_of_jobs = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
     let keys: BTreeSet<&String> =
@@ -175,15 +180,23 @@ fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value
     Ok(keys.into_iter().filter(|key| differs(key)).map(|key| (key.clone(), values(key))).collect())
 }
 
-/// Returns a job's settings by keys such as `train.lr`.
+/// Returns a job's settings by keys such as `train.lr`, and its project.
 fn flat_settings(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
-    match &job.external {
-        Some(run) => {
-            let project = (job.project != DEFAULT_PROJECT).then_some(&job.project);
-            flat(&json!({ "project": project, "config": run.config }))
-        }
-        None => flat(&job.spec),
-    }
+    let mut settings = match &job.external {
+        Some(run) => flat(&json!({ "config": run.config }))?,
+        None => flat(&job.spec)?,
+    };
+    settings.insert("project".into(), job.project.as_str().into());
+    Ok(settings)
+}
+
+/// Returns the results in the summary of a run from elsewhere, by keys such as `summary.best`. Leaves out the same entries as `withSummary`
+/// in `static/compare/names.js`.
+fn flat_summary(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
+    let Some(run) = &job.external else { return Ok(BTreeMap::new()) };
+    let mut summary = run.summary.clone();
+    summary.retain(|name, _| name != "alerts" && !name.starts_with('_'));
+    flat(&json!({ "summary": summary }))
 }
 
 fn flat(spec: &impl Serialize) -> anyhow::Result<BTreeMap<String, Value>> {

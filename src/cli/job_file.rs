@@ -249,6 +249,9 @@ fn job_file(path: &Path) -> anyhow::Result<String> {
     if path.is_dir() {
         return Err(error("is a folder; give a job's TOML file"));
     }
+    if path.try_exists().is_ok_and(|exists| !exists) {
+        return Err(error("does not exist; give a job's TOML file"));
+    }
     let too_large = "is larger than 1 MiB, the maximum size of a job file";
     let bytes = file::read(path, JOB_FILE_BYTES, too_large).map_err(|detail| error(&detail))?;
     String::from_utf8(bytes).map_err(|_| error("is not text (UTF-8)"))

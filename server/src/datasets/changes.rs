@@ -19,8 +19,8 @@ const TIME_LIMIT: Duration = Duration::from_secs(3);
 /// Limit of concurrent comparisons. On a file system that hangs, each comparison blocks its thread forever.
 static COMPARISONS: Semaphore = Semaphore::const_new(8);
 
-/// Whether folders of the dataset on this machine have changed since the dataset's last inspection. A pattern of files, and a dataset that
-/// this machine does not have, count as unchanged.
+/// Whether folders of the dataset on this machine have changed since the dataset's last inspection, or the dataset was moved away. A
+/// pattern of files, and a dataset of another machine, count as unchanged.
 pub(crate) async fn has_changed(dataset: &Dataset) -> bool {
     let inspected_at = dataset.info.inspected_at.unwrap_or(dataset.added_at);
     // A time in the future would be later than any inspection.
@@ -31,11 +31,18 @@ pub(crate) async fn has_changed(dataset: &Dataset) -> bool {
         let permit = COMPARISONS.acquire().await.ok()?;
         let compare = move || {
             let _permit = permit;
-            changed_in(&period, &path, &classes, DEPTH)
+            is_gone(&path) || changed_in(&period, &path, &classes, DEPTH)
         };
         tokio::task::spawn_blocking(compare).await.ok()
     };
     matches!(tokio::time::timeout(TIME_LIMIT, comparison).await, Ok(Some(true)))
+}
+
+/// Whether a dataset was probably moved away: this machine has no such path, but has the folder in which it was. Every machine has `/`.
+fn is_gone(path: &Path) -> bool {
+    let is_pattern = path.to_string_lossy().contains('{');
+    let folder = path.parent().filter(|folder| folder.parent().is_some());
+    !is_pattern && !path.exists() && folder.is_some_and(Path::exists)
 }
 
 /// Whether `path`, or a folder at most `depth` levels below it, changed in this period. Folders of `classes` are not listed, because they

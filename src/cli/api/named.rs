@@ -38,8 +38,8 @@ pub(super) enum Several {
 /// returns a note that names the chosen job. `jobs` is sorted, the newest first.
 ///
 /// # Errors
-/// `several` refuses the jobs called `name` that are not ignored (`is_meant` then rejects only jobs that have ended), several ids begin with `name`, or `name` is the path of a file. The error
-/// is a sentence.
+/// `several` refuses the jobs called `name` that are not ignored (`is_meant` then rejects only jobs that have ended), several ids begin
+/// with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
     Kind { noun, list }: Kind,
     jobs: &[Value],
@@ -81,8 +81,8 @@ pub(super) fn choose(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
         )),
         [] if noun == JOB.noun && Path::new(name).join("checkpoints").is_dir() => Err(format!(
-            "no job is called {name}; it is the folder of a run of `lockstep train`, which only `lockstep predict --model {name} IMAGE` and \
-             `lockstep export` read"
+            "no job is called {name}; it is the folder of a run of `lockstep train`, which only `lockstep predict --model {name} IMAGE` \
+             and `lockstep export` read"
         )),
         [] => Ok(None),
         matches => Err(ambiguous_prefix(matches, name)),

@@ -357,9 +357,11 @@ fn check_has_validation(spec: &JobSpec, other: &Dataset) -> Result<()> {
     let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
     Err(Error::unprocessable(format!(
         "{} has no split for an evaluation: it has {}, and an evaluation needs a split called test, val, validation, valid, dev \
-         or eval. Give the split one of these names, and register the dataset again",
+         or eval. If {path} has a folder for each class, move these folders into {path}/val/, and link it as the training split: ln -s \
+         val '{path}/train'. Then remove the dataset and add it again",
         other.name,
-        names.join(", ")
+        names.join(", "),
+        path = other.path
     )))
 }
 

@@ -236,7 +236,8 @@ mod tests {
                 &[0.528, 0.583, 0.667],
                 Some(36),
                 Some(
-                    "still rising at the end (by 8.4 points in the last fifth): train more epochs (train.epochs). The validation accuracy, 66.7 %",
+                    "still rising at the end (by 8.4 points in the last fifth): train more epochs (train.epochs). The validation accuracy, \
+                     66.7 %",
                 ),
             ),
             (Some(0.5), &[0.4, 0.452, 0.5], Some(108), Some("Training accuracy is low (50.0 %)")),
@@ -265,7 +266,8 @@ mod tests {
                 0.375,
                 &[0.5][..],
                 Some(
-                    "Training accuracy on augmented pictures (37.5 %) is below validation accuracy (50.0 %): the network has not overfitted. Train more epochs",
+                    "Training accuracy on augmented pictures (37.5 %) is below validation accuracy (50.0 %): the network has not \
+                     overfitted. Train more epochs",
                 ),
             ),
             (0.6, RISING, Some("Validation accuracy was still rising")),

@@ -18,13 +18,13 @@ pub fn best_checkpoint<'a>(
     best.val_accuracy.map(|accuracy| (best, accuracy))
 }
 
-/// `best 82.2 % at 3, best checkpoint 63.2 %`: the best evaluation with its epoch, and the best checkpoint's accuracy
+/// `best 82.2 % at epoch 3, best checkpoint 63.2 %`: the best evaluation with its epoch, and the best checkpoint's accuracy
 /// if it differs. The same as `bestWords` in `static/job/checkpoints.js`.
 pub fn best_words<'a>(best: Measured, checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>) -> String {
     let shown = percent(best.value);
     let kept = best_checkpoint(checkpoints).map(|(_, accuracy)| percent(accuracy));
     let kept = kept.filter(|kept| *kept != shown).map(|kept| format!(", best checkpoint {kept}"));
-    format!("best {shown} at {}{}", best.epoch, kept.unwrap_or_default())
+    format!("best {shown} at {}{}", best.at(), kept.unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -60,10 +60,11 @@ mod tests {
     fn the_best_checkpoint_is_named_if_its_accuracy_differs() {
         let best = Measured { value: 0.822, loss: None, step: 60, epoch: 3 };
         let [older, newer] = [checkpoint(2, Some(0.632), true), checkpoint(4, Some(0.5), false)];
-        assert_eq!(best_words(best, [&newer, &older]), "best 82.2 % at 3, best checkpoint 63.2 %");
-        assert_eq!(best_words(best, [&checkpoint(3, Some(0.822), true)]), "best 82.2 % at 3");
+        assert_eq!(best_words(best, [&newer, &older]), "best 82.2 % at epoch 3, best checkpoint 63.2 %");
+        assert_eq!(best_words(best, [&checkpoint(3, Some(0.822), true)]), "best 82.2 % at epoch 3");
         // Without validation, or before the first checkpoint, there is no best checkpoint.
-        assert_eq!(best_words(best, [&checkpoint(3, None, true), &newer]), "best 82.2 % at 3");
-        assert_eq!(best_words(best, []), "best 82.2 % at 3");
+        assert_eq!(best_words(best, [&checkpoint(3, None, true), &newer]), "best 82.2 % at epoch 3");
+        assert_eq!(best_words(best, []), "best 82.2 % at epoch 3");
+        assert_eq!(best_words(Measured { epoch: 0, ..best }, []), "best 82.2 % at step 60");
     }
 }

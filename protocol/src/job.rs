@@ -92,6 +92,15 @@ words!(JobState, "state":
 pub(crate) const ENDED_EARLY: &str = "ended early";
 
 impl JobState {
+    /// The state as a predicate: `has failed`, `was cancelled`, `is running`.
+    pub fn predicate(self) -> String {
+        match self {
+            JobState::Succeeded | JobState::Failed => format!("has {self}"),
+            JobState::Cancelled => format!("was {self}"),
+            _ => format!("is {self}"),
+        }
+    }
+
     /// Whether the job has ended: no attempt will start unless the job is retried.
     pub fn is_final(self) -> bool {
         matches!(self, JobState::Succeeded | JobState::Failed | JobState::Cancelled)
@@ -177,7 +186,8 @@ pub struct Job {
     pub agents: Vec<String>,
     /// Number of optimizer steps done.
     pub step: u64,
-    /// The epoch in progress, from 1; 0 before the first epoch.
+    /// The epoch in progress, from 1; 0 before the first epoch. For a run from elsewhere, the newest value of its metric `epoch`, rounded
+    /// down; 0 if there is none.
     pub epoch: u32,
     /// Number of optimizer steps in the whole run; 0 until the ranks have read the dataset.
     pub total_steps: u64,
@@ -194,7 +204,8 @@ pub struct Job {
     /// queue and a running attempt do not count. An attempt that ended while the server was off counts until the server
     /// learns of its end. Absent before the first attempt has ended.
     pub ran_secs: Option<f64>,
-    /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with this accuracy.
+    /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with this accuracy. For a run from
+    /// elsewhere, the highest value of its metric `val_accuracy` that is in 0 to 1.
     pub best: Option<Measured>,
     /// Why the validation accuracy of a job that succeeded is low or uncertain, and what to change, in a few sentences; absent if
     /// nothing seems wrong or the job was not validated. Only in `GET /jobs/{id}`.
@@ -388,7 +399,15 @@ pub struct Measured {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<f64>,
     pub step: u64,
+    /// 0 if unknown.
     pub epoch: u32,
+}
+
+impl Measured {
+    /// `epoch 3`; `step 120` if the epoch is unknown. The same as `measuredAt` in `static/job/checkpoints.js`.
+    pub fn at(&self) -> String {
+        if self.epoch > 0 { format!("epoch {}", self.epoch) } else { format!("step {}", self.step) }
+    }
 }
 
 /// A place in the queue.

@@ -186,8 +186,8 @@ def test_every_public_call_is_tested_and_documented() -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda c: c.submit(SPEC, lrr=1), lockstep.Problem, "/lrr: "),
-        (lambda c: c.submit(SPEC, lr="high", arch="resnet19"), lockstep.Problem, "\n/train/lr: "),
+        (lambda c: c.submit(SPEC, lrr=1), lockstep.Problem, "lrr: "),
+        (lambda c: c.submit(SPEC, lr="high", arch="resnet19"), lockstep.Problem, "\ntrain.lr: "),
         (lambda c: c.submit(SPEC, set={"name": "x", "name.y": 1}), lockstep.LockstepError, "name is not a table"),
         (lambda c: c.submit(SPEC, set={"model": {"arch": {"x": 1}}}), lockstep.LockstepError, "arch is not a table"),
         (lambda c: c.submit(SPEC, every_epochs=1), lockstep.LockstepError, "checkpoint.every_epochs, evaluate.every"),

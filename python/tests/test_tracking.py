@@ -356,13 +356,15 @@ def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
     server.is_down = True
     run.log({"x": 2.0})
     run.finish()
-    command = capsys.readouterr().err.strip().rpartition("send it by: ")[2]
-    assert command == f"python -m lockstep sync {run.dir}"
+    errors = capsys.readouterr().err
+    command = errors.strip().rpartition("send it by: ")[2]
+    assert command == f"python -m lockstep sync {run.dir}" and errors.count("HTTP status 503") == 1, errors
     server.is_down = False
     # The thread of `run` may have sent the record before the command does.
-    for sent in (("0 records", "1 record"), ("0 records",)):
+    complete = "is complete on the server"
+    for expected in ((complete, "sent 1 record and 0 files"), (complete,)):
         result = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True)
-        assert result.stdout in [f"{run.id}: sent {records} and 0 files\n" for records in sent]
+        assert result.stdout in [f"{run.id}: {words}\n" for words in expected]
     assert server.points(run.id) == {"x": [(0, 1), (1, 2)]} and server.runs[run.id]["state"] == "succeeded"
     # Without a server or a token, there is one error for all runs.
     lockstep.init(id="unsent", mode="offline").finish()

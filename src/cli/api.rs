@@ -211,8 +211,11 @@ impl Api {
         let jobs = self.read_pages("/jobs", "jobs", &[], None).await?;
         let chosen = named::choose(named::JOB, &jobs, id, is_meant, several).map_err(usage_error)?;
         let Some((job, note)) = chosen else {
-            let unknown = named::unknown(named::JOB, &jobs, id);
-            return Err(usage_error(unknown + &self.describe_namesake(id).await));
+            let namesake = self.describe_namesake(id).await;
+            let unknown = || named::unknown(named::JOB, &jobs, id);
+            let error =
+                namesake.map_or_else(unknown, |namesake| format!("no job is called {id}. {namesake}"));
+            return Err(usage_error(error));
         };
         if let Some(note) = note {
             output::warn(note);
@@ -221,24 +224,21 @@ impl Api {
     }
 
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
-    async fn describe_namesake(&self, name: &str) -> String {
-        let is_called = |object: &&Value| named::text(object, "name") == name;
+    async fn describe_namesake(&self, name: &str) -> Option<String> {
+        let is_called = |object: &Value, key: &str| named::text(object, key) == name;
         let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
-        if sweeps.iter().any(|sweep| is_called(&sweep)) {
-            return format!(". A sweep has this name: `lockstep sweep show {name}` shows its jobs");
+        if sweeps.iter().any(|sweep| is_called(sweep, "name") || is_called(sweep, "id")) {
+            return Some(format!("It is a sweep: `lockstep sweep show {name}` shows its jobs"));
         }
         let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
-        if models.iter().any(|model| is_called(&model)) {
-            return format!(
-                ". A model has this name: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
-            );
+        if models.iter().any(|model| is_called(model, "name")) {
+            return Some(format!(
+                "It is a model: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
+            ));
         }
-        match format!("{SCHEME}{name}").parse::<VersionName>() {
-            Ok(version) if models.iter().any(|model| named::text(model, "name") == version.model) => {
-                format!(". A model is called {}: name its version as {version}", version.model)
-            }
-            _ => String::new(),
-        }
+        let version = format!("{SCHEME}{name}").parse::<VersionName>().ok()?;
+        let is_known = models.iter().any(|model| named::text(model, "name") == version.model);
+        is_known.then(|| format!("A model is called {}: name its version as {version}", version.model))
     }
 
     /// Returns the version of a model with this name.
@@ -269,6 +269,19 @@ impl Api {
                 usage_error(format!("{error}; its aliases are {}", aliases.join(", ")))
             }
         })
+    }
+
+    /// Returns the error of a request about a model: if no model is called `name`, an error that names the most similar model.
+    pub(crate) async fn explain_unknown_model(&self, name: &str, error: anyhow::Error) -> anyhow::Error {
+        if !error.is::<WrongRequest>() {
+            return error;
+        }
+        match self.read_pages("/models", "models", &[], None).await {
+            Ok(models) if !models.iter().any(|model| named::text(model, "name") == name) => {
+                usage_error(named::unknown(named::MODEL, &models, name))
+            }
+            _ => error,
+        }
     }
 
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a

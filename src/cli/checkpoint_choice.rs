@@ -129,6 +129,10 @@ pub(crate) async fn choose(api: &Api, job: &Job, name: &str) -> anyhow::Result<L
         }
     };
     chosen.cloned().ok_or_else(|| match checkpoints.len() {
+        0 if job.state.is_final() => {
+            let reason = job.reason.as_ref().map(|reason| format!(": {reason}")).unwrap_or_default();
+            usage_error(format!("{} has no checkpoint: the job {}{reason}", job.id, job.state.predicate()))
+        }
         0 => usage_error(format!("{} has no checkpoint yet", job.id)),
         _ => {
             let names: Vec<_> = checkpoints.iter().map(ListedCheckpoint::name).collect();

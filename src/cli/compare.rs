@@ -3,7 +3,6 @@
 use super::{api::ServerArgs, block_on, output};
 use lockstep_protocol::{
     Job,
-    labels::DEFAULT_PROJECT,
     numbers::{percent, rate, standard_error, value},
     spec::{Validation, ValidationDivision},
 };
@@ -43,7 +42,7 @@ const RESULTS: [Row; 8] = [
     ("best accuracy", |job| {
         let best = job.best?;
         let error = standard_error(best.value, job.last.val_pictures.unwrap_or(0));
-        Some(format!("{}{error} after epoch {}", percent(best.value), best.epoch))
+        Some(format!("{}{error} at {}", percent(best.value), best.at()))
     }),
     ("images a second", |job| job.images_per_second.map(rate)),
     ("ran", |job| job.ran_secs.map(|secs| format!("{secs:.0} s"))),
@@ -82,13 +81,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     rows.extend(
         metrics.into_iter().map(|name| row(name, &|job| job.last.others.get(name).map(|v| value(*v)))),
     );
+    let summaries = jobs.iter().map(flat_summary).collect::<anyhow::Result<Vec<_>>>()?;
+    let results: BTreeSet<&String> = summaries.iter().flat_map(BTreeMap::keys).collect();
+    rows.extend(results.into_iter().map(|name| {
+        let cells = summaries.iter().map(|summary| summary.get(name).map(format_value).unwrap_or_default());
+        [name.clone()].into_iter().chain(cells).collect::<Vec<_>>()
+    }));
     rows.retain(|row| row.iter().skip(1).any(|cell| !cell.is_empty()));
     output::table_of_columns(&header, &rows)?;
     caution(&jobs).into_iter().try_for_each(output::line)
 }
 
 /// A job's best validation accuracy.
-struct Measured {
+struct Measured<'a> {
+    name: &'a str,
     accuracy: f64,
     /// Number of validation pictures.
     pictures: u64,
@@ -97,10 +103,13 @@ struct Measured {
 
 /// Explains why the jobs' order by best validation accuracy may mean nothing. The same as `caution` in `static/compare/caution.js`.
 fn caution(jobs: &[Job]) -> Vec<String> {
-    let mut measured = Vec::new();
+    let (mut measured, mut uncertain) = (Vec::new(), Vec::new());
     for job in jobs {
-        let pictures = job.last.val_pictures.filter(|pictures| *pictures > 0);
-        let (Some(best), Some(pictures)) = (job.best, pictures) else { continue };
+        let Some(best) = job.best else { continue };
+        let Some(pictures) = job.last.val_pictures.filter(|pictures| *pictures > 0) else {
+            uncertain.push(job.name.as_str());
+            continue;
+        };
         let mut division = ValidationDivision::of(&job.spec.data);
         // Settings without effect must not make two divisions differ: the seed if no pictures are held out, `data.validation` with folds.
         if !division.holds_out() {
@@ -108,11 +117,17 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         } else if division.fold.is_some() {
             division.validation = Validation::Split("none".into());
         }
-        measured.push(Measured { accuracy: best.value, pictures, division });
+        measured.push(Measured { name: &job.name, accuracy: best.value, pictures, division });
+    }
+    let mut sentences = Vec::new();
+    if !uncertain.is_empty() {
+        sentences.push(format!(
+            "The number of validation pictures is unknown, so the accuracy may be chance: {}.",
+            uncertain.join(", ")
+        ));
     }
     measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
-    let [first, second, ..] = measured.as_slice() else { return Vec::new() };
-    let mut sentences = Vec::new();
+    let [first, second, ..] = measured.as_slice() else { return sentences };
     let has_same_dataset = |other: &Measured| other.division.dataset == first.division.dataset;
     let has_other_pictures = |other: &Measured| {
         other.pictures != first.pictures || (has_same_dataset(other) && other.division != first.division)
@@ -129,7 +144,11 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
     if difference < two_errors {
         sentences.push(format!(
-            "The best two differ by {:.1} points, which is less than two standard errors of the difference ({:.1} points).",
+            "{} ({}) and {} ({}) differ by {:.1} points, which is less than two standard errors of the difference ({:.1} points).",
+            first.name,
+            percent(first.accuracy),
+            second.name,
+            percent(second.accuracy),
             100.0 * difference,
             100.0 * two_errors
         ));
@@ -138,7 +157,7 @@ fn caution(jobs: &[Job]) -> Vec<String> {
 }
 
 /// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs
-/// that Lockstep trains. The same as `settings` in `static/compare/names.js`.
+/// that Lockstep trains. Like `settings` in `static/compare/names.js`, which leaves out the default project.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
     let settings_of_jobs = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
     let keys: BTreeSet<&String> =
@@ -161,15 +180,23 @@ fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value
     Ok(keys.into_iter().filter(|key| differs(key)).map(|key| (key.clone(), values(key))).collect())
 }
 
-/// Returns a job's settings by keys such as `train.lr`.
+/// Returns a job's settings by keys such as `train.lr`, and its project.
 fn flat_settings(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
-    match &job.external {
-        Some(run) => {
-            let project = (job.project != DEFAULT_PROJECT).then_some(&job.project);
-            flat(&json!({ "project": project, "config": run.config }))
-        }
-        None => flat(&job.spec),
-    }
+    let mut settings = match &job.external {
+        Some(run) => flat(&json!({ "config": run.config }))?,
+        None => flat(&job.spec)?,
+    };
+    settings.insert("project".into(), job.project.as_str().into());
+    Ok(settings)
+}
+
+/// Returns the results in the summary of a run from elsewhere, by keys such as `summary.best`. Leaves out the same entries as `withSummary`
+/// in `static/compare/names.js`.
+fn flat_summary(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
+    let Some(run) = &job.external else { return Ok(BTreeMap::new()) };
+    let mut summary = run.summary.clone();
+    summary.retain(|name, _| name != "alerts" && !name.starts_with('_'));
+    flat(&json!({ "summary": summary }))
 }
 
 fn flat(spec: &impl Serialize) -> anyhow::Result<BTreeMap<String, Value>> {

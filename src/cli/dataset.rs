@@ -58,6 +58,7 @@ pub(crate) enum Action {
     /// List the registered datasets
     List(ServerArgs),
     /// Show what a dataset contains: a registered dataset, or a path on this machine (a path needs no server)
+    #[command(alias = "show")]
     Inspect {
         /// A registered name, or a path
         #[arg(value_name = "NAME-or-PATH")]
@@ -89,6 +90,14 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             let api = server.api()?;
             if let Some(short_side) = prepare {
                 path = prepare_copy(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
+            }
+            if let Some(known) = block_on(find_by_name(&api, &name))?
+                && Path::new(&known.path) == path
+            {
+                return Err(usage_error(format!(
+                    "{name} is already registered with the path {}; `lockstep dataset inspect {name}` shows it",
+                    known.path
+                )));
             }
             let dataset =
                 block_on(register(&api, &json!({ "name": name, "path": path, "private": private })))?;
@@ -165,7 +174,7 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
         let dataset = find_by_name(&api, name).await?.ok_or_else(|| unknown_dataset(name))?;
         let files_note = match dataset.is_uploaded() {
             true => "its uploaded files are also deleted".to_owned(),
-            false => format!("its files stay at {}", dataset.path),
+            false => format!("its files at {} are not deleted", dataset.path),
         };
         let question = format!(
             "Remove {name}? If so, {files_note}. Jobs that trained on {name} can neither be evaluated nor run again until a dataset is \

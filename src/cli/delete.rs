@@ -4,10 +4,11 @@
 //! not ask, because `retry` continues a cancelled job.
 
 use super::{
+    WrongRequest,
     api::{Api, ServerArgs},
     block_on,
     confirm::confirm,
-    output,
+    output, usage_error,
 };
 use lockstep_protocol::{Job, JobId};
 use serde_json::json;
@@ -34,7 +35,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let mut jobs = Vec::<Job>::new();
         for name in &args.jobs {
-            let job = api.find_only_job(name, |_| true).await?;
+            let job = api.find_only_job(name, |_| true).await.map_err(|error| {
+                match error.is::<WrongRequest>() && args.jobs.len() > 1 {
+                    true => usage_error(format!("{error}; no job is deleted")),
+                    false => error,
+                }
+            })?;
             if jobs.iter().all(|other| other.id != job.id) {
                 jobs.push(job);
             }

@@ -52,7 +52,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job: Job = api.get(&path).await?;
         let tags = if job.tags.is_empty() { "none".into() } else { job.tags.join(", ") };
         let (id, name, priority) = (&job.id, output::one_line(&job.name), job.spec.priority);
-        let text = format!("{id} {name}: priority {priority}, project {}, tags {tags}", job.project);
+        let notes = job.notes.as_deref().filter(|notes| !notes.is_empty());
+        let notes = notes.map(|notes| format!(", notes {}", output::one_line(notes))).unwrap_or_default();
+        let text = format!("{id} {name}: priority {priority}, project {}, tags {tags}{notes}", job.project);
         output::print(args.server.json, &job, text)
     })
 }

@@ -19,7 +19,7 @@ use std::path::PathBuf;
     override_usage = "lockstep export <FORMAT> [OPTIONS] <JOB> -o <FILE>\n       lockstep export [OPTIONS] <FOLDER> -o <FILE>"
 )]
 pub(crate) struct Args {
-    /// Folder of a checkpoint, such as lockstep-run/checkpoints/2-54, or of a run of `lockstep train`
+    /// Folder of a checkpoint, such as runs/JOB/checkpoints/2-54, or of a run of `lockstep train`
     // Several values are accepted so that the error for an unknown format can name the formats.
     #[arg(value_name = "FOLDER")]
     folders: Vec<PathBuf>,

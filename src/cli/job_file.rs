@@ -59,9 +59,9 @@ pub(super) async fn name_dataset(
             }
             None if unknown_path == UnknownPath::Register && !path.exists() => {
                 return Err(usage_error(format!(
-                    "data.dataset: {} does not exist on this machine, and the server has no dataset at this path; \
-                     `lockstep dataset list` shows its datasets",
-                    std::path::absolute(&path).unwrap_or(path).display()
+                    "data.dataset: {} on this machine, and the server has no dataset at this path; `lockstep dataset list` shows its \
+                     datasets",
+                    does_not_exist(&path)
                 )));
             }
             None => continue,
@@ -226,6 +226,13 @@ pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     Ok(spec)
 }
 
+/// `../photos does not exist (looked for /home/ada/photos)`: a relative path refers to the working directory.
+pub(super) fn does_not_exist(path: &Path) -> String {
+    let absolute = std::path::absolute(path).ok().filter(|_| path.is_relative());
+    let absolute = absolute.map(|absolute| format!(" (looked for {})", absolute.display()));
+    format!("{} does not exist{}", path.display(), absolute.unwrap_or_default())
+}
+
 /// Returns the path of a job's dataset on this machine. A relative path refers to the working directory or to the job file's folder.
 pub(super) fn dataset_path(spec: &JobSpec, job: &Path) -> Option<PathBuf> {
     let given = Path::new(&spec.data.dataset);
@@ -241,6 +248,9 @@ fn job_file(path: &Path) -> anyhow::Result<String> {
     let error = |detail: &str| usage_error(format!("{}: {detail}", path.display()));
     if path.is_dir() {
         return Err(error("is a folder; give a job's TOML file"));
+    }
+    if path.try_exists().is_ok_and(|exists| !exists) {
+        return Err(error("does not exist; give a job's TOML file"));
     }
     let too_large = "is larger than 1 MiB, the maximum size of a job file";
     let bytes = file::read(path, JOB_FILE_BYTES, too_large).map_err(|detail| error(&detail))?;

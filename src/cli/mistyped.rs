@@ -26,8 +26,8 @@ pub(crate) fn equivalent(typed: &str) -> Option<&'static str> {
     EQUIVALENTS.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
 
-/// Adds to clap's error a suggestion for an unknown command, and the usage line of the command's help. clap's own usage line would show
-/// options that environment variables set as required.
+/// Adds to clap's error a suggestion for an unknown command, and the usage line of the command's help; removes the suggestion for an
+/// unknown option. clap's own usage line would show options that environment variables set as required.
 pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsString]) -> Error {
     if error.kind() == ErrorKind::InvalidSubcommand
         && let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand)
@@ -38,6 +38,10 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
     {
         let command = ContextValue::Strings(vec![command.to_owned()]);
         error.insert(ContextKind::SuggestedSubcommand, command);
+    }
+    if error.kind() == ErrorKind::UnknownArgument {
+        // clap proposes `-- --option`, but no argument begins with a dash.
+        error.remove(ContextKind::Suggested);
     }
     if error.get(ContextKind::Usage).is_some() {
         program.build();

@@ -108,14 +108,29 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         }
         Action::Show { model, server } => {
             let api = server.api()?;
-            let response: Value = block_on(api.get(&path(&model, "")?))?;
+            let url = path(&model, "")?;
+            let response: Value = block_on(async {
+                match api.get(&url).await {
+                    Err(error) => Err(api.explain_unknown_model(&model, error).await),
+                    response => response,
+                }
+            })?;
             if server.json {
                 return output::json(&response);
             }
             let versions: Vec<ModelVersion> = list(&response, "versions")?;
             let rows: Vec<_> = versions.iter().map(row_of_version).collect();
             output::table(
-                ["VERSION", "ALIASES", "ACCURACY", "CHECKPOINT", "JOB", "DATASET", "REGISTERED"],
+                [
+                    "VERSION",
+                    "ALIASES",
+                    "ACCURACY",
+                    "CHECKPOINT",
+                    "JOB",
+                    "DATASET",
+                    "REGISTERED",
+                    "DESCRIPTION",
+                ],
                 &rows,
             )
         }
@@ -127,10 +142,11 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             match version.filter(|_| !remove) {
                 Some(version) => {
                     let message = format!("{SCHEME}{model}@{alias} is version {version}");
-                    send(&server, Method::PUT, &url, Some(json!({ "version": version })), &message)
+                    send(&server, &model, Method::PUT, &url, Some(json!({ "version": version })), &message)
                 }
                 None => {
-                    send(&server, Method::DELETE, &url, None, &format!("{SCHEME}{model}@{alias} removed"))
+                    let message = format!("{SCHEME}{model}@{alias} removed");
+                    send(&server, &model, Method::DELETE, &url, None, &message)
                 }
             }
         }
@@ -141,7 +157,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             );
             confirm(yes, question, format_args!("{SCHEME}{model}/{version}"))?;
             let message = format!("{SCHEME}{model}/{version} removed; its checkpoint stays with the job");
-            send(&server, Method::DELETE, &url, None, &message)
+            send(&server, &model, Method::DELETE, &url, None, &message)
         }
     }
 }
@@ -157,17 +173,22 @@ fn path(model: &str, rest: &str) -> anyhow::Result<String> {
     }
 }
 
-/// Sends a change. Prints `message`, or the response as JSON.
+/// Sends a change of a model. Prints `message`, or the response as JSON.
 fn send(
     server: &ServerArgs,
+    model: &str,
     method: Method,
     path: &str,
     body: Option<Value>,
     message: &str,
 ) -> anyhow::Result<()> {
     let api = server.api()?;
-    let response: Value =
-        block_on(async { api.read(api.request(method, path, body.as_ref()).await?).await })?;
+    let response: Value = block_on(async {
+        match api.request(method, path, body.as_ref()).await {
+            Err(error) => Err(api.explain_unknown_model(model, error).await),
+            Ok(response) => api.read(response).await,
+        }
+    })?;
     output::print(server.json, &response, message)
 }
 
@@ -182,7 +203,7 @@ fn row_of_model(model: &Model) -> [String; 5] {
     ]
 }
 
-fn row_of_version(version: &ModelVersion) -> [String; 7] {
+fn row_of_version(version: &ModelVersion) -> [String; 8] {
     let by = version.registered_by.as_ref().map(|who| format!(" by {who}"));
     [
         version.version.to_string(),
@@ -192,5 +213,6 @@ fn row_of_version(version: &ModelVersion) -> [String; 7] {
         version.job_name.clone(),
         version.dataset.clone(),
         format!("{} ago{}", age(version.registered_at), by.unwrap_or_default()),
+        version.description.clone(),
     ]
 }

@@ -8,6 +8,8 @@ use lockstep_protocol::queue::{QueuedJob, Reservation};
 use serde_json::{Value, json};
 
 /// Show waiting jobs in the order in which they get slots, the reason why each job waits, and reserved slots
+///
+/// SLOTS is the number of slots that a job needs, and KEPT the number of slots that are kept for the job.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Only jobs of this project

@@ -43,8 +43,10 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     }
     let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
     let plan = plan.map(|plan| ("plan".to_owned(), describe_plan(&plan)));
-    for (key, value) in
-        describe_job(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(describe_attempt))
+    for (key, value) in describe_job(&job, &checkpoints)
+        .into_iter()
+        .chain(plan)
+        .chain(attempts.iter().map(|attempt| describe_attempt(attempt, job.reason.as_deref())))
     {
         output::line(format_args!("{key:<19} {value}"))?;
     }
@@ -83,10 +85,10 @@ struct JobWithAttempts {
 }
 
 /// Formats an attempt: `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from checkpoint
-/// 1-40`.
-fn describe_attempt(attempt: &AttemptRow) -> (String, String) {
+/// 1-40`. Leaves out a reason that is the job's reason, because the job's state shows it.
+fn describe_attempt(attempt: &AttemptRow, reason_of_job: Option<&str>) -> (String, String) {
     let mut text = attempt.state.clone();
-    if let Some(reason) = &attempt.reason {
+    if let Some(reason) = attempt.reason.as_ref().filter(|reason| reason_of_job != Some(reason.words())) {
         text += &format!(": {}", reason.words());
     } else if let Some(step) = attempt.step {
         text += &format!(" at step {step}");
@@ -168,7 +170,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         ("seconds left", job.eta_secs.map(|v| format!("{v:.0}"))),
         ("loss", job.last.loss.map(|v| format!("{v:.4}"))),
         ("validation accuracy", job.last.accuracy_in_words()),
-        ("best", job.best.map(|best| format!("{} after epoch {}", percent(best.value), best.epoch))),
+        ("best", job.best.map(|best| format!("{} at {}", percent(best.value), best.at()))),
         (
             "best checkpoint",
             best_checkpoint(checkpoints)
@@ -222,14 +224,12 @@ mod tests {
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
         let attempts: Vec<AttemptRow> = list(&response, "attempts").unwrap();
-        let lines: Vec<_> =
-            attempts.iter().map(describe_attempt).map(|(key, text)| format!("{key}: {text}")).collect();
-        assert_eq!(
-            lines,
-            [
-                "attempt 1: hibernating at step 41",
-                "attempt 3: failed: too dark; it began from checkpoint j-1-40"
-            ]
-        );
+        let lines: Vec<_> = attempts.iter().map(|attempt| describe_attempt(attempt, None)).collect();
+        let line = |number: u32, text: &str| (format!("attempt {number}"), text.to_owned());
+        let expected =
+            [line(1, "hibernating at step 41"), line(3, "failed: too dark; it began from checkpoint j-1-40")];
+        assert_eq!(lines, expected);
+        let repeated = describe_attempt(&attempts[1], Some("too dark"));
+        assert_eq!(repeated, line(3, "failed; it began from checkpoint j-1-40"));
     }
 }

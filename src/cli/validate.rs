@@ -138,8 +138,7 @@ fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError>
     let mut mistakes = Vec::new();
     for path in job_file::dataset_paths(document) {
         if lockstep_data::canonical(path).is_err() {
-            let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-            let detail = format!("{} does not exist", path.display());
+            let detail = job_file::does_not_exist(path);
             mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
         }
     }

@@ -70,7 +70,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     match job.state {
         JobState::Succeeded => Ok(()),
         // The line above contains the reason.
-        state => Err(anyhow::anyhow!("the job is {state}")),
+        state => Err(anyhow::anyhow!("the job {}", state.predicate())),
     }
 }
 
@@ -192,7 +192,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
     api.get(&format!("/jobs/{}", job.id)).await
 }
 
-/// Describes the outcome of a job in a sentence: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % in
+/// Describes the outcome of a job in a sentence: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % at
 /// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names a best checkpoint only if it is in `checkpoints`.
 pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
@@ -211,12 +211,12 @@ fn describe_accuracy(
     best: Option<Measured>,
     checkpoints: &[CheckpointInfo],
 ) -> Option<String> {
-    let best = best.map(|best| (percent(best.value), best.epoch));
+    let best = best.map(|best| (percent(best.value), best.at()));
     let last = values.val_accuracy.map(percent).or_else(|| best.as_ref().map(|(best, _)| best.clone()))?;
-    let (best, best_epoch) = best.unwrap_or_else(|| (last.clone(), 0));
+    let (best, at) = best.unwrap_or_else(|| (last.clone(), String::new()));
     let mut more = Vec::new();
     if best != last {
-        more.push(format!("best {best} in epoch {best_epoch}"));
+        more.push(format!("best {best} at {at}"));
     }
     more.extend(best_checkpoint(checkpoints).map(|(checkpoint, accuracy)| {
         let accuracy = Some(percent(accuracy)).filter(|accuracy| *accuracy != best);
@@ -246,19 +246,19 @@ mod tests {
             (None, None, &[][..], None),
             (Some(0.4), None, &[], Some("validation accuracy 40.0 %")),
             (Some(0.417), best, &[], Some("validation accuracy 41.7 %")),
-            (Some(0.4), best, &[], Some("validation accuracy 40.0 % (best 41.7 % in epoch 28)")),
+            (Some(0.4), best, &[], Some("validation accuracy 40.0 % (best 41.7 % at epoch 28)")),
             (
                 Some(0.4),
                 best,
                 &[checkpoint(28, 0.417)],
-                Some("validation accuracy 40.0 % (best 41.7 % in epoch 28; best checkpoint 28-336)"),
+                Some("validation accuracy 40.0 % (best 41.7 % at epoch 28; best checkpoint 28-336)"),
             ),
             (
                 Some(0.4),
                 best,
                 &[checkpoint(30, 0.41)],
                 Some(
-                    "validation accuracy 40.0 % (best 41.7 % in epoch 28; best checkpoint 30-360 with 41.0 %)",
+                    "validation accuracy 40.0 % (best 41.7 % at epoch 28; best checkpoint 30-360 with 41.0 %)",
                 ),
             ),
         ] {

@@ -60,13 +60,11 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 if server.json {
                     return output::json(&json!({ "webhooks": webhooks }));
                 }
-                for webhook in &webhooks {
-                    let enabled = webhook.get("enabled") == Some(&Value::Bool(true));
-                    let state = if enabled { "enabled" } else { "disabled" };
-                    let (id, form, url) = (text(webhook, "id"), text(webhook, "form"), text(webhook, "url"));
-                    output::line(format_args!("{id}  {state:<8}  {form:<8}  {url}"))?;
+                if webhooks.is_empty() {
+                    return output::line("no webhooks; add one with `lockstep webhook add URL`");
                 }
-                Ok(())
+                let rows: Vec<_> = webhooks.iter().map(row).collect();
+                output::table(["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS"], &rows)
             }
             Command::Test(WebhookArgs { id, server }) => {
                 let sent: Value = server.api()?.post(&format!("{}/test", path(&id)?), &json!({})).await?;
@@ -85,6 +83,13 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
             }
         }
     })
+}
+
+fn row(webhook: &Value) -> [String; 6] {
+    let state = if webhook["enabled"] == true { "enabled" } else { "disabled" };
+    let events = webhook["events"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let [id, form, url, project] = ["id", "form", "url", "project"].map(|key| text(webhook, key).to_owned());
+    [id, state.into(), form, url, project, events.collect::<Vec<_>>().join(", ")]
 }
 
 fn text<'a>(value: &'a Value, key: &str) -> &'a str {

@@ -3,13 +3,16 @@
 import { ask, byId, make, text } from "../page.js";
 import { bytes, count, percent, uncertainty } from "../numbers.js";
 
+/** `epoch 3`; `step 120` if the epoch is unknown. The same as `Measured::at` in protocol/src/job.rs. */
+const measuredAt = ({ epoch, step }) => (epoch ? `epoch ${epoch}` : `step ${step}`);
+
 /**
  * Describes the best evaluation with its epoch, and the best checkpoint's accuracy if this accuracy differs. The same as `best_words` in
  * protocol/src/best.rs.
  */
 export function bestWords(best, checkpoint) {
   const shown = percent(best.value), kept = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
-  return `best ${shown} at ${best.epoch}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
+  return `best ${shown} at ${measuredAt(best)}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
 }
 
 /**

@@ -306,11 +306,11 @@ describe("results", () => {
     assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
     assert.equal(await page.locator("#results-note").textContent(), "", "the accuracies are of the same pictures and differ clearly");
     const cautions = await page.evaluate(async () => {
-      const { caution } = await import("/static/compare/caution.js"), job = (value, val_pictures, dataset, validation = "test") => ({ best: { value }, last: { val_pictures }, spec: { data: { dataset, validation, validation_seed: 0 } } });
-      return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a")]].map(caution);
+      const { caution } = await import("/static/compare/caution.js"), job = (value, val_pictures, dataset, validation = "test") => ({ name: `${dataset}${val_pictures ?? ""}`, best: { value }, last: { val_pictures }, spec: { data: { dataset, validation, validation_seed: 0 } } });
+      return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a"), job(0.995, undefined, "own")]].map(caution);
     });
     const pictures = "These accuracies were not all measured on the same validation pictures.", datasets = "These accuracies were measured on validation pictures of different datasets.";
-    assert.deepEqual(cautions, [`${pictures} The best two differ by 9.0 points, which is less than two standard errors of the difference (19.3 points).`, datasets, pictures, ""]);
+    assert.deepEqual(cautions, [`${pictures} pets78 (61.5 %) and pets40 (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (19.3 points).`, datasets, pictures, "The number of validation pictures is unknown, so the accuracy may be chance: own."]);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();
     const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));

@@ -201,7 +201,7 @@ describe("a page that stays open", () => {
     await selects("classify", "2-20, best");
     // With equal accuracies, the lower loss decides, in the row of numbers as in the list.
     await report(4, 0.75, 1.25, true);
-    await until("the row of numbers names the same epoch", async () => (await page.locator("#accuracy-more").textContent()) === "best 75.0 % at 4");
+    await until("the row of numbers names the same epoch", async () => (await page.locator("#accuracy-more").textContent()) === "best 75.0 % at epoch 4");
     await predicts("4-40", "75.0");
     await page.locator("#classify-checkpoint").selectOption("1-10");
     await predicts("1-10", "50.0");

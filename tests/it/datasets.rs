@@ -137,7 +137,7 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
     }
     server.cli(&["dataset", "remove", "pets"]).assert_usage_error(&["pets stays as it is", "--yes"]);
     let removed = server.cli(&["dataset", "remove", "pets", "--yes"]);
-    assert!(removed.ok().contains("pets removed; its files stay at ") && removed.stdout.contains("hub"));
+    assert!(removed.ok().contains("pets removed; its files at ") && removed.stdout.contains("hub"));
     assert!(Path::new(&hub).join("data").is_dir());
     assert!(server.cli(&["dataset", "list"]).ok().contains("no datasets"));
 

@@ -87,6 +87,9 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
         .cli(&["evaluate", "models:/shoes/1", "--checkpoint", "latest"])
         .assert_usage_error(&["leave --checkpoint out"]);
     server.cli(&["model", "show", "../jobs"]).assert_usage_error(&["the model's name must have"]);
+    for command in [&["model", "show", "shoos"][..], &["model", "alias", "shoos", "champion", "1"]] {
+        server.cli(command).assert_usage_error(&["no model is called shoos; did you mean \"shoes\"?"]);
+    }
     server
         .cli(&["model", "remove", "shoes", "2", "--yes"])
         .assert_usage_error(&["the version has the alias champion"]);

@@ -139,6 +139,13 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     for (key, values) in [("config.lr", json!([0.5, null])), ("train.batch_size", Value::Null)] {
         assert_eq!(compared["settings"][key], values, "{key}");
     }
+    // The number of its validation pictures is unknown.
+    let records = json!({"first": 1, "records": [{"step": 1, "values": {"val_accuracy": 0.995}}]});
+    server.post("/runs/outside/records", &records).await;
+    let compared = server.cli(&["compare", "outside", jobs[0]]);
+    for words in ["99.5 % at step 1", "so the accuracy may be chance: outside."] {
+        assert!(compared.ok().contains(words), "{words} in {}", compared.stdout);
+    }
     server
         .cli(&["compare", jobs[0]])
         .assert_usage_error(&["Usage: lockstep compare [OPTIONS] <JOB> <JOB>..."]);

@@ -16,8 +16,9 @@ async fn webhooks_are_added_tested_and_removed_by_command() {
         .cli(&["webhook", "add", "mailto:ada@example.org", "--form", "email"])
         .assert_usage_error(&["LOCKSTEP_SMTP"]);
     let listed = server.cli(&["webhook", "list"]);
-    let words: Vec<_> = listed.ok().split_whitespace().collect();
-    assert_eq!(words[1..], ["enabled", "slack", url]);
+    let line = listed.ok().lines().nth(1).expect("a webhook below the header");
+    let words: Vec<_> = line.split_whitespace().collect();
+    assert_eq!(words[1..], ["enabled", "slack", url, "job.failed"]);
     let tested = server.cli(&["webhook", "test", words[0]]);
     assert!(tested.stderr.contains("--webhooks-allow-private"), "{}", tested.stderr);
     server.cli(&["webhook", "remove", words[0]]).ok();

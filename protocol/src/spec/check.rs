@@ -15,6 +15,7 @@ use super::{
 use crate::{
     invisible::first_invisible,
     limits::{HISTOGRAMS_EVERY, KEY_BYTES, MISTAKES},
+    numbers::plural,
 };
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -213,7 +214,7 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
         let owner = if owner.name.is_empty() {
             "the top of the document".into()
         } else {
-            format!("[{0}]: move it to that section (with --set: {0}.{near}=VALUE)", owner.name)
+            format!("[{0}]: write it as {0}.{near}", owner.name)
         };
         let it = if near == meant { "it".into() } else { format!("did you mean {near:?}? It") };
         let _ = write!(detail, "; {it} belongs to {owner}");
@@ -269,9 +270,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
                 mistake(
                     "/train/global_batch_size",
                     format!(
-                        "{global} cannot be divided over {} x {} micro-batches; {near} can",
+                        "{global} cannot be divided over {} x {}; {near} can",
                         spec.parallel.sets_in_words(),
-                        spec.train.accumulate
+                        plural(spec.train.accumulate.into(), "micro-batch")
                     ),
                 );
             }

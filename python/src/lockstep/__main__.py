@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .client import Client
 from .errors import LockstepError, RunDeleted, Unreachable
-from .spool import RUN, folders, send_folder
+from .spool import folders, no_runs, send_folder
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def send_runs(dir: Path, client: Client, again: bool) -> int:
     status = 0
     paths = list(folders(dir))
     if not paths:
-        print(f"{dir} has no runs: no folder in it has {RUN} and records.jsonl", file=sys.stderr)
+        print(no_runs(dir), file=sys.stderr)
         status = 1
     for path in paths:
         try:
@@ -52,7 +52,8 @@ def send_runs(dir: Path, client: Client, again: bool) -> int:
             status = 1
         else:
             records, files = _count(sender.sent_records, "record"), _count(sender.sent_files, "file")
-            print(f"{sender.id}: sent {records} and {files}")
+            has_sent = sender.sent_records or sender.sent_files
+            print(f"{sender.id}: sent {records} and {files}" if has_sent else f"{sender.id}: is complete on the server")
     return status
 
 

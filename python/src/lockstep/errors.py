@@ -18,6 +18,12 @@ class RunDeleted(LockstepError):
     """The server does not have a run that was sent before."""
 
 
+def _key(pointer: str) -> str:
+    """Returns the key of a JSON pointer and a colon (`/train/lr`: `train.lr: `), or "" for the whole document."""
+    key = pointer.lstrip("/").replace("/", ".").replace("~1", "/").replace("~0", "~")
+    return f"{key}: " if key else ""
+
+
 class Problem(LockstepError):
     """The server refused a request (RFC 9457).
 
@@ -34,7 +40,7 @@ class Problem(LockstepError):
         self.detail: str = body.get("detail") or self.title or f"HTTP status {status}"
         self.errors: list[dict[str, str]] = body.get("errors") or []
         self.state: str | None = body.get("state")
-        mistakes = [f"{mistake['pointer']}: {mistake['detail']}" for mistake in self.errors]
+        mistakes = [f"{_key(mistake['pointer'])}{mistake['detail']}" for mistake in self.errors]
         super().__init__("\n".join(mistakes) or self.detail)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .client import Client
 from .errors import LockstepError, Problem, RunDeleted, Unreachable
 from .output import say, warn_once
-from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, may_succeed_later, read_run, send_folder
+from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, may_succeed_later, no_runs, read_run, send_folder
 from .tracking import SEND_SECS, AlertLevel, Mode, Run, outcome, warn_unsent
 from .values import Artifact, Json, to_dict, to_json
 
@@ -304,7 +304,7 @@ def sync(*dirs: PathLike, url: str | None = None, token: str | None = None, agai
     with Client(url, token) as client:
         for dir in dirs:
             if not (paths := list(folders(Path(dir)))):
-                raise LockstepError(f"{os.fspath(dir)} has no runs: no folder in it has {RUN} and records.jsonl")
+                raise LockstepError(no_runs(Path(dir)))
             for path in paths:
                 try:
                     sender = send_folder(path, client, again)

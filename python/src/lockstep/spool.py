@@ -385,6 +385,12 @@ def folders(path: Path) -> Iterator[Path]:
                 yield file.parent
 
 
+def no_runs(path: Path) -> str:
+    """The error for a path without folders of runs."""
+    why = f"no folder in it has {RUN} and {RECORDS}" if path.exists() else "it does not exist"
+    return f"{path} has no runs: {why}"
+
+
 def send_folder(path: Path, client: Client, again: bool = False) -> Sender:
     """Sends the parts of a run that the server lacks. Returns the closed sender, which has the numbers.
 

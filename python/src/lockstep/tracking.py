@@ -455,6 +455,8 @@ class Run:
             say(f"run {self.id} is kept in its folder; send it by: {command}")
         else:
             self._written.set()
+            if self._failure is not None and may_succeed_later(self._failure):
+                say(f"run {self.id} waits for the server, for up to {FINISH_SECS:g} s")
             self._sender_thread.join(FINISH_SECS + SEND_SECS)
             if self._sender_thread.is_alive() and not isinstance(self._failure, Unreachable):
                 # A file is still being uploaded. Without its end, the run would count as failed later.
@@ -462,8 +464,8 @@ class Run:
                     self._sender.send_end()
             is_deleted = isinstance(self._failure, RunDeleted)
             if (self._sender_thread.is_alive() or self._failure is not None) and not is_deleted:
-                why = f" ({self._failure})" if self._failure else ""
-                say(f"run {self.id} was not sent completely{why}; nothing is lost, send it by: {command}")
+                # The thread has written the reason.
+                say(f"run {self.id} was not sent completely; nothing is lost, send it by: {command}")
             if self._sender_thread.is_alive():
                 return
         self._spool.close()

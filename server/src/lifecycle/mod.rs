@@ -168,7 +168,7 @@ pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBod
 pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let state = row.job.state;
     if state.is_final() {
-        return Err(refused(state, format!("the job has already ended: it is {state}")));
+        return Err(refused(state, format!("the job has already ended: it {}", state.predicate())));
     }
     let reason: Reason = ReasonKind::CancelledByUser { detail: None }.into();
     if row.fencing_token.is_some() && reachable {
@@ -193,7 +193,11 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
             Ok(vec![change_state(row, JobState::Pausing, Some(ReasonKind::Pausing.into()), None, at)?])
         }
         JobState::Pausing => Ok(preemption::pause_instead(row)),
-        _ => Err(refused(state, format!("the job is {state}; only a waiting or running job can be paused"))),
+        _ => {
+            let detail =
+                format!("the job {}; only a waiting or running job can be paused", state.predicate());
+            Err(refused(state, detail))
+        }
     }
 }
 
@@ -208,7 +212,8 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
             state if state.is_final() => "; retry it instead",
             _ => "",
         };
-        return Err(refused(state, format!("the job is {state}; only a paused job can be resumed{hint}")));
+        let detail = format!("the job {}; only a paused job can be resumed{hint}", state.predicate());
+        return Err(refused(state, detail));
     }
     queue_anew(row, ReasonKind::ResumedByUser, at)
 }
@@ -242,7 +247,10 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     if !matches!(state, JobState::Failed | JobState::Cancelled) {
         return Err(refused(
             state,
-            format!("the job is {state}; only a job that has failed or was cancelled can be retried"),
+            format!(
+                "the job {}; only a job that has failed or was cancelled can be retried",
+                state.predicate()
+            ),
         ));
     }
     queue_anew(row, ReasonKind::RetriedByUser, at)

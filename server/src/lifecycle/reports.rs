@@ -235,8 +235,11 @@ pub(super) fn note_column(row: &mut JobRow, rank: u32, column: &MetricColumn) {
             job.sparkline = row.progress.sparkline();
             if step > job.step {
                 job.step = step;
-                let last = if job.total_steps > 0 { step.min(job.total_steps) } else { step };
-                job.epoch = epoch_of(last, job.steps_per_epoch);
+                // A run from elsewhere reports its epochs as a metric.
+                if job.external.is_none() {
+                    let last = if job.total_steps > 0 { step.min(job.total_steps) } else { step };
+                    job.epoch = epoch_of(last, job.steps_per_epoch);
+                }
             }
         }
         "accuracy" => {

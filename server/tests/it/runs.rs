@@ -3,7 +3,7 @@
 mod mlflow;
 
 use crate::test_server::{TIMEOUT, TestServer, wait_until};
-use lockstep_protocol::job::{Job, JobState};
+use lockstep_protocol::job::{Job, JobState, Measured};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -108,7 +108,8 @@ async fn a_run_can_be_started_ended_and_deleted() {
     );
     assert_eq!(changed["external"]["summary"], json!({"best": 1}));
     let job = server.job(&id).await;
-    assert_eq!((job.last.loss, job.last.others["train/acc 1"], job.step), (Some(1.5), 0.1, 2));
+    assert_eq!((job.last.loss, job.last.others["train/acc 1"]), (Some(1.5), 0.1));
+    assert_eq!((job.step, job.epoch), (2, 1), "the epoch is the logged epoch");
     assert_eq!(job.sparkline.len(), 2);
 
     // Actions that need ranks of this server are refused.
@@ -160,6 +161,18 @@ async fn a_run_can_be_started_ended_and_deleted() {
         1,
         "the new run begins with record 1"
     );
+
+    // The best validation accuracy is a fraction, with the epoch of its step.
+    let measured = server.start_run(&json!({"name": "measured"})).await.id.to_string();
+    let records: Vec<_> = [(10, 2.0, 0.5), (20, 3.0, 0.75), (30, 4.5, 0.625), (40, 5.0, 75.0)]
+        .map(|(at, epoch, accuracy)| step(at, json!({"epoch": epoch, "loss": 1.5, "val_accuracy": accuracy})))
+        .into();
+    assert_eq!(server.log_records(&measured, 1, &json!(records)).await, 4);
+    let job = server.job(&measured).await;
+    assert_eq!((job.step, job.epoch), (40, 5));
+    assert_eq!(job.best, Some(Measured { value: 0.75, loss: None, step: 20, epoch: 3 }));
+    let (_, list) = server.get("/jobs?where=best%3E0.7").await;
+    assert_eq!(list["jobs"][0]["id"], json!(measured), "{list}");
     server.stop().await;
 }
 

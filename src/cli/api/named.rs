@@ -38,8 +38,8 @@ pub(super) enum Several {
 /// returns a note that names the chosen job. `jobs` is sorted, the newest first.
 ///
 /// # Errors
-/// `several` refuses the jobs called `name` that are not ignored, several ids begin with `name`, or `name` is the path of a file. The error
-/// is a sentence.
+/// `several` refuses the jobs called `name` that are not ignored (`is_meant` then rejects only jobs that have ended), several ids begin
+/// with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
     Kind { noun, list }: Kind,
     jobs: &[Value],
@@ -50,10 +50,17 @@ pub(super) fn choose(
     let id = |job: &Value| text(job, "id").to_owned();
     let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
     let mut candidates = called.clone();
-    if candidates.iter().any(|job| is_meant(job)) {
+    let is_any_meant = candidates.iter().any(|job| is_meant(job));
+    if is_any_meant {
         candidates.retain(|job| is_meant(job));
     }
     if let [newest, others @ ..] = &candidates[..] {
+        if several == Several::Refuse && !others.is_empty() && !is_any_meant {
+            return Err(format!(
+                "all {} {noun}s called {name} have ended; `{list}` shows them",
+                called.len()
+            ));
+        }
         if several == Several::Refuse && !others.is_empty() {
             return Err(format!(
                 "several {noun}s are called {name}: give a {noun}'s id; `{list}` shows the ids"
@@ -72,6 +79,10 @@ pub(super) fn choose(
         [job] => Ok(Some((id(job), None))),
         [] if noun == JOB.noun && Path::new(name).is_file() => Err(format!(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
+        )),
+        [] if noun == JOB.noun && Path::new(name).join("checkpoints").is_dir() => Err(format!(
+            "no job is called {name}; it is the folder of a run of `lockstep train`, which only `lockstep predict --model {name} IMAGE` \
+             and `lockstep export` read"
         )),
         [] => Ok(None),
         matches => Err(ambiguous_prefix(matches, name)),
@@ -158,6 +169,9 @@ mod tests {
         }
         let error = choose(JOB, &trials, "pics", |_| true, Several::Refuse).unwrap_err();
         assert_eq!(error, "several jobs are called pics: give a job's id; `lockstep list` shows the ids");
+        let ended = [trials[0].clone(), trials[2].clone()];
+        let error = choose(JOB, &ended, "pics", has_not_ended, Several::Refuse).unwrap_err();
+        assert_eq!(error, "all 2 jobs called pics have ended; `lockstep list` shows them");
         let error = choose(JOB, &jobs[..2], "j000", |_| true, Several::TakeNewest).unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  \
                       j0001, failed, 3 d ago  pics";

@@ -30,7 +30,14 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
                     format!("{}; then begin a run with model.pretrained", pickle::conversion_advice(path));
                 return Err(problem(advice));
             }
-            let folder = Path::new(path).canonicalize().map_err(|e| problem(e.to_string()))?;
+            let advice = "--resume latest continues from the newest checkpoint of the run";
+            let folder = Path::new(path).canonicalize().map_err(|e| problem(format!("{e}; {advice}")))?;
+            if !folder.join(checkpoint::MANIFEST).exists() {
+                return Err(problem(format!(
+                    "is no checkpoint, as it has no {}; {advice}",
+                    checkpoint::MANIFEST
+                )));
+            }
             let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
             let name = checkpoint::folder_name(manifest.epoch, manifest.step);
             let target = directory.join(&name);

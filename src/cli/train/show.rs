@@ -105,9 +105,12 @@ impl Show {
                     self.draw();
                 }
                 AttemptEvent::Log { rank: 0, lines } => {
-                    // The command itself reports a stop.
+                    // The command itself reports a stop and a failure.
+                    let is_reported = |text: &String| {
+                        ["asked to stop: ", "failed after step "].iter().any(|start| text.starts_with(start))
+                    };
                     let lines = lines.into_iter().map(|line| line.text);
-                    self.lines.extend(lines.filter(|text| !text.starts_with("asked to stop: ")));
+                    self.lines.extend(lines.filter(|text| !is_reported(text)));
                 }
                 AttemptEvent::Evaluation(evaluation) => {
                     self.accuracy = Some((evaluation.accuracy, evaluation.samples))

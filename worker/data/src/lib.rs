@@ -266,8 +266,12 @@ impl Catalog {
             )
         } else if !splits.is_empty() || has_pictures(path) {
             let has = if splits.is_empty() { "this folder".into() } else { list_names(&splits) };
+            let parent = path.parent().filter(|parent| splits.is_empty() && !parent.as_os_str().is_empty());
+            let parent =
+                parent.map(|parent| format!(". If this folder is a class, give {}", parent.display()));
             format!(
-                "; pictures lie directly in {has}, but a picture's class is the name of its folder: move them to train/<class>/"
+                "; pictures lie directly in {has}, but a picture's class is the name of its folder: move them to train/<class>/{}",
+                parent.unwrap_or_default()
             )
         } else {
             image_folder::validation_only_advice(path).unwrap_or_else(|| hint.to_owned())

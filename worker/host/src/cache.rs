@@ -121,7 +121,7 @@ pub fn write_file(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
 
 fn remove_file(path: &Path, why: impl Display) {
     let removed = fs::remove_file(path).err().map(|error| format!(" (removing it failed: {error})"));
-    tracing::warn!("{}: {why}; it is created again{}", path.display(), removed.unwrap_or_default());
+    tracing::info!("{}: {why}; it is created again{}", path.display(), removed.unwrap_or_default());
 }
 
 #[cfg(test)]

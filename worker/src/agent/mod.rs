@@ -334,7 +334,7 @@ impl Agent {
             return ControlFlow::Break(());
         }
         tracing::info!("stopping: the ranks finish their step and write a checkpoint");
-        self.leave("the agent was stopped".into());
+        self.leave("by a signal".into());
         ControlFlow::Continue(())
     }
 

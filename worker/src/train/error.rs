@@ -24,7 +24,7 @@ pub enum TrainError {
     Memory(String),
     /// Values exceed the range of float32 (which bfloat16 shares). `what` describes the values, without a full stop.
     #[error(
-        "training has diverged at step {step} (epoch {epoch}): {what}. Try a lower train.lr (the learning rate of this step was {lr}), or \
+        "training has diverged at step {step} (epoch {epoch}): {what}. Try a lower train.lr (the schedule gave {lr} at this step), or \
          train.warmup_epochs; with the same settings, training diverges again"
     )]
     Diverged { what: String, step: u64, epoch: u32, lr: f32 },

@@ -65,9 +65,10 @@ impl RunPlan {
         let steps_per_epoch = spec.steps_per_epoch(shape.train_samples);
         if steps_per_epoch == 0 {
             return impossible(format!(
-                "{} training pictures are fewer than one step uses ({global_batch_size}: {replicas} ranks x batch {} \
+                "{} training pictures are fewer than one step uses ({global_batch_size}: {} x batch {} \
                  x accumulate {}). Lower train.{}, or set data.drop_remainder = false",
                 shape.train_samples,
+                plural(replicas.into(), "rank"),
                 spec.micro_batch_size(),
                 spec.train.accumulate,
                 if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" }

@@ -187,7 +187,7 @@ fn pictures_with_trailing_data_are_complete() {
     assert_eq!(skipped_files(dir.path()), Vec::<String>::new());
     // A truncated picture with a film after it is still truncated.
     fs::write(home.join("cut.jpg"), [&jpeg[..jpeg.len() - 40], &film].concat()).expect("writes");
-    assert!(open_error(dir.path()).contains("cut.jpg is cut off: a Jpeg picture without its end"));
+    assert!(open_error(dir.path()).contains("cut.jpg is cut off: a JPEG picture without its end"));
 }
 
 #[test]

@@ -14,6 +14,8 @@ use lockstep_protocol::{
 const MAX_CONDITIONS: usize = 10;
 /// Maximum number of characters of a value.
 const VALUE_CHARS: usize = 200;
+/// End of the message for a key that is similar to no setting.
+const NO_SUGGESTION: &str = "name a setting such as train.lr";
 /// Comparison operators. Longer operators come before their prefixes.
 const COMPARISONS: [(&str, Comparison); 7] = [
     ("!=", Comparison::NotEqual),
@@ -60,7 +62,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
             (SortBy::Setting { table, key, is_number }, Some(kind))
         }
         (Err(_), Some(result)) => (result, None),
-        (Err(detail), None) => return Err(refused(detail)),
+        (Err(detail), None) => return Err(refused(suggest_result(path, detail))),
     };
     if value.is_empty() {
         return Err(refused(format!("has no value for {path}; give a value, such as {path}=1")));
@@ -112,6 +114,16 @@ fn result(name: &str) -> Option<SortBy> {
     }
 }
 
+/// Adds results to the message that `path` is not a setting, unless the message suggests a setting.
+fn suggest_result(path: &str, detail: String) -> String {
+    let Some(start) = detail.strip_suffix(NO_SUGGESTION) else { return detail };
+    let results = ["best", "speed"].into_iter().chain(metric::NAMES);
+    match nearest(path, results) {
+        Some(near) => format!("{start}did you mean {near:?}?"),
+        None => format!("{detail}, or a result: best, speed, or a metric such as val_loss"),
+    }
+}
+
 /// Whether a setting has a single value that can be compared.
 fn is_single(kind: &Kind) -> bool {
     matches!(
@@ -157,7 +169,7 @@ pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static
     let all_names = names(&all_keys().collect::<Vec<_>>());
     let hint = match nearest(given, all_names.iter().map(String::as_str)) {
         Some(near) => format!("did you mean {near:?}?"),
-        None => "name a setting such as train.lr".to_owned(),
+        None => NO_SUGGESTION.to_owned(),
     };
     Err(format!("names {:?}, which is not a setting; {hint}", shortened(path)))
 }
@@ -241,6 +253,8 @@ mod tests {
             ("train.lr>nan", "which is not a number"),
             ("train.lr>inf", "which is not a number"),
             ("train.lrr>1", "did you mean \"train.lr\"?"),
+            ("bestt > 0.72", "did you mean \"best\"?"),
+            ("zzzzzzzz>1", "or a result: best, speed"),
             ("every_steps>1", "checkpoint.every_steps or log.every_steps"),
             ("milestones=1", "one value"),
             ("model.arch>resnet50", "only with = and !="),

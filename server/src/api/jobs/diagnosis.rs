@@ -33,13 +33,9 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
         return Ok(None);
     }
     let (train, data) = (&job.spec.train, &job.spec.data);
-    // With mixed or strongly augmented pictures, or a loss other than the default, training and validation accuracy are not comparable.
-    let is_comparable = train.mixup == 0.0
-        && train.cutmix == 0.0
-        && !data.random_resized_crop
-        && data.augment == Augment::None
-        && data.random_erasing == 0.0
-        && job.spec.loss == LossSpec::default();
+    // With mixed pictures, or a loss other than the default, training and validation accuracy are not comparable.
+    let is_comparable = train.mixup == 0.0 && train.cutmix == 0.0 && job.spec.loss == LossSpec::default();
+    let is_augmented = data.random_resized_crop || data.augment != Augment::None || data.random_erasing > 0.0;
     let training = match is_comparable {
         true => {
             let last_epoch = job.step.saturating_sub(job.steps_per_epoch) + 1;
@@ -53,7 +49,7 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     let by_step: BTreeMap<u64, f64> =
         series.iter().flatten().filter_map(|bucket| Some((bucket.step, mean([bucket])?))).collect();
     let validations = by_step.into_values().collect();
-    Ok(Course { training, validations, pictures: job.last.val_pictures }.diagnosis())
+    Ok(Course { training, is_augmented, validations, pictures: job.last.val_pictures }.diagnosis())
 }
 
 /// Reads the series of a metric, in the order of attempts and ranks.
@@ -71,6 +67,8 @@ fn mean<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<f64> {
 struct Course {
     /// Mean training accuracy of the last epoch; `None` if it cannot be compared with validation accuracy.
     training: Option<f64>,
+    /// Whether the training pictures are strongly augmented, which lowers the training accuracy.
+    is_augmented: bool,
     /// Accuracies of all validations, in the order of steps.
     validations: Vec<f64>,
     /// Number of validation pictures, if known.
@@ -85,8 +83,11 @@ impl Course {
         let is_learned =
             last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
         let mut findings = Vec::new();
-        // With few pictures, chance alone changes the accuracy by half a margin.
-        let min_rise = MIN_RISE.max(if margin > MAX_MARGIN { margin } else { margin / 2.0 });
+        // Chance alone changes the accuracy by its standard error, and by one picture.
+        let min_rise = self.pictures.map_or(MIN_RISE, |pictures| {
+            let n = pictures.max(1) as f64;
+            MIN_RISE.max((last * (1.0 - last) / n).sqrt()).max(1.5 / n)
+        });
         let is_best = self.validations.iter().all(|accuracy| *accuracy <= last + MIN_RISE);
         let rise = rise(&self.validations).filter(|rise| !is_learned && is_best && *rise > min_rise);
         if let Some(rise) = rise {
@@ -96,6 +97,19 @@ impl Course {
             ));
         }
         if let Some(training) = self.training
+            && rise.is_none()
+            && self.is_augmented
+            && training < last
+            && last < GOOD_ACCURACY
+        {
+            findings.push(format!(
+                "Training accuracy on augmented pictures ({}) is below validation accuracy ({}): the network has not overfitted. Train \
+                 more epochs (train.epochs).",
+                percent(training),
+                percent(last)
+            ));
+        } else if let Some(training) = self.training
+            && rise.is_none()
             && overfitted.is_none()
             && training < LOW_ACCURACY
             && last < LOW_ACCURACY
@@ -109,9 +123,10 @@ impl Course {
         }
         let measured = accuracy_of(last, self.pictures);
         if let Some(training) = overfitted {
+            let augment = if self.is_augmented { "Raise" } else { "Set data.augment = \"trivial\", raise" };
             findings.push(format!(
-                "Training accuracy is {}, validation accuracy {measured}: the network overfits its training pictures. Set \
-                 data.augment = \"trivial\", raise train.weight_decay, or add pictures.",
+                "Training accuracy is {}, validation accuracy {measured}: the network overfits its training pictures. {augment} \
+                 train.weight_decay, or add pictures.",
                 percent(training)
             ));
         } else if margin > MAX_MARGIN {
@@ -144,6 +159,23 @@ fn rise(values: &[f64]) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Checks that the diagnosis contains `expected`.
+    fn check(
+        training: Option<f64>,
+        is_augmented: bool,
+        validations: &[f64],
+        pictures: Option<u64>,
+        expected: Option<&str>,
+    ) {
+        let found =
+            Course { training, is_augmented, validations: validations.to_vec(), pictures }.diagnosis();
+        let fits = match (&found, expected) {
+            (Some(found), Some(expected)) => found.contains(expected),
+            (found, expected) => found.is_none() && expected.is_none(),
+        };
+        assert!(fits, "{training:?} {validations:?} {pictures:?}: {found:?}, not {expected:?}");
+    }
 
     #[test]
     fn a_finished_run_is_diagnosed_by_its_accuracies() {
@@ -198,6 +230,17 @@ mod tests {
             ),
             (Some(0.5), &[0.5], Some(100), Some("low (50.0 %), and so is validation accuracy (50.0 %)")),
             (Some(0.5), &[0.5], None, Some("low (50.0 %), and so is validation accuracy (50.0 %)")),
+            // A clear rise after few epochs comes first. A rise of one standard error, or of one picture, is chance.
+            (
+                Some(0.5),
+                &[0.528, 0.583, 0.667],
+                Some(36),
+                Some(
+                    "still rising at the end (by 8.4 points in the last fifth): train more epochs (train.epochs). The validation accuracy, \
+                     66.7 %",
+                ),
+            ),
+            (Some(0.5), &[0.4, 0.452, 0.5], Some(108), Some("Training accuracy is low (50.0 %)")),
             (
                 Some(0.6),
                 RISING,
@@ -215,13 +258,24 @@ mod tests {
             (Some(0.79), &[0.7, 0.7, 0.7], Some(95), Some("is low")),
             (Some(0.79), &[0.7, 0.7, 0.7], Some(5000), Some("overfits")),
         ] {
-            let course = Course { training, validations: validations.to_vec(), pictures };
-            let found = course.diagnosis();
-            let fits = match (&found, expected) {
-                (Some(found), Some(expected)) => found.contains(expected),
-                (found, expected) => found.is_none() && expected.is_none(),
-            };
-            assert!(fits, "{training:?} {validations:?} {pictures:?}: {found:?}, not {expected:?}");
+            check(training, false, validations, pictures, expected);
+        }
+        // With augmentation, which lowers the training accuracy.
+        for (training, validations, expected) in [
+            (
+                0.375,
+                &[0.5][..],
+                Some(
+                    "Training accuracy on augmented pictures (37.5 %) is below validation accuracy (50.0 %): the network has not \
+                     overfitted. Train more epochs",
+                ),
+            ),
+            (0.6, RISING, Some("Validation accuracy was still rising")),
+            (0.3, &[0.3], Some("Training accuracy is low")),
+            (0.99, FLAT, Some("overfits its training pictures. Raise train.weight_decay")),
+            (0.9, &[0.97], None),
+        ] {
+            check(Some(training), true, validations, Some(5000), expected);
         }
     }
 

@@ -58,7 +58,7 @@ impl<'a> Header<'a> {
     pub(super) fn read(bytes: &'a [u8]) -> Result<Self, String> {
         let format = format_of(bytes).ok_or_else(|| not_a_picture_detail(bytes))?;
         if !whole::is_whole(format, bytes) {
-            return Err(format!("is cut off: a {format:?} picture without its end; get it again"));
+            return Err(format!("is cut off: a {} picture without its end; get it again", name_of(format)));
         }
         if format == ImageFormat::Jpeg { jpeg_header(bytes) } else { other_header(format, bytes) }
     }
@@ -119,6 +119,11 @@ pub fn for_hardware(bytes: &[u8]) -> Result<Stored, CpuDecodeReason> {
     Ok(stored)
 }
 
+/// The name of a format, such as `JPEG`.
+fn name_of(format: ImageFormat) -> String {
+    format!("{format:?}").to_uppercase()
+}
+
 fn other_header(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
     let mut limits = Limits::default();
@@ -127,7 +132,8 @@ fn other_header(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String>
     let mut decoder = reader.into_decoder().map_err(|error| match error {
         // Palettes, YCbCr, Lab, 32 bits, and unsupported compressions.
         ImageError::Unsupported(_) => format!(
-            "is a {format:?} picture of an unsupported kind ({error}); save it as RGB or grey of 8 or 16 bits, or as PNG"
+            "is a {} picture of an unsupported kind ({error}); save it as RGB or grey of 8 or 16 bits, or as PNG",
+            name_of(format)
         ),
         _ => cannot_be_decoded(error),
     })?;

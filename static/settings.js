@@ -1,4 +1,4 @@
-// Settings of jobs by fullKey keys, for the list's columns and for Compare.
+// Settings of jobs by their full keys, for the list's columns and for Compare.
 
 /** Returns every setting with its value, by keys such as `train.lr`. */
 export function flatten(spec, prefix = "") {

@@ -11,7 +11,10 @@ use lockstep_protocol::{
     spec::{SpecError, apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
 
 /// Maximum size of a job file. The server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
@@ -104,7 +107,9 @@ pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
 /// Returns a mistake for each path in a job's document that [`name_dataset`] cannot register, because another dataset has the name.
 pub(super) async fn taken_names(api: &Api, document: &Value) -> anyhow::Result<Vec<SpecError>> {
     let mut mistakes = Vec::new();
-    for path in dataset_paths(document).into_iter().filter(|path| path.is_dir()) {
+    // The values of a sweep may repeat a path.
+    let paths: BTreeSet<&Path> = dataset_paths(document).into_iter().filter(|path| path.is_dir()).collect();
+    for path in paths {
         if let Some(other) = dataset::find_by_name(api, &dataset_name(path)).await? {
             let detail = dataset::name_taken(&other, path);
             mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });

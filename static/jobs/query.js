@@ -2,7 +2,7 @@
 // that the URL gives.
 
 import { ask } from "../page.js";
-import { setting } from "../settings.js";
+import { fullKey, setting } from "../settings.js";
 import { order } from "./sort.js";
 
 const COMPARE = {
@@ -15,12 +15,24 @@ export function parseCondition(words) {
   return found && { key: found[1].replace(/^spec\./, ""), sign: found[2].replace("==", "="), value: found[3] };
 }
 
+/** Results by the names that conditions have for them. */
+const RESULTS = { best: (job) => job.best?.value, speed: (job) => job.images_per_second, images_per_second: (job) => job.images_per_second };
+
+/** Whether a job fulfils a condition on a setting, on a result or on the newest value of a metric. A setting precedes others of its name. */
 function fulfils(job, words) {
   const { key, sign, value } = parseCondition(words) ?? {};
   // An invalid condition is left to the server, which refuses it.
   if (!sign) return true;
+  const found = key === "project" ? job.project : setting(job.spec, key);
+  let jobValue = typeof found === "object" && !Array.isArray(found) ? undefined : found;
+  if (jobValue === undefined && key in RESULTS) jobValue = RESULTS[key](job);
+  else if (jobValue === undefined && !fullKey(job.spec, key).includes(".") && !/^(true|false)$/.test(value)) {
+    jobValue = job.last?.[key];
+    // The list does not have every metric, so the server decides.
+    if (jobValue === undefined) return true;
+  }
   // A boolean setting that the specification lacks is false.
-  const jobValue = (key === "project" ? job.project : setting(job.spec, key)) ?? (/^(true|false)$/.test(value) ? false : null);
+  jobValue ??= /^(true|false)$/.test(value) ? false : null;
   if (jobValue === null) return sign === "!=";
   return typeof jobValue === "number" ? COMPARE[sign](jobValue, Number(value)) : COMPARE[sign](String(jobValue), value);
 }

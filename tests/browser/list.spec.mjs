@@ -175,6 +175,18 @@ describe("the filters", () => {
     await page.end();
   });
 
+  test("apply conditions on settings, results and metrics to jobs from the stream", async () => {
+    const page = await browser.page(server, "/jobs");
+    const conditions = ["best>0.7", "best>0.9", "speed<100", "loss<1", "loss>1", "val_loss<1", "lr=0.1", "lr>0.1"];
+    const fulfilled = await page.evaluate(async (conditions) => {
+      const { fits } = await import("/static/jobs/query.js");
+      const job = { tags: [], spec: { loss: { margin: 0 }, train: { lr: 0.1 } }, best: { value: 0.8 }, images_per_second: 50, last: { loss: 0.5 } };
+      return conditions.filter((words) => fits(job, { states: [], tags: [], conditions: [words] }));
+    }, conditions);
+    assert.deepEqual(fulfilled, ["best>0.7", "speed<100", "loss<1", "val_loss<1", "lr=0.1"], "the server decides on a metric that the job lacks here");
+    await page.end();
+  });
+
   test("search names, tags and notes", async () => {
     const page = await browser.page(server, "/jobs?sort=name");
     for (const [words, expected] of [["ARL", "carl"], ["warm up", "berta"], ["needle", "carl"], ["", "anna,berta,carl,dora,holder"]]) {

@@ -74,8 +74,8 @@ pub struct SweepSpec {
     /// after each rung only the best 1/`reduction` of the trials continue, and the others end but keep their checkpoints.
     #[schema(value_type = String)]
     pub method: SweepMethod,
-    /// The metric by which trials are compared: `name` is `val_accuracy` (when absent) or `val_loss`; `goal` is `maximize` or
-    /// `minimize` (when absent, accuracies are maximized and losses minimized).
+    /// The metric by whose best value trials are compared: `name` is `val_accuracy` (when absent) or `val_loss`; `goal` may be absent, and is
+    /// `maximize` for the accuracy and `minimize` for the loss.
     #[schema(value_type = Object)]
     pub metric: SweepMetric,
     /// A table for each key of the job file that differs between trials. The table has `values`, a list, or `min` and `max`. If `min` and
@@ -173,7 +173,12 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
         let detail = "must be a table such as { name = \"val_accuracy\", goal = \"maximize\" }";
         errors.push(mistake("/metric", detail.into()));
     }
-    SweepMetric { name, maximize: maximizes(name, goal) }
+    let maximize = maximizes(name, None);
+    if goal.is_some() && maximizes(name, goal) != maximize {
+        let detail = format!("must be {:?}, or absent, for {name}", GOALS[usize::from(!maximize)]);
+        errors.push(mistake("/metric/goal", detail));
+    }
+    SweepMetric { name, maximize }
 }
 
 fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeMap<String, Parameter> {

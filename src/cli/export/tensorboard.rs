@@ -49,6 +49,9 @@ struct Run {
     job: String,
     folder: PathBuf,
     points: usize,
+    /// Whether the job has ended, so that the files are complete.
+    #[serde(skip)]
+    has_ended: bool,
     #[serde(skip)]
     files: BTreeMap<u32, RankFile>,
 }
@@ -56,7 +59,7 @@ struct Run {
 /// Writes a folder for each job. An earlier export of the same job is replaced.
 ///
 /// # Errors
-/// Exit status 2 if a job does not exist, or has no metrics and `--follow` is not given.
+/// Exit status 2 if a job does not exist or has no metrics.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
@@ -64,20 +67,25 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         for job in &args.jobs {
             let job = api.find_job(job).await?;
             let folder = args.output.join(run_name(&job));
-            runs.push(Run { job: job.id.to_string(), folder, points: 0, files: BTreeMap::new() });
+            runs.push(Run {
+                job: job.id.to_string(),
+                folder,
+                points: 0,
+                has_ended: false,
+                files: BTreeMap::new(),
+            });
         }
         loop {
-            let mut all_ended = true;
-            for run in &mut runs {
-                all_ended &= run.update(&api).await?;
-                if run.files.is_empty() && (all_ended || !args.follow) {
-                    return Err(usage_error(format!("job {} has no metrics yet", run.job)));
-                }
+            for run in runs.iter_mut().filter(|run| !run.has_ended) {
+                run.update(&api).await?;
             }
-            if all_ended || !args.follow {
+            if !args.follow || runs.iter().all(|run| run.has_ended) {
                 break;
             }
             tokio::time::sleep(FOLLOW_INTERVAL).await;
+        }
+        if let Some(run) = runs.iter().find(|run| run.files.is_empty()) {
+            return Err(usage_error(format!("job {} has no metrics", run.job)));
         }
         if args.server.json {
             return output::json(&runs);
@@ -90,8 +98,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Run {
-    /// Writes the points that the files lack. Returns whether the job has ended, so that the files are complete.
-    async fn update(&mut self, api: &Api) -> anyhow::Result<bool> {
+    /// Writes the points that the files lack.
+    async fn update(&mut self, api: &Api) -> anyhow::Result<()> {
         let job: Job = api.get(&format!("/jobs/{}", self.job)).await?;
         let mut attempts: Vec<AttemptTimes> =
             api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
@@ -124,7 +132,8 @@ impl Run {
             };
             self.points += write().with_context(|| folder.display().to_string())?;
         }
-        Ok(job.state.is_final())
+        self.has_ended = job.state.is_final();
+        Ok(())
     }
 }
 
@@ -146,6 +155,8 @@ struct RankFile {
     path: PathBuf,
     /// Attempt and step of the last point of each metric.
     last: BTreeMap<String, (u32, u64)>,
+    /// Time of the last point, in seconds since 1970. Times are estimated anew in each round, and must not decrease in a file.
+    last_time: f64,
 }
 
 impl RankFile {
@@ -166,7 +177,7 @@ impl RankFile {
             Event::start(start, to_hparams(settings)).write(&mut out)?;
         }
         let path = folder.join(format!("events.out.tfevents.{}.lockstep", start as u64));
-        Ok(Self { out, partial: Some(partial), path, last: BTreeMap::new() })
+        Ok(Self { out, partial: Some(partial), path, last: BTreeMap::new(), last_time: start })
     }
 
     /// Writes the points that follow the last point of their metric. Returns their number.
@@ -191,7 +202,8 @@ impl RankFile {
                 ..SummaryValue::default()
             });
             let summary = Some(Summary { value: value.collect() });
-            let (wall_time, step) = (clock.time_of(first), first.step as i64);
+            self.last_time = self.last_time.max(clock.time_of(first));
+            let (wall_time, step) = (self.last_time, first.step as i64);
             Event { wall_time, step, file_version: None, summary }.write(&mut self.out)?;
         }
         Ok(points.len())

@@ -260,7 +260,8 @@ fn compile_each(
         let mut options = options(capability, dtype);
         let name = cache_name(capability, dtype, &options);
         options.extend(extra_options.iter().map(|option| (*option).to_owned()));
-        let image = cache::read_installed(&name).map_or_else(|| compile(&options), Ok);
+        let installed = if extra_options.is_empty() { cache::read_installed(&name) } else { None };
+        let image = installed.map_or_else(|| compile(&options), Ok);
         take(&name, &image.map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
     };
     let work = || {

@@ -4,7 +4,7 @@
 //! after an exchange between kernels. Gradients are reduced concurrently with the backward pass of the layers before.
 //! Stages wait for the slowest stage. The model does not include the preparation of pictures, evaluation and checkpoints.
 
-use super::{Mesh, Plan, lower};
+use super::{Mesh, Plan, lower, stages::passes_of};
 use crate::{
     LayerTime,
     net::{Axes, Network, Op, Placement, TensorId},
@@ -797,19 +797,6 @@ fn operations_of(network: &Network, op: &Op) -> f64 {
     let input = op.inputs()[0];
     let products = if network.is_pictures(input) { PRODUCTS - 1.0 } else { PRODUCTS };
     2.0 * products * network.tensors[op.output()].pixels() as f64 * weights_of(network, op)
-}
-
-/// Number of values per picture and step that an operation reads from and writes to memory, forward and backward. ReLUs
-/// are counted with the preceding operation.
-pub(super) fn passes_of(network: &Network, op: &Op) -> f64 {
-    let [from, to] = [op.inputs()[0], op.output()].map(|tensor| network.tensors[tensor].len() as f64);
-    match op {
-        // Forward: reads the input twice, writes the output. Backward: reads input and gradient twice, writes the input's gradient.
-        Op::BatchNorm { .. } => 8.0 * to,
-        Op::Add { .. } => 2.0 * to,
-        Op::MaxPool { .. } | Op::GlobalAveragePool { .. } => 2.0 * (from + to),
-        _ => 0.0,
-    }
 }
 
 /// Bytes of the update of a weight: it reads the gradient, and reads and writes the weight and the weight's `state` values in the

@@ -1,6 +1,5 @@
 //! Pipeline stages: where a network is cut, and the schedule of a step's micro-batches.
 
-use super::cost::passes_of;
 use crate::net::{Network, NetworkPart, Op, TensorId};
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
@@ -88,6 +87,19 @@ fn cost(network: &Network, op: &Op) -> u64 {
         _ => 0,
     };
     multiply_adds + MULTIPLY_ADDS_PER_PASS * passes_of(network, op) as u64
+}
+
+/// Number of values per picture and step that an operation reads from and writes to memory, forward and backward. ReLUs
+/// are counted with the preceding operation.
+pub(super) fn passes_of(network: &Network, op: &Op) -> f64 {
+    let [from, to] = [op.inputs()[0], op.output()].map(|tensor| network.tensors[tensor].len() as f64);
+    match op {
+        // Forward: reads the input twice, writes the output. Backward: reads input and gradient twice, writes the input's gradient.
+        Op::BatchNorm { .. } => 8.0 * to,
+        Op::Add { .. } => 2.0 * to,
+        Op::MaxPool { .. } | Op::GlobalAveragePool { .. } => 2.0 * (from + to),
+        _ => 0.0,
+    }
 }
 
 /// Extracts the operations `range` of a rank's network as stage `stage` of `stages`. The first tensor of the result is the

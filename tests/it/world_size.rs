@@ -33,8 +33,8 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
         let id = server.submit(&spec).await;
         let job = server.wait_for_success(&id).await;
         let mut losses = BTreeMap::<u64, Vec<f64>>::new();
-        for (_, _, step, loss) in server.points(&id, "loss").await {
-            losses.entry(step).or_default().push(loss);
+        for point in server.points(&id, "loss").await {
+            losses.entry(point.step).or_default().push(point.value);
         }
         assert!(losses.values().all(|of_step| of_step.len() == ranks as usize), "a loss from every rank");
         let mean: Vec<_> = losses.values().map(|l| l.iter().sum::<f64>() / l.len() as f64).collect();

@@ -192,7 +192,7 @@ impl Checkpoints {
             let (holder, checkpoint) = (agents.swap_remove(index), checkpoints.swap_remove(index));
             let (checkpoint, agent) = (checkpoint.into(), Some(holder.into()));
             let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent, detail: None };
-            Wait { why: Reason::from(why).into(), is_kept: false }
+            Wait { why: Reason::from(why).into(), keeps_slots: false }
         }))
     }
 

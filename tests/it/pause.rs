@@ -131,8 +131,8 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
             "--json",
         ])
         .json();
-    let lower_lr = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "lower_lr"}});
-    let lower_lr = server.post(&format!("/jobs/{id}/fork"), &lower_lr).await;
+    let request = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "lower_lr"}});
+    let lower_lr = server.post(&format!("/jobs/{id}/fork"), &request).await;
     assert_eq!(lower_lr.status.as_u16(), 201, "{}", lower_lr.text);
     for (fork, from) in [(&same, 50), (&one_rank, 75), (&lower_lr.json(), 50)] {
         let fork_id = fork["id"].as_str().expect("an id");

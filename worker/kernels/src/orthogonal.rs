@@ -5,8 +5,8 @@ use crate::linear::{Matrix, multiply};
 
 /// Number of iterations.
 pub const STEPS: usize = 3;
-/// Coefficients of the quintic `a x + b x^3 + c x^5` that is applied to each singular value. They maximise the slope at 0. The price is
-/// that singular values end near 1 without converging to 1.
+/// Coefficients of the quintic `a x + b x^3 + c x^5` that is applied to each singular value. They maximise the slope at 0. Therefore
+/// singular values end near 1 without converging to 1.
 pub const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 /// A matrix is first divided by its Frobenius norm plus this value, so that singular values are at most 1.
 pub const EPSILON: f64 = 1e-7;

@@ -242,7 +242,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
 /// The connection between each pair of `gpus`.
 ///
 /// # Errors
-/// A sentence: NVML is missing or fails.
+/// NVML is missing or fails. The error is a sentence.
 pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
     let nvml = libraries.get(Library::Nvml).ok_or("NVML was not found")?;
     let ask = || -> Result<Vec<Link>, NvmlError> {

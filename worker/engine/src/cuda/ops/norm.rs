@@ -1,6 +1,6 @@
 //! Batch normalisation with the shortcut's addition and the ReLU; see `norm_forward.cu`, `norm_backward.cu`.
 //!
-//! There are two variants, chosen by size ([`Ops::small`]): one launch for statistics and application, in which
+//! There are two variants, chosen by size ([`Ops::one_launch_geometry`]): one launch for statistics and application, in which
 //! a cluster of at most 8 blocks owns 16 channels and keeps its rows in registers or the L1 cache; or two
 //! launches, each limited by memory bandwidth.
 

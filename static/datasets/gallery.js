@@ -9,10 +9,8 @@ import { figure } from "../job/pictures.js";
 const PICTURES_PER_REQUEST = 48;
 /** Number of pictures that are shown before the reader asks for more. */
 const PREVIEW_PICTURES = 8;
-/** Number of pictures whose augmented versions are shown at a time. */
-const AUGMENTED_PICTURES = 8;
-/** Number of augmented versions of each picture. */
-const VERSIONS = 5;
+/** Number of pictures whose augmented versions are shown at a time, and number of versions of each picture. */
+const AUGMENTED_PICTURES = 8, VERSIONS = 5;
 
 /** Describes a job's augmentation in a few words. */
 function augmentation(data) {

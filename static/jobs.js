@@ -21,8 +21,10 @@ import { Window } from "./jobs/window.js";
 const [, experiment, run] = /^#\/experiments\/([^/]+)(?:\/runs\/([^/]+))?$/.exec(location.hash) ?? [];
 if (experiment) location.replace(run ? `/jobs/${run}` : `/jobs?project=${experiment === "0" ? "default" : experiment}`);
 
-/** First and maximum number of jobs per request. Older jobs are read when the reader scrolls to them, in larger requests further down. */
-const PAGE_SIZE = 50, MAX_PAGE_SIZE = 250;
+/** Number of jobs in the first request. Older jobs are read when the reader scrolls to them, in larger requests further down. */
+const PAGE_SIZE = 50;
+/** Maximum number of jobs per request. */
+const MAX_PAGE_SIZE = 250;
 /** Maximum number of jobs that are read again when the order or search results may have changed. */
 const MAX_RELOAD = 200;
 const rows = byId("rows"), search = byId("search");

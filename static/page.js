@@ -52,11 +52,10 @@ export function signIn() {
   location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
-/**
- * `SUSPECT_MS`: time for which connections are suspect after a silence of the server: they may be lost without the browser's knowledge.
- * `FIRST_WAIT_MS`: time after which a request is first repeated while connections are suspect.
- */
-const SUSPECT_MS = 60_000, FIRST_WAIT_MS = 4000;
+/** Time for which connections are suspect after a silence of the server: they may be lost without the browser's knowledge. */
+const SUSPECT_MS = 60_000;
+/** Time after which a request is first repeated while connections are suspect. */
+const FIRST_WAIT_MS = 4000;
 let suspectUntil = 0, suspected = new AbortController();
 
 /** Called when the server was silent for too long: pending requests may never get a response. */

@@ -19,8 +19,10 @@ const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
 const replaced = new Map();
 /** Sizes that belong together in a recipe: they are sent even if they have the recipe's values. */
 const TOGETHER = ["data.validation_size", "data.resize_size"];
-/** Keys that a recipe scales with the epochs, and keys whose default depends on the dataset: sent only if the user has changed them. */
-const SCALED_WITH_EPOCHS = JSON.parse(form.dataset.scaledWithEpochs), DATASET_DEFAULTS = JSON.parse(form.dataset.datasetDefaults);
+/** Keys that a recipe scales with the epochs: sent only if the user has changed them. */
+const SCALED_WITH_EPOCHS = JSON.parse(form.dataset.scaledWithEpochs);
+/** Keys whose default depends on the dataset: sent only if the user has changed them. */
+const DATASET_DEFAULTS = JSON.parse(form.dataset.datasetDefaults);
 /** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
 let isSubmitted = document.querySelector(".field.wrong") !== null;
 let notation = "toml";

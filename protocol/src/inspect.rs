@@ -9,16 +9,17 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Maximum number of requests of one queue that an agent handles at the same time; further requests wait.
+/// An agent has separate queues for long requests, short requests, predictions and datasets. Maximum number of requests of one queue that
+/// it handles at the same time; further requests wait.
 pub const CONCURRENT_REQUESTS: usize = 2;
 
 /// The beginning of an agent's error if the process that handles requests ended without a reply.
 pub const PROCESS_ENDED: &str = "the process that looks at files ended with ";
 
-/// Whether an agent's error says that its process was killed (with the agent, or because memory ran out), which is not
-/// the request's fault.
-pub fn was_killed(refusal: &str) -> bool {
-    refusal.strip_prefix(PROCESS_ENDED).is_some_and(|how| how.starts_with("signal"))
+/// Whether `error`, from an agent, says that the process that handles requests was killed: the agent was killed too, or memory ran out. The
+/// same request may then succeed later.
+pub fn was_killed(error: &str) -> bool {
+    error.strip_prefix(PROCESS_ENDED).is_some_and(|how| how.starts_with("signal"))
 }
 
 /// Which pictures of a dataset to return.
@@ -43,7 +44,8 @@ pub enum Pick {
         /// Whether `places` are indices in the job's validation pictures; otherwise in its training pictures.
         validation: bool,
         places: Vec<u64>,
-        /// Return each picture augmented as in each of these epochs, from 0; without epochs, not augmented.
+        /// Epochs, counted from 0. Each picture is returned once per epoch, with that epoch's augmentation; if empty, once without
+        /// augmentation.
         epochs: Vec<u32>,
     },
 }
@@ -66,7 +68,7 @@ pub struct Sample {
 /// Pictures of a dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Samples {
-    /// Number of matching pictures; with augmentation, of pictures that can be augmented.
+    /// Number of matching pictures. For pictures with augmentation, the number of pictures of the split.
     pub total: u64,
     pub classes: Vec<String>,
     pub samples: Vec<Sample>,
@@ -112,9 +114,9 @@ pub struct ModelEvaluation {
     /// `confusion[a][b]`: number of pictures of class `a` that were predicted as class `b`.
     pub confusion: Vec<Vec<u64>>,
     /// Wrong predictions with the pictures' indices in their split, the most confident first; at most 5000.
-    pub mistakes: Vec<Mistake>,
+    pub mistakes: Vec<PredictedPicture>,
     /// Some right predictions for each class, for the diagonal cells of the confusion matrix.
-    pub right: Vec<Mistake>,
+    pub right: Vec<PredictedPicture>,
 }
 
 /// Default number of neighbours that vote on a picture.
@@ -149,7 +151,7 @@ pub struct NearestNeighbours {
 
 /// A picture and its prediction.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct Mistake {
+pub struct PredictedPicture {
     pub index: u64,
     pub label: u32,
     pub predicted: u32,
@@ -188,7 +190,7 @@ pub struct Probability {
     pub probability: f32,
 }
 
-/// Weights and the network that starts from them; the path is on the agent's machine.
+/// Asks whether a file of weights fits a network. The path is on the agent's machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FitWeights {
     /// A safetensors file, or a checkpoint's folder.

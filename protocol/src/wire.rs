@@ -57,7 +57,7 @@ pub fn frames<T: Serialize>(
     parts.collect()
 }
 
-/// Messages of one connection of which not all parts have arrived.
+/// The incomplete messages of one connection: some of their parts have not arrived yet.
 #[derive(Debug)]
 pub struct PartialMessages {
     messages: HashMap<u64, Vec<u8>>,
@@ -80,7 +80,7 @@ impl PartialMessages {
     /// Adds a part; returns the whole message after its last part.
     ///
     /// # Errors
-    /// A sentence: too many incomplete messages, or too many bytes in them.
+    /// There are too many incomplete messages, or they have too many bytes. The error is a phrase.
     pub fn add(&mut self, part: Part) -> Result<Option<Vec<u8>>, String> {
         self.bytes += part.bytes.len();
         if self.bytes > self.max_bytes {
@@ -131,7 +131,7 @@ mod tests {
             let mut partial = PartialMessages::default();
             let mut whole = None;
             for frame in frames {
-                assert!(whole.is_none(), "only the last part ends it");
+                assert!(whole.is_none(), "the message is complete only after its last part");
                 whole = match decode(&frame).unwrap() {
                     TestMessage::Part(part) => partial.add(part).unwrap().map(|b| decode(&b).unwrap()),
                     short => Some(short),

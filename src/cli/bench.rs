@@ -184,23 +184,25 @@ fn default_cases(on_gpus: bool) -> anyhow::Result<Vec<Case>> {
 /// Returns the devices to use, one per rank; none if ranks share the CPU's cores.
 fn find_devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let selection = Selection { device: args.device, ..Selection::default() };
-    let Devices { slots, hindrance } = registry::offer(selection).map_err(usage_error)?;
+    let Devices { slots, why_no_gpus } = registry::offer(selection).map_err(usage_error)?;
     if slots.is_empty() {
-        return Err(usage_error(hindrance.unwrap_or_else(|| "this machine has no device to measure".into())));
+        return Err(usage_error(
+            why_no_gpus.unwrap_or_else(|| "this machine has no device to measure".into()),
+        ));
     }
     let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let first_gpu = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
     let backend = registry::device_of(first_gpu.as_ref(), args.device).backend;
     if args.precision == Precision::Fp16 && !backend.needs().half_precision {
         let precisions = Device::Cpu.kind().map_or("", |kind| kind.precisions);
-        let why = match (args.device, hindrance) {
+        let why = match (args.device, why_no_gpus) {
             (device, _) if device.is_cpu() => format!("CPU ranks compute in {precisions}"),
             (_, Some(why)) => why,
             (_, None) => format!("there is no GPU on this machine, and CPU ranks compute in {precisions}"),
         };
         return Err(usage_error(format!("--precision: {why}")));
     }
-    if let Some(why) = hindrance {
+    if let Some(why) = why_no_gpus {
         output::warn(format_args!("measuring the CPU: {why}"));
     }
     if !devices.is_empty() && devices.len() < args.ranks as usize {

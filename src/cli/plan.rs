@@ -330,7 +330,7 @@ fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) 
     let offer =
         registry::offer(Selection { device: requested, ..Selection::default() }).map_err(usage_error)?;
     if offer.slots.is_empty() {
-        let why = offer.hindrance.unwrap_or_default();
+        let why = offer.why_no_gpus.unwrap_or_default();
         return Err(usage_error(format!(
             "parallel.device = {:?}: {why}; give --machine FILE",
             requested.name()

@@ -242,7 +242,7 @@ fn run_rank_here(mut start: StartAttempt, launched: &LaunchedRank, out: &Path) -
 fn visible_devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     let device = spec.parallel.device;
     let offer = registry::offer(Selection { device, ..Selection::default() }).map_err(usage_error)?;
-    match (offer.slots.is_empty(), offer.hindrance) {
+    match (offer.slots.is_empty(), offer.why_no_gpus) {
         (true, why) => {
             let device = serde_json::to_string(&device)?;
             Err(usage_error(format!("parallel.device = {device}: {}", why.unwrap_or_default())))

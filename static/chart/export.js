@@ -5,14 +5,20 @@ import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
 
-/** In pixels: heights of the title, of a row of the legend (or of the vertical axis's name), of the horizontal axis's name; and the margin. */
-const TITLE = 30, ROW = 18, FOOT = 22, EDGE = 12;
+/** Height of the title, in pixels. */
+const TITLE = 30;
+/** Height of a row of the legend, and of the vertical axis's name, in pixels. */
+const ROW = 18;
+/** Height of the horizontal axis's name, in pixels. */
+const FOOT = 22;
+/** Margin at the left and right, in pixels. */
+const EDGE = 12;
 /** Maximum number of names in a legend. */
 const MAX_NAMES = 24;
 
 /**
- * Returns the layout of the texts around the chart: `legend`, the position of each name; `names`, the bottom of the legend; `head`, the top of
- * the chart; `height`, the height of all texts together.
+ * Returns the layout of the texts around the chart: `legend`, the position of each name; `legendBottom`;
+ * `chartTop`; `height`, the height of all texts together.
  */
 function layout(chart, ctx, width) {
   ctx.font = palette().font;
@@ -26,16 +32,16 @@ function layout(chart, ctx, width) {
     x += itemWidth;
     return place;
   });
-  const names = TITLE + (legend.length ? (row + 1) * ROW : 0);
-  return { legend, names, head: names + ROW, height: names + ROW + FOOT };
+  const legendBottom = TITLE + (legend.length ? (row + 1) * ROW : 0);
+  return { legend, legendBottom, chartTop: legendBottom + ROW, height: legendBottom + ROW + FOOT };
 }
 
 /** Draws the texts around the chart. */
-function drawTexts(chart, ctx, width, height, title, { legend, names, head }) {
+function drawTexts(chart, ctx, width, height, title, { legend, legendBottom, chartTop }) {
   const colours = palette();
   ctx.fillStyle = colours.card;
   ctx.globalAlpha = 1;
-  ctx.fillRect(0, 0, width, height + head + FOOT);
+  ctx.fillRect(0, 0, width, height + chartTop + FOOT);
   ctx.font = colours.font;
   ctx.textBaseline = "middle";
   ctx.textAlign = "left";
@@ -48,9 +54,9 @@ function drawTexts(chart, ctx, width, height, title, { legend, names, head }) {
     ctx.fillText(line.label, x + 15, y + 0.5);
   }
   ctx.fillStyle = colours.muted;
-  ctx.fillText(chart.yName(), EDGE, names + ROW / 2);
+  ctx.fillText(chart.yName(), EDGE, legendBottom + ROW / 2);
   ctx.textAlign = "center";
-  ctx.fillText(chart.xName(), width / 2, head + height + FOOT / 2 - 3);
+  ctx.fillText(chart.xName(), width / 2, chartTop + height + FOOT / 2 - 3);
 }
 
 async function png(chart, title) {
@@ -60,7 +66,7 @@ async function png(chart, title) {
   canvas.height = (height + texts.height) * ratio;
   ctx.scale(ratio, ratio);
   drawTexts(chart, ctx, width, height, title, texts);
-  ctx.translate(0, texts.head);
+  ctx.translate(0, texts.chartTop);
   chart.paint(ctx, width, height);
   chart.invalidate();
   return new Promise((done) => canvas.toBlob(done, "image/png"));
@@ -73,7 +79,7 @@ function svg(chart, title) {
   drawTexts(chart, outer, width, height, title, texts);
   chart.paint(inner, width, height);
   chart.invalidate();
-  const body = inner.toString().replace("<svg ", `<svg y="${texts.head}" `);
+  const body = inner.toString().replace("<svg ", `<svg y="${texts.chartTop}" `);
   return new Blob([outer.toString().replace("</svg>", `${body.trim()}</svg>`)], { type: "image/svg+xml" });
 }
 

@@ -2,8 +2,10 @@
 
 import { flatten, formatSetting } from "../settings.js";
 
-/** Maximum number of settings in a title, and maximum length of a value. */
-const MAX_SETTINGS = 2, MAX_CHARS = 12;
+/** Maximum number of settings in a title. */
+const MAX_SETTINGS = 2;
+/** Maximum length of a value in a title, in characters. */
+const MAX_CHARS = 12;
 let cache = { key: "", titles: new Map() };
 
 /** Returns the specification of a job, or the project and the settings of a run from elsewhere. */

@@ -6,14 +6,18 @@ import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { columns, varies } from "./columns.js";
 
-/** In pixels: height of the drawing, its margins, and minimum width of an axis. */
-const HEIGHT = 330, TOP = 34, BOTTOM = 26, AXIS_WIDTH = 112;
+/** Height of the drawing, and its margins at the top and bottom, in pixels. */
+const HEIGHT = 330, TOP = 34, BOTTOM = 26;
+/** Minimum width of an axis, in pixels. */
+const AXIS_WIDTH = 112;
 /** Maximum number of settings with an axis. */
 const SETTINGS = 10;
 /** Results with an axis. */
 const RESULTS = ["result:loss", "result:val_loss", "result:best"];
-/** Minimum movement of a pointer that makes a brush, and radius of a point, in pixels. */
-const MIN_BRUSH = 4, DOT = 4;
+/** Minimum movement of a pointer that makes a brush, in pixels. */
+const MIN_BRUSH = 4;
+/** Radius of a point, in pixels. */
+const DOT = 4;
 /** Part of an axis by which an arrow key moves the end of a brush. */
 const KEY_STEP = 0.05;
 

@@ -5,8 +5,10 @@ import { bytes } from "../numbers.js";
 import { read } from "../address.js";
 import { nameOf, postUntilInspected } from "./form.js";
 
-/** Maximum size of a piece that the server accepts, and maximum number of attempts to send a piece. */
-const PIECE_BYTES = 8 * 2 ** 20, MAX_TRIES = 6;
+/** Maximum size of a piece that the server accepts. */
+const PIECE_BYTES = 8 * 2 ** 20;
+/** Maximum number of attempts to send a piece. */
+const MAX_TRIES = 6;
 
 async function send(path, piece) {
   for (let tries = 1; ; tries++) {

@@ -11,8 +11,14 @@ import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/** Numbers of groups, and of a group's jobs, in the first request; maximum of either in a request; maximum number of open groups. */
-const FIRST_GROUPS = 100, FIRST_JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20;
+/** Number of groups in the first request. */
+const FIRST_GROUPS = 100;
+/** Number of a group's jobs in the first request. */
+const FIRST_JOBS = 25;
+/** Maximum number of groups, or of a group's jobs, in a request. */
+const MAX_PER_REQUEST = 1000;
+/** Maximum number of open groups. */
+const MAX_OPEN = 20;
 /** For each column of numbers, the format of its mean. */
 const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format }]) => [name, format])), best: percent, speed: rate };
 /** The metric of each default column of numbers. */

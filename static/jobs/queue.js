@@ -4,7 +4,9 @@
 import { waits } from "../job/states.js";
 import { ask } from "../page.js";
 
-const REQUEST_INTERVAL_MS = 5000, MAX_JOBS = 1000;
+const REQUEST_INTERVAL_MS = 5000;
+/** Maximum number of jobs in a request. */
+const MAX_JOBS = 1000;
 
 export class Queue {
   /** `jobs()`: jobs on the page. `changed(job)`: a job's place or reason has changed. */

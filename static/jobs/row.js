@@ -5,8 +5,10 @@ import { writeShortened, writeSentence } from "../cut.js";
 import { isFinal, stateWords, waits } from "../job/states.js";
 import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
-/** Maximum number of tags in a row (further tags are only counted), and number of characters up to which a tag is never shortened. */
-const MAX_TAGS = 4, SHORT_TAG_CHARS = 8;
+/** Maximum number of tags in a row. Further tags are only counted. */
+const MAX_TAGS = 4;
+/** Number of characters up to which a tag is never shortened. */
+const SHORT_TAG_CHARS = 8;
 /** Maximum length of a path in a reason, in characters. */
 const MAX_PATH_CHARS = 24;
 

@@ -3,7 +3,9 @@
 import { make, store, stored, text } from "../page.js";
 import { field, menu } from "./filter-menu.js";
 
-const STORAGE_KEY = "views", MAX_VIEWS = 50, MAX_NAME = 60, MAX_QUERY = 4000;
+const STORAGE_KEY = "views", MAX_VIEWS = 50;
+/** Maximum lengths of a view's name and URL, in characters. */
+const MAX_NAME = 60, MAX_QUERY = 4000;
 
 function loadViews() {
   try {

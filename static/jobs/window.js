@@ -3,12 +3,15 @@
 
 import { make } from "../page.js";
 
+/** Up to this number of rows, all rows are laid out. */
+const MIN_WINDOWED = 200;
+/** Number of rows that are laid out on either side of the visible part. */
+const OVERSCAN = 24;
 /**
- * Up to `MIN_WINDOWED` rows, all rows are laid out. `OVERSCAN`: number of rows that are laid out on either side of the visible part.
- * `MIN_OVERSCAN`: the range of rows stays while at least this number of rows is laid out on either side. Otherwise every small
- * scroll would exchange rows for empty space of the mean height, and cards, which differ in height, would jump.
+ * The range of rows stays while at least this number of rows is laid out on either side. Otherwise every small scroll would exchange rows
+ * for empty space of the mean height, and cards, which differ in height, would jump.
  */
-const MIN_WINDOWED = 200, OVERSCAN = 24, MIN_OVERSCAN = 8;
+const MIN_OVERSCAN = 8;
 
 export class Window {
   /** Rows that are laid out. */

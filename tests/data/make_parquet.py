@@ -28,7 +28,7 @@ def png(number):
 
 
 def add_expected(expected, split, row, label, number):
-    """Adds a row's split, number, label, and mean of each channel."""
+    """Adds a row: split, index, label, and the mean of each channel of picture `number`."""
     mean = np.asarray(picture(number), dtype=np.float64).mean(axis=(0, 1)).tolist()
     expected.append({"split": split, "row": row, "label": label, "mean": mean})
 

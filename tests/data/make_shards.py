@@ -24,7 +24,7 @@ def picture(number):
 
 
 def add_expected(expected, split, key, label, image):
-    """Adds a sample's split, key, label, and mean of each channel."""
+    """Adds a sample: split, key, label, and the mean of each channel of `image`."""
     pixels = np.asarray(image, dtype=np.float64)
     expected.append({"split": split, "key": key, "label": label, "mean": pixels.mean(axis=(0, 1)).tolist()})
 

@@ -7,8 +7,8 @@ import shlex
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# `begins` matches at the beginning of a line, after `--`, and after a separator of a shell's list. Elsewhere "lockstep" may be a namespace, a
-# service or prose.
+# `begins` matches at the beginning of a line, after `--`, and after `&&`, `||`, `;`, `do` and `then`. Elsewhere "lockstep" may be a
+# namespace, a service or prose.
 COMMAND = re.compile(r"(?P<begins>^(?:   *)?|-- |(?:&&|\|\||;|do|then) )?(?<![\w/.:=-])lockstep (?P<rest>\S.*?)(?= lockstep |$)", re.MULTILINE)
 
 
@@ -36,8 +36,9 @@ def check_command(program, where, arguments, is_certain=True):
     if not words:
         assert not is_certain or arguments[:1] in ([], ["--help"], ["--version"]), f"{where}: lockstep has no command {arguments[0]}"
         return 0
-    takes_more = re.search(r" <(?!COMMAND)[A-Z|]+>(\.\.\.)?$", help_of(program, *words), re.MULTILINE)
-    if subcommands(program, *words) and not takes_more and arguments[len(words) :]:
+    takes_argument = re.search(r" <(?!COMMAND)[A-Z|]+>(\.\.\.)?$", help_of(program, *words), re.MULTILINE)
+    has_more = len(arguments) > len(words)
+    if subcommands(program, *words) and not takes_argument and has_more:
         assert arguments[len(words)].startswith("-"), f"{where}: lockstep {' '.join(words)} has no {arguments[len(words)]}"
     known = options(program, *words)
     for argument in arguments[len(words) :]:
@@ -84,7 +85,7 @@ def code_of(page):
 def check_all(program):
     checked = 0
     for path in [ROOT / "docker-compose.yml", ROOT / "Dockerfile", *sorted((ROOT / "deploy").rglob("*.yaml"))]:
-        # Checks comments, and values, which may be scripts.
+        # Commands are in comments and in YAML values, which may be scripts.
         count = check_text(program, path.name, comments(path.read_text())) + check_text(program, path.name, re.sub(r"#.*", "", path.read_text()))
         assert count or path.name == "Dockerfile", f"{path.name}: no command was found"
         checked += count

@@ -165,7 +165,7 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
     server.stop().await;
 }
 
-/// The path of libfaketime, which changes a program's clock, in Debian's package.
+/// Where Debian's package installs libfaketime, which changes a program's clock.
 fn faketime() -> PathBuf {
     let libraries = fs::read_dir("/usr/lib")
         .expect("/usr/lib")
@@ -181,7 +181,7 @@ fn faketime() -> PathBuf {
 async fn the_clock_may_be_set_forward_and_back() {
     let _permit = training_permit().await;
     let steps = 2 * STEPS;
-    let model = undisturbed_weights(steps).await;
+    let expected_weights = undisturbed_weights(steps).await;
     let folder = tempfile::tempdir().expect("a folder");
     let clock = folder.path().join("clock");
     let set = |offset: &str| {
@@ -189,7 +189,7 @@ async fn the_clock_may_be_set_forward_and_back() {
         fs::write(&new, offset).and_then(|()| fs::rename(&new, &clock)).expect("the clock's file");
     };
     set("+0");
-    let environment = [
+    let clock_variables = [
         ("LD_PRELOAD", faketime()),
         ("FAKETIME_TIMESTAMP_FILE", clock.clone()),
         ("FAKETIME_NO_CACHE", "1".into()),
@@ -197,8 +197,8 @@ async fn the_clock_may_be_set_forward_and_back() {
         ("FAKETIME_DONT_FAKE_MONOTONIC", "1".into()),
         ("DONT_FAKE_MONOTONIC", "1".into()),
     ];
-    let clocked = environment.map(|(name, value)| (name.into(), value.display().to_string()));
-    let environment = [variables([SLOW_STEPS]), clocked.into()].concat();
+    let clock_variables = clock_variables.map(|(name, value)| (name.into(), value.display().to_string()));
+    let environment = [variables([SLOW_STEPS]), clock_variables.into()].concat();
     let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let mut row = Row::begin("the clock is set an hour forward, then two hours back");
     let id = server.submit(&spec("disturbed", steps)).await;
@@ -208,7 +208,7 @@ async fn the_clock_may_be_set_forward_and_back() {
     set("-3600");
     until_events_leap(&server, &id, -6000).await;
     row.recovered_now();
-    judge(&server, &id, steps, &model, &[]).await;
+    judge(&server, &id, steps, &expected_weights, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
     row.passed("same attempt, nothing lost");
     server.stop().await;
@@ -249,7 +249,7 @@ impl Disk {
         Self(folder.into())
     }
 
-    /// Fills the disk and returns the file with which it is full.
+    /// Fills the disk with one file, and returns the file's path.
     fn fill(&self) -> PathBuf {
         let path = self.0.join("filler");
         let mut file = fs::File::create(&path).expect("a file");
@@ -275,7 +275,7 @@ async fn root_the_disk_may_be_full_for_a_while() {
     let _permit = training_permit().await;
     // The job lasts longer than the disk is full.
     let steps = 6 * STEPS;
-    let model = undisturbed_weights(steps).await;
+    let expected_weights = undisturbed_weights(steps).await;
     let mut disk = None;
     let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));
     let server = register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &[], prepare).await).await;
@@ -292,7 +292,7 @@ async fn root_the_disk_may_be_full_for_a_while() {
     assert_eq!(server.ranks(&id).len(), 2, "the ranks are alive");
     fs::remove_file(filler).expect("free space");
     row.recovered_now();
-    judge(&server, &id, steps, &model, &[]).await;
+    judge(&server, &id, steps, &expected_weights, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("503 with a reason, same attempt, nothing lost");
     server.stop().await;

@@ -66,7 +66,7 @@ async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
 async fn measure_from_a_kill_to_training_again() {
     let _permit = training_permit().await;
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, Vec::new()).await;
-    server.register("fashion", &pictures::bundled()).await;
+    server.register("fashion", &pictures::bundled_folder()).await;
     for (what, hit) in [("rank 0", &[0][..]), ("the last rank", &[1]), ("all ranks", &[0, 1])] {
         let row = Row::begin(&format!("kill -9 of {what}, default settings, n = {KILLS}"));
         let mut times = Vec::new();
@@ -123,7 +123,7 @@ async fn measure_steps(server: &Server, every: Option<u64>) -> f64 {
 async fn measure_the_cost_of_checkpoints() {
     let _permit = training_permit().await;
     let server = Server::start_on(Agents::Local { cpu_slots: 1 }, None, Vec::new()).await;
-    server.register("fashion", &pictures::bundled()).await;
+    server.register("fashion", &pictures::bundled_folder()).await;
     let mut without = Vec::new();
     let mut with = Vec::new();
     // Alternately, so that other load of the machine affects both.

@@ -68,7 +68,7 @@ every_steps = 1
     text = log(folder, 0)
     losses = list(by_step(text).values())
     accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", text)
-    # Without NaN, in groups of 65 steps, which are a third of an epoch of the default batch size.
+    # Without NaN, in groups of 65 successive steps. With a batch size of 256, an epoch has 195 steps.
     finite = [[x for x in losses[i : i + 65] if x == x] for i in range(0, len(losses), 65)]
     row = {
         "side": "lockstep", "size": a.size, "precision": a.precision, "lr": a.lr, "epochs": a.epochs, "seed": seed,

@@ -306,7 +306,7 @@ async fn an_available_public_dataset_is_registered() {
     // The bundled files, a subset of the publisher's, are copied to the download folder.
     let folder = server.folder().path().join("datasets/fashion-mnist");
     fs::create_dir_all(&folder).expect("a folder");
-    for file in fs::read_dir(pictures::bundled()).expect("files").flatten() {
+    for file in fs::read_dir(pictures::bundled_folder()).expect("files").flatten() {
         fs::copy(file.path(), folder.join(file.file_name())).expect("a copy");
     }
     let got = server.cli(&["dataset", "get", "fashion-mnist"]);

@@ -52,10 +52,10 @@ fn states(events: &[Value]) -> Vec<String> {
 /// Asserts that every rank has reported every step in some attempt, and no step twice in one attempt.
 async fn assert_every_step(server: &Server, id: &str) {
     let points = server.points(id, "loss").await;
-    let distinct: BTreeSet<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
+    let distinct: BTreeSet<_> = points.iter().map(|p| (p.attempt, p.rank, p.step)).collect();
     assert_eq!(distinct.len(), points.len(), "a step of a rank twice in one attempt");
     for rank in 0..2 {
-        let steps: BTreeSet<_> = points.iter().filter(|p| p.1 == rank).map(|p| p.2).collect();
+        let steps: BTreeSet<_> = points.iter().filter(|p| p.rank == rank).map(|p| p.step).collect();
         assert_eq!(steps, (1..=STEPS).collect(), "steps of rank {rank}");
     }
 }
@@ -89,7 +89,8 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     assert!(from >= CHECKPOINT_STEPS && from.is_multiple_of(CHECKPOINT_STEPS) && from < STEPS, "{plan}");
     assert!(reason.contains(&format!("starts from step {from}")), "{reason}; {plan}");
     let points = server.points(&id, "loss").await;
-    let steps_of_second: Vec<_> = points.iter().filter(|p| (p.0, p.1) == (2, 0)).map(|p| p.2).collect();
+    let steps_of_second: Vec<_> =
+        points.iter().filter(|p| (p.attempt, p.rank) == (2, 0)).map(|p| p.step).collect();
     assert_eq!(steps_of_second, (from + 1..=STEPS).collect::<Vec<_>>());
     assert_every_step(&server, &id).await;
     assert!(

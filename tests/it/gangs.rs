@@ -146,7 +146,7 @@ async fn a_job_over_two_agents_has_the_weights_of_a_single_agent() {
         let id = machines.server.submit(&job(2 * slots, STEPS)).await;
         let job = machines.server.wait_for_success(&id).await;
         assert_eq!((&job["agents"], number(&job["attempt"])), (&json!([a, b]), 1), "{job:#}");
-        let ranks: Vec<_> = machines.server.points(&id, "loss").await.into_iter().map(|p| p.1).collect();
+        let ranks: Vec<_> = machines.server.points(&id, "loss").await.iter().map(|p| p.rank).collect();
         let expected = (0..u64::from(2 * slots)).flat_map(|rank| vec![rank; STEPS as usize]);
         assert_eq!(ranks, expected.collect::<Vec<_>>(), "every rank of every machine reports every step");
         assert!(machines.server.last_model(&id).await == models[case], "{slots} + {slots}: the same weights");

@@ -21,7 +21,7 @@ fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Starts a command and interrupts it once it shows the job's steps. Returns the process and its output.
+/// Starts a command and interrupts it once it shows the job's steps. Returns the process and what it has shown so far.
 fn interrupt(command: &mut Command, folder: &Path) -> (Child, String) {
     let log = File::create(folder.join("shown.log")).expect("a log");
     command.stdout(log.try_clone().expect("a log")).stderr(log).current_dir(folder);
@@ -76,7 +76,7 @@ async fn ctrl_c_ends_only_the_display() {
 async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_taken() {
     let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
-    // The server's own agent has two slots, so only launched agents could run the jobs.
+    // The jobs need three slots and the server's own agent has two, so only launched agents could run them.
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
                 steps = 2\nbatch_size = 8\n[parallel]\nranks = 3\ndevice = \"cpu\"\n";
     server.folder().write("job.toml", toml);

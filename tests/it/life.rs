@@ -129,25 +129,24 @@ async fn assert_every_point(server: &Server, id: &str) {
         ("images_per_second", 1),
     ] {
         let points = server.points(id, name).await;
-        let keys: Vec<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
+        let keys: Vec<_> = points.iter().map(|p| (p.attempt, p.rank, p.step)).collect();
         let expected: Vec<_> = (0..ranks).flat_map(|r| (1..=STEPS).map(move |s| (1, r, s))).collect();
         assert_eq!(keys, expected, "(attempt, rank, step) of {name}");
-        let mut in_csv: Vec<(u64, u64, u64, f64)> = rows
+        // The CSV may have fewer digits than the JSON, but the float32 is the same.
+        let mut in_csv: Vec<(u64, u64, u64, u32)> = rows
             .iter()
             .filter(|row| row[name_at] == name)
             .map(|row| {
                 let int = |column: usize| row[column].parse::<u64>().expect("a whole number");
-                (int(attempt_at), int(rank_at), int(step_at), row[value_at].parse().expect("a number"))
+                let value = row[value_at].parse::<f64>().expect("a number") as f32;
+                (int(attempt_at), int(rank_at), int(step_at), value.to_bits())
             })
             .collect();
-        in_csv.sort_by_key(|p| (p.0, p.1, p.2));
-        // The CSV may have fewer digits than the JSON, but the float32 is the same.
-        let bits = |points: &[(u64, u64, u64, f64)]| -> Vec<_> {
-            points.iter().map(|p| (p.0, p.1, p.2, (p.3 as f32).to_bits())).collect()
-        };
-        assert_eq!(bits(&in_csv), bits(&points), "{name}");
+        in_csv.sort_unstable();
+        let stored = points.iter().map(|p| (p.attempt, p.rank, p.step, (p.value as f32).to_bits()));
+        assert_eq!(in_csv, stored.collect::<Vec<_>>(), "{name}");
     }
-    assert!(server.points(id, "lr").await.iter().all(|p| (p.3 - 0.01).abs() < 1e-9), "a constant rate");
+    assert!(server.points(id, "lr").await.iter().all(|p| (p.value - 0.01).abs() < 1e-9), "a constant rate");
 
     // With fewer points, the extremes are kept.
     let points = server.points(id, "loss").await;
@@ -158,7 +157,7 @@ async fn assert_every_point(server: &Server, id: &str) {
     let highest = |values: &Value| {
         values.as_array().expect("values").iter().filter_map(Value::as_f64).fold(f64::MIN, f64::max)
     };
-    let truth = points.iter().filter(|p| p.1 == 1).map(|p| p.3).fold(f64::MIN, f64::max);
+    let truth = points.iter().filter(|p| p.rank == 1).map(|p| p.value).fold(f64::MIN, f64::max);
     assert_eq!(highest(&series["max"]), truth);
 }
 
@@ -271,9 +270,9 @@ async fn assert_logs(server: &Server, id: &str) {
         let keys: Vec<_> = losses.iter().map(|l| (l.0, l.1)).collect();
         let expected: Vec<_> = (1..=STEPS).map(|step| ((step - 1) / STEPS_PER_EPOCH + 1, step)).collect();
         assert_eq!(keys, expected, "loss lines of rank {rank}:\n{on_disk}");
-        for (loss, point) in losses.iter().zip(server.points(id, "loss").await.iter().filter(|p| p.1 == rank))
-        {
-            assert!((loss.2 - point.3).abs() < 1e-5, "{loss:?} in the log, {point:?} in the store");
+        let points = server.points(id, "loss").await;
+        for (loss, point) in losses.iter().zip(points.iter().filter(|p| p.rank == rank)) {
+            assert!((loss.2 - point.value).abs() < 1e-5, "{loss:?} in the log, {point:?} in the store");
         }
 
         let response = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;

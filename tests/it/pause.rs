@@ -61,7 +61,7 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     );
     // The second attempt starts at the step where the first ended: no step is repeated.
     let points = server.points(&id, "loss").await;
-    let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
+    let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
     assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>());
     server.cli(&["pause", &id]).assert_usage_error(&["the job is succeeded"]);
     server.cli(&["resume", &id]).assert_usage_error(&["the job is succeeded", "fork it"]);
@@ -131,8 +131,8 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
             "--json",
         ])
         .json();
-    let lower_lr = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "lower_lr"}});
-    let lower_lr = server.post(&format!("/jobs/{id}/fork"), &lower_lr).await;
+    let request = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "lower_lr"}});
+    let lower_lr = server.post(&format!("/jobs/{id}/fork"), &request).await;
     assert_eq!(lower_lr.status.as_u16(), 201, "{}", lower_lr.text);
     for (fork, from) in [(&same, 50), (&one_rank, 75), (&lower_lr.json(), 50)] {
         let fork_id = fork["id"].as_str().expect("an id");
@@ -149,7 +149,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
         let done = server.wait_for_success(fork_id).await;
         assert_eq!(done["spec"]["data"], server.job(&id).await["spec"]["data"]);
         let points = server.points(fork_id, "loss").await;
-        let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
+        let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
         assert_eq!(steps, (from + 1..=STEPS).collect::<Vec<_>>());
     }
     let tensors = |file: &[u8]| {
@@ -196,7 +196,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let larger = larger.json()["id"].as_str().expect("an id").to_owned();
     server.wait_for_success(&larger).await;
     let points = server.points(&larger, "loss").await;
-    let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
+    let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
     assert_eq!(steps, [51, 52]);
 
     let listed = server.cli(&["checkpoints", &same_id]);
@@ -212,7 +212,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let (tuned, fresh) = (server.submit(&tuned).await, server.submit(&fresh).await);
     server.wait_for_success(&tuned).await;
     server.wait_for_success(&fresh).await;
-    let first = async |id: &str| server.points(id, "loss").await[0].3;
+    let first = async |id: &str| server.points(id, "loss").await[0].value;
     assert!(first(&tuned).await < first(&fresh).await - 0.3, "the loss starts lower");
     server.stop().await;
 }

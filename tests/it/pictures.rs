@@ -9,8 +9,8 @@ use std::{
     sync::LazyLock,
 };
 
-/// The bundled pictures.
-pub(crate) fn bundled() -> PathBuf {
+/// The folder of the bundled pictures.
+pub(crate) fn bundled_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/fashion-mnist")
 }
 
@@ -34,7 +34,7 @@ impl Pictures {
 
     fn read(split: &str) -> Self {
         let read = |kind: &str| {
-            let path = bundled().join(format!("{split}-{kind}-ubyte.gz"));
+            let path = bundled_folder().join(format!("{split}-{kind}-ubyte.gz"));
             let mut bytes = Vec::new();
             let file = File::open(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
             GzDecoder::new(file).read_to_end(&mut bytes).expect("gzip");

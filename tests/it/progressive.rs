@@ -114,8 +114,8 @@ async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
     assert!((to_f64(&evaluated["loss"]) - to_f64(&checkpoint["val_loss"])).abs() < 1e-5, "{evaluated:#}");
 
     // A fork continues at a fixed size.
-    let fork = json!({"set": {"data.image_size": 12, "train.epochs": 3}});
-    let fork = server.post(&format!("/jobs/{id}/fork"), &fork).await;
+    let change = json!({"set": {"data.image_size": 12, "train.epochs": 3}});
+    let fork = server.post(&format!("/jobs/{id}/fork"), &change).await;
     assert_eq!(fork.status, 201, "{}", fork.text);
     server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
     server.stop().await;

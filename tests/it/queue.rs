@@ -263,9 +263,9 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_job() {
     );
     assert!(started_at(&done) < job["finished_at"].as_str().expect("the end").parse().expect("a time"));
     let points = server.points(&id, "loss").await;
-    let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
+    let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
     assert_eq!(steps, (1..=last).collect::<Vec<_>>(), "no step is missing or repeated");
-    assert!(points.iter().any(|p| p.0 == 2), "some steps are in the second attempt");
+    assert!(points.iter().any(|p| p.attempt == 2), "some steps are in the second attempt");
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
         "a preemption does not change a bit of the weights"

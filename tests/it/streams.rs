@@ -94,7 +94,7 @@ async fn assert_stream_equals_rest(server: &Server, id: &str, events: &[Value]) 
     }
     streamed.sort_unstable();
     let points = server.points(id, "loss").await;
-    let queried: Vec<_> = points.iter().map(|p| (p.1, p.2, (p.3 as f32).to_bits())).collect();
+    let queried: Vec<_> = points.iter().map(|p| (p.rank, p.step, (p.value as f32).to_bits())).collect();
     assert_eq!(streamed, queried);
     for rank in 0..2 {
         let lines: Vec<_> = events

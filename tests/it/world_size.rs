@@ -15,6 +15,15 @@ pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
     tensors.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
 }
 
+struct Run {
+    ranks: u32,
+    /// The mean loss of each step over all ranks.
+    losses: Vec<f64>,
+    accuracy: f64,
+    /// The last `model.safetensors`.
+    model: Vec<u8>,
+}
+
 #[tokio::test]
 async fn losses_do_not_depend_on_the_number_of_ranks() {
     let server = Server::start_training_with(Agents::Separate { cpu_slots: 4 }, 1600, 400).await;
@@ -32,23 +41,23 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
         );
         let id = server.submit(&spec).await;
         let job = server.wait_for_success(&id).await;
-        let mut losses = BTreeMap::<u64, Vec<f64>>::new();
-        for (_, _, step, loss) in server.points(&id, "loss").await {
-            losses.entry(step).or_default().push(loss);
+        let mut by_step = BTreeMap::<u64, Vec<f64>>::new();
+        for point in server.points(&id, "loss").await {
+            by_step.entry(point.step).or_default().push(point.value);
         }
-        assert!(losses.values().all(|of_step| of_step.len() == ranks as usize), "a loss from every rank");
-        let mean: Vec<_> = losses.values().map(|l| l.iter().sum::<f64>() / l.len() as f64).collect();
-        assert_eq!(mean.len() as u64, STEPS);
+        assert!(by_step.values().all(|of_step| of_step.len() == ranks as usize), "a loss from every rank");
+        let losses: Vec<_> = by_step.values().map(|l| l.iter().sum::<f64>() / l.len() as f64).collect();
+        assert_eq!(losses.len() as u64, STEPS);
         let accuracy = job["last"]["val_accuracy"].as_f64().expect("a validation accuracy");
-        runs.push((ranks, mean, accuracy, server.last_model(&id).await));
+        runs.push(Run { ranks, losses, accuracy, model: server.last_model(&id).await });
     }
 
-    let (_, reference, accuracy, _) = &runs[0];
+    let Run { losses: reference, accuracy, model, .. } = &runs[0];
     assert!(reference[STEPS as usize - 1] < 0.8 * reference[0], "the loss falls: {reference:?}");
-    for (ranks, mean, other_accuracy, _) in &runs[1..] {
+    for Run { ranks, losses, accuracy: other_accuracy, .. } in &runs[1..] {
         let largest = reference
             .iter()
-            .zip(mean)
+            .zip(losses)
             .map(|(a, b)| (a - b).abs() / a.abs())
             .enumerate()
             .max_by(|a, b| a.1.total_cmp(&b.1))
@@ -61,11 +70,12 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
         assert!(largest.1 < 1e-4, "on {ranks} ranks, step {}: {:.2e}", largest.0 + 1, largest.1);
         assert!((accuracy - other_accuracy).abs() <= 0.005, "{accuracy} and {other_accuracy}");
     }
-    for (ranks, _, _, model) in &runs[1..3] {
-        assert!(weights(model) == weights(&runs[0].3), "on {ranks} ranks the weights have the same bits");
+    for Run { ranks, model: other, .. } in &runs[1..3] {
+        assert!(weights(other) == weights(model), "on {ranks} ranks the weights have the same bits");
     }
     let (second, fourth) = (&runs[1], &runs[3]);
-    assert!(second.1.iter().zip(&fourth.1).all(|(a, b)| a.to_bits() == b.to_bits()), "the same losses");
-    assert!(second.3 == fourth.3, "two runs of one job give the same model.safetensors");
+    let mut losses = second.losses.iter().zip(&fourth.losses);
+    assert!(losses.all(|(a, b)| a.to_bits() == b.to_bits()), "the same losses");
+    assert!(second.model == fourth.model, "two runs of one job give the same model.safetensors");
     server.stop().await;
 }

@@ -48,7 +48,7 @@ impl Backend for Toy {
             uuid: Some(name.into()),
         };
         let slots = (0..).zip(named.filter(|name| name.starts_with(DEVICE))).map(slot).collect();
-        Ok(Devices { slots, hindrance: None })
+        Ok(Devices { slots, why_no_gpus: None })
     }
 
     fn device_of(&self, given: Option<&RankGpu>, _asked: Device) -> Option<i32> {

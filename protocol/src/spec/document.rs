@@ -89,7 +89,7 @@ pub fn apply_set(document: &mut Value, argument: &str) -> Result<(), String> {
 /// The parts of a path such as `train.lr`, none of them empty.
 ///
 /// # Errors
-/// A sentence: the path names no key, is too long or has too many parts.
+/// The path names no key, is too long or has too many parts. The error is a sentence.
 pub fn key_parts(path: &str) -> Result<Vec<&str>, String> {
     let shown = shortened(path);
     // The parts are counted before they are collected.

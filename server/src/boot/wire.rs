@@ -128,8 +128,8 @@ async fn restore(app: &App) -> Result<(), ServeError> {
     running::own_token(&app.config, &app.auth).await.map_err(ServeError::Token)?;
     if app.checkpoints.artifact_store.is_some() {
         let jobs = app.config.data_dir.join("jobs");
-        let swept = tokio::task::spawn_blocking(move || artifact_fetches::sweep(&jobs)).await;
-        if let Err(error) = swept.map_err(std::io::Error::other).flatten() {
+        let removed = tokio::task::spawn_blocking(move || artifact_fetches::remove_unfinished(&jobs)).await;
+        if let Err(error) = removed.map_err(std::io::Error::other).flatten() {
             tracing::warn!(%error, "incomplete downloads of checkpoints stay on the disk until the next start");
         }
     }

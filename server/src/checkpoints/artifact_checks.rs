@@ -16,22 +16,24 @@ use std::{
     path::Path,
 };
 
-/// Checks a checkpoint's folder, and renames the folder if it is damaged. `then` completes the line in the job's log: what happens next.
+/// Checks a checkpoint's folder, and renames the folder if it is damaged. `consequence` completes the line in the job's log: what happens
+/// next.
 ///
 /// # Errors
 /// The folder cannot be checked or renamed.
 pub(crate) async fn set_damaged_aside(
     checkpoints: &Checkpoints,
     row: &CheckpointRow,
-    then: &str,
+    consequence: &str,
 ) -> io::Result<()> {
     let folder = checkpoints.folder(row);
     let checked = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
     if let Some(how) = checked.map_err(io::Error::other)?? {
         tracing::warn!(checkpoint = row.id, how, "a checkpoint on the disk is damaged; it is set aside");
         let name = name_of(row);
-        let text =
-            format!("checkpoint {name} on the server's disk is damaged ({how}); it is set aside and {then}");
+        let text = format!(
+            "checkpoint {name} on the server's disk is damaged ({how}); it is set aside and {consequence}"
+        );
         checkpoints.events.log(&row.job, text).await;
     }
     Ok(())

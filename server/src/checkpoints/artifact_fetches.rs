@@ -33,13 +33,13 @@ const SPARE_BYTES: u64 = 256 << 20;
 /// Time limit for all checks for which a round of dispatch waits. The round does nothing else while it waits.
 pub(crate) const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the folder, in a job's folder, of checkpoints that are being fetched.
-const FETCHED: &str = "fetched";
+const FETCHING: &str = "fetched";
 
 impl From<object_store::Error> for NotFetched {
     fn from(error: object_store::Error) -> Self {
         match error {
             object_store::Error::NotFound { .. } => Self::Missing,
-            error => Self::Away(describe(&error)),
+            error => Self::StoreUnavailable(describe(&error)),
         }
     }
 }
@@ -118,7 +118,7 @@ fn begin(
             if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
                 && let Err(unusable) = store.confirm(&*checkpoints.store).await
             {
-                outcome = Err(NotFetched::Away(unusable.why));
+                outcome = Err(NotFetched::StoreUnavailable(unusable.why));
             }
             match &outcome {
                 Ok(()) => {
@@ -127,7 +127,7 @@ fn begin(
                     }
                 }
                 // Logged once and not for each fetch, because a waiting job fetches again and again.
-                Err(NotFetched::Away(why)) => store.note_failure(RequestKind::Other, why),
+                Err(NotFetched::StoreUnavailable(why)) => store.note_failure(RequestKind::Other, why),
                 Err(why) => tracing::warn!(checkpoint = row.id, %why, "a checkpoint cannot be fetched from the object store"),
             }
             store.end_fetch(&row.id, &sender, outcome);
@@ -146,12 +146,12 @@ async fn ensure_undamaged(
     row: &CheckpointRow,
 ) -> Result<()> {
     let folder = checkpoints.folder(row);
-    let is_stopping = || NotFetched::Away("the server is stopping".into());
+    let is_stopping = || NotFetched::StoreUnavailable("the server is stopping".into());
     if folder.exists() {
         let _permit = store.checking.acquire().await.map_err(|_| is_stopping())?;
         // A disk error is not fatal here: the process that reads the checkpoint reports the error.
-        let then = "fetched from the object store";
-        if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row, then).await {
+        let consequence = "fetched from the object store";
+        if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row, consequence).await {
             tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
         }
         if folder.exists() {
@@ -198,10 +198,10 @@ pub(crate) async fn fetch_if_missing(
     patience: &mut Duration,
 ) -> store::Result<Availability> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
-    let waits = |failed: Option<String>, is_kept: bool| {
+    let waits = |failed: Option<String>, keeps_slots: bool| {
         let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
         let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail };
-        Availability::Waits(Wait { why: Reason::from(why).into(), is_kept })
+        Availability::Waits(Wait { why: Reason::from(why).into(), keeps_slots })
     };
     // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
@@ -222,8 +222,9 @@ pub(crate) async fn fetch_if_missing(
     };
     let outcome = fetch.outcome.borrow().clone();
     match outcome {
+        // A fetch that has ended by now is found on the disk in the next round.
         None | Some(Ok(())) => Ok(waits(None, false)),
-        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => Ok(waits(Some(why), false)),
+        Some(Err(NotFetched::StoreUnavailable(why) | NotFetched::Disk(why))) => Ok(waits(Some(why), false)),
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
             checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
             checkpoints.events.log(&waiting.id, lost_message(row, waiting, &why)).await;
@@ -253,14 +254,14 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> FetchOutcome {
     let ended = tokio::time::timeout(patience, fetch.outcome.wait_for(Option::is_some)).await;
     match ended {
         Ok(Ok(outcome)) => outcome.clone(),
-        Ok(Err(_)) => Some(Err(NotFetched::Away("the server is stopping".into()))),
+        Ok(Err(_)) => Some(Err(NotFetched::StoreUnavailable("the server is stopping".into()))),
         Err(_) => None,
     }
 }
 
 /// The folder into which the files of a checkpoint are fetched, until all have arrived.
 fn partial_folder(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
-    checkpoints.config.job_dir(&row.job).join(FETCHED).join(name_of(row))
+    checkpoints.config.job_dir(&row.job).join(FETCHING).join(name_of(row))
 }
 
 /// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is
@@ -276,14 +277,14 @@ async fn remove_partial(checkpoints: &Checkpoints, row: &CheckpointRow) {
             tracing::warn!(%error, checkpoint = row.id, "the files of a failed fetch cannot be removed");
         }
         // Fails, as intended, if other checkpoints are being fetched.
-        Ok(_) => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
+        Ok(_) => drop(tokio::fs::remove_dir(job_dir.join(FETCHING)).await),
     }
 }
 
 /// Removes unfinished fetches of an earlier server.
-pub(crate) fn sweep(jobs: &Path) -> io::Result<()> {
+pub(crate) fn remove_unfinished(jobs: &Path) -> io::Result<()> {
     for entry in if_exists(fs::read_dir(jobs))?.into_iter().flatten() {
-        if_exists(fs::remove_dir_all(entry?.path().join(FETCHED)))?;
+        if_exists(fs::remove_dir_all(entry?.path().join(FETCHING)))?;
     }
     Ok(())
 }

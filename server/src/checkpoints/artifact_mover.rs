@@ -35,7 +35,7 @@ const ROWS: u32 = 1000;
 /// Why the upload or the deletion of a checkpoint failed.
 enum MoveError {
     /// The object store is the wrong store, is unavailable, or refuses the checkpoint, for this reason.
-    Away(String),
+    StoreUnavailable(String),
     /// The object store does not delete the objects, for this reason.
     NotDeleted(String),
     /// A database error.
@@ -50,13 +50,13 @@ enum MoveError {
 
 impl From<object_store::Error> for MoveError {
     fn from(error: object_store::Error) -> Self {
-        Self::Away(describe(&error))
+        Self::StoreUnavailable(describe(&error))
     }
 }
 
 impl From<Unusable> for MoveError {
     fn from(unusable: Unusable) -> Self {
-        Self::Away(unusable.why)
+        Self::StoreUnavailable(unusable.why)
     }
 }
 
@@ -177,7 +177,7 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
                 record_damage(checkpoints, &id, &how).await;
                 false
             }
-            Err(MoveError::Away(why)) => {
+            Err(MoveError::StoreUnavailable(why)) => {
                 store.note_failure(request_kind, &why);
                 true
             }

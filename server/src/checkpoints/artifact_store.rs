@@ -46,7 +46,7 @@ pub(crate) enum NotFetched {
     Damaged(String),
     /// The store does not respond, or refuses the request.
     #[error("the store cannot be used: {0}")]
-    Away(String),
+    StoreUnavailable(String),
     #[error("it cannot be written to the server's disk: {0}")]
     Disk(String),
 }

@@ -192,7 +192,7 @@ impl Checkpoints {
             let (holder, checkpoint) = (agents.swap_remove(index), checkpoints.swap_remove(index));
             let (checkpoint, agent) = (checkpoint.into(), Some(holder.into()));
             let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent, detail: None };
-            Wait { why: Reason::from(why).into(), is_kept: false }
+            Wait { why: Reason::from(why).into(), keeps_slots: false }
         }))
     }
 
@@ -244,8 +244,8 @@ impl Checkpoints {
             .collect();
         self.replace(&attempt.job, old, Vec::new()).await?;
         let job_dir = self.config.job_dir(&attempt.job);
-        let swept = tokio::task::spawn_blocking(move || sweep(&job_dir, &kept)).await;
-        if let Err(error) = swept.map_err(io::Error::other).flatten() {
+        let removed = tokio::task::spawn_blocking(move || remove_others(&job_dir, &kept)).await;
+        if let Err(error) = removed.map_err(io::Error::other).flatten() {
             tracing::warn!(%error, job = %attempt.job, "old checkpoints cannot be removed now");
         }
         Ok(())
@@ -304,7 +304,7 @@ impl Checkpoints {
 }
 
 /// Removes folders of checkpoints and of uploads that are not in `kept`.
-fn sweep(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
+fn remove_others(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
     for parent in ["checkpoints", "uploads"] {
         for entry in if_exists(fs::read_dir(job_dir.join(parent)))?.into_iter().flatten() {
             let entry = entry?;

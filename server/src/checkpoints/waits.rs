@@ -13,7 +13,7 @@ use std::{
 pub(crate) struct Wait {
     pub(crate) why: Arc<Reason>,
     /// Whether slots are kept for the job while it waits.
-    pub(crate) is_kept: bool,
+    pub(crate) keeps_slots: bool,
 }
 
 /// For each job, the checkpoints for which it waits and the beginning of each wait. An entry stays after the wait has timed out, until the job

@@ -196,18 +196,18 @@ pub(crate) fn remove(folder: &Path) -> io::Result<()> {
 
 /// Removes unfinished uploads without a dataset, and files that a crash has left: zip files of datasets, and pictures of
 /// removed datasets. `datasets`: the paths of all datasets.
-pub(crate) fn sweep(uploads: &Path, datasets: &[String]) {
+pub(crate) fn remove_unused(uploads: &Path, datasets: &[String]) {
     for folder in fs::read_dir(uploads).into_iter().flatten().flatten().map(|entry| entry.path()) {
         let upload = Upload(folder);
         let archive = upload.0.join(ARCHIVE).metadata();
         let changed = archive.or_else(|_| upload.0.metadata()).and_then(|found| found.modified());
         let is_old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > UNFINISHED_LIFE));
-        let swept = match datasets.iter().any(|path| upload.has(path)) {
+        let removed = match datasets.iter().any(|path| upload.has(path)) {
             true => upload.finish(),
             false if is_old => remove(&upload.0),
             false => Ok(()),
         };
-        if let Err(error) = swept {
+        if let Err(error) = removed {
             tracing::warn!(folder = %upload.0.display(), %error, "files of an upload cannot be removed");
         }
     }
@@ -473,18 +473,18 @@ mod tests {
     fn unfinished_uploads_are_removed_but_datasets_stay() {
         let dir = tempfile::tempdir().unwrap();
         let upload = upload(dir.path(), &["a/1.png"]);
-        sweep(dir.path(), &[]);
+        remove_unused(dir.path(), &[]);
         assert!(upload.0.exists(), "it is recent");
         let age = |file: File| file.set_modified(std::time::SystemTime::now() - 2 * UNFINISHED_LIFE).unwrap();
         age(File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap());
         let path = upload.pictures().unwrap().to_string_lossy().into_owned();
-        sweep(dir.path(), &[path]);
+        remove_unused(dir.path(), &[path]);
         assert!(upload.pictures().is_ok() && !upload.0.join(ARCHIVE).exists(), "only the archive is removed");
         // The dataset was removed.
-        sweep(dir.path(), &[]);
+        remove_unused(dir.path(), &[]);
         assert!(upload.0.exists(), "it has just changed");
         age(File::open(&upload.0).unwrap());
-        sweep(dir.path(), &[]);
+        remove_unused(dir.path(), &[]);
         assert!(!upload.0.exists());
     }
 }

@@ -56,7 +56,7 @@ pub(crate) async fn find(
 ) -> Result<ChartData> {
     // Reads again if a compaction has moved the watermark between two reads.
     loop {
-        let (watermark, extent) = metrics.store.metric_extent(&job.id, filter).await?;
+        let (watermark, chunk_steps) = metrics.store.step_range_of_chunks(&job.id, filter).await?;
         // Reads the newest rows without a range, because a bucket that crosses an end of the range is returned whole. `is_inside` removes
         // the other points.
         let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
@@ -69,7 +69,7 @@ pub(crate) async fn find(
         }
         let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
         let tail_steps = tail.iter().filter_map(|points| points.column.ends());
-        let ends = tail_steps.chain(extent);
+        let ends = tail_steps.chain(chunk_steps);
         let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
             return Ok(ChartData { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() });
         };

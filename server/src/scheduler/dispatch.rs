@@ -157,7 +157,7 @@ async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
                 Err(error) if !error.may_pass() => {
                     let why = Reason::from(error.to_string()).into();
                     skip_permanent_error(&row.job.id, Err(error))?;
-                    Some(Wait { why, is_kept: false })
+                    Some(Wait { why, keeps_slots: false })
                 }
                 found => found?,
             };

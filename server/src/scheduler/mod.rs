@@ -210,10 +210,10 @@ pub(crate) fn plan(snapshot: &Snapshot) -> Plan {
         let mut given = 0;
         while let Some(row) = queue.next(given) {
             let wait = match is_due(row, snapshot.now) {
-                true => place(&mut round, row).map(|wait| (Some(wait.why), wait.is_kept)),
+                true => place(&mut round, row).map(|wait| (Some(wait.why), wait.keeps_slots)),
                 false => Some((None, false)),
             };
-            given = if wait.as_ref().is_none_or(|(_, is_kept)| *is_kept) { row.job.ranks } else { 0 };
+            given = if wait.as_ref().is_none_or(|(_, keeps_slots)| *keeps_slots) { row.job.ranks } else { 0 };
             if let Some((why, _)) = wait {
                 round.plan.waiting.push(WaitingJob { row: Arc::clone(row), why });
             }

@@ -20,7 +20,7 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
         let why = ReasonKind::UnreadableSpec { detail: flaw.as_str().into() };
-        return Some(Wait { why: Reason::from(why).into(), is_kept: false });
+        return Some(Wait { why: Reason::from(why).into(), keeps_slots: false });
     }
     let fewer = FewerRanks::of_job(round.snapshot, row);
     // A job that may take fewer ranks is handled individually.
@@ -51,9 +51,9 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     if let Some(kind) = kind {
         // For later jobs of the same kind, the agents are reserved for this job.
         let why = wait_reason(&candidates, job, reserved.as_deref(), None, round);
-        round.waits.insert(kind, Wait { why: why.into(), is_kept: reserved.is_some() });
+        round.waits.insert(kind, Wait { why: why.into(), keeps_slots: reserved.is_some() });
     }
-    Some(Wait { why: why.into(), is_kept: reserved.is_some() })
+    Some(Wait { why: why.into(), keeps_slots: reserved.is_some() })
 }
 
 /// Gives a job its slots, unless it waits for a checkpoint. `fewer`: the reason, if the job starts on fewer ranks.
@@ -67,7 +67,7 @@ fn start(
     if let Some(wait) = round.checkpoint_wait(row, &candidates, &chosen) {
         // During a check, which is short, jobs of lower priority must not take the slots. An upload or a fetch may take hours, so the slots
         // are not reserved.
-        if wait.is_kept {
+        if wait.keeps_slots {
             for (c, slots) in &chosen {
                 round.promise(&row.job.id, &candidates[*c], slots);
             }

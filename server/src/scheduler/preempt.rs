@@ -34,16 +34,16 @@ pub(super) fn preempt(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Can
     let (ranks, priority) = (job.ranks as usize, job.spec.priority);
     let choice =
         choose_victims(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
-    if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &choice.chosen) {
+    if let Some(Wait { why, keeps_slots }) = round.checkpoint_wait(row, candidates, &choice.chosen) {
         // No job is preempted yet, because its slots would be given to other jobs meanwhile. Free slots are reserved during a check.
-        for (c, slots) in choice.chosen.iter().filter(|_| is_kept) {
+        for (c, slots) in choice.chosen.iter().filter(|_| keeps_slots) {
             let free = &candidates[*c].free;
             let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();
             if !slots.is_empty() {
                 round.promise(&job.id, &candidates[*c], &slots);
             }
         }
-        return Some(Wait { why, is_kept: true });
+        return Some(Wait { why, keeps_slots: true });
     }
     let counted_on = counted_on(&choice, candidates, &round.yielding);
     let is_preempting =
@@ -64,7 +64,7 @@ pub(super) fn preempt(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Can
     for (c, slots) in &choice.chosen {
         round.promise(&job.id, &candidates[*c], slots);
     }
-    Some(Wait { why: why.into(), is_kept: true })
+    Some(Wait { why: why.into(), keeps_slots: true })
 }
 
 /// The jobs that are ending anyway and have some of the chosen slots.

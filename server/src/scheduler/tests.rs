@@ -165,8 +165,9 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
                 agent: None,
                 detail: None,
             };
-            let wait =
-                random.chance(40).then(|| Wait { why: Reason::from(why).into(), is_kept: random.chance(50) });
+            let wait = random
+                .chance(40)
+                .then(|| Wait { why: Reason::from(why).into(), keeps_slots: random.chance(50) });
             let known = snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
             assert!(known.is_none(), "seed {seed}: nothing is asked twice");
         }

@@ -224,7 +224,7 @@ pub trait Store {
     /// [`StoreError::NotFound`].
     async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage>;
     /// The watermark, and the first and last step of the matching chunks.
-    async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)>;
+    async fn step_range_of_chunks(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)>;
     /// The watermark, and the matching chunks of a level, by series and step; both from one snapshot. Chunks may also contain
     /// steps outside the filter's range.
     async fn metric_chunks(
@@ -235,16 +235,16 @@ pub trait Store {
     ) -> Result<(u64, Vec<MetricChunk>)>;
     /// The watermark, and the newest chunk of each series and level, to which points may be added.
     async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)>;
-    /// Stores chunks and moves the watermark from `after` to `until`. Grown chunks replace their earlier content. Returns false and stores
-    /// nothing if the watermark is not `after`.
+    /// Stores chunks and changes the watermark. Grown chunks replace their earlier content. Returns false and stores nothing if the
+    /// watermark is not `old_watermark`.
     ///
     /// # Errors
     /// [`StoreError::NotFound`].
     async fn put_metric_chunks(
         &self,
         job: &JobId,
-        after: u64,
-        until: u64,
+        old_watermark: u64,
+        new_watermark: u64,
         chunks: &[MetricChunk],
     ) -> Result<bool>;
     /// At most `limit` matching events of kind `log`, in order.

@@ -15,8 +15,9 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let first = server.submit(|s| s["name"] = json!("first")).await.id.to_string();
-    let (second, attempt) = agent.start_job(&server, |s| s["name"] = json!("second")).await;
-    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    let second = server.submit(|s| s["name"] = json!("second")).await.id.to_string();
+    let first_attempt = agent.expect_start().await.attempt;
+    agent.report(&first_attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
     let assert_refused = async |named: &[(&str, &str, &str)], others: &[&str]| {
         let (status, body) = server.delete("/datasets/pictures").await;
@@ -28,8 +29,8 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
         assert!(!others.iter().any(|id| detail.contains(id)), "{detail}");
     };
     assert_refused(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
-    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    let attempt = agent.expect_start().await.attempt;
+    agent.end(&first_attempt, Ending::Succeeded { step: 100 }).await;
+    let second_attempt = agent.expect_start().await.attempt;
     assert_refused(&[(&second, "second", "starting")], &[&first]).await;
     assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
     // A NUL in a name is refused, because a database may cut the name at the NUL.
@@ -39,9 +40,10 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     }
     assert_eq!(server.delete("/datasets/pictures%00").await.0, 400);
     assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
+    // `inspect` is a part of a URL (/datasets/inspect), so no dataset may have this name.
     let (status, body) = server.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await;
     assert!(status == 422 && body["errors"][0]["pointer"] == "/name", "{body}");
-    agent.end(&attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+    agent.end(&second_attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
     server.wait_for_state(&second, JobState::Failed).await;
 
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
@@ -90,7 +92,7 @@ async fn a_dataset_can_be_inspected_again_while_a_job_trains_on_it() {
 }
 
 #[tokio::test]
-async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() {
+async fn of_a_concurrent_submission_and_removal_exactly_one_succeeds() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (mut submitted, mut removed) = (0, 0);

@@ -23,7 +23,7 @@ use tokio::{
 };
 use tokio_tungstenite::{connect_async, tungstenite::Message};
 
-fn path(parts: usize) -> String {
+fn dotted_key(parts: usize) -> String {
     vec!["a"; parts].join(".")
 }
 
@@ -49,11 +49,12 @@ async fn depth_and_length_of_a_fork_s_keys_are_limited() {
     let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({"set": set})).await;
     let mistakes = |body: &Value| body["errors"].to_string();
     // A key within the limits is refused only because it is unknown.
-    for key in [path(KEY_PARTS), "k".repeat(KEY_BYTES)] {
+    for key in [dotted_key(KEY_PARTS), "k".repeat(KEY_BYTES)] {
         let (status, body) = fork(json!({ key: 1 })).await;
         assert!(status == 422 && mistakes(&body).contains("no key is called"), "{body}");
     }
-    for key in [path(KEY_PARTS + 1), path(20_000), path(500_000), "k".repeat(KEY_BYTES + 1)] {
+    for key in [dotted_key(KEY_PARTS + 1), dotted_key(20_000), dotted_key(500_000), "k".repeat(KEY_BYTES + 1)]
+    {
         let (status, body) = fork(json!({ key: 1 })).await;
         assert!(status == 422 && mistakes(&body).contains("at most 8 parts"), "{body}");
         assert!(body.to_string().len() < 1000, "the error does not repeat the key");
@@ -118,7 +119,7 @@ async fn repeated_keys_and_too_deep_bodies_are_refused() {
     assert!(status == 422 && body["errors"][0]["pointer"] == "/x", "{body}");
     let (status, body) = send(toml, document(&nested(TOML_NESTING + 1))).await;
     assert!(status == 422 && body["detail"].as_str().unwrap().contains("line 1, column 13"), "{body}");
-    assert_eq!(send(toml, format!("{} = 1", path(500_000))).await.0, 422);
+    assert_eq!(send(toml, format!("{} = 1", dotted_key(500_000))).await.0, 422);
     let large = "#".repeat((1 << 20) + 1);
     for kind in [json, toml] {
         assert_eq!(send(kind, large.clone()).await.0, 413, "{kind}");
@@ -141,6 +142,7 @@ async fn the_length_of_a_search_is_limited() {
             }
         }
     }
+    // Numbers at the end of their range are not an error.
     let far = u64::MAX;
     for path in [
         format!("/jobs/{id}/logs?after={far}&before={far}&q=x"),
@@ -293,15 +295,15 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
     assert_refused(format!("/jobs/{id}/evaluation"), "model.safetensors is not a regular file").await;
     let predict = server.http.post(server.url(&format!("/api/v1{}", path_of("/predict")))).body("a picture");
     assert_eq!(server.send(predict).await.0, 422);
-    // A fork must read this file: the fork is refused without waiting for the pipe.
+    // A fork must read `state.json`, which is a pipe: the fork is refused without waiting for the pipe's writer.
     let (status, body) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
     assert!(status == 503 && body["detail"].as_str().unwrap().contains("not a regular file"), "{body}");
     // A fork is also refused if files differ from the manifest, and leaves no files.
     for name in ["state.json", "model.safetensors"] {
         std::fs::remove_file(folder.join(name)).unwrap();
     }
-    let sum = "486ea46224d1bb4fb680f34f7c9ad96a8f24ec88be73ea8e5a6c65260e9cb8a7";
-    let files = json!({ "state.json": { "size_bytes": 5, "sha256": sum } });
+    let sha256_of_world = "486ea46224d1bb4fb680f34f7c9ad96a8f24ec88be73ea8e5a6c65260e9cb8a7";
+    let files = json!({ "state.json": { "size_bytes": 5, "sha256": sha256_of_world } });
     std::fs::write(&manifest, json!({ "files": files }).to_string()).unwrap();
     let jobs = || std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count();
     let before = jobs();

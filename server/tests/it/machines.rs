@@ -42,12 +42,12 @@ async fn machine(server: &TestServer) -> Value {
     server.get("/agents").await.1["agents"][0].clone()
 }
 
-/// Sends a sample until the server shows a sample that fits. The server ignores samples that follow too quickly.
+/// Sends a sample until the server shows a sample for which `is_expected` is true. The server ignores samples that follow too quickly.
 async fn send_until_shown(
     server: &TestServer,
     agent: &mut Agent,
     sample: &MachineSample,
-    fits: impl Fn(&Value) -> bool,
+    is_expected: impl Fn(&Value) -> bool,
 ) {
     let since = Instant::now();
     loop {
@@ -55,7 +55,7 @@ async fn send_until_shown(
         agent.send(FromAgent::Sample(Box::new(fresh))).await;
         tokio::time::sleep(Duration::from_millis(50)).await;
         let shown = machine(server).await;
-        if fits(&shown["sample"]) {
+        if is_expected(&shown["sample"]) {
             return;
         }
         assert!(since.elapsed() < TIMEOUT, "{shown}");

@@ -1,4 +1,4 @@
-//! Streams: readers get each event once, from any number on.
+//! Streams: readers get each event once, from any sequence number on.
 
 use crate::{
     agent::{Agent, line, losses, running, start_job},
@@ -19,6 +19,9 @@ fn loss_and_accuracy(rank: u32, step: u64) -> AttemptEvent {
     AttemptEvent::Metrics { rank, columns: vec![column("loss", 1.0 / step as f32), column("accuracy", 0.5)] }
 }
 
+/// With more unacknowledged reports, the agent waits for acknowledgements before it sends the next reports.
+const MAX_IN_FLIGHT: u64 = 8;
+
 /// A pseudorandom generator with a fixed seed (SplitMix64).
 struct Random(u64);
 
@@ -32,7 +35,7 @@ impl Random {
     }
 }
 
-/// Reads events after `since` until the end of the job. Reconnects at random times with the last number.
+/// Reads events after `since` until the end of the job. Reconnects at random times with the last event's sequence number.
 async fn read_with_reconnects(
     path: String,
     (address, token): (SocketAddr, String),
@@ -50,7 +53,7 @@ async fn read_with_reconnects(
         for _ in 0..stay {
             let frame = stream.next().await.unwrap();
             if frame["type"] == "live" {
-                assert_eq!(frame["seq"], last, "live names the last event sent");
+                assert_eq!(frame["seq"], last, "the frame `live` has the last sent event's number");
                 continue;
             }
             last = frame["seq"].as_u64().unwrap();
@@ -74,7 +77,7 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
     let mut acknowledged = 0;
     for burst in 0..100_u64 {
         if burst % 5 == 0 {
-            // A random number that does not exceed the last stored event: each acknowledged report has at least two events.
+            // A random sequence number up to the last stored event's. Each acknowledged report has stored at least two events.
             let since = random.below(acknowledged * 2 + 1);
             readers.push((
                 since,
@@ -86,21 +89,19 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
                 )),
             ));
         }
-        let mut number = burst * 13;
         for rank in 0..2 {
             let steps = burst * 13 + 1..=burst * 13 + 13;
             let mut events: Vec<_> = steps.map(|s| loss_and_accuracy(rank, s)).collect();
             if rank == 0 {
                 events[0] = line(0, burst, "a line");
-                number += 1; // After `Running`.
             }
+            // Rank 0's first record is `Running`.
+            let first = burst * 13 + u64::from(rank == 0);
             let attempt = attempt.clone();
-            agent
-                .send(FromAgent::Report { attempt, source: Source::Rank(rank), first: number, events })
-                .await;
-            number = burst * 13;
+            agent.send(FromAgent::Report { attempt, source: Source::Rank(rank), first, events }).await;
         }
-        while acknowledged + 8 < (burst + 1) * 2 {
+        let sent = (burst + 1) * 2;
+        while acknowledged + MAX_IN_FLIGHT < sent {
             assert!(matches!(agent.next().await, Some(ToAgent::Ack(_))));
             acknowledged += 1;
         }
@@ -114,11 +115,13 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
     let stored = server.stored_events(&id).await;
     let seqs: Vec<u64> = stored.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(seqs, (1..=stored.len() as u64).collect::<Vec<_>>(), "numbered from 1 without a gap");
-    // Each burst has a log line and two metrics of each rank. No point is lost.
+    // There are 4 events before the first burst. Each burst has a log line and two metrics of each rank. The last event is the end. No
+    // point is lost.
     assert_eq!(stored.len(), 4 + 100 * 5 + 1);
     for rank in 0..2 {
         let of_rank = stored.iter().filter(|e| e["name"] == "accuracy" && e["rank"] == rank);
         let steps = of_rank.flat_map(|e| e["steps"].as_array().unwrap().clone()).map(|s| s.as_u64().unwrap());
+        // Rank 0 reports a line instead of each burst's first step.
         let expected: Vec<u64> = (1..=1300).filter(|s| rank == 1 || s % 13 != 1).collect();
         assert_eq!(steps.collect::<Vec<_>>(), expected);
     }
@@ -175,7 +178,7 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
 }
 
 #[tokio::test]
-async fn a_number_above_the_last_event_counts_as_the_last() {
+async fn a_since_above_the_last_event_s_number_counts_as_that_number() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let last_seq = server.job(&id).await.last_seq;
@@ -184,7 +187,7 @@ async fn a_number_above_the_last_event_counts_as_the_last() {
     for since in [last_seq, last_seq + 3, u64::MAX] {
         let mut ahead = server.stream(&id, since).await;
         let frames = ahead.until(|f| f["type"] == "live").await;
-        assert_eq!(frames[0]["last_seq"], last_seq, "hello has the last number");
+        assert_eq!(frames[0]["last_seq"], last_seq, "the frame `hello` has the last event's number");
         assert_eq!((frames.len(), &frames[1]["seq"]), (2, &json!(last_seq)), "{frames:?}");
         readers.push(ahead);
     }
@@ -284,7 +287,7 @@ async fn acknowledged_events_and_running_jobs_survive_a_restart() {
     let mut agent = Agent::connect(&server, back).await.unwrap();
     let (acknowledged, revoked) = agent.welcome.clone();
     assert_eq!((acknowledged[0].records, acknowledged[0].source, revoked.len()), (2, Source::Rank(0), 0));
-    // The agent repeats records without acknowledgement, and continues.
+    // The agent repeats a record that the server has stored, and continues.
     let repeated = vec![losses(0, 1..=10), losses(0, 11..=20)];
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, repeated).await, 3);
     agent.end(&attempt, Ending::Succeeded { step: 20 }).await;

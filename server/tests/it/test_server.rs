@@ -305,18 +305,18 @@ impl Stream {
         }
     }
 
-    /// Returns all frames up to and including the first frame that `fits`.
-    pub async fn until(&mut self, fits: impl Fn(&Value) -> bool) -> Vec<Value> {
+    /// Returns all frames up to and including the first frame for which `is_expected` is true.
+    pub async fn until(&mut self, is_expected: impl Fn(&Value) -> bool) -> Vec<Value> {
         let mut frames = Vec::new();
         let start = Instant::now();
         loop {
             let frame = self.next().await.unwrap();
-            let last = fits(&frame);
+            let last = is_expected(&frame);
             frames.push(frame);
             if last {
                 return frames;
             }
-            assert!(start.elapsed() < TIMEOUT, "none of {} frames fits", frames.len());
+            assert!(start.elapsed() < TIMEOUT, "none of {} frames is the expected one", frames.len());
         }
     }
 }

@@ -172,14 +172,14 @@ impl TestServer {
         self.send(self.http.patch(self.url(&format!("/api/v1/webhooks/{id}"))).json(change)).await
     }
 
-    /// Waits until the messages of a webhook fit, and returns them, newest first.
-    async fn deliveries(&self, id: &str, fits: impl Fn(&[Value]) -> bool) -> Vec<Value> {
+    /// Waits until `are_expected` is true for the messages of a webhook, and returns them, newest first.
+    async fn deliveries(&self, id: &str, are_expected: impl Fn(&[Value]) -> bool) -> Vec<Value> {
         let since = Instant::now();
         loop {
             let (status, page) = self.get(&format!("/webhooks/{id}/deliveries")).await;
             assert_eq!(status, 200, "{page}");
             let deliveries = page["deliveries"].as_array().unwrap();
-            if fits(deliveries) {
+            if are_expected(deliveries) {
                 return deliveries.clone();
             }
             assert!(since.elapsed() < TIMEOUT, "{page}");

@@ -20,14 +20,14 @@ use tempfile::TempDir;
 /// Write a checkpoint's network as an ONNX file: opset 17, input `input` (normalised pictures, N x C x H x W), output `output` (logits)
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The job's id, the start of its id, or its name, or a version of a model (`models:/shoes@champion`). Or a checkpoint's folder, the
-    /// folder of a run of `lockstep train` (its best checkpoint), or a model.safetensors that Lockstep wrote; a path needs no server
+    /// A job (its id, the start of its id, or its name), a version of a model (`models:/shoes@champion`), or a path, which needs no server:
+    /// a checkpoint's folder, the folder of a run of `lockstep train` (its best checkpoint), or a model.safetensors that Lockstep wrote
     #[arg(value_name = "JOB|PATH")]
     source: PathBuf,
     /// The job's checkpoint: best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best")]
     checkpoint: String,
-    /// The weights of the checkpoint to use
+    /// Which weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     weights: Weights,
     /// File for the network
@@ -79,7 +79,7 @@ fn fetch(args: &Args) -> anyhow::Result<TempDir> {
     let source = args.source.to_string_lossy();
     // A mistyped path is reported without a server.
     if source.contains('/') && !source.starts_with(SCHEME) {
-        let detail = "there is no such file or folder; name a job with a / in its name by its id";
+        let detail = "there is no such file or folder; if the job's name contains a /, give the job's id";
         return Err(usage_error(format!("{source}: {detail}")));
     }
     let api = args.server.api()?;

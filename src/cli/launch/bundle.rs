@@ -36,7 +36,7 @@ impl Bundle {
         }
         let agents = plural(self.nodes.len() as u64, "agent");
         let ca = self.ca.as_ref().map_or(0, String::len);
-        let ca_note = if ca > 0 { format!(", {ca} of them --ca-file") } else { String::new() };
+        let ca_note = if ca > 0 { format!(", {ca} of them from --ca-file") } else { String::new() };
         let size = text.len();
         Err(usage_error(format!("the description for {agents} has {size} bytes{ca_note}, and {advice}")))
     }
@@ -64,11 +64,11 @@ pub(super) struct Node {
 pub(super) mod tests {
     use super::*;
 
-    /// Checks that a launcher passes `max_bytes` bytes, and that one byte more is an error with these words.
+    /// Checks that a launcher passes `max_bytes` bytes, and that one byte more is an error with these phrases.
     pub(in crate::cli::launch) fn takes_up_to(
         max_bytes: usize,
         text: fn(&Bundle) -> anyhow::Result<String>,
-        words: &[&str],
+        phrases: &[&str],
     ) {
         let bundle = |bytes: usize| {
             let mut bundle = Bundle {
@@ -87,8 +87,8 @@ pub(super) mod tests {
         let size = max_bytes + 1;
         let why = text(&bundle(size)).expect_err("it is one byte too long").to_string();
         assert!(why.starts_with(&format!("the description for 0 agents has {size} bytes, ")), "{why}");
-        for words in words.iter().chain(&["of them --ca-file", "a smaller --ca-file"]) {
-            assert!(why.contains(words), "{words:?} is not in {why:?}");
+        for phrase in phrases.iter().chain(&["of them from --ca-file", "a smaller --ca-file"]) {
+            assert!(why.contains(phrase), "{phrase:?} is not in {why:?}");
         }
     }
 }

@@ -40,7 +40,7 @@ pub(super) fn from_args(args: &Args) -> anyhow::Result<Vec<Host>> {
     }
     if args.with == LauncherKind::Slurm && hosts.iter().any(|host| !host.env.is_empty()) {
         return Err(usage_error(
-            "--hostfile: env: is for ssh and mpirun; with Slurm give sbatch --export=NAME=VALUE after --",
+            "--hostfile: `env:NAME=VALUE` works only with ssh and mpirun; with Slurm, pass an option to sbatch: -- --export=NAME=VALUE",
         ));
     }
     for host in &mut hosts {
@@ -77,17 +77,17 @@ pub(super) fn check_reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()>
     if !is_loopback(url.host_str().unwrap_or_default()) {
         return Ok(());
     }
-    // Slurm or Kubernetes chooses machines without a name, and may choose this machine.
+    // If a machine has no name, Slurm or Kubernetes chooses it, and it may be this machine.
     if hosts.iter().any(|host| host.name.is_empty()) {
         output::warn(format_args!(
-            "warning: only this machine reaches the server at {server}: give its address for other machines with --agent-server"
+            "warning: only this machine can reach the server at {server}: give --agent-server an address at which other machines reach it"
         ));
     }
     let is_this_machine = |name: &str| is_loopback(name.rsplit_once('@').map_or(name, |(_, host)| host));
     match hosts.iter().find(|host| !host.name.is_empty() && !is_this_machine(&host.name)) {
         None => Ok(()),
         Some(Host { name, .. }) => Err(usage_error(format!(
-            "{name} cannot reach the server at {server}: give its address for these machines with --agent-server"
+            "{name} cannot reach the server at {server}: give --agent-server an address at which other machines reach it"
         ))),
     }
 }

@@ -68,7 +68,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
         }
         supervise(&mut command, &mut ranks).await?;
         command.show.finish();
-        if let Some(survivor) = ranks.sweep().await {
+        if let Some(survivor) = ranks.kill_remaining().await {
             output::warn(format_args!("{survivor} does not end, even after SIGKILL"));
         }
         Ok(determine_outcome(&ranks, &command.show, command.interrupted))

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 async fn the_first_loss_is_on_the_stream_within_the_limit() {
     let _permit = exclusive_permit().await;
     let server = Server::start().await;
-    server.register("fashion", &pictures::bundled()).await;
+    server.register("fashion", &pictures::bundled_folder()).await;
     let mut seconds = Vec::new();
     for run in 0..3 {
         let spec = specs::with(

@@ -31,11 +31,12 @@ fn spec(name: &str, ranks: u32) -> Value {
 /// Pictures per second of an attempt, from the points of rank 0.
 async fn expected_speed(server: &Server, id: &str, attempt: u64) -> f64 {
     let points = server.points(id, "step_ms").await;
-    let own: Vec<_> = points.iter().filter(|p| p.0 == attempt && p.1 == 0).collect();
+    let own: Vec<_> = points.iter().filter(|p| p.attempt == attempt && p.rank == 0).collect();
     assert!(own.len() >= 10, "attempt {attempt} of {id} has {} steps", own.len());
     let last = PICTURES - (STEPS_PER_EPOCH - 1) * 16;
-    let pictures: u64 = own.iter().map(|p| if p.2.is_multiple_of(STEPS_PER_EPOCH) { last } else { 16 }).sum();
-    pictures as f64 / own.iter().map(|p| p.3 / 1e3).sum::<f64>()
+    let pictures: u64 =
+        own.iter().map(|p| if p.step.is_multiple_of(STEPS_PER_EPOCH) { last } else { 16 }).sum();
+    pictures as f64 / own.iter().map(|p| p.value / 1e3).sum::<f64>()
 }
 
 /// The step and the time of a log line with a loss; `None` for other lines.
@@ -45,7 +46,8 @@ fn loss_line(line: &Value) -> Option<(u64, jiff::Timestamp)> {
     Some((step.parse().ok()?, line["at"].as_str().expect("a time").parse().expect("a time")))
 }
 
-/// Seconds between the first and the last loss line of each epoch of an attempt, in total: by the log's times, and by the `step_ms`.
+/// Returns an attempt's training time in seconds, twice: from the times of log lines, and as the sum of `step_ms`. In each epoch, the time
+/// from the first to the last line with a loss is counted.
 async fn training_secs(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
     let response = server.get(&format!("/jobs/{id}/logs?rank=0&attempt={attempt}&limit=10000")).await;
     let mut epochs: BTreeMap<u64, Vec<(u64, jiff::Timestamp)>> = BTreeMap::new();
@@ -57,8 +59,9 @@ async fn training_secs(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
     for lines in epochs.values() {
         let (Some((first, from)), Some((last, to))) = (lines.first(), lines.last()) else { continue };
         clock += to.duration_since(*from).as_secs_f64();
-        let between = points.iter().filter(|p| p.0 == attempt && p.1 == 0 && p.2 > *first && p.2 <= *last);
-        steps += between.map(|p| p.3 / 1e3).sum::<f64>();
+        let own = points.iter().filter(|p| p.attempt == attempt && p.rank == 0);
+        let between = own.filter(|p| p.step > *first && p.step <= *last);
+        steps += between.map(|p| p.value / 1e3).sum::<f64>();
     }
     (clock, steps)
 }
@@ -77,9 +80,9 @@ async fn assert_evaluations_excluded(server: &Server, id: &str) {
         }
         seen += 1;
         let between = to.duration_since(from).as_secs_f64() * 1e3;
-        let (.., took) = points.iter().find(|p| p.1 == 0 && p.2 == step).expect("its time");
+        let took = points.iter().find(|p| p.rank == 0 && p.step == step).expect("its time").value;
         assert!(
-            *took < between / 2.0,
+            took < between / 2.0,
             "step {step} took {took} ms of the {between} ms since the previous step"
         );
     }

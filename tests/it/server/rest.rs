@@ -8,6 +8,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// A point of a metric.
+#[derive(Debug)]
+pub(crate) struct Point {
+    pub(crate) attempt: u64,
+    pub(crate) rank: u64,
+    pub(crate) step: u64,
+    pub(crate) value: f64,
+}
+
 impl Server {
     /// The URL of a path under `/api/v1`.
     pub(crate) fn api(&self, path: &str) -> String {
@@ -132,8 +141,8 @@ impl Server {
         self.bytes(&format!("/checkpoints/{checkpoint}/model.safetensors")).await
     }
 
-    /// Every point of one metric: (attempt, rank, step, value), sorted.
-    pub(crate) async fn points(&self, id: &str, name: &str) -> Vec<(u64, u64, u64, f64)> {
+    /// Every point of one metric, by attempt, rank and step.
+    pub(crate) async fn points(&self, id: &str, name: &str) -> Vec<Point> {
         let response = self.get(&format!("/jobs/{id}/metrics?name={name}&points=10000")).await;
         assert_eq!(response["exact"], true, "{name} of {id} fits in 10000 points");
         let mut points = Vec::new();
@@ -146,10 +155,11 @@ impl Server {
             assert_eq!(list("max"), list("mean"));
             assert_eq!(list("steps").len(), list("mean").len());
             for (step, value) in list("steps").iter().zip(list("mean")) {
-                points.push((attempt, rank, number(step), value.as_f64().expect("a finite value")));
+                let (step, value) = (number(step), value.as_f64().expect("a finite value"));
+                points.push(Point { attempt, rank, step, value });
             }
         }
-        points.sort_by_key(|p| (p.0, p.1, p.2));
+        points.sort_by_key(|p| (p.attempt, p.rank, p.step));
         points
     }
 }

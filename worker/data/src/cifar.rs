@@ -93,21 +93,21 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
 
 /// Checks the whole file before appending any record.
 fn append(bytes: &[u8], layout: &Layout, pixels: &mut Vec<u8>, labels: &mut Vec<u32>) -> Result<(), String> {
-    let record = layout.label_bytes + 3 * PLANE;
-    if bytes.is_empty() || !bytes.len().is_multiple_of(record) {
+    let record_bytes = layout.label_bytes + 3 * PLANE;
+    if bytes.is_empty() || !bytes.len().is_multiple_of(record_bytes) {
         return Err(format!(
-            "has {} bytes, which is not a multiple of the {record} bytes of a record: it is cut off or not a CIFAR binary file; \
+            "has {} bytes, which is not a multiple of the {record_bytes} bytes of a record: it is cut off or not a CIFAR binary file; \
              download it again",
             bytes.len()
         ));
     }
-    for (i, record) in bytes.chunks_exact(record).enumerate() {
+    for (i, record) in bytes.chunks_exact(record_bytes).enumerate() {
         let label = usize::from(record[layout.label_bytes - 1]);
         if label >= layout.classes {
             return Err(format!("record {i} has label {label}; labels go from 0 to {}", layout.classes - 1));
         }
     }
-    for record in bytes.chunks_exact(record) {
+    for record in bytes.chunks_exact(record_bytes) {
         labels.push(u32::from(record[layout.label_bytes - 1]));
         let planes = &record[layout.label_bytes..];
         let (red, rest) = planes.split_at(PLANE);

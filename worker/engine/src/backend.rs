@@ -129,7 +129,7 @@ impl Default for Selection<'_> {
 pub struct Devices {
     pub slots: Vec<Slot>,
     /// If a device seems to exist but cannot be used: a sentence that says why, and what to do.
-    pub hindrance: Option<String>,
+    pub why_no_gpus: Option<String>,
 }
 
 /// Space in `/dev/shm`.

@@ -36,21 +36,21 @@ pub fn device_of(gpu: Option<&RankGpu>, requested: Device) -> DeviceChoice {
     backends().find_map(choice).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
 }
 
-/// The slots of this machine: those of the first backend that has selected devices. `hindrance` says why an earlier backend
+/// The slots of this machine: those of the first backend that has selected devices. `why_no_gpus` says why an earlier backend
 /// has none, or why the machine has no slot at all.
 ///
 /// # Errors
 /// A selected device does not exist. The error is a sentence.
 pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
-    let mut first_hindrance = None;
+    let mut first_reason = None;
     for backend in backends() {
-        let Devices { slots, hindrance } = backend.devices(selection)?;
-        first_hindrance = first_hindrance.or(hindrance);
+        let Devices { slots, why_no_gpus } = backend.devices(selection)?;
+        first_reason = first_reason.or(why_no_gpus);
         if !slots.is_empty() {
-            return Ok(Devices { slots, hindrance: first_hindrance });
+            return Ok(Devices { slots, why_no_gpus: first_reason });
         }
     }
-    Ok(Devices { slots: Vec::new(), hindrance: first_hindrance })
+    Ok(Devices { slots: Vec::new(), why_no_gpus: first_reason })
 }
 
 /// Tells all backends that this process will exit, while its devices may still wait for other ranks. Callable from any thread.

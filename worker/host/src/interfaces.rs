@@ -14,7 +14,7 @@ pub fn nccl_variable() -> Option<String> {
 /// only excludes interfaces.
 ///
 /// # Errors
-/// A sentence: no interface with such a name has an address.
+/// No interface with such a name has an address. The error is a sentence.
 pub fn interface_of_environment() -> Result<Option<(String, IpAddr)>, String> {
     let Some(value) = nccl_variable() else { return Ok(None) };
     let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
@@ -25,7 +25,7 @@ pub fn interface_of_environment() -> Result<Option<(String, IpAddr)>, String> {
 /// whose name begins with `eth`, and commas separate names. `None` for `^eth`, which excludes interfaces and chooses none.
 ///
 /// # Errors
-/// A sentence: no interface with such a name has an address.
+/// No interface with such a name has an address. The error is a sentence.
 pub fn interface_of_variable(
     all: &[(String, IpAddr)],
     value: &str,

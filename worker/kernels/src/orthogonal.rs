@@ -5,8 +5,8 @@ use crate::linear::{Matrix, multiply};
 
 /// Number of iterations.
 pub const STEPS: usize = 3;
-/// Coefficients of the quintic `a x + b x^3 + c x^5` that is applied to each singular value. The slope at 0 is as large as possible;
-/// singular values end near 1 but do not converge to it.
+/// Coefficients of the quintic `a x + b x^3 + c x^5` that is applied to each singular value. They maximise the slope at 0. Therefore
+/// singular values end near 1 without converging to 1.
 pub const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 /// A matrix is first divided by its Frobenius norm plus this value, so that singular values are at most 1.
 pub const EPSILON: f64 = 1e-7;
@@ -16,7 +16,7 @@ pub fn orthogonalise(rows: usize, x: &mut [f32]) {
     let columns = x.len() / rows.max(1);
     let norm = x.iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt() + EPSILON;
     x.iter_mut().for_each(|v| *v = (f64::from(*v) / norm) as f32);
-    // The smaller of the two Gram matrices.
+    // Side of the smaller of the two Gram matrices.
     let (side, is_wide) = (rows.min(columns), rows <= columns);
     let (mut gram, mut factor) = (vec![0.0; side * side], vec![0.0; side * side]);
     let mut product = vec![0.0; x.len()];
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
     use crate::synthetic::values;
 
-    /// The iterations apply the quintic [`STEPS`] times to each singular value, divided by the norm.
+    /// Each singular value is divided by the norm, and then the quintic is applied [`STEPS`] times.
     #[test]
     fn singular_values_follow_the_quintic_and_singular_vectors_are_unchanged() {
         let polynomial = |x: f64| {

@@ -12,16 +12,17 @@ pub(super) fn slots(options: &Options) -> Result<Vec<Slot>, String> {
         None => why,
     };
     let selection = Selection { list, cpu_slots: options.cpu_slots, ..Selection::default() };
-    let Devices { slots, hindrance } = registry::offer(selection).map_err(with_option)?;
+    let Devices { slots, why_no_gpus } = registry::offer(selection).map_err(with_option)?;
     if slots.is_empty() {
         return Err(with_option(
-            hindrance.unwrap_or_else(|| "ranks cannot run on any device of this machine".into()),
+            why_no_gpus.unwrap_or_else(|| "ranks cannot run on any device of this machine".into()),
         ));
     }
-    if let Some(why) = hindrance {
+    if let Some(why) = why_no_gpus {
         tracing::warn!("there are GPUs, but ranks run on CPU cores: {why}");
     }
-    if slots.iter().all(|slot| slot.uuid.is_some()) {
+    let are_gpus = slots.iter().all(|slot| slot.uuid.is_some());
+    if are_gpus {
         let names: Vec<_> = slots.iter().map(|slot| format!("{} ({})", slot.index, slot.name)).collect();
         tracing::info!(gpus = names.join(", "), "ranks run on GPUs");
     }

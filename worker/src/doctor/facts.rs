@@ -23,7 +23,7 @@ const SSH_CONNECTION: &str = "SSH_CONNECTION";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
     pub hostname: String,
-    /// Equal for two descriptions of the same machine.
+    /// Equal in two [`Facts`] of the same machine.
     pub network_id: String,
     /// The address to which other machines connect.
     pub address: IpAddr,
@@ -72,8 +72,8 @@ impl Facts {
     }
 }
 
-/// The address of the interface named by `nccl_interface`. Otherwise the address to which SSH connected, or the address
-/// of the default route.
+/// The address of the interface named by `nccl_interface`. Otherwise the address to which SSH connected, the address of the default route,
+/// or any usable address. As a last resort SSH's address, even if it is a loopback address.
 fn find_address(
     all: &[(String, IpAddr)],
     nccl_interface: Option<&str>,

@@ -6,7 +6,7 @@ use lockstep_data::{held_out::foreign_divisions, loader::DataSource};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     dataset::{ValidationSet, classes_differ},
-    inspect::{ClassScore, EvaluateModel, Mistake, ModelEvaluation},
+    inspect::{ClassScore, EvaluateModel, ModelEvaluation, PredictedPicture},
     spec::{DataSpec, ImageSize},
 };
 use std::{path::Path, time::Instant};
@@ -51,7 +51,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
             let truth = *label as usize;
             confusion[truth][predicted] += 1;
             loss += cross_entropy(&logits, truth);
-            let prediction = Mistake {
+            let prediction = PredictedPicture {
                 index: *index,
                 label: *label,
                 predicted: predicted as u32,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Interval between two SIGKILLs.
 const KILL_EVERY: Duration = Duration::from_secs(1);
 /// How often to check whether processes left behind by ranks have ended.
-const SWEEP_EVERY: Duration = Duration::from_millis(20);
+const CHECK_REMAINING_EVERY: Duration = Duration::from_millis(20);
 /// Ranks that still exist this long after the first SIGKILL are reported as unkillable and no longer awaited.
 const UNKILLABLE_AFTER: Duration = Duration::from_secs(30);
 
@@ -184,18 +184,18 @@ impl<N: RecordSink> RankGroup<N> {
 
     /// Kills processes that the ranks have left behind, and verifies that they end. Returns a description of processes
     /// that cannot be killed.
-    pub async fn sweep(&mut self) -> Option<String> {
+    pub async fn kill_remaining(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE_AFTER;
         loop {
-            // `count` sweeps every rank, even if processes of another rank remain.
-            let swept = self.ranks.iter_mut().map(|rank| rank.process.sweep());
-            if swept.filter(|is_swept| !is_swept).count() == 0 {
+            // `count` visits every rank, even if processes of another rank remain.
+            let have_ended = self.ranks.iter_mut().map(|rank| rank.process.kill_remaining());
+            if have_ended.filter(|has_ended| !has_ended).count() == 0 {
                 return None;
             }
             if self.is_unkillable() || Instant::now() > until {
                 break;
             }
-            tokio::time::sleep(SWEEP_EVERY).await;
+            tokio::time::sleep(CHECK_REMAINING_EVERY).await;
         }
         let remaining = self.ranks.iter().flat_map(|rank| {
             let rank_id = rank.end.rank;

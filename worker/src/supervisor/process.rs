@@ -169,7 +169,7 @@ impl RankProcess {
     }
 
     /// Kills the remaining processes of the rank. Returns true if none were left.
-    pub fn sweep(&mut self) -> bool {
+    pub fn kill_remaining(&mut self) -> bool {
         if self.remaining().is_empty() {
             return true;
         }
@@ -216,7 +216,7 @@ mod tests {
         assert_eq!((process.poll(), process.remaining().len()), (None, 1));
         process.kill_and_wait();
         assert_eq!(process.poll(), Some(Exit::Signal(9)));
-        assert!(process.sweep());
+        assert!(process.kill_remaining());
     }
 
     #[test]
@@ -227,7 +227,7 @@ mod tests {
         let Identity { pid, start_time, boot_id } = &stranger.identity;
         let before = Identity { pid: *pid, start_time: start_time - 1, boot_id: boot_id.clone() };
         let mut rank = RankProcess::from_identity(0, Some(before));
-        assert!(rank.sweep(), "{:?}", rank.remaining());
+        assert!(rank.kill_remaining(), "{:?}", rank.remaining());
         assert_eq!((stranger.poll(), stranger.remaining().len()), (None, 1));
         stranger.kill_and_wait();
     }

@@ -240,7 +240,7 @@ pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch
         Some(Err(NotFetched::Damaged(how))) => {
             Err(damaged(format_args!("checkpoint {}", row.id), &format!("{how}, also in the object store")))
         }
-        Some(Err(NotFetched::Away(why))) => Err(Error::Unavailable(format!(
+        Some(Err(NotFetched::StoreUnavailable(why))) => Err(Error::Unavailable(format!(
             "this checkpoint is in the object store, which cannot be reached now ({why}); try again later"
         ))),
         Some(Err(NotFetched::Disk(why))) => Err(Error::Unavailable(format!(

@@ -93,7 +93,7 @@ pub(crate) async fn upload_archive(
     let folder = datasets.roots.uploads.clone();
     let written = blocking(move || {
         let _lock = lock;
-        uploads::sweep(&folder, &registered);
+        uploads::remove_unused(&folder, &registered);
         upload.write(0, &body)
     });
     written.await?.map_err(refusal)?;

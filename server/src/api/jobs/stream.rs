@@ -30,11 +30,13 @@ use std::{
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use utoipa::IntoParams;
 
-/// Interval between two heartbeats. A ping that is sent with each heartbeat detects a disconnected reader. The heartbeat itself lets the
-/// reader's script detect a dead connection, because scripts do not see pings and a broken connection looks open until data is sent.
+/// Interval between two heartbeats. With each heartbeat, the server sends a ping, to notice a disconnected reader. The heartbeat is for the
+/// reader's script, which does not see pings: if heartbeats stop, the connection is broken.
 const HEARTBEAT: Duration = Duration::from_secs(HEARTBEAT_SECS);
 /// Number of events in each query to the store.
 const REPLAY_EVENTS: u32 = 500;
+/// Number of jobs that are sent to a reader of the list that fell behind.
+const RESENT_JOBS: u32 = 500;
 /// Maximum size of a message from a browser, in bytes. Browsers send only pongs and a close frame.
 const INCOMING_BYTES: usize = 4096;
 
@@ -85,13 +87,14 @@ pub(crate) async fn job_stream(
     }))
 }
 
-/// Time limit for sending a close frame, which waits behind earlier messages. A laptop that wakes up later finds a broken connection.
+/// Time limit for sending a close frame, which waits behind earlier messages. A reader that was asleep for longer (a laptop) gets no close
+/// frame: its connection is broken.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The connection has ended.
 struct Disconnected;
 
-/// A browser that reads a stream: the writing half of its connection. A task watches the reading half for the close.
+/// The connection to a browser that reads a stream. The server writes to `to`; a task waits for the close on the other half.
 struct Reader<'a> {
     scheduler: &'a Scheduler,
     caller: Caller,
@@ -126,7 +129,7 @@ impl<'a> Reader<'a> {
         let Self { scheduler, caller, to, sent, .. } = self;
         let sending = async {
             to.feed(message).await?;
-            // The message is buffered and is sent before later messages.
+            // The event counts as sent before it is flushed: the message is in the buffer, and a close frame follows it.
             *sent = seq.unwrap_or(*sent);
             to.flush().await
         };
@@ -159,7 +162,8 @@ impl<'a> Reader<'a> {
         let frame = CloseFrame { code, reason: reason.into() };
         let closing = async {
             self.to.send(Message::Close(Some(frame))).await?;
-            // If data from the reader is unread when a connection ends, the operating system discards what the reader has not received.
+            // Waits until the reader closes. If the server closed the socket with unread input, the operating system would drop output that
+            // the reader has not received yet.
             let _ = (&mut self.closed).await;
             Ok::<_, axum::Error>(())
         };
@@ -232,12 +236,12 @@ async fn follow(
     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
         return close_unavailable(&mut reader).await;
     };
-    // Points of events before `first_seq` are only in the metrics.
+    // Events before `first_seq` were removed; their points can be read only with `GET /jobs/{id}/metrics`.
     // A number above the last event means that an older database was restored. Waiting for that number would withhold all events
     // until it is reached.
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
-    // The job's state after the last event that was sent, or after `last_seq` if that event is later.
+    // The job's state after event `max(reader.sent, last_seq)`.
     let mut state = row.job.state;
     let pace = Pace::from(&row.job);
     let Ok(job) = jobs::job_for(scheduler, &reader.caller, row).await else {
@@ -268,7 +272,8 @@ async fn follow(
                         return close_unavailable(&mut reader).await;
                     };
                     if first_seq > reader.sent + 1 {
-                        // The next events are only in the metrics now. `hello` of a new connection tells where the stream continues.
+                        // The next events were removed; their points can be read only with `GET /jobs/{id}/metrics`. `hello` of a new
+                        // connection tells where the stream continues.
                         let reason = reader.sent.to_string();
                         reader.close(CLOSE_TOO_SLOW, &reason).await;
                         return Err(Disconnected);
@@ -370,7 +375,7 @@ async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::resu
                 // The reader fell behind. Each frame has a job's current state, so the newest list replaces all missed frames.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
-                    let filter = JobFilter { limit: REPLAY_EVENTS, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
+                    let filter = JobFilter { limit: RESENT_JOBS, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
                     let page = scheduler.store.jobs(&filter).await.map_err(|_| Disconnected)?;
                     for job in page.jobs {
                         reader.send_frame(&Frame::Job { job: Box::new(job) }).await?;

@@ -32,7 +32,7 @@ async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -
     let Some(fetch) = artifact_fetches::fetch(checkpoints, row, Some(&copies)) else { return Ok(()) };
     let why = match artifact_fetches::wait(fetch, checkpoints.config.evaluation_wait).await {
         None => "which takes a while; ask again in a moment".to_owned(),
-        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => {
+        Some(Err(NotFetched::StoreUnavailable(why) | NotFetched::Disk(why))) => {
             format!("which cannot be done now ({why}); try again later")
         }
         Some(_) => return Ok(()),

@@ -9,13 +9,14 @@ fn metrics(rank: u32, columns: &[MetricColumn]) -> AttemptEvent {
 }
 
 #[test]
-fn points_of_a_report_are_merged_but_not_across_other_events() {
+fn points_are_merged_across_log_lines_but_not_across_other_events() {
     let line = AttemptEvent::Log { rank: 0, lines: Vec::new() };
     let checkpoint = AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 };
     let report = vec![
         metrics(0, &[column("loss", &[1]), column("lr", &[1])]),
         line.clone(),
-        metrics(0, &[column("loss", &[2, 3]), column("of nobody", &[2])]),
+        // A metric of an unknown name is ignored.
+        metrics(0, &[column("loss", &[2, 3]), column("not_a_metric", &[2])]),
         metrics(1, &[column("loss", &[2])]),
         checkpoint.clone(),
         metrics(1, &[column("loss", &[4])]),

@@ -8,7 +8,7 @@ use lockstep_protocol::{
     stream::{Event, EventBody},
 };
 
-/// The fixed cost of reading a row, in bytes that could be read in the same time.
+/// Finding a row takes as long as reading this number of bytes.
 pub(in crate::store) const ROW_COST: u64 = 256;
 
 /// A row of events: either one event, or the points that a rank reported together, which are one event per metric.
@@ -103,8 +103,8 @@ impl EventRow {
         matches!(&self.stored, Stored::Body(body) if body.starts_with("{\"type\":\"alert\""))
     }
 
-    /// The row's events after number `after` as frames of the stream, with their numbers. New and replayed events have the same
-    /// text.
+    /// The row's events after number `after` as frames of the stream, with their numbers. Events that are sent live and
+    /// events that are read from the store later get the same text, from this method.
     pub fn frames(&self, after: u64) -> Vec<(u64, String)> {
         let frame = |seq: u64, body: &str| {
             let rest = body.strip_prefix('{').unwrap_or("}");

@@ -31,9 +31,9 @@ impl MetricFilter {
 
 #[derive(Debug, Clone, Default)]
 pub struct MetricPage {
-    /// All matching events up to this sequence number are in the page.
+    /// No matching event up to this sequence number is missing. This is the job's last event, or `last` if the page is full.
     pub as_of: u64,
-    /// The points of each event that can be read.
+    /// The points of the events. Unreadable events are left out.
     pub columns: Vec<RankColumn>,
     /// Whether the page reached the limit of the filter.
     pub full: bool,
@@ -59,7 +59,7 @@ pub struct MetricChunk {
     pub attempt: u32,
     /// 0: points; `k`: buckets of `16^k` steps.
     pub level: u32,
-    /// The first point's step.
+    /// The smallest step.
     pub first_step: u64,
     /// The largest step.
     pub last_step: u64,

@@ -53,7 +53,7 @@ async fn watermark(db: &mut Connection, job: &JobId) -> Result<u64> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn metric_extent(
+    pub(in crate::store) async fn step_range_of_chunks(
         &self,
         job: &JobId,
         filter: &MetricFilter,
@@ -123,20 +123,19 @@ impl SqlStore {
     pub(in crate::store) async fn put_metric_chunks(
         &self,
         job: &JobId,
-        after: u64,
-        until: u64,
+        old_watermark: u64,
+        new_watermark: u64,
         chunks: &[MetricChunk],
     ) -> Result<bool> {
         let mut db = self.begin().await?;
-        if watermark(&mut db, job).await? != after {
+        if watermark(&mut db, job).await? != old_watermark {
             return Ok(false);
         }
-        let known: Option<i64> =
-            sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL")
-                .bind(job.as_str())
-                .fetch_optional(&mut *db)
-                .await?;
-        known.ok_or(StoreError::NotFound("job"))?;
+        let exists = sqlx::query("SELECT 1 FROM jobs WHERE id = $1 AND deleted_at IS NULL")
+            .bind(job.as_str())
+            .fetch_optional(&mut *db)
+            .await?;
+        exists.ok_or(StoreError::NotFound("job"))?;
         let replaced = chunks.iter().filter(|chunk| chunk.replaces_series);
         let replaced = replaced.map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
         for (name, rank, attempt) in replaced.collect::<BTreeSet<_>>() {
@@ -175,7 +174,7 @@ impl SqlStore {
              ON CONFLICT (job_id) DO UPDATE SET watermark = excluded.watermark",
         )
         .bind(job.as_str())
-        .bind(int(until))
+        .bind(int(new_watermark))
         .execute(&mut *db)
         .await?;
         db.commit().await?;

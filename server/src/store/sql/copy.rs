@@ -125,12 +125,12 @@ impl SqlStore {
         while let Some((table, row)) = rows.next()? {
             insert(&mut db, &table, row).await?;
         }
-        // Another server may still use the object stores.
+        // Marks the object stores as restored, because the server that wrote the backup may still use them.
         sqlx::query("UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'")
             .bind(RESTORED)
             .execute(&mut *db)
             .await?;
-        // New rows get greater numbers than the restored rows.
+        // Makes new fencing tokens greater than the restored tokens.
         sqlx::query(AFTER_COPY).execute(&mut *db).await?;
         db.commit().await?;
         self.close().await;

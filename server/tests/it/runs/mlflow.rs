@@ -74,6 +74,7 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         fields
     };
     post("runs/log-parameter", with_run(json!({"key": "lr", "value": "0.1"}))).await;
+    // The same value again is allowed.
     post("runs/log-parameter", with_run(json!({"key": "lr", "value": "0.1"}))).await;
     for (value, step) in [(json!(0.5), 0), (json!(0.25), 1), (json!("NaN"), 2)] {
         post(
@@ -92,17 +93,17 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     post("runs/delete-tag", with_run(json!({"key": "gone"}))).await;
     post("runs/log-inputs", with_run(json!({"datasets": []}))).await;
     // A model is a folder of its run.
-    let made = json!({"experiment_id": "shoes", "name": "net", "source_run_id": id, "tags": [{"key": "a", "value": "b"}]});
-    let made = post("logged-models", made).await;
-    let model = &made["model"]["info"];
+    let new_model = json!({"experiment_id": "shoes", "name": "net", "source_run_id": id, "tags": [{"key": "a", "value": "b"}]});
+    let created = post("logged-models", new_model).await;
+    let model = &created["model"]["info"];
     assert_eq!(
         (model["artifact_uri"].as_str(), model["status"].as_str()),
         (Some(format!("mlflow-artifacts:/{id}/net").as_str()), Some("LOGGED_MODEL_READY"))
     );
     post("runs/outputs", with_run(json!({"models": [{"model_id": model["model_id"], "step": 0}]}))).await;
-    let model = format!("logged-models/{}", model["model_id"].as_str().unwrap());
-    post(&format!("{model}/params"), json!({"params": [{"key": "lr", "value": "0.1"}]})).await;
-    assert_eq!(get(&model, json!({})).await, made);
+    let model_path = format!("logged-models/{}", model["model_id"].as_str().unwrap());
+    post(&format!("{model_path}/params"), json!({"params": [{"key": "lr", "value": "0.1"}]})).await;
+    assert_eq!(get(&model_path, json!({})).await, created);
     let run = get("runs/get", with_run(json!({}))).await;
     let data = &run["run"]["data"];
     let pairs = |key: &str| -> Vec<(String, Value)> {
@@ -303,7 +304,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
     let ask = async |method: &str, name: &str, fields: Value| {
         call(&server, &server.http, method, name, &fields).await
     };
-    // Names of projects may contain fewer characters than names of experiments, so the server replaces some.
+    // Some characters of experiments' names are not allowed in names of projects: the server replaces them.
     let (_, experiment) = ask("POST", "experiments/create", json!({"name": "Oh My"})).await;
     assert_eq!(experiment, json!({"experiment_id": "Oh-My"}));
     let (_, created) =

@@ -65,10 +65,10 @@ fn rendezvous_address(
     table: &RankTable,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<RendezvousAddress, String> {
-    // The whole table as a text, which is the same on every machine.
-    let mut text = String::new();
+    // All machines derive the same port and secret from this text.
+    let mut table_text = String::new();
     for machine in &table.machines {
-        let _ = write!(text, "{}{:?};", machine.address, machine.devices);
+        let _ = write!(table_text, "{}{:?};", machine.address, machine.devices);
     }
     let given = variable("MASTER_ADDR").map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
     let addr = match (given, table.machine_of(0)) {
@@ -77,8 +77,9 @@ fn rendezvous_address(
         (None, Some((machine, _))) => machine.address.clone(),
         (None, None) => return Err(format!("{RANK_TABLE} has no rank 0")),
     };
-    let port = read_port(variable)?.unwrap_or_else(|| port_for(&text));
-    let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{RANK_TABLE}/{text}/{addr}/{port}"));
+    let port = read_port(variable)?.unwrap_or_else(|| port_for(&table_text));
+    let secret =
+        variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{RANK_TABLE}/{table_text}/{addr}/{port}"));
     Ok(RendezvousAddress { addr, port, secret })
 }
 

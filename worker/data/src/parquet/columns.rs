@@ -12,7 +12,7 @@ use serde_json::Value;
 const PICTURE_NAMES: [&str; 8] = ["image", "img", "picture", "jpg", "jpeg", "png", "webp", "bytes"];
 /// Usual names of class columns, in order of preference. CIFAR-100 has `fine_label` and `coarse_label`.
 const LABEL_NAMES: [&str; 7] = ["label", "labels", "fine_label", "cls", "class", "target", "label_name"];
-/// The metadata key under which `datasets` describes the columns.
+/// The metadata key under which Hugging Face's library `datasets` describes the columns.
 const FEATURES_KEY: &str = "huggingface";
 /// Maximum number of columns that a message names.
 const MAX_NAMED_COLUMNS: usize = 20;
@@ -43,12 +43,14 @@ pub(super) fn choose(metadata: &FileMetaData) -> Result<Columns, String> {
         .or_else(|| find_only(&all, can_contain_pictures))
         .ok_or_else(|| {
             with_columns(
-                "has no unambiguous column of pictures (image or img: their bytes, or {bytes, path})",
+                "has no unambiguous column of pictures (called image or img, of bytes or structs {bytes, path})",
             )
         })?;
     let label = find_named(&all, &LABEL_NAMES, can_contain_labels)
         .or_else(|| find_only(&all, |column| can_contain_labels(column) && is_class(column)))
-        .ok_or_else(|| with_columns("has no unambiguous column of classes (label: whole numbers or text)"))?;
+        .ok_or_else(|| {
+            with_columns("has no unambiguous column of classes (called label, of whole numbers or text)")
+        })?;
     let names = match features.as_ref().map(|features| &features[top_name(all[label])]["names"]) {
         Some(Value::Array(names)) if is_class(all[label]) => Some(texts(names)?),
         _ => None,
@@ -56,7 +58,7 @@ pub(super) fn choose(metadata: &FileMetaData) -> Result<Columns, String> {
     Ok(Columns { picture, label, names })
 }
 
-/// The first of `names` that is the name of a column for which `fits` is true.
+/// The index of the column with the first of `names` that a column has for which `fits` is true.
 fn find_named(
     all: &[&ColumnDescriptor],
     names: &[&str],
@@ -120,7 +122,7 @@ fn describe_columns(all: &[&ColumnDescriptor]) -> String {
     words.join(", ")
 }
 
-/// The description of the columns by `datasets`.
+/// The description of the columns by Hugging Face's library `datasets`.
 fn features(metadata: &FileMetaData) -> Result<Option<Value>, String> {
     let pairs = metadata.key_value_metadata().into_iter().flatten();
     let Some(text) = pairs.filter(|pair| pair.key == FEATURES_KEY).find_map(|pair| pair.value.as_ref())

@@ -120,7 +120,7 @@ fn errors_for_missing_columns_list_the_columns_of_the_file() {
     for (name, wanted) in [
         (
             "no-label",
-            "no unambiguous column of classes (label: whole numbers or text): its columns are image (bytes), id \
+            "no unambiguous column of classes (called label, of whole numbers or text): its columns are image (bytes), id \
              (int64), caption (text)",
         ),
         ("no-picture", "its columns are url (text), label (int64), tags.list.element (list of text)"),

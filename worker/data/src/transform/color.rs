@@ -84,6 +84,7 @@ fn hsv([r, g, b]: [u8; 3]) -> [u8; 3] {
     }
     let range = f32::from(max - min);
     let share = |v: u8| f32::from(max - v) / range;
+    // As in Pillow's C code: `2.0` and `4.0` are doubles, so these sums are computed in float64.
     let hue = if r == max {
         share(b) - share(g)
     } else if g == max {

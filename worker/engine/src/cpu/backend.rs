@@ -48,7 +48,7 @@ impl Backend for Cpu {
             memory_bytes: 0,
             uuid: None,
         };
-        Ok(Devices { slots: (0..count).map(slot).collect(), hindrance: None })
+        Ok(Devices { slots: (0..count).map(slot).collect(), why_no_gpus: None })
     }
 
     fn device_of(&self, _gpu: Option<&RankGpu>, _requested: Device) -> Option<i32> {

@@ -56,7 +56,7 @@ impl Backend for Cuda {
         if selection.device.is_cpu() || selection.cpu_slots.is_some() {
             return Ok(Devices::default());
         }
-        let Usable { gpus, hindrance } = devices::usable(selection.list)?;
+        let Usable { gpus, why_no_gpus } = devices::usable(selection.list)?;
         let no_gpu = match (selection.list, selection.device) {
             (Some(_), _) => Some("there is no GPU that a rank can use".into()),
             (None, Device::Cuda) => Some(
@@ -65,7 +65,7 @@ impl Backend for Cuda {
             ),
             (None, _) => None,
         };
-        let hindrance = if gpus.is_empty() { hindrance.or(no_gpu) } else { None };
+        let why_no_gpus = if gpus.is_empty() { why_no_gpus.or(no_gpu) } else { None };
         let slots = gpus.into_iter().map(|gpu| Slot {
             index: gpu.index,
             device: self.name().into(),
@@ -73,7 +73,7 @@ impl Backend for Cuda {
             memory_bytes: gpu.memory_bytes,
             uuid: Some(gpu.uuid),
         });
-        Ok(Devices { slots: slots.collect(), hindrance })
+        Ok(Devices { slots: slots.collect(), why_no_gpus })
     }
 
     /// `None` if the job requests the CPU, also on a machine with GPUs.

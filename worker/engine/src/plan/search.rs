@@ -1,8 +1,8 @@
 //! Searches for the fastest plan that fits in memory: every mesh of stages x data x height x model, each with the splits
 //! that a beam search finds. Meshes with both several stages and split operators are considered only if the job
 //! requests one of the two.
-//! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has only 18 choices. The beam search
-//! decides one operator after another, and keeps the best partial plans for each choice, because an operator that is split
+//! Blocks of one group of layers are split alike (`layer3.*.conv1`), so even ResNet-152 has only 18 choices. The beam search
+//! decides one operator after another, and keeps the best partial plans for each split of the operator, because an operator that is split
 //! by `in` costs least after an operator that is split by `out`. A test compares the result with all plans of small networks.
 
 use super::{Cost, Machine, Mesh, Plan, Workload, cost};
@@ -13,10 +13,10 @@ use std::cmp::Ordering;
 /// By what fraction a plan must be faster than data parallelism to be chosen, because the cost model is not exact, and
 /// simple plans are easier to understand.
 const MIN_GAIN: f64 = 0.02;
-/// What each strategy of a plan adds to [`MIN_GAIN`].
+/// What each strategy (entry of [`Plan::shards`]) adds to [`MIN_GAIN`].
 const MIN_GAIN_PER_STRATEGY: f64 = 0.002;
 
-/// Number of partial plans that are kept for each choice.
+/// Number of partial plans that are kept for each split of an operator, in each of the two orders.
 const BEAM_WIDTH: usize = 3;
 
 /// A plan that was considered.
@@ -67,7 +67,7 @@ pub fn search(
     let divisors = |number: usize| (1..=number).filter(move |divisor| number.is_multiple_of(*divisor));
     let is_allowed = |pin: u32, size: usize| pin <= 1 || pin as usize == size;
     let mut candidates = Vec::new();
-    let is_pinned = pinned.pipeline > 1 || pinned.model > 1;
+    let may_combine_stages_and_splits = pinned.pipeline > 1 || pinned.model > 1;
     let runnable = |best: Candidate| {
         let best = with_divided_state(network, best, (machine, work), pinned, &can_run);
         can_run(&best.plan).then_some(best)
@@ -80,9 +80,9 @@ pub fn search(
                     let plain = pinned.shard.is_empty().then(|| Plan::on(mesh, Vec::new()));
                     let plain = plain.and_then(|plan| candidate(network, plan, machine, work));
                     candidates.extend(plain.and_then(runnable));
-                } else if stage == 1 || is_pinned {
+                } else if stage == 1 || may_combine_stages_and_splits {
                     let best = best_splits(network, mesh, (machine, work), &pinned.shard);
-                    // Some backends can run only the split without strategies.
+                    // Some backends can run only the job's own splits, or the default split of the last layer.
                     let plain = || candidate(network, Plan::on(mesh, pinned.shard.clone()), machine, work);
                     candidates.extend(best.and_then(runnable).or_else(|| plain().and_then(runnable)));
                 }
@@ -168,9 +168,9 @@ fn best_splits(
         candidate(network, Plan::on(mesh, shards), machine, work)
     };
     let is_head = |choice: &SplitChoice| choice.pattern == network.head() && pinned.is_empty();
-    let start: Vec<_> = choices.iter().map(|choice| is_head(choice).then_some(Split::Out)).collect();
+    let split_head: Vec<_> = choices.iter().map(|choice| is_head(choice).then_some(Split::Out)).collect();
     let unsplit = vec![None; choices.len()];
-    let mut beam: Vec<_> = [start, unsplit]
+    let mut beam: Vec<_> = [split_head, unsplit]
         .into_iter()
         .find_map(|chosen| Some((evaluate(&chosen)?, chosen)))
         .into_iter()
@@ -193,7 +193,8 @@ fn best_splits(
         {
             best = Some(first.clone());
         }
-        // With later choices, a partial plan that costs more now may cost less, and a partial plan that does not fit now may fit.
+        // Keeps, for each split, the best plans in both orders: with later choices, a partial plan that costs more now may cost less, and a
+        // partial plan that does not fit now may fit.
         beam.clear();
         for by_time in [false, true] {
             if by_time {

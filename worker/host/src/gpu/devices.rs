@@ -16,7 +16,7 @@ pub const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// The environment variable for the order of GPUs. Unless it is `PCI_BUS_ID`, CUDA puts the fastest GPU first.
 const DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// Maximum number of NVLink connections of a GPU (an H200 has 18).
-const MAX_LINKS: u32 = 36;
+const MAX_NVLINKS: u32 = 36;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
@@ -213,7 +213,7 @@ fn find_by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
 pub struct Usable {
     pub gpus: Vec<Gpu>,
     /// If there are GPUs that ranks cannot use: the reason and what to do.
-    pub hindrance: Option<String>,
+    pub why_no_gpus: Option<String>,
 }
 
 /// The GPUs that an agent can offer: visible, selected by `list` (as for [`select`]) and not divided. If a library that ranks
@@ -226,23 +226,23 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
     let seen = match visible(&libraries) {
         Ok(seen) => seen,
         Err(error) if list.is_some() => return Err(error),
-        Err(error) => return Ok(Usable { gpus: Vec::new(), hindrance: Some(error) }),
+        Err(error) => return Ok(Usable { gpus: Vec::new(), why_no_gpus: Some(error) }),
     };
     let (divided, gpus): (Vec<_>, Vec<_>) = select(&seen, list)?.into_iter().partition(|gpu| gpu.divided);
     if gpus.is_empty() {
-        let hindrance = (!divided.is_empty())
+        let why_no_gpus = (!divided.is_empty())
             .then(|| "the GPUs are divided (MIG); `nvidia-smi -mig 0` as root ends the division".to_owned());
-        return Ok(Usable { gpus, hindrance });
+        return Ok(Usable { gpus, why_no_gpus });
     }
     let needed = Library::needed(u32::try_from(gpus.len()).unwrap_or(u32::MAX));
-    let hindrance = libraries::check_found(&libraries, needed).err();
-    Ok(Usable { gpus: if hindrance.is_some() { Vec::new() } else { gpus }, hindrance })
+    let why_no_gpus = libraries::check_found(&libraries, needed).err();
+    Ok(Usable { gpus: if why_no_gpus.is_some() { Vec::new() } else { gpus }, why_no_gpus })
 }
 
 /// The connection between each pair of `gpus`.
 ///
 /// # Errors
-/// A sentence: NVML is missing or fails.
+/// NVML is missing or fails. The error is a sentence.
 pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
     let nvml = libraries.get(Library::Nvml).ok_or("NVML was not found")?;
     let ask = || -> Result<Vec<Link>, NvmlError> {
@@ -256,10 +256,11 @@ pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
             for (j, other) in devices.iter().enumerate().skip(i + 1) {
                 let can = |what| one.p2p_status(other, what).is_ok_and(|s| matches!(s, P2pStatus::Ok));
                 let by = if can(P2pCapabilitiesIndex::NvLink) {
-                    let lanes = (0..MAX_LINKS)
+                    // All active NVLink connections of the GPU, including those to other GPUs.
+                    let active_nvlinks = (0..MAX_NVLINKS)
                         .filter(|link| one.link_wrapper_for(*link).is_active().unwrap_or(false))
                         .count();
-                    if lanes > 0 { format!("NVLink x{lanes}") } else { "NVLink".into() }
+                    if active_nvlinks > 0 { format!("NVLink x{active_nvlinks}") } else { "NVLink".into() }
                 } else {
                     match nvml
                         .device_by_uuid(gpus[j].uuid.as_str())

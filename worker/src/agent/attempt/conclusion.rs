@@ -22,7 +22,7 @@ impl Watch {
             // Damage is reported below.
             let _ = rank.read();
         }
-        let survivors = ranks.sweep().await;
+        let survivors = ranks.kill_remaining().await;
         let unreported = self.unreported_checkpoints(&ranks).await;
         let mut events = Vec::new();
         for watched in &ranks.ranks {

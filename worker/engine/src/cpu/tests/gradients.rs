@@ -29,7 +29,7 @@ fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
             assert!((square.sqrt() - f64::from(result.grad_norm)).abs() < 1e-5 * square.sqrt(), "{kind}");
             let trained = network.parameters().into_iter().filter(|p| p.role.is_trained());
             assert_eq!(gradients.len(), trained.count());
-            // Twice the same pictures have the same mean gradient, up to the last bit of a sum.
+            // With the same batch twice, the mean gradient is the same, except for rounding.
             let first = first.get_or_insert_with(|| gradients.clone());
             for (tensor, gradient) in &gradients {
                 let pairs = gradient.values.iter().zip(&first[tensor].values);

@@ -8,8 +8,9 @@ use super::{
 use crate::fuse::{EXPANDED, REDUCED};
 
 impl Ops {
-    /// Computes y = relu(scale x + bias + shortcut) of `p`, T `[rows, 256]`, and its mask. The scale and bias must have been computed, and
-    /// the shortcut must not be [`Shortcut::None`]. Also computes z, T `[rows, 64]`, a 1x1 convolution of y with `weights`, T `[64, 256]`.
+    /// `p` is the batch norm at the end of the block. Computes its output y = relu(scale x + bias + shortcut), T `[rows, 256]`, and the
+    /// ReLU's mask. An earlier kernel must have computed scale and bias, and the shortcut must not be [`Shortcut::None`]. Also computes z,
+    /// T `[rows, 64]`, a 1x1 convolution of y with `weights`, T `[64, 256]`.
     /// Like [`Ops::norm_statistics`], computes the statistics of the batch norm `after`, which reads z; `reduce`: how the sums are reduced.
     /// Traffic: x, the shortcut, y, the mask and z once.
     pub(in crate::cuda) fn block_end(
@@ -28,9 +29,14 @@ impl Ops {
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
         args.extend(after.forward_args(reduce));
         args.extend(reduce.args());
-        // The weights; one tile each of y and z; two tiles each of x and the shortcut; coefficients; 1024 bytes to align the tiles.
-        let values = REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
-        let shared_bytes = 1024 + values * self.dtype.size() as u32 + 4 * EXPANDED * 4;
+        let weight_values = REDUCED * EXPANDED;
+        // One tile of y, one of z with padded rows, two of x and two of the shortcut.
+        let tile_values = TILE_ROWS * (EXPANDED + (REDUCED + ROW_PADDING) + 2 * EXPANDED + 2 * EXPANDED);
+        // Scale and bias of x and of the shortcut, in float32.
+        let coefficient_bytes = 4 * EXPANDED * 4;
+        // 1024 bytes to align the tiles.
+        let shared_bytes =
+            1024 + (weight_values + tile_values) * self.dtype.size() as u32 + coefficient_bytes;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
         let name = match p.shortcut {
             Shortcut::Norm { .. } => "block_end_add_norm",

@@ -1,6 +1,6 @@
 //! Batch normalisation with the shortcut's addition and the ReLU; see `norm_forward.cu`, `norm_backward.cu`.
 //!
-//! There are two variants, chosen by size ([`Ops::small`]): one launch for statistics and application, in which
+//! There are two variants, chosen by size ([`Ops::one_launch_geometry`]): one launch for statistics and application, in which
 //! a cluster of at most 8 blocks owns 16 channels and keeps its rows in registers or the L1 cache; or two
 //! launches, each limited by memory bandwidth.
 
@@ -75,7 +75,8 @@ impl Reduce {
         matches!(self, Reduce::Exchange { .. })
     }
 
-    fn leaves(self) -> bool {
+    /// Whether the kernel stores the sums and ends.
+    fn leaves_sums(self) -> bool {
         matches!(self, Reduce::Leave { .. })
     }
 
@@ -132,14 +133,14 @@ impl NormSite {
             Arg::Out(self.bias),
             Arg::F32(self.running_momentum),
         ];
-        if reduce.leaves() { args.map(Arg::unused) } else { args }
+        if reduce.leaves_sums() { args.map(Arg::unused) } else { args }
     }
 
     pub(super) fn backward_args(&self, accumulate: bool, reduce: Reduce) -> [Arg; 9] {
         let [mean, inv_std, scale, bias] = [self.mean, self.inv_std, self.scale, self.bias].map(Arg::In);
         let [dgamma, dbeta] = [self.dgamma, self.dbeta].map(|gradient| Arg::out(gradient, accumulate));
         let between = [self.slope, self.offset].map(Arg::Out);
-        let [slope, offset] = if reduce.leaves() { between.map(Arg::unused) } else { between };
+        let [slope, offset] = if reduce.leaves_sums() { between.map(Arg::unused) } else { between };
         [mean, inv_std, scale, bias, dgamma, dbeta, Arg::U32(accumulate.into()), slope, offset]
     }
 }
@@ -160,7 +161,7 @@ impl Ops {
     /// A cluster of `k` blocks owns 16 channels (32 if there would be too many blocks); a thread has
     /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) all clusters have to be resident at
     /// once: the grid has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
-    fn small(&self, shape: Shape, waits: bool) -> Option<Geometry> {
+    fn one_launch_geometry(&self, shape: Shape, waits: bool) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
         let reserved_blocks = if waits { nccl::MAX_BLOCKS } else { 0 };
         let max_blocks = self.multiprocessors.saturating_sub(reserved_blocks);
@@ -190,7 +191,7 @@ impl Ops {
 
     /// Whether [`Ops::norm_forward`] uses the one-launch variant. `waits`: the kernel waits for other ranks.
     pub(in crate::cuda) fn norm_is_small(&self, shape: Shape, waits: bool) -> bool {
-        self.small(shape, waits).is_some()
+        self.one_launch_geometry(shape, waits).is_some()
     }
 }
 
@@ -214,7 +215,7 @@ mod tests {
                 for pixels in [1, 4, 49, 196, 784] {
                     let shape = Shape { pictures: 32, pixels, channels };
                     let blocks = |g: Geometry| g.grid.iter().product::<u32>();
-                    max_blocks = max_blocks.max(ops.small(shape, true).map_or(0, blocks));
+                    max_blocks = max_blocks.max(ops.one_launch_geometry(shape, true).map_or(0, blocks));
                 }
             }
             assert!(

@@ -48,7 +48,8 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) data_ranks: usize,
     /// This rank among the ranks that divide the optimizer's state; `None` if each rank has the whole state.
     pub(in crate::cuda) share: Option<Share>,
-    /// Whether a convolution (with `sums` set) also computes the sums for the following batch norm, because the tuner found this faster.
+    /// Whether a convolution, described with [`Convolution::sums`] set, should compute the sums for the following batch norm: the tuner
+    /// found this faster.
     pub(in crate::cuda) computes_sums: &'a dyn Fn(&Convolution) -> bool,
     /// Resampling tables, by height and by width, from the dataset's size to the network's; `None` if both are equal.
     pub(in crate::cuda) scaling: Option<[&'a ScaleTable; 2]>,
@@ -104,8 +105,8 @@ impl Facts<'_> {
         }
     }
 
-    /// The parameters that this rank updates, except its parts of split matrices: one range (two with sampled classes), or, if ranks divide
-    /// the optimizer's state, this rank's part of each bucket of matrices and of the vectors.
+    /// The parameters that this rank updates, except its parts of split matrices. If ranks divide the optimizer's state: this rank's part
+    /// of each bucket of matrices and of the vectors. Otherwise one range, or two with sampled classes.
     pub(super) fn updated_ranges(&self) -> Vec<UpdatedRange> {
         let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
         let (split, matrices) = (layout.split_matrices, layout.matrices);
@@ -122,7 +123,7 @@ impl Facts<'_> {
             let gradients = gradients.part(split..matrices, matrices..layout.trained);
             return vec![self.updated_range(gradients, split, split)];
         };
-        let (mut first_parameter, mut in_slots, mut updated) = (0, 0, Vec::new());
+        let (mut first_parameter, mut slot_offset, mut updated) = (0, 0, Vec::new());
         for (range, own) in
             layout.reduced_ranges().zip(layout.own_ranges(share)).filter(|(_, own)| !own.is_empty())
         {
@@ -140,30 +141,30 @@ impl Facts<'_> {
                 per_parameter: of_parameters(rates.per_parameter, RATE),
                 squares: of_parameters(rates.squares, SEGMENT_SQUARES),
             };
-            updated.push(UpdatedRange { rates, ..self.updated_range(gradients, own.start, in_slots) });
-            (first_parameter, in_slots) = (first_parameter + count, in_slots + own.len());
+            updated.push(UpdatedRange { rates, ..self.updated_range(gradients, own.start, slot_offset) });
+            (first_parameter, slot_offset) = (first_parameter + count, slot_offset + own.len());
         }
         updated
     }
 
-    /// The parameters of `gradients`. They begin at value `from` of the flat layout, and at value `in_slots` of the optimizer's slots.
+    /// The parameters of `gradients`. They begin at value `from` of the flat layout, and at value `slot_offset` of the optimizer's slots.
     pub(super) fn updated_range(
         &self,
         gradients: ops::Gradients,
         from: usize,
-        in_slots: usize,
+        slot_offset: usize,
     ) -> UpdatedRange {
         let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
         let planar = self.plan.is_planar() && from < self.layout.split_matrices;
-        let in_float32 = Operand::new(Region::Weights, 4 * from, bytes);
+        let float32_weights = Operand::new(Region::Weights, 4 * from, bytes);
         let [low_precision, weights] = match self.plan.dtype {
             _ if planar => self.layout.planes(from..from + length),
-            DType::F32 => [Operand::NONE, in_float32],
+            DType::F32 => [Operand::NONE, float32_weights],
             // Vectors have no low-precision copy.
-            _ if gradients.first_length == 0 => [Operand::NONE, in_float32],
+            _ if gradients.first_length == 0 => [Operand::NONE, float32_weights],
             dtype => {
                 let copied = dtype.size() * gradients.first_length as usize;
-                [Operand::new(Region::LowPrecision, dtype.size() * from, copied), in_float32]
+                [Operand::new(Region::LowPrecision, dtype.size() * from, copied), float32_weights]
             }
         };
         let flat = ops::Flat {
@@ -171,11 +172,11 @@ impl Facts<'_> {
             low_precision,
             planar,
             gradients,
-            // The matrices are exactly the weights of convolutions and linear layers.
+            // For matrices, which are exactly the weights of convolutions and linear layers, and for vectors.
             decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
         };
         let optimizer_slots =
-            [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * in_slots, bytes));
+            [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * slot_offset, bytes));
         UpdatedRange { flat, optimizer_slots, rates: self.all_rates() }
     }
 
@@ -196,9 +197,9 @@ impl Facts<'_> {
         ops::Rates { segments, count: count as u32, per_parameter, squares }
     }
 
-    /// The two parts of [`Region::Policies`]: the entries of `filters` filters, and the policies of all parameters with gradients.
-    pub(super) fn policies(&self, filters: usize) -> [Operand; 2] {
-        let (first, second) = (FILTER * filters, POLICY * self.layout.parameters_with_gradients().len());
+    /// The two parts of [`Region::Policies`]: the entries of the filters, and the policies of all parameters with gradients.
+    pub(super) fn policies(&self, filter_count: usize) -> [Operand; 2] {
+        let (first, second) = (FILTER * filter_count, POLICY * self.layout.parameters_with_gradients().len());
         [Operand::new(Region::Policies, 0, first), Operand::new(Region::Policies, first, second)]
     }
 

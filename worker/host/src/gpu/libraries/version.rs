@@ -7,7 +7,7 @@ impl FoundLibrary {
     /// The version, such as `13.0`, `9.19.0` or `2.28.9`. NVML's version is not queried here.
     ///
     /// # Errors
-    /// A sentence: the library cannot be loaded, lacks the function that reports its version, or this function fails.
+    /// The library cannot be loaded, lacks the function that reports its version, or this function fails. The error is a sentence.
     pub fn version(&self) -> Result<String, String> {
         let shown = self.path.display();
         // SAFETY: loading one of NVIDIA's libraries runs initialisers that have no preconditions.

@@ -90,16 +90,14 @@ impl Gradient {
 impl Ops {
     /// Batch norm backward in the variant that suits the shape; with [`Reduce::Leave`] only the sums (and dz).
     ///
-    /// Traffic: in one launch, x, dy, more, dx (and dz) once. In two launches, x and the gradient twice; with dz,
-    /// the second launch reads only dz as the gradient.
+    /// Traffic: in one launch, x, dy, more, dx (and dz) once. In two launches, x twice, dy and more once, dx once. The second launch reads
+    /// dz, which the first has written, as the gradient; without dz it reads dy and more again.
     pub(in crate::cuda) fn norm_backward(&self, p: NormBackward) -> Vec<Kernel> {
-        let leaves = p.reduce.leaves();
-        let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
-            let mut kernels = vec![self.norm_backward_sums(p)];
-            if !leaves {
-                kernels.push(self.norm_backward_apply(p));
-            }
-            return kernels;
+        if p.reduce.leaves_sums() {
+            return vec![self.norm_backward_sums(p)];
+        }
+        let Some(geometry) = self.one_launch_geometry(p.shape, p.reduce.waits()) else {
+            return vec![self.norm_backward_sums(p), self.norm_backward_apply(p)];
         };
         let [_, _, name, _] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];
@@ -129,7 +127,7 @@ impl Ops {
     pub(in crate::cuda) fn norm_backward_finish(&self, sums: Operand, p: NormBackward) -> Kernel {
         let mut args = vec![Arg::In(sums)];
         args.extend(shape_args(p.control, p.shape));
-        // The kernel that took the sums has written the parameters' gradients.
+        // dgamma and dbeta are unused, because the kernel that computed the sums has written them.
         let [mean, inv_std, scale, bias, dgamma, dbeta, rest @ ..] =
             p.site.backward_args(p.accumulate, p.reduce);
         args.extend([mean, inv_std, scale, bias, dgamma.unused(), dbeta.unused()]);

@@ -24,13 +24,11 @@ impl Ops {
     ///
     /// Traffic: in one launch, x, the shortcut, y and mask once. In two launches, x twice.
     pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
-        let leaves = p.reduce.leaves();
-        let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
-            let mut kernels = vec![self.norm_statistics(p)];
-            if !leaves {
-                kernels.push(self.norm_apply(p));
-            }
-            return kernels;
+        if p.reduce.leaves_sums() {
+            return vec![self.norm_statistics(p)];
+        }
+        let Some(geometry) = self.one_launch_geometry(p.shape, p.reduce.waits()) else {
+            return vec![self.norm_statistics(p), self.norm_apply(p)];
         };
         let name = match p.shortcut {
             Shortcut::None => "norm_forward_small",

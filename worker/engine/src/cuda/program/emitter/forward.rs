@@ -65,7 +65,7 @@ impl<'a> GraphEmitter<'a> {
                     self.convolution_forward(op, conv.input, conv.output, phase)?;
                     // Another convolution's sums would replace these sums before the batch norm uses them.
                     let node = self.norm_after(conv)?;
-                    let norm = self.norm_alone(node)?;
+                    let norm = self.norm_without_fusion(node)?;
                     self.statistics(norm, node);
                 }
                 _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
@@ -162,7 +162,7 @@ impl<'a> GraphEmitter<'a> {
         let has_statistics = node.statistics != StatisticsIn::Norm;
         if matches!(node.forward, NormForward::InShortcut | NormForward::InConv) {
             if !has_statistics {
-                let norm = self.norm_alone(node)?;
+                let norm = self.norm_without_fusion(node)?;
                 self.statistics(norm, node);
             }
             return Ok(());
@@ -234,7 +234,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// A batch norm without the operations that are fused with it.
-    pub(super) fn norm_alone(&self, node: &Norm) -> Result<ops::NormForward, EngineError> {
+    pub(super) fn norm_without_fusion(&self, node: &Norm) -> Result<ops::NormForward, EngineError> {
         let alone = Norm { shortcut: None, ..node.clone() };
         self.norm(&alone, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }

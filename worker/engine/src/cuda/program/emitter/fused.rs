@@ -1,4 +1,5 @@
-//! Convolutions that are fused with neighbouring batch norms, in both directions. `fuse/across_convolutions.rs` selects them.
+//! Convolutions that are fused with neighbouring batch norms, in the forward and the backward pass. `fuse/across_convolutions.rs` selects
+//! them.
 
 use super::*;
 
@@ -24,13 +25,13 @@ impl<'a> GraphEmitter<'a> {
             reduce: facts.reduction(after, NormPass::Forward),
         };
         self.main(facts.ops.bottleneck_forward(bottleneck));
-        self.finish_statistics(self.norm_alone(after)?, after);
+        self.finish_statistics(self.norm_without_fusion(after)?, after);
         Ok(())
     }
 
     /// A convolution that computes the end of the preceding block, and the statistics of the batch norm after the convolution.
-    pub(super) fn block_end(&mut self, conv: &Conv, block_end: usize) -> Result<(), EngineError> {
-        let end = self.plan.norm(block_end);
+    pub(super) fn block_end(&mut self, conv: &Conv, norm_at_end: usize) -> Result<(), EngineError> {
+        let end = self.plan.norm(norm_at_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
         let z = self.alloc_activation(conv.output);
         let (facts, after) = (self.facts, self.norm_after(conv)?);
@@ -38,7 +39,7 @@ impl<'a> GraphEmitter<'a> {
         let norm = self.norm(end, x, y.operand(), mask)?;
         let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, NormPass::Forward));
         self.main(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
-        self.finish_statistics(self.norm_alone(after)?, after);
+        self.finish_statistics(self.norm_without_fusion(after)?, after);
         Ok(())
     }
 
@@ -49,8 +50,8 @@ impl<'a> GraphEmitter<'a> {
         norm.ok_or_else(|| EngineError::Parameters(format!("no batch norm follows {}", conv.name)))
     }
 
-    /// A convolution's dgrad and wgrad, fused with the end of the backward pass of the batch norm after the convolution, and with the sums
-    /// of the batch norm before the convolution.
+    /// A convolution's dgrad and wgrad. Fused with them: the last part of the backward pass of the batch norm after the convolution, and
+    /// the backward sums of the batch norm before it.
     pub(super) fn bottleneck_backward(
         &mut self,
         conv: &Conv,
@@ -82,7 +83,8 @@ impl<'a> GraphEmitter<'a> {
             }),
         };
         self.main(facts.ops.bottleneck_backward(bottleneck));
-        if facts.statistics.is_some() {
+        let has_other_ranks = facts.statistics.is_some();
+        if has_other_ranks {
             // Gradients are sent from the side stream, which must wait for this weight gradient on the main stream.
             self.fork();
             self.send_completed_bucket(&conv.name, micro_batch);

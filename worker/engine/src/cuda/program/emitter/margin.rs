@@ -3,8 +3,7 @@
 
 use super::*;
 
-/// The cosines of a training step, which are needed until the gradient of the logits has been converted to the gradient of the products of
-/// features and weights.
+/// The cosines of a training step. [`GraphEmitter::cosine_gradient`] needs and frees them.
 #[derive(Debug)]
 pub(super) struct HeadCosines {
     cosines: ops::Cosines,
@@ -24,14 +23,15 @@ impl GraphEmitter<'_> {
         let (x, values) = (self.activation(input)?.operand(), self.activation(output)?.operand());
         let (ops, Convolution { batch, in_c, out_c, .. }) = (self.facts.ops, part.convolution);
         let mut memory = Vec::new();
-        let [row_factors, class_factors] = [(x, batch, 1.0), (part.w, part.chunks * out_c, margin.scale)]
-            .map(|(rows, count, scale)| {
-                let factors = self.alloc_bytes(4 * count, Content::Head);
-                memory.push(factors);
-                let factors = factors.operand();
-                self.main(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
-                factors
-            });
+        let mut factors_of = |rows: Operand, count: usize, scale: f32| {
+            let factors = self.alloc_bytes(4 * count, Content::Head);
+            memory.push(factors);
+            let factors = factors.operand();
+            self.main(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
+            factors
+        };
+        let row_factors = factors_of(x, batch, 1.0);
+        let class_factors = factors_of(part.w, part.chunks * out_c, margin.scale);
         let cosines = ops::Cosines {
             values,
             row_factors,
@@ -50,7 +50,8 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// In training: applies the margin to the labels' logits. Returns the logits before the margin; [`Operand::NONE`] without a margin.
+    /// In training: applies the margin to the labels' logits. Returns the memory of the labels' logits as they were
+    /// without the margin; [`Operand::NONE`] if the loss has no margin.
     pub(super) fn put_margin(&mut self, logits: ops::SplitLogits) -> Operand {
         let (Some(margin), Some(mut head)) = (self.plan.margin, self.cosines.take()) else {
             return Operand::NONE;

@@ -152,7 +152,7 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let queued = events.iter().filter(|e| e["state"] == "queued").filter_map(|e| e["reason"].as_str());
-    let mut reasons: Vec<_> = queued.filter(|reason| reason.contains("was stopped")).collect();
+    let mut reasons: Vec<_> = queued.filter(|reason| reason.contains("was shut down")).collect();
     reasons.dedup();
     assert_eq!(reasons.len(), stops.len(), "{reasons:?}");
     for ((attempt, reason), (row, step)) in (2..).zip(reasons).zip(stops) {

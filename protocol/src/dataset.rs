@@ -147,10 +147,10 @@ pub struct SplitInfo {
     pub per_class: Vec<u64>,
 }
 
-/// The pictures that are held out of the training split with the fraction of [`held_out_share`] and this seed, which of the
-/// seeds 0 to 99 covers the classes most evenly.
+/// A suggested division of the training split, with the fraction 0.1 (0.3 if there are fewer than 50 pictures).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HeldOut {
+    /// Of the seeds 0 to 99, the seed whose held-out pictures cover the classes most evenly.
     pub validation_seed: u64,
     /// Number of held-out pictures of each class, in the order of `classes`.
     pub per_class: Vec<u64>,

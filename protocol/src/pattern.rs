@@ -1,6 +1,11 @@
 //! Patterns that stand for many file names, as in WebDataset: `train-{000..127}.tar`, `{train,val}-0.tar`.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, ffi::OsStr};
+
+/// Whether a path, or a component of a path, is written as a pattern.
+pub fn has_brace(path: &OsStr) -> bool {
+    path.as_encoded_bytes().contains(&b'{')
+}
 
 /// All names of a pattern, in order, without duplicates.
 ///

@@ -228,12 +228,12 @@ impl Api {
         let is_called = |object: &Value, key: &str| named::text(object, key) == name;
         let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
         if sweeps.iter().any(|sweep| is_called(sweep, "name") || is_called(sweep, "id")) {
-            return Some(format!("It is a sweep: `lockstep sweep show {name}` shows its jobs"));
+            return Some(format!("{name} is a sweep: `lockstep sweep show {name}` shows its jobs"));
         }
         let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
         if models.iter().any(|model| is_called(model, "name")) {
             return Some(format!(
-                "It is a model: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
+                "{name} is a model: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
             ));
         }
         let version = format!("{SCHEME}{name}").parse::<VersionName>().ok()?;

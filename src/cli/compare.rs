@@ -122,21 +122,15 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     let mut sentences = Vec::new();
     if !uncertain.is_empty() {
         sentences.push(format!(
-            "The number of validation pictures is unknown, so the accuracy may be chance: {}.",
+            "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: {}.",
             uncertain.join(", ")
         ));
     }
     measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
     let [first, second, ..] = measured.as_slice() else { return sentences };
-    let has_same_dataset = |other: &Measured| other.division.dataset == first.division.dataset;
-    let has_other_pictures = |other: &Measured| {
-        other.pictures != first.pictures || (has_same_dataset(other) && other.division != first.division)
-    };
-    if measured.iter().any(has_other_pictures) {
-        sentences.push("These accuracies were not all measured on the same validation pictures.".to_owned());
-    } else if !measured.iter().all(has_same_dataset) {
+    if measured.iter().any(|other| other.pictures != first.pictures || other.division != first.division) {
         sentences
-            .push("These accuracies were measured on validation pictures of different datasets.".to_owned());
+            .push("These accuracies may not have been measured on the same validation pictures.".to_owned());
     }
     // The variance of a proportion.
     let variance = |job: &Measured| job.accuracy * (1.0 - job.accuracy) / job.pictures as f64;
@@ -157,7 +151,7 @@ fn caution(jobs: &[Job]) -> Vec<String> {
 }
 
 /// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs
-/// that Lockstep trains. Like `settings` in `static/compare/names.js`, which leaves out the default project.
+/// that Lockstep trains. Like `settings` in `static/compare/names.js`.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
     let settings_of_jobs = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
     let keys: BTreeSet<&String> =

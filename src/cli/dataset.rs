@@ -91,14 +91,6 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if let Some(short_side) = prepare {
                 path = prepare_copy(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
-            if let Some(known) = block_on(find_by_name(&api, &name))?
-                && Path::new(&known.path) == path
-            {
-                return Err(usage_error(format!(
-                    "{name} is already registered with the path {}; `lockstep dataset inspect {name}` shows it",
-                    known.path
-                )));
-            }
             let dataset =
                 block_on(register(&api, &json!({ "name": name, "path": path, "private": private })))?;
             if server.json {

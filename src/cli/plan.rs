@@ -127,16 +127,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         plural(machine.ranks as u64, "rank"),
         side = network.image_size
     ))?;
-    let any_plan = |compare: fn(usize, usize) -> bool| {
-        plans.iter().any(|(spec, _)| compare(spec.parallel.ranks as usize, machine.ranks))
-    };
-    if machine.backend == "cpu" && any_plan(|ranks, measured| ranks < measured) {
+    if machine.backend == "cpu"
+        && plans.iter().any(|(spec, _)| (spec.parallel.ranks as usize) < machine.ranks)
+    {
         output::line(format_args!(
-            "A rank is predicted with its share of the cores among {}; fewer ranks have more cores each, and are faster.",
-            plural(machine.ranks as u64, "rank")
+            "The figures were measured with {} ranks on one machine. With fewer ranks, each rank has more cores and is faster than \
+             predicted.",
+            machine.ranks
         ))?;
     }
-    if machine.between.is_none() && any_plan(|ranks, measured| ranks > measured) {
+    if machine.between.is_none() && plans.iter().any(|(spec, _)| spec.parallel.ranks as usize > machine.ranks)
+    {
         output::line(
             "The network between machines is predicted to be as fast as the connection within a machine, because it was not measured.",
         )?;

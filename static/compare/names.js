@@ -8,11 +8,11 @@ const MAX_SETTINGS = 2;
 const MAX_CHARS = 12;
 let cache = { key: "", titles: new Map() };
 
-/** Returns the specification of a job, or the project and the settings of a run from elsewhere. */
-export const specOf = ({ external, project, spec }) => (external ? { ...(project === "default" ? {} : { project }), config: external.config } : spec);
+/** Returns the settings of a job: the specification, or for a run from elsewhere `config`, and the project. */
+export const specOf = ({ external, project, spec }) => ({ ...(external ? { config: external.config } : spec), project });
 
 /** Like `specOf`, with the results of a run from elsewhere. Alerts, and W&B's own entries, which begin with `_`, are left out. */
-export const withSummary = (job) => (job.external ? { ...specOf(job), summary: Object.fromEntries(Object.entries(job.external.summary).filter(([name]) => name !== "alerts" && !name.startsWith("_"))) } : job.spec);
+export const withSummary = (job) => ({ ...specOf(job), ...(job.external && { summary: Object.fromEntries(Object.entries(job.external.summary).filter(([name]) => name !== "alerts" && !name.startsWith("_"))) }) });
 
 /**
  * Returns settings by key, each with its value for every job. `name` is left out. A run from elsewhere, which has none of the settings of a

@@ -25,7 +25,7 @@ with lockstep.Client() as client:
 pathlib.Path("shoe.png").write_bytes(base64.b64decode(page["samples"][0]["png"]))
 """
 
-# A shell script that runs a command in the folder $0 as the file system, with this machine's devices and processes.
+# A shell script that runs a command with the folder $0 as its root, which also has this machine's /dev and /proc.
 INSIDE = 'for each in dev proc; do mount --rbind "/$each" "$0/$each"; done; exec chroot "$0" "$@"'
 SYSTEM_PATH = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 # Only root may create a mount namespace without a user namespace.

@@ -131,7 +131,7 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let compared = server.cli(&["compare", jobs[0], jobs[1], "--json"]).json();
     assert_eq!(compared["settings"], json!({"train.seed": [1, 2]}));
     let different = server.cli(&["compare", jobs[0], jobs[2]]);
-    let words = "These accuracies were measured on validation pictures of different datasets.";
+    let words = "These accuracies may not have been measured on the same validation pictures.";
     assert!(different.ok().contains(words), "{}", different.stdout);
     // A run from elsewhere has none of the settings of a job file, so these are compared only among jobs.
     server.post("/runs", &json!({"id": "outside", "name": "outside", "config": {"lr": 0.5}})).await;
@@ -143,7 +143,7 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let records = json!({"first": 1, "records": [{"step": 1, "values": {"val_accuracy": 0.995}}]});
     server.post("/runs/outside/records", &records).await;
     let compared = server.cli(&["compare", "outside", jobs[0]]);
-    for words in ["99.5 % at step 1", "so the accuracy may be chance: outside."] {
+    for words in ["99.5 % at step 1", "so their differences to other jobs may be chance: outside."] {
         assert!(compared.ok().contains(words), "{words} in {}", compared.stdout);
     }
     server

@@ -2,7 +2,7 @@
 //! file changes its folder's time. No file is opened.
 
 use super::files::changed_ns;
-use lockstep_protocol::dataset::Dataset;
+use lockstep_protocol::{dataset::Dataset, pattern::has_brace};
 use std::{
     collections::HashSet,
     fs,
@@ -54,11 +54,12 @@ pub(crate) async fn compare(dataset: &Dataset) -> Comparison {
 }
 
 /// Whether a dataset's folder was removed or moved. If the folder above does not exist either, or is the root, the dataset is probably on
-/// another machine. A pattern of files has braces.
+/// another machine.
 fn is_missing(path: &Path) -> bool {
-    let is_pattern = path.as_os_str().as_encoded_bytes().contains(&b'{');
     let above = path.parent().filter(|above| above.parent().is_some());
-    !is_pattern && fs::metadata(path).is_err_and(|e| e.kind() == NotFound) && above.is_some_and(Path::is_dir)
+    !has_brace(path.as_os_str())
+        && fs::metadata(path).is_err_and(|e| e.kind() == NotFound)
+        && above.is_some_and(Path::is_dir)
 }
 
 /// Whether `path`, or a folder at most `depth` levels below it, changed in this period. Folders of `classes` are not listed, because they

@@ -2,7 +2,7 @@
 
 use lockstep_protocol::{
     agent::{DatasetEntry, DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED},
-    pattern,
+    pattern::{self, has_brace},
 };
 use rustix::fs::{Mode, OFlags};
 use sha2::{Digest, Sha256};
@@ -73,7 +73,6 @@ impl Tree {
     }
 
     fn open_pattern(path: &Path) -> Result<Option<Self>, String> {
-        let has_brace = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
         let fixed: PathBuf = path.iter().take_while(|part| !has_brace(part)).collect();
         let rest: PathBuf = path.iter().skip_while(|part| !has_brace(part)).collect();
         if rest.as_os_str().is_empty() || !fixed.exists() {

@@ -6,6 +6,7 @@ use crate::{auth::access::Caller, config::ServeConfig};
 use lockstep_protocol::{
     agent::{self, AllowedFolders},
     dataset::UPLOADS,
+    pattern::has_brace,
 };
 use std::{
     path::{Component, Path, PathBuf},
@@ -236,8 +237,7 @@ async fn weights_targets(path: &str) -> [PathBuf; 2] {
 
 /// Whether `..` follows a brace of a pattern. The text in braces may contain `/`, and then `..` leads to an unexpected folder.
 fn has_parent_after_brace(path: &Path) -> bool {
-    let mut from_brace =
-        path.components().skip_while(|part| !part.as_os_str().as_encoded_bytes().contains(&b'{'));
+    let mut from_brace = path.components().skip_while(|part| !has_brace(part.as_os_str()));
     from_brace.any(|part| part == Component::ParentDir)
 }
 

@@ -44,7 +44,7 @@ pub struct Progress {
     /// For a trial of a sweep: the rungs at which the trial has paused, in order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rungs: Vec<Rung>,
-    /// The lowest loss of all validations. The job has the highest accuracy.
+    /// Lowest loss of all validations. (`job.best` has the highest accuracy.)
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) lowest_val_loss: Option<f64>,
     /// Number of steps that `parts` cover, for a run of unknown length.

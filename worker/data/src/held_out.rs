@@ -79,26 +79,25 @@ pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> b
 pub(super) fn most_even_division(pictures: &[Identity], labels: &[u32], classes: usize) -> Option<HeldOut> {
     let fraction = held_out_share(pictures.len() as u64);
     let totals = class_counts(classes, labels.iter().copied());
-    let divide = |validation_seed: u64| {
+    // The number of classes that lack pictures, the unevenness of the classes, and the division.
+    let divide = |validation_seed: u64| -> (usize, f64, HeldOut) {
         let validation = Validation::Fraction(fraction);
         let division = ValidationDivision { dataset: String::new(), validation, validation_seed, fold: None };
         let held_out = pictures.iter().zip(labels).filter(|(picture, _)| is_held_out(&division, **picture));
-        HeldOut { validation_seed, per_class: class_counts(classes, held_out.map(|(_, label)| *label)) }
-    };
-    let unevenness = |held_out: &HeldOut| -> (usize, f64) {
-        let counts = held_out.per_class.iter().zip(&totals).filter(|(_, total)| **total > 0);
+        let per_class = class_counts(classes, held_out.map(|(_, label)| *label));
+        let counts = per_class.iter().zip(&totals).filter(|(_, total)| **total > 0);
         let lacking = counts.clone().filter(|(count, total)| **count == 0 || count == total).count();
         // In units of the variance of a class's count.
         let distance =
             |(count, total): (&u64, &u64)| (*count as f64 - *total as f64 * fraction).powi(2) / *total as f64;
-        (lacking, counts.map(distance).sum())
+        let unevenness = counts.map(distance).sum();
+        (lacking, unevenness, HeldOut { validation_seed, per_class })
     };
-    let divisions: Vec<HeldOut> = (0..SEEDS).into_par_iter().map(divide).collect();
+    let divisions: Vec<_> = (0..SEEDS).into_par_iter().map(divide).collect();
     // The first of equal divisions.
-    divisions.into_iter().min_by(|one, other| {
-        let ((lacking, distance), (other_lacking, other_distance)) = (unevenness(one), unevenness(other));
-        lacking.cmp(&other_lacking).then(distance.total_cmp(&other_distance))
-    })
+    let most_even =
+        divisions.into_iter().min_by(|one, other| one.0.cmp(&other.0).then(one.1.total_cmp(&other.1)))?;
+    Some(most_even.2)
 }
 
 /// The divisions, among `divisions`, under which an earlier run may have trained on pictures that a job with `spec`

@@ -1,6 +1,7 @@
 //! Brace patterns for the names of many files, as used with WebDataset: `train-{000..127}.tar`, `{train,val}-0.tar`.
 
 pub(super) use lockstep_protocol::pattern::expand;
+use lockstep_protocol::pattern::has_brace;
 use std::path::{Path, PathBuf};
 
 /// Maximum number of shards of a dataset.
@@ -11,12 +12,11 @@ const MAX_CHECKED: usize = 64;
 /// Splits the path of a pattern before its first component with a brace. `None` if `path` has no braces, or is the name
 /// of an existing file.
 pub(super) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
-    let is_pattern = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
-    if !path.iter().any(is_pattern) || path.exists() {
+    if !path.iter().any(has_brace) || path.exists() {
         return None;
     }
-    let fixed: PathBuf = path.iter().take_while(|part| !is_pattern(part)).collect();
-    let rest = path.iter().skip_while(|part| !is_pattern(part)).collect();
+    let fixed: PathBuf = path.iter().take_while(|part| !has_brace(part)).collect();
+    let rest = path.iter().skip_while(|part| !has_brace(part)).collect();
     Some((fixed, rest))
 }
 

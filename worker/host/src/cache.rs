@@ -59,29 +59,13 @@ pub fn remove(name: &str, why: impl Display) {
     }
 }
 
-/// Returns the result of `find`, or else of `create`, which also stores the result as `name` in `dir`. One process at a time calls
-/// `create`: the others wait, for at most `within`, and then call `find`.
-///
-/// # Errors
-/// The error of `create`.
-pub fn find_or_create<T, E>(
-    dir: Option<PathBuf>,
-    name: &str,
-    within: Duration,
-    find: impl FnOnce() -> Option<T>,
-    create: impl FnOnce() -> Result<T, E>,
-) -> Result<T, E> {
-    let _one_at_a_time = lock(dir, name, within);
-    find().map_or_else(create, Ok)
-}
-
 /// Locks `name` in `dir`, so that only one process at a time creates its content. `None` if there is no directory, or if
-/// another process still holds the lock after `within`.
-pub fn lock(dir: Option<PathBuf>, name: &str, within: Duration) -> Option<File> {
+/// another process still holds the lock after `max_wait`.
+pub fn lock(dir: Option<PathBuf>, name: &str, max_wait: Duration) -> Option<File> {
     let dir = dir?;
     fs::create_dir_all(&dir).ok()?;
     let file = open_lock(&dir.join(format!("{name}.lock"))).ok()?;
-    lock_within(&file, within).ok()?.then_some(file)
+    lock_within(&file, max_wait).ok()?.then_some(file)
 }
 
 fn read_file(path: &Path) -> Option<Vec<u8>> {
@@ -134,8 +118,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (dir, path) = (folder.path(), folder.path().join("kernels"));
         let get = |create: &mut dyn FnMut() -> io::Result<Vec<u8>>| {
-            let find = || read_file(&path);
-            find_or_create(Some(dir.into()), "kernels", Duration::from_secs(60), find, create).unwrap()
+            let _one_at_a_time = lock(Some(dir.into()), "kernels", Duration::from_secs(60));
+            read_file(&path).map_or_else(create, Ok).unwrap()
         };
         let (started, has_started) = mpsc::channel();
         let (also_created, is_also_created) = mpsc::channel();

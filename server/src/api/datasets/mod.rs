@@ -126,7 +126,10 @@ pub(crate) async fn register(
         && existing.path == new.path
         && caller.sees(existing.private, existing.owner.as_deref())
     {
-        let detail = format!("the dataset {:?} is already registered at this path", new.name);
+        let detail = format!(
+            "the dataset {:?} is already registered at this path; `lockstep dataset inspect` shows it",
+            new.name
+        );
         return Err(Error::Of(Code::NameTaken, detail));
     }
     check_free(datasets, &new.name).await?;

@@ -14,8 +14,6 @@ use lockstep_protocol::{
 const MAX_CONDITIONS: usize = 10;
 /// Maximum number of characters of a value.
 const VALUE_CHARS: usize = 200;
-/// End of the message for a key that is similar to no setting.
-const NO_SUGGESTION: &str = "name a setting such as train.lr";
 /// Comparison operators. Longer operators come before their prefixes.
 const COMPARISONS: [(&str, Comparison); 7] = [
     ("!=", Comparison::NotEqual),
@@ -56,13 +54,15 @@ fn parse_condition(text: &str) -> Result<Condition> {
             shortened(text)
         )));
     };
-    let (key, kind) = match (single_setting(path), result(path)) {
+    let names: Vec<_> = results().collect();
+    let found = names.iter().copied().find(|name| *name == path).map(result);
+    let (key, kind) = match (single_setting(path, &names), found) {
         (Ok((table, key, kind)), _) => {
             let is_number = matches!(kind, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. });
             (SortBy::Setting { table, key, is_number }, Some(kind))
         }
         (Err(_), Some(result)) => (result, None),
-        (Err(detail), None) => return Err(refused(suggest_result(path, detail))),
+        (Err(detail), None) => return Err(refused(detail)),
     };
     if value.is_empty() {
         return Err(refused(format!("has no value for {path}; give a value, such as {path}=1")));
@@ -105,22 +105,18 @@ fn parse_condition(text: &str) -> Result<Condition> {
     Ok(Condition { key, comparison, value })
 }
 
-/// The result with this name: the best validation accuracy, the speed, or the newest value of a metric.
-fn result(name: &str) -> Option<SortBy> {
-    match name {
-        "best" => Some(SortBy::Best),
-        "speed" | "images_per_second" => Some(SortBy::Speed),
-        _ => metric::NAMES.into_iter().find(|metric| *metric == name).map(SortBy::Metric),
-    }
+/// The names of results: the best validation accuracy, the speed, and the newest values of metrics.
+pub(super) fn results() -> impl Iterator<Item = &'static str> {
+    ["best", "speed"].into_iter().chain(metric::NAMES)
 }
 
-/// Adds results to the message that `path` is not a setting, unless the message suggests a setting.
-fn suggest_result(path: &str, detail: String) -> String {
-    let Some(start) = detail.strip_suffix(NO_SUGGESTION) else { return detail };
-    let results = ["best", "speed"].into_iter().chain(metric::NAMES);
-    match nearest(path, results) {
-        Some(near) => format!("{start}did you mean {near:?}?"),
-        None => format!("{detail}, or a result: best, speed, or a metric such as val_loss"),
+/// The result with one of the names in [`results`].
+pub(super) fn result(name: &'static str) -> SortBy {
+    match name {
+        "best" => SortBy::Best,
+        // The newest speed is a column of the job.
+        "speed" | "images_per_second" => SortBy::Speed,
+        _ => SortBy::Metric(name),
     }
 }
 
@@ -139,11 +135,14 @@ fn is_single(kind: &Kind) -> bool {
 }
 
 /// Looks up a setting in the table of keys, so that no text of the request becomes SQL. The path may omit the table if only one table has
-/// the key: `lr` means `train.lr`. Returns the table, the key and the kind.
+/// the key: `lr` means `train.lr`. Returns the table, the key and the kind. `results`: other names that the parameter may have.
 ///
 /// # Errors
 /// The key is unknown or ambiguous. The message continues a sentence that begins with the parameter's name.
-pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
+pub(super) fn setting(
+    path: &str,
+    results: &[&str],
+) -> std::result::Result<(&'static str, &'static str, Kind), String> {
     let given = path.strip_prefix("spec.").unwrap_or(path);
     let all_keys = || {
         KEYS.iter()
@@ -167,9 +166,10 @@ pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static
         }
     }
     let all_names = names(&all_keys().collect::<Vec<_>>());
-    let hint = match nearest(given, all_names.iter().map(String::as_str)) {
+    let hint = match nearest(given, all_names.iter().map(String::as_str).chain(results.iter().copied())) {
         Some(near) => format!("did you mean {near:?}?"),
-        None => NO_SUGGESTION.to_owned(),
+        None if results.is_empty() => "name a setting such as train.lr".to_owned(),
+        None => format!("name a setting such as train.lr, or a result: {}", results.join(", ")),
     };
     Err(format!("names {:?}, which is not a setting; {hint}", shortened(path)))
 }
@@ -179,8 +179,11 @@ fn dotted(table: &str, key: &str) -> String {
 }
 
 /// Same as [`setting`], but refuses settings with several values.
-pub(super) fn single_setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
-    let (table, key, kind) = setting(path)?;
+pub(super) fn single_setting(
+    path: &str,
+    results: &[&str],
+) -> std::result::Result<(&'static str, &'static str, Kind), String> {
+    let (table, key, kind) = setting(path, results)?;
     match is_single(&kind) {
         true => Ok((table, key, kind)),
         false => Err(format!(

@@ -50,7 +50,7 @@ fn parse_key(part: &str) -> Result<GroupBy> {
         "state" => GroupBy::State,
         "name" => GroupBy::Name,
         path => {
-            let (table, key, kind) = single_setting(path).map_err(invalid_by)?;
+            let (table, key, kind) = single_setting(path, &[]).map_err(invalid_by)?;
             match (table, key, kind) {
                 ("", "project", _) => GroupBy::Project,
                 ("", "name", _) => GroupBy::Name,

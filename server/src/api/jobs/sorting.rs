@@ -7,12 +7,12 @@ use crate::{
     store::{JobSort, SortBy},
 };
 use lockstep_protocol::{
-    labels, metric,
+    labels,
     spec::{Kind, shortened},
 };
 
-/// Named sort keys. Further keys are the other metrics, `tag:` with a tag, and `spec.` with a key of the specification.
-const SORTS: [(&str, SortBy); 19] = [
+/// Columns as sort keys. Further keys are results, `tag:` with a tag, and `spec.` with a key of the specification.
+const COLUMNS: [(&str, SortBy); 12] = [
     ("created", SortBy::Created),
     ("started", SortBy::Started),
     ("finished", SortBy::Finished),
@@ -25,13 +25,6 @@ const SORTS: [(&str, SortBy); 19] = [
     ("epoch", SortBy::Epoch),
     ("attempt", SortBy::Attempt),
     ("ranks", SortBy::Ranks),
-    ("speed", SortBy::Speed),
-    ("loss", SortBy::Metric("loss")),
-    ("accuracy", SortBy::Metric("accuracy")),
-    ("val_loss", SortBy::Metric("val_loss")),
-    ("val_accuracy", SortBy::Metric("val_accuracy")),
-    ("lr", SortBy::Metric("lr")),
-    ("best", SortBy::Best),
 ];
 
 /// Parses the parameter `sort` of a request.
@@ -52,19 +45,10 @@ pub(super) fn sort(text: &str) -> Result<JobSort> {
             SortBy::Tag(tag.to_owned())
         }
         _ => {
-            let mut names: Vec<_> = SORTS.iter().map(|(name, _)| *name).collect();
-            // For some metrics, the newest value is a column of the job.
-            let metrics =
-                metric::NAMES.into_iter().filter(|metric| SORTS.iter().all(|(name, _)| name != metric));
-            names.extend(metrics);
-            match list::known_name("sort", name, &names)? {
-                // The newest speed is a column of the job.
-                "images_per_second" => SortBy::Speed,
-                name => {
-                    let column = SORTS.into_iter().find(|(known, _)| *known == name);
-                    column.map_or(SortBy::Metric(name), |(_, by)| by)
-                }
-            }
+            let names: Vec<_> = COLUMNS.iter().map(|(name, _)| *name).chain(conditions::results()).collect();
+            let name = list::known_name("sort", name, &names)?;
+            let column = COLUMNS.into_iter().find(|(known, _)| *known == name);
+            column.map_or_else(|| conditions::result(name), |(_, by)| by)
         }
     };
     Ok(JobSort { by, descending })
@@ -97,7 +81,7 @@ pub(super) fn numeric_sort_key(name: &str) -> Result<SortBy> {
 /// 400: the key is unknown, or its values are not stored with the specification (project, tags and notes).
 fn setting(path: &str) -> Result<SortBy> {
     let refused = |detail: String| Error::BadRequest(format!("sort {detail}"));
-    let (table, key, kind) = conditions::setting(path).map_err(refused)?;
+    let (table, key, kind) = conditions::setting(path, &[]).map_err(refused)?;
     let is_number = match kind {
         Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => true,
         Kind::Project | Kind::Tags | Kind::Notes => {

@@ -290,12 +290,14 @@ impl CallState {
                 self.log(parameters, std::slice::from_ref(parameters), RunChange::default()).await?
             }
             ("POST", "runs/log-parameter") => {
+                // MLflow checks the run's id before the value.
                 parameters.run_id()?;
                 let params = BTreeMap::from([pair(parameters, "Param", PARAM_CHARS)?]);
                 self.change(parameters, RunChange { params, ..RunChange::default() }).await?
             }
             ("POST", "runs/log-batch") => self.log_batch(parameters).await?,
             ("POST", "runs/set-tag") => {
+                // The order of the checks is MLflow's, as above.
                 parameters.run_id()?;
                 let (key, value) = pair(parameters, "Tag", TAG_CHARS)?;
                 let values = BTreeMap::from([(key, Some(value))]);

@@ -84,7 +84,7 @@ impl Default for JobSort {
     }
 }
 
-/// The sort key of a list of jobs.
+/// A value of a job by which jobs are sorted, or compared in a [`Condition`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SortBy {
     Created,

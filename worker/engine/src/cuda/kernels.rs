@@ -297,12 +297,13 @@ fn cached(name: &str) -> Option<sys::CUmodule> {
 
 /// Loads the module that another rank of this machine compiles, or compiles it.
 fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, CudaError> {
-    let compile_and_load = || {
-        let image = compile(options)?;
-        cache::write(name, &image);
-        load_module(&image)
-    };
-    cache::find_or_create(cache::dir(), name, OTHERS_COMPILE_WITHIN, || cached(name), compile_and_load)
+    let _one_at_a_time = cache::lock(cache::dir(), name, OTHERS_COMPILE_WITHIN);
+    if let Some(module) = cached(name) {
+        return Ok(module);
+    }
+    let image = compile(options)?;
+    cache::write(name, &image);
+    load_module(&image)
 }
 
 /// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.

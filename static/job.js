@@ -150,7 +150,8 @@ function apply(event) {
 
 /** For each setting that advice may name: returns the value to try next. Returns a falsy value if a job's settings suggest none. */
 const NEXT_VALUE = {
-  "train.epochs": ({ train }) => (train.epochs < 10 ? 10 : 2) * (train.epochs ?? 0),
+  // Twice a few epochs would still be too few.
+  "train.epochs": ({ train }) => train.epochs && Math.max(20, 2 * train.epochs),
   "train.lr": ({ train }, hasDiverged) => (hasDiverged ? Number((train.lr / 10).toPrecision(3)) : 2 * train.lr),
   "train.weight_decay": ({ train }) => 2 * train.weight_decay || 5e-4,
   "data.augment": ({ data: { augment } }) => augment !== "trivial" && "trivial",

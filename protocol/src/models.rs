@@ -36,6 +36,9 @@ pub struct ModelVersion {
     /// The pictures on which the checkpoint was validated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationSet>,
+    /// Whether the job has `checkpoint.sharded`, so that the weights may be in several files. `false` when absent.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub sharded: bool,
     /// The name of the job's dataset.
     pub dataset: String,
     /// The dataset's content at the job's first start; null if it is not known.

@@ -191,7 +191,9 @@ fn validation(info: &DatasetInfo) -> ValidationChoice {
     let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
     let fraction = held_out_share(samples);
     let expected = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
-    let seed = info.held_out.as_ref().map(|held_out| held_out.validation_seed);
+    // The inspection chose the seed for the share of all files, including broken ones.
+    let suits_seed = held_out_share(samples + info.broken_count) == fraction;
+    let seed = info.held_out.as_ref().filter(|_| suits_seed).map(|held_out| held_out.validation_seed);
     let counted = seed.and_then(|seed| info.count_held_out(&Validation::Fraction(fraction), seed));
     // A job needs a picture for training.
     let held_out = counted.map_or(expected, |counted| counted.min(samples - 1));
@@ -366,5 +368,8 @@ mod tests {
         assert_eq!(suggestion.data[0].toml, "validation = 0.1\nvalidation_seed = 7");
         assert!(suggestion.data[0].comment.contains("so 11 of the 100 pictures"), "{suggestion:?}");
         assert!(suggestion.train[0].comment.starts_with("89 pictures: 5 steps an epoch"), "{suggestion:?}");
+        // Without its broken files, the dataset has another share.
+        let damaged = DatasetInfo { splits: info(28, &[("train", 49)]).splits, broken_count: 1, ..counted };
+        assert_eq!(Suggestion::of(&damaged).unwrap().data[0].toml, "validation = 0.3");
     }
 }

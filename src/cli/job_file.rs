@@ -62,8 +62,7 @@ pub(super) async fn name_dataset(
             }
             None if unknown_path == UnknownPath::Register && !path.exists() => {
                 return Err(usage_error(format!(
-                    "data.dataset: {} on this machine, and the server has no dataset at this path; `lockstep dataset list` shows its \
-                     datasets",
+                    "data.dataset: {}; the server has no dataset at this path either (`lockstep dataset list` shows its datasets)",
                     does_not_exist(&path)
                 )));
             }
@@ -231,7 +230,7 @@ pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     Ok(spec)
 }
 
-/// `../photos does not exist (looked for /home/ada/photos)`: a relative path refers to the working directory.
+/// `photos does not exist (looked for /home/ada/photos)`: a relative path refers to the working directory.
 pub(super) fn does_not_exist(path: &Path) -> String {
     let absolute = std::path::absolute(path).ok().filter(|_| path.is_relative());
     let absolute = absolute.map(|absolute| format!(" (looked for {})", absolute.display()));

@@ -32,7 +32,7 @@ use lockstep_worker::{
     supervisor::configs,
 };
 use out_lock::OutLock;
-use resume::resume_from;
+use resume::{checkpoint_folder, resume_from};
 use started_ranks::StartedRanks;
 use std::{
     fs,
@@ -101,13 +101,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .out
         .clone()
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
-    if args.resume.as_deref() == Some("latest") && started_ranks.has_rank_0() && !out.exists() {
-        return Err(usage_error(format!(
-            "--resume latest: the folder {} does not exist; give the folder of the run with --out",
-            out.display()
-        )));
+    // Checked before the folder is created.
+    match args.resume.as_deref().filter(|_| started_ranks.has_rank_0()) {
+        Some("latest") if !out.exists() => {
+            return Err(usage_error(format!(
+                "--resume latest: the folder {} does not exist; give the folder of the run with --out",
+                out.display()
+            )));
+        }
+        None | Some("latest") => {}
+        Some(path) => drop(checkpoint_folder(path)?),
     }
-    let is_new = !out.exists();
     fs::create_dir_all(&out).map_err(|e| match out.is_file() {
         true => usage_error(format!("--out {}: is a file; name a folder", out.display())),
         false => usage_error(format!("--out {}: {e}", out.display())),
@@ -116,12 +120,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
     let _lock = if started_ranks.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
     let resume = match started_ranks.has_rank_0() {
-        true => resume_from(&out, args.resume.as_deref()).inspect_err(|_| {
-            // A refused run leaves no folder behind.
-            if is_new {
-                let _ = fs::remove_dir_all(&out);
-            }
-        })?,
+        true => resume_from(&out, args.resume.as_deref())?,
         // Rank 0 reads the checkpoint and sends it. The other ranks only need to know that a checkpoint is used.
         false => args.resume.clone(),
     };

@@ -41,6 +41,7 @@ pub(crate) struct Args {
 struct Plan {
     spec: JobSpec,
     samples: u64,
+    #[serde(default)]
     is_expected: bool,
     global_batch_size: u64,
     steps_per_epoch: u64,

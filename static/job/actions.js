@@ -100,8 +100,13 @@ export class Actions {
     this.page.checkpoints.offer(choice, checkpoint);
     text(byId("fork-title"), `Fork ${name}`);
     // From the last checkpoint, no steps are left unless the fork trains longer.
-    const isLast = this.page.checkpoints.sorted.find(({ id }) => id === choice.value)?.step >= total_steps;
-    if (isLast && train[key] && !byId("fork-set").value.trim()) byId("fork-set").value = `train.${key} = ${2 * train[key]}`;
+    const suggest = () => {
+      const field = byId("fork-set"), longer = `train.${key} = ${2 * train[key]}`;
+      const isLast = this.page.checkpoints.sorted.find(({ id }) => id === choice.value)?.step >= total_steps;
+      if (isLast && train[key] && !field.value.trim()) field.value = longer;
+      else if (!isLast && field.value === longer) field.value = "";
+    };
+    suggest();
     text(error, "");
     /** Returns the request that the fields describe. Throws an error about an invalid line. */
     const request = () => {
@@ -127,7 +132,7 @@ export class Actions {
       if (byId("fork-set").value.trim()) try { ({ warnings } = await this.#post("fork/check", request())); } catch { /* While the reader types, a line is often incomplete. */ }
       if (mine === this.checking) text(byId("fork-warnings"), warnings.map((w) => `${w[0].toUpperCase()}${w.slice(1)}.`).join(" "));
     };
-    choice.onchange = check;
+    choice.onchange = () => { suggest(); check(); };
     byId("fork-set").oninput = () => { clearTimeout(this.typing); this.typing = setTimeout(check, 300); };
     check();
     dialog.showModal();

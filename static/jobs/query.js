@@ -18,6 +18,9 @@ export function parseCondition(words) {
 /** Results by the names that conditions have for them. */
 const RESULTS = { best: (job) => job.best?.value, speed: (job) => job.images_per_second, images_per_second: (job) => job.images_per_second };
 
+/** Jobs that the server has filtered. Unlike jobs from the stream, they have only the requested metrics. */
+const filtered = new WeakSet();
+
 /** Whether a job fulfils a condition on a setting, on a result or on the newest value of a metric. A setting precedes others of its name. */
 function fulfils(job, words) {
   const { key, sign, value } = parseCondition(words) ?? {};
@@ -26,10 +29,10 @@ function fulfils(job, words) {
   const found = key === "project" ? job.project : setting(job.spec, key);
   let jobValue = typeof found === "object" && !Array.isArray(found) ? undefined : found;
   if (jobValue === undefined && key in RESULTS) jobValue = RESULTS[key](job);
-  else if (jobValue === undefined && !fullKey(job.spec, key).includes(".") && !/^(true|false)$/.test(value)) {
+  else if (jobValue === undefined && !fullKey(job.spec, key).includes(".")) {
     jobValue = job.last?.[key];
-    // The list does not have every metric, so the server decides.
-    if (jobValue === undefined) return true;
+    // The key may name an absent setting or a metric that the response lacks. The server has decided.
+    if (jobValue === undefined && filtered.has(job)) return true;
   }
   // A boolean setting that the specification lacks is false.
   jobValue ??= /^(true|false)$/.test(value) ? false : null;
@@ -80,5 +83,7 @@ export const pauseAfter = (began) => Math.min(30_000, Math.max(MIN_PAUSE_MS, 4 *
 export async function readPage(filter, cursor, limit) {
   const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...metricsParameter()]);
   if (cursor) given.set("cursor", cursor);
-  return ask(`/api/v1/jobs?${given}`);
+  const response = await ask(`/api/v1/jobs?${given}`);
+  for (const job of response.jobs) filtered.add(job);
+  return response;
 }

@@ -39,7 +39,9 @@ export function section() {
   if (!lines.length) return null;
   const parameters = Object.fromEntries(lines.map((text) => { const [key, ...rest] = text.split("="); return [keyOf(key.trim()), parameter(rest.join("=").trim())]; }));
   const { metric, ...others } = keysWithoutField, name = byId("sweep-metric").value;
-  const given = { method: byId("sweep-method").value, ...(metric || name !== DEFAULT_METRIC ? { metric: { ...metric, name } } : {}), max_trials: number("sweep-trials"), max_concurrent: number("sweep-concurrent"), ...others, parameters };
+  // A goal belongs to the metric for which it was written.
+  const kept = name === (metric?.name ?? DEFAULT_METRIC) ? metric : {};
+  const given = { method: byId("sweep-method").value, ...(metric || name !== DEFAULT_METRIC ? { metric: { ...kept, name } } : {}), max_trials: number("sweep-trials"), max_concurrent: number("sweep-concurrent"), ...others, parameters };
   return Object.fromEntries(Object.entries(given).filter(([, value]) => value !== undefined));
 }
 

@@ -167,9 +167,9 @@ async fn commands_report_all_errors_and_store_nothing() {
     server
         .cli(&["submit", &good, "--set", "data.dataset=fashoin"])
         .assert_usage_error(&["data.dataset", "fashion"]);
-    server
-        .cli(&["submit", &good, "--set", "data.dataset=/no/where"])
-        .assert_usage_error(&["data.dataset: /no/where does not exist on this machine"]);
+    server.cli(&["submit", &good, "--set", "data.dataset=/no/where"]).assert_usage_error(&[
+        "data.dataset: /no/where does not exist; the server has no dataset at this path either",
+    ]);
     // A dataset that is not registered hides no other mistake, and a refused job leaves it unregistered.
     let photos = pictures::image_folder(server.folder().path(), 2);
     let dataset = format!("data.dataset={photos:?}");

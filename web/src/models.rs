@@ -71,6 +71,7 @@ mod tests {
             val_accuracy: Some(0.5),
             val_loss: None,
             validation: None,
+            sharded: false,
             dataset: "pets".into(),
             dataset_fingerprint: Some(DatasetNote {
                 fingerprint: PicturesFingerprint { sha256: "0123456789abcdef".into(), ..Default::default() },
@@ -87,12 +88,12 @@ mod tests {
             list.contains("href=\"/models/shoes\"") && list.contains("champion") && list.contains("50.0 %"),
             "{list}"
         );
-        let page = |may_change| {
-            let versions = vec![version.clone()];
+        let page = |may_change, sharded| {
+            let versions = vec![ModelVersion { sharded, ..version.clone() }];
             let page = ModelPage { name: "shoes".into(), versions, may_change, user: CurrentUser::NOBODY };
             page.render().expect("renders")
         };
-        let html = page(true);
+        let html = page(true, false);
         assert!(!html.contains("<b>fine") && !html.contains("<i>job"), "{html}");
         for part in [
             "models:/shoes/2",
@@ -106,6 +107,9 @@ mod tests {
         ] {
             assert!(html.contains(part), "{part}: {html}");
         }
-        assert!(!page(false).contains("data-unset") && !page(false).contains("id=\"alias\""));
+        let html = page(false, true);
+        for part in ["data-unset", "id=\"alias\"", "Download"] {
+            assert!(!html.contains(part), "{part}: {html}");
+        }
     }
 }

@@ -173,12 +173,7 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
         let detail = "must be a table such as { name = \"val_accuracy\", goal = \"maximize\" }";
         errors.push(mistake("/metric", detail.into()));
     }
-    let maximize = maximizes(name, None);
-    if goal.is_some() && maximizes(name, goal) != maximize {
-        let detail = format!("must be {:?}, or absent, for {name}", GOALS[usize::from(!maximize)]);
-        errors.push(mistake("/metric/goal", detail));
-    }
-    SweepMetric { name, maximize }
+    SweepMetric { name, maximize: maximizes(name, goal) }
 }
 
 fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeMap<String, Parameter> {
@@ -307,6 +302,12 @@ impl SweepSpec {
     /// Checks the sweep against the specification of one of its trials.
     pub fn check_with_trial(&self, trial: &JobSpec) -> Vec<SpecError> {
         let mut errors = Vec::new();
+        // Not checked in `read_sweep`, which must be able to read every stored sweep.
+        let SweepMetric { name, maximize } = self.metric;
+        if maximize != maximizes(name, None) {
+            let detail = format!("must be {:?}, or absent, for {name}", GOALS[usize::from(maximize)]);
+            errors.push(mistake("/metric/goal", detail));
+        }
         if self.method != SweepMethod::Asha {
             return errors;
         }
@@ -558,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn rungs_differ_by_a_factor_and_end_with_training() {
+    fn rungs_differ_by_a_factor_and_a_goal_must_suit_its_metric() {
         let rungs = |keys: &str, epochs: u32| {
             let sweep = read(&format!("{keys}\n{}", GRID.replace("grid", "asha"))).unwrap();
             let mut job = JobSpec::default();
@@ -579,6 +580,12 @@ mod tests {
             read(&GRID.replace("grid", "asha")).unwrap().check_with_trial(&steps)[0].pointer,
             "/sweep/method"
         );
+        let goals =
+            [("val_accuracy", "minimize", 1), ("val_loss", "maximize", 1), ("val_loss", "minimize", 0)];
+        for (name, goal, mistakes) in goals {
+            let sweep = read(&format!("metric = {{ name = {name:?}, goal = {goal:?} }}\n{GRID}")).unwrap();
+            assert_eq!(sweep.check_with_trial(&steps).len(), mistakes, "{name} {goal}");
+        }
     }
 
     #[test]

@@ -229,11 +229,15 @@ fn bearer(value: &HeaderValue) -> Option<&str> {
 /// The token that an MLflow client sends as a password (`MLFLOW_TRACKING_PASSWORD`).
 fn mlflow_password(value: &HeaderValue, path: &str) -> Option<String> {
     let (scheme, sent) = value.to_str().ok()?.split_once(' ')?;
-    let is_basic = scheme.eq_ignore_ascii_case("basic")
-        && (path.starts_with("/api/2.0/mlflow/") || path.starts_with("/api/2.0/mlflow-artifacts/"));
-    let decoded = BASE64_STANDARD.decode(sent.trim()).ok().filter(|_| is_basic)?;
+    let is_accepted = scheme.eq_ignore_ascii_case("basic") && is_mlflow(path);
+    let decoded = BASE64_STANDARD.decode(sent.trim()).ok().filter(|_| is_accepted)?;
     let (_, password) = std::str::from_utf8(&decoded).ok()?.split_once(':')?;
     Some(password.to_owned())
+}
+
+/// Whether a path belongs to MLflow's REST interface, of which this server has only some calls of version 2.0.
+pub(crate) fn is_mlflow(path: &str) -> bool {
+    ["/api/2.0/mlflow", "/api/3.0/mlflow"].iter().any(|prefix| path.starts_with(prefix))
 }
 
 /// The value of a cookie.

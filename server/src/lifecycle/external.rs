@@ -202,31 +202,33 @@ fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBod
             note_column(row, RANK, &finite);
         }
         let job = &mut row.job;
-        job.step = job.step.max(column.steps.iter().copied().max().unwrap_or(0));
         // Ranks of this server report these values with an evaluation, not as metrics.
         let newest = finite.values.last().copied().map(exact);
         match column.name.as_str() {
             "epoch" => job.epoch = newest.map_or(job.epoch, |epoch| epoch as u32),
             "val_loss" => job.last.val_loss = newest.or(job.last.val_loss),
             "val_accuracy" => {
-                job.last.val_accuracy = newest.or(job.last.val_accuracy);
                 note_best(job, &finite, columns);
+                job.last.val_accuracy = newest.or(job.last.val_accuracy);
             }
             _ => {}
         }
+        job.step = job.step.max(column.steps.iter().copied().max().unwrap_or(0));
         events.push(points_event(attempt, RANK, column.clone()));
     }
     Ok(events)
 }
 
 /// Updates the best validation accuracy. Values outside 0 to 1, such as percentages, do not count. The epoch is the value of the metric
-/// `epoch` at the same step of `columns`.
+/// `epoch` at the same step of `columns`. A run that has only a newest accuracy starts from it, as if measured at the run's newest step.
 fn note_best(job: &mut Job, accuracies: &MetricColumn, columns: &[MetricColumn]) {
+    let is_share = |value: &f64| (0.0..=1.0).contains(value);
+    if let (None, Some(value)) = (job.best, job.last.val_accuracy.filter(is_share)) {
+        job.best = Some(Measured { value, loss: None, step: job.step, epoch: job.epoch });
+    }
     let epochs = columns.iter().find(|column| column.name == "epoch");
     for (step, value) in accuracies.steps.iter().copied().zip(accuracies.values.iter().copied().map(exact)) {
-        if (0.0..=1.0).contains(&value)
-            && job.best.is_none_or(|best| is_better(value, None, (best.value, best.loss)))
-        {
+        if is_share(&value) && job.best.is_none_or(|best| is_better(value, None, (best.value, best.loss))) {
             let epoch = epochs.and_then(|c| c.steps.iter().zip(&c.values).rfind(|(at, _)| **at == step));
             let epoch = epoch.map_or(0, |(_, epoch)| *epoch as u32);
             job.best = Some(Measured { value, loss: None, step, epoch });

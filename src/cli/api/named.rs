@@ -55,16 +55,12 @@ pub(super) fn choose(
         candidates.retain(|job| is_meant(job));
     }
     if let [newest, others @ ..] = &candidates[..] {
-        if several == Several::Refuse && !others.is_empty() && !is_any_meant {
-            return Err(format!(
-                "all {} {noun}s called {name} have ended; `{list}` shows them",
-                called.len()
-            ));
-        }
         if several == Several::Refuse && !others.is_empty() {
-            return Err(format!(
-                "several {noun}s are called {name}: give a {noun}'s id; `{list}` shows the ids"
-            ));
+            let why = match is_any_meant {
+                true => format!("several {noun}s are called {name}"),
+                false => format!("all {} {noun}s called {name} have ended", called.len()),
+            };
+            return Err(format!("{why}: give a {noun}'s id; `{list}` shows the ids"));
         }
         let is_newest_of_all = called.first().is_some_and(|first| id(first) == id(newest));
         let which = if is_newest_of_all { "newest" } else { "newest that this command can use" };
@@ -171,7 +167,8 @@ mod tests {
         assert_eq!(error, "several jobs are called pics: give a job's id; `lockstep list` shows the ids");
         let ended = [trials[0].clone(), trials[2].clone()];
         let error = choose(JOB, &ended, "pics", has_not_ended, Several::Refuse).unwrap_err();
-        assert_eq!(error, "all 2 jobs called pics have ended; `lockstep list` shows them");
+        let expected = "all 2 jobs called pics have ended: give a job's id; `lockstep list` shows the ids";
+        assert_eq!(error, expected);
         let error = choose(JOB, &jobs[..2], "j000", |_| true, Several::TakeNewest).unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  \
                       j0001, failed, 3 d ago  pics";

@@ -18,7 +18,7 @@ use std::{
     fs::{self, File},
     io::{self, BufWriter, Write},
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Points of each metric, by the metric's name.
@@ -40,7 +40,7 @@ pub(super) struct Args {
     server: ServerArgs,
 }
 
-/// Interval at which `--follow` asks for new points. TensorBoard reads its files again at the same interval.
+/// Minimum interval at which `--follow` asks for new points. TensorBoard reads its files again at the same interval.
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The event files of a job.
@@ -76,13 +76,15 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
             });
         }
         loop {
+            let began = Instant::now();
             for run in runs.iter_mut().filter(|run| !run.has_ended) {
                 run.update(&api).await?;
             }
             if !args.follow || runs.iter().all(|run| run.has_ended) {
                 break;
             }
-            tokio::time::sleep(FOLLOW_INTERVAL).await;
+            // Each round reads all points, so the load on the server is limited to a tenth of the time.
+            tokio::time::sleep(FOLLOW_INTERVAL.max(10 * began.elapsed())).await;
         }
         if let Some(run) = runs.iter().find(|run| run.files.is_empty()) {
             return Err(usage_error(format!("job {} has no metrics", run.job)));

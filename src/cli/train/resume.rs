@@ -3,7 +3,28 @@
 use super::super::{output, usage_error};
 use lockstep_protocol::pickle;
 use lockstep_worker::checkpoint;
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Returns the folder of the checkpoint that `--resume PATH` names.
+///
+/// # Errors
+/// Exit status 2 if `path` is not the folder of a checkpoint.
+pub(super) fn checkpoint_folder(path: &str) -> anyhow::Result<PathBuf> {
+    let problem = |e: String| usage_error(format!("--resume {path}: {e}"));
+    if pickle::has_pickle_extension(path) && !Path::new(path).is_dir() {
+        let advice = format!("{}; then begin a run with model.pretrained", pickle::conversion_advice(path));
+        return Err(problem(advice));
+    }
+    let advice = "--resume latest continues from the newest checkpoint of the run";
+    let folder = Path::new(path).canonicalize().map_err(|e| problem(format!("{e}; {advice}")))?;
+    if !folder.join(checkpoint::MANIFEST).exists() {
+        return Err(problem(format!("is no checkpoint, as it has no {}; {advice}", checkpoint::MANIFEST)));
+    }
+    Ok(folder)
+}
 
 /// Returns the name of the checkpoint to continue from, under `out/checkpoints`.
 pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
@@ -25,19 +46,7 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
         }
         Some(path) => {
             let problem = |e: String| usage_error(format!("--resume {path}: {e}"));
-            if pickle::has_pickle_extension(path) && !Path::new(path).is_dir() {
-                let advice =
-                    format!("{}; then begin a run with model.pretrained", pickle::conversion_advice(path));
-                return Err(problem(advice));
-            }
-            let advice = "--resume latest continues from the newest checkpoint of the run";
-            let folder = Path::new(path).canonicalize().map_err(|e| problem(format!("{e}; {advice}")))?;
-            if !folder.join(checkpoint::MANIFEST).exists() {
-                return Err(problem(format!(
-                    "is no checkpoint, as it has no {}; {advice}",
-                    checkpoint::MANIFEST
-                )));
-            }
+            let folder = checkpoint_folder(path)?;
             let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
             let name = checkpoint::folder_name(manifest.epoch, manifest.step);
             let target = directory.join(&name);

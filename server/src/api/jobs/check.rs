@@ -410,7 +410,9 @@ fn too_few_pictures_possible(spec: &JobSpec, dataset: &Dataset) -> Option<String
         let seed = info.held_out.as_ref().map(|held_out| held_out.validation_seed);
         let seed = seed.filter(|seed| info.count_held_out(&spec.data.validation, *seed).is_some());
         let advice = match seed {
-            Some(seed) => format!("set data.validation_seed = {seed}, which holds out some of each class"),
+            Some(seed) => {
+                format!("set data.validation_seed = {seed}, which holds out pictures of as many classes as possible")
+            }
             None => "give a larger fraction".into(),
         };
         format!(

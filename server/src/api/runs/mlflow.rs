@@ -9,7 +9,10 @@ use super::{LAST_STEP, NAME_CHARS, NewRun, columns, number, start_run};
 use crate::{
     api::{jobs, list::Pages, to_the_end},
     auth::{Auth, access::Caller},
-    http::error::{Detail, Error},
+    http::{
+        error::{Detail, Error},
+        gate::is_mlflow,
+    },
     ingest::runs::Runs,
     lifecycle::external::{RunChange, text_of},
     metrics::{self, query},
@@ -131,8 +134,7 @@ impl IntoResponse for Refusal {
 
 /// Writes errors in MLflow's format also if a request does not reach a call, for example because it has no token.
 pub(crate) async fn format_errors(request: Request, next: Next) -> Response {
-    let prefixes = ["/api/2.0/mlflow", "/api/3.0/mlflow"];
-    let is_call = prefixes.iter().any(|prefix| request.uri().path().starts_with(prefix));
+    let is_call = is_mlflow(request.uri().path());
     let mut response = next.run(request).await;
     let detail = response.extensions_mut().remove::<Detail>().filter(|_| is_call);
     let Some(Detail(message)) = detail else { return response };

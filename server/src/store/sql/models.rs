@@ -28,6 +28,7 @@ const VERSION: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, jobs.spe
 
 fn version(row: &DbRow) -> Result<VersionRow> {
     let text = |column: &str| row.try_get::<Option<String>, _>(column);
+    let spec = read_spec(row.try_get("spec")?).0;
     let version = ModelVersion {
         model: row.try_get("model")?,
         version: to_u32(row.try_get("version")?),
@@ -39,7 +40,8 @@ fn version(row: &DbRow) -> Result<VersionRow> {
         val_accuracy: row.try_get("val_accuracy")?,
         val_loss: row.try_get("val_loss")?,
         validation: text("validation")?.as_deref().map(from_json).transpose()?,
-        dataset: read_spec(row.try_get("spec")?).0.data.dataset,
+        sharded: spec.checkpoint.sharded,
+        dataset: spec.data.dataset,
         dataset_fingerprint: text("dataset_fingerprint")?.as_deref().map(from_json).transpose()?,
         programs: from_json(row.try_get("programs")?)?,
         description: row.try_get("description")?,

@@ -282,6 +282,9 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     };
     let search = as_password("runs/search").json(&json!({"experiment_ids": ["shoes"]})).send().await.unwrap();
     assert_eq!(search.status(), 200);
+    let traces = anonymous.get(server.url("/api/3.0/mlflow/traces")).basic_auth("me", Some(&read_token));
+    let traces = traces.send().await.unwrap();
+    assert_eq!(traces.json::<Value>().await.unwrap()["error_code"], "ENDPOINT_NOT_FOUND");
     let refused = as_password("runs/create").json(&json!({})).send().await.unwrap();
     assert_eq!(refused.status(), 403);
     assert_eq!(refused.json::<Value>().await.unwrap()["error_code"], "PERMISSION_DENIED");

@@ -63,8 +63,8 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     let points = server.points(&id, "loss").await;
     let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
     assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>());
-    server.cli(&["pause", &id]).assert_usage_error(&["the job is succeeded"]);
-    server.cli(&["resume", &id]).assert_usage_error(&["the job is succeeded", "fork it"]);
+    server.cli(&["pause", &id]).assert_usage_error(&["the job has succeeded"]);
+    server.cli(&["resume", &id]).assert_usage_error(&["the job has succeeded", "fork it"]);
     server.stop().await;
 }
 

@@ -79,11 +79,11 @@ async fn best_accuracy_and_best_checkpoint_are_shown_if_they_differ() {
     let events = vec![running(100, 0), losses(0, 1..=50), evaluation(2, 0.632)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     agent.report(&attempt, Source::Rank(0), 3, vec![best_checkpoint(2, 50, 0.632)]).await;
-    assert!(read_page(&server, &id).await.0.contains(">best 63.2 % at 2</small>"));
+    assert!(read_page(&server, &id).await.0.contains(">best 63.2 % at epoch 2</small>"));
     // The next epoch has a better accuracy, but no checkpoint.
     agent.report(&attempt, Source::Rank(0), 4, vec![evaluation(3, 0.822)]).await;
     let (html, _) = read_page(&server, &id).await;
-    assert!(html.contains(">best 82.2 % at 3, best checkpoint 63.2 %</small>"), "{html}");
+    assert!(html.contains(">best 82.2 % at epoch 3, best checkpoint 63.2 %</small>"), "{html}");
     server.stop().await;
 }
 

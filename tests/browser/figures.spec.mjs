@@ -103,7 +103,7 @@ describe("a job", () => {
     assert.equal(number(await page.locator("#speed").textContent()), Number(words), "the speed is kept after the end");
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
     // The table of checkpoints, with all its buttons, is inside its card.
-    for (const width of [1300, 390]) {
+    for (const width of [1440, 1280, 390]) {
       await page.setViewportSize({ width, height: 900 });
       assert.equal(await page.locator("#checkpoints .row-actions > button").count(), 4);
       const over = await page.locator(".checkpoints-card").evaluate((card) => Math.max(...[...card.querySelectorAll("td, td > *")].map((node) => node.getBoundingClientRect().right)) - card.getBoundingClientRect().right);

@@ -2,6 +2,7 @@
 // the rows. The reader can change the priority of waiting jobs, move them to the front, or cancel them.
 
 import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { frontPriority } from "./jobs/queue.js";
 import { followJobs, morph, refresher } from "./machines/morph.js";
 
 const refresh = refresher((page) => {
@@ -20,12 +21,6 @@ async function setPriority(id, choose) {
     await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body: { priority: await choose() } });
     refreshSoon();
   } catch (e) { text(error, errorText(e)); }
-}
-
-/** Returns a priority above every waiting job's. The server refuses priorities above 1000. The priorities of other people's private jobs are unknown. */
-async function frontPriority() {
-  const { jobs } = await ask("/api/v1/queue?fields=priority");
-  return Math.max(...jobs.map(({ priority }) => priority ?? -1000)) + 1;
 }
 
 byId("queue").addEventListener("change", ({ target }) => setPriority(target.dataset.priority, () => Number(target.value)));

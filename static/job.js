@@ -30,7 +30,7 @@ const metrics = new Metrics(job.id, job.ranks, (name) => charts.bucketCount(name
 const ranks = new Ranks(metrics, () => charts.redraw());
 const charts = new Charts(() => job, metrics, ranks);
 const panels = new Panels(() => job, charts, metrics, initial.panels, initial.may_change);
-const log = new Log(job.id);
+const log = new Log(job.id, () => isFinal(job.state));
 const jobHistory = new History(job.id, () => { charts.setMarks(jobHistory.reasons); facts.queue = jobHistory.queue; factsSoon(); });
 const checkpoints = new Checkpoints(initial.checkpoints, (action, c) => {
   if (action === "fork") return actions.fork(c.id);
@@ -102,6 +102,7 @@ function setJob(next) {
   metrics.follow(job);
   charts.view.stepsPerEpoch = job.steps_per_epoch;
   log.offerFilters(job.ranks, job.attempt);
+  log.drawNote();
   facts.drawTitle();
   actions.show();
 }

@@ -1,7 +1,8 @@
 // The page Queue. The server renders the rows; the script requests the page again every few seconds and when jobs start and end, and updates
-// the rows. The reader can change the priority of waiting jobs, or cancel them.
+// the rows. The reader can change the priority of waiting jobs, move them to the front, or cancel them.
 
 import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { frontPriority } from "./jobs/queue.js";
 import { followJobs, morph, refresher } from "./machines/morph.js";
 
 const refresh = refresher((page) => {
@@ -12,15 +13,19 @@ const refresh = refresher((page) => {
 // The scheduler considers the queue shortly after a job has been added or removed.
 const refreshSoon = followJobs(refresh, 600);
 
-byId("queue").addEventListener("change", async ({ target }) => {
+/** Sets a job's priority to the result of `choose`. */
+async function setPriority(id, choose) {
   const error = byId("queue-error");
   text(error, "");
   try {
-    await ask(`/api/v1/jobs/${target.dataset.priority}`, { method: "PATCH", body: { priority: Number(target.value) } });
+    await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body: { priority: await choose() } });
     refreshSoon();
   } catch (e) { text(error, errorText(e)); }
-});
+}
+
+byId("queue").addEventListener("change", ({ target }) => setPriority(target.dataset.priority, () => Number(target.value)));
 byId("queue").addEventListener("click", (event) => {
-  const { cancel, name } = event.target.closest("[data-cancel]")?.dataset ?? {};
+  const { cancel, front, name } = event.target.closest("[data-cancel], [data-front]")?.dataset ?? {};
+  if (front) setPriority(front, frontPriority);
   if (cancel) confirmThen({ title: `Cancel ${name}?`, detail: "The job leaves the queue. Its checkpoints and its log remain.", yes: "Cancel the job", act: async () => { await ask(`/api/v1/jobs/${cancel}/cancel`, { method: "POST" }); await refresh(); } });
 });

@@ -265,6 +265,7 @@ function showPlan(response) {
   const ofSteps = !trials ? "steps in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each";
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
+  else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effectiveValue(field, filled.value)) parts.push(`measured by ${split}`);

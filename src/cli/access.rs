@@ -4,6 +4,7 @@ use super::usage_error;
 use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read as _},
+    iter,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
@@ -19,6 +20,12 @@ pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file
 
 /// Data directory in the working directory, the default of `lockstep serve`.
 const DEFAULT_DATA_DIR: &str = "lockstep-data";
+
+/// Data directories in the working directory that `lockstep demo` tries, in this order.
+pub(crate) fn demo_data_dirs() -> impl Iterator<Item = PathBuf> {
+    iter::once("lockstep-demo".into()).chain((2..10).map(|n| format!("lockstep-demo-{n}").into()))
+}
+
 /// User id of root.
 const ROOT: u32 = 0;
 /// Maximum size of a token file. A token has about 50 bytes.
@@ -30,7 +37,8 @@ pub(crate) struct AccessArgs {
     /// File with the access token [default: LOCKSTEP_TOKEN, or `token` in the data directory of a server on this machine]
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_TOKEN_FILE")]
     pub(crate) token_file: Option<PathBuf>,
-    /// Data directory of a server on this machine, which contains its token and its address [default: lockstep-data]
+    /// Data directory of a server on this machine, which contains its token and its address [default: lockstep-data, or lockstep-demo
+    /// while `lockstep demo` runs there]
     #[arg(long = "data-dir", value_name = "DIR", env = "LOCKSTEP_DATA_DIR", id = "server_data_dir")]
     data_dir: Option<PathBuf>,
 }
@@ -67,8 +75,14 @@ fn recorded_address(data_dir: &Path) -> Option<String> {
 }
 
 impl AccessArgs {
-    fn data_dir(&self) -> &Path {
-        self.data_dir.as_deref().unwrap_or(Path::new(DEFAULT_DATA_DIR))
+    /// Returns the named data directory, or the first default directory whose server runs.
+    fn data_dir(&self) -> PathBuf {
+        let default = || PathBuf::from(DEFAULT_DATA_DIR);
+        let first_running = || {
+            let mut candidates = iter::once(default()).chain(demo_data_dirs());
+            candidates.find(|dir| recorded_address(dir).is_some())
+        };
+        self.data_dir.clone().or_else(first_running).unwrap_or_else(default)
     }
 
     /// If the options name a data directory, checks that it is the data directory of a server.
@@ -101,7 +115,7 @@ impl AccessArgs {
     /// Returns the server's address: `given`, or the recorded address of the server of the data directory, or the default of `lockstep
     /// serve`.
     pub(crate) fn server(&self, given: Option<&str>) -> String {
-        let recorded = || recorded_address(self.data_dir());
+        let recorded = || recorded_address(&self.data_dir());
         given.map(str::to_owned).or_else(recorded).unwrap_or(DEFAULT_SERVER.into())
     }
 

@@ -1,7 +1,7 @@
 //! `lockstep demo`: a server with a bundled dataset and a job that trains on it.
 
 use super::{
-    access::read_token_file,
+    access::{demo_data_dirs, read_token_file},
     api::Api,
     browser::SignInFile,
     bundled::PICTURES,
@@ -118,9 +118,7 @@ async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
     let listen = resolve(&args.listen)?;
     let candidates: Vec<PathBuf> = match &args.data_dir {
         Some(dir) => vec![dir.clone()],
-        None => std::iter::once("lockstep-demo".into())
-            .chain((2..10).map(|n| format!("lockstep-demo-{n}").into()))
-            .collect(),
+        None => demo_data_dirs().collect(),
     };
     let last = candidates.len() - 1;
     for (index, dir) in candidates.into_iter().enumerate() {

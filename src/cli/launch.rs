@@ -300,10 +300,9 @@ impl Launch {
         if has_nothing_to_do && !is_uploading {
             self.revoke().await;
         }
-        let shows_machines = result.is_ok() && job.state.is_final() && !job.agents.is_empty();
-        if shows_machines && !self.args.server.json {
+        if job.state.is_final() && !job.agents.is_empty() && !self.args.server.json {
             let machines = machines_of(&job.agents, &self.bundle.nodes);
-            output::line(format_args!("{} trained on {machines}", job.id))?;
+            output::line(format_args!("{} ran on {machines}", job.id))?;
         }
         match (result, other_agents) {
             (Err(error), Some(agents)) => {

@@ -19,7 +19,7 @@ export const RESULTS = [
 ];
 
 /** Results for which low values are good. Low values are at the top of an axis. */
-const LOW_IS_GOOD = ["loss", "val_loss"];
+const LOW_IS_GOOD = ["loss", "val_loss", "time"];
 
 /** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from(share)`: the inverse of `at`. */
 function numberColumn(key, name, values, words, isLowGood = false) {

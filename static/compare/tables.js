@@ -23,6 +23,7 @@ const VALIDATED = ["val. accuracy", "best accuracy"];
 
 export class Tables {
   #all = false;
+  #isScrolled = false;
 
   /** `selected()`: ids of the selected jobs. */
   constructor(jobs, remove, selected) { Object.assign(this, { jobs, remove, selected }); }
@@ -75,6 +76,14 @@ export class Tables {
       row.append(make("td", { className: "num" }, button));
       return row;
     }));
+    if (!this.#isScrolled && order.length) this.#scrollToSorted(head);
+  }
+
+  /** Scrolls the table, once, so that the sorted column is in view on a small screen. */
+  #scrollToSorted(head) {
+    const box = head.closest(".scroll"), { offsetLeft, offsetWidth } = head.querySelector("[aria-sort]");
+    box.scrollLeft = offsetLeft + offsetWidth - box.clientWidth;
+    this.#isScrolled = true;
   }
 
   #settings() {

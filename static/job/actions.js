@@ -2,6 +2,7 @@
 
 import { ask, byId, confirmThen, errorText, errorTexts, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
+import { frontPriority } from "../jobs/queue.js";
 import { APPLIES, isActive, waits } from "./states.js";
 
 /**
@@ -29,7 +30,8 @@ export class Actions {
     byId("cancel").addEventListener("click", () => this.#cancel());
     byId("delete").addEventListener("click", () => this.#delete());
     byId("fork").addEventListener("click", () => this.fork(null));
-    byId("priority")?.addEventListener("change", ({ target }) => this.#setPriority(target));
+    byId("priority")?.addEventListener("change", ({ target }) => this.#setPriority(() => Number(target.value)));
+    byId("to-front")?.addEventListener("click", () => this.#setPriority(frontPriority));
   }
 
   show() {
@@ -39,6 +41,7 @@ export class Actions {
     byId("predict").hidden = byId("fork").hidden || job.state !== "succeeded";
     const priority = byId("priority"), now = String(job.spec.priority);
     if (priority) byId("waits").hidden = !hasPriority(job);
+    if (priority) byId("to-front").hidden = !waits(job);
     if (priority && document.activeElement !== priority && priority.value !== now) priority.value = now;
     this.#keepFocus();
   }
@@ -62,10 +65,10 @@ export class Actions {
     button.disabled = false;
   }
 
-  async #setPriority(field) {
+  async #setPriority(choose) {
     const status = byId("priority-status");
     try {
-      await ask(`/api/v1/jobs/${this.page.job().id}`, { method: "PATCH", body: { priority: Number(field.value) } });
+      await ask(`/api/v1/jobs/${this.page.job().id}`, { method: "PATCH", body: { priority: await choose() } });
       text(status, "Saved");
     } catch (error) { text(status, errorText(error)); }
   }

@@ -34,8 +34,9 @@ export class Log {
   /** While searching: the cursor of older lines that have not been searched. */
   #cursor = null;
 
-  constructor(job) {
-    this.job = job;
+  /** `hasEnded()`: whether the job has ended. */
+  constructor(job, hasEnded) {
+    Object.assign(this, { job, hasEnded });
     this.box = byId("log-lines");
     this.follow = byId("log-follow");
     this.rank = byId("log-rank");
@@ -109,7 +110,7 @@ export class Log {
     this.#heldSeq = 0;
     if (this.follow.checked) return this.toNewest();
     this.#hasNewer = true;
-    this.#drawNote();
+    this.drawNote();
   }
 
   async toNewest() {
@@ -141,7 +142,7 @@ export class Log {
     this.#hasNewer = hasNewer;
     for (const line of lines) this.#markSeen(line);
     this.box.replaceChildren(...lines.slice(from).map(row));
-    this.#drawNote();
+    this.drawNote();
     performance.mark("log shown");
   }
 
@@ -169,14 +170,14 @@ export class Log {
 
   #flush() {
     const lines = this.#pending.splice(0);
-    if (!lines.length) return this.#drawNote();
+    if (!lines.length) return this.drawNote();
     this.#total += lines.length;
     // If the reader has scrolled up, newer lines are read when the reader scrolls to them.
     if (!this.follow.checked) {
       this.#unread += lines.length;
       this.#hasNewer = true;
       this.#heldSeq = lines.at(-1).seq;
-      return this.#drawNote();
+      return this.drawNote();
     }
     this.box.querySelector(".none")?.remove();
     const rows = document.createDocumentFragment();
@@ -198,7 +199,7 @@ export class Log {
     this.#unread = 0;
     this.box.scrollTop = this.box.scrollHeight;
     this.#lastTop = this.box.scrollTop;
-    this.#drawNote();
+    this.drawNote();
   }
 
   /** Number of pixels that can be scrolled down. */
@@ -212,7 +213,7 @@ export class Log {
     this.#lastTop = box.scrollTop;
     if (box.scrollTop < 400 && this.#hasOlder) this.#loadOlder();
     else if (below < 400 && this.#hasNewer) this.#loadNewer();
-    this.#drawNote();
+    this.drawNote();
   }
 
   /** Reads older lines. `staysAtEnd`: a log that follows its end stays at its end. Returns whether the server responded. */
@@ -235,7 +236,7 @@ export class Log {
       this.#trim("last");
       this.follow.checked = false;
     }
-    this.#drawNote();
+    this.drawNote();
     return true;
   }
 
@@ -253,7 +254,7 @@ export class Log {
     const top = this.box.scrollTop, height = this.box.scrollHeight;
     this.#trim("first");
     this.box.scrollTop = top - (height - this.box.scrollHeight);
-    this.#drawNote();
+    this.drawNote();
     // If the lines do not fill the panel, no scrolling would read the rest.
     if (this.#hasNewer && response.next_cursor === null && response.lines.length && this.#below < 400) await this.#loadNewer();
   }
@@ -265,11 +266,13 @@ export class Log {
     write({ line: line.dataset.at, tab: "" });
   }
 
-  #drawNote() {
+  /** Writes how many lines the log has, or why it has none. */
+  drawNote() {
     this.newest.hidden = this.follow.checked;
     if (!this.box.childElementCount) this.box.append(make("p", { className: "none" }));
     const none = this.box.querySelector(".none");
-    if (none) text(none, !this.#isSearching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
+    const noLine = this.hasEnded() ? "No line: the job ended before a rank wrote one." : "No line yet. Ranks write here as soon as they start.";
+    if (none) text(none, !this.#isSearching ? noLine : this.#hasOlder ? "Searching older lines …" : "No line matches.");
     text(byId("log-note"), this.#unread ? `not following, ${plural(this.#unread, "new line")} below`
       : this.#isSearching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
       : this.#hasOlder ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");

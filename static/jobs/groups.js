@@ -155,7 +155,7 @@ export class Groups {
     return entry;
   }
 
-  /** Writes a mean with its spread, `0.412 ± 0.003`, and the number of jobs if not all jobs have a value. */
+  /** Writes a mean with its spread, `0.412 ± 0.003`, the number of jobs if not all jobs have a value, and the best of several accuracies. */
   #spread(cell, spread, format, jobs) {
     cell.replaceChildren();
     cell.title = "";
@@ -164,6 +164,8 @@ export class Groups {
     cell.append(make("b", { textContent: format(mean) }));
     if (std !== null) cell.append(" ", make("span", { className: "spread", textContent: `± ${format(std).replace(/ %$/, "")}` }));
     if (n !== jobs) cell.append(" ", make("small", { className: "muted", textContent: `n ${n}` }));
+    // The order of groups follows from their best jobs.
+    if (n > 1 && cell.matches(".c-best")) cell.append(" ", make("small", { className: "muted", textContent: `best ${format(max)}` }));
     cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${format(std)}`}, ${format(min)} to ${format(max)}`;
   }
 

@@ -8,6 +8,12 @@ const REQUEST_INTERVAL_MS = 5000;
 /** Maximum number of jobs in a request. */
 const MAX_JOBS = 1000;
 
+/** Returns a priority above that of every waiting job. The server refuses more than 1000, and other people's private jobs show no priority. */
+export async function frontPriority() {
+  const { jobs } = await ask("/api/v1/queue?fields=priority");
+  return Math.max(0, ...jobs.map(({ priority }) => priority)) + 1;
+}
+
 export class Queue {
   /** `jobs()`: jobs on the page. `changed(job)`: a job's place or reason has changed. */
   constructor(jobs, changed) {

@@ -6,7 +6,7 @@ import { ALL } from "../job/names.js";
 import { make, text } from "../page.js";
 import { setting } from "../settings.js";
 
-/** The default order of jobs. Groups start with the best group by default. */
+/** The default order of jobs. Groups start with the group of the best job by default. */
 export const DEFAULT_ORDER = "-created";
 export const defaultOrder = () => (read("group_by") ? "-best" : DEFAULT_ORDER);
 /** Added columns whose name is the sort key, and whether the first click sorts in descending order. Keys of settings begin with `spec.`. */

@@ -317,6 +317,11 @@ describe("results", () => {
     assert.deepEqual(await values(), [6, 4, 2]);
     await sort.click();
     assert.deepEqual(await values(), [2, 4, 6]);
+    await page.setViewportSize({ width: 390, height: 844 });
+    await page.goto(server.url + comparePath());
+    await untilDrawn(page);
+    const { x, width } = await page.locator("#results-head [aria-sort]").boundingBox();
+    assert.ok(x > 0 && x + width <= 390, `best accuracy is in view on a small screen: ${x} to ${x + width}`);
     await page.end();
   });
 

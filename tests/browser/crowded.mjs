@@ -81,7 +81,7 @@ export const PAGES = [
 
 /** Further pages, which are similar to `PAGES`. */
 export const MORE_PAGES = [
-  ["audit", () => "/audit"], ["sweeps", () => "/sweeps", has("tbody tr")], ["docs", () => "/docs"], ["nowhere", () => "/nowhere"],
+  ["audit", () => "/audit"], ["sweeps", () => "/sweeps", has("tbody tr")], ["docs", () => "/docs"], ["webhooks", () => "/webhooks"], ["nowhere", () => "/nowhere"],
   ["jobs-groups", () => "/jobs?group_by=tag", has(".group-head", 3)],
   ["job-failed", (jobs) => `/jobs/${jobs.failed}?tab=history`, every(isDrawn, has("#history-rows li"))],
   ["jobs-columns", () => `/jobs?columns=${columns}&state=running,failed,queued`, has("#rows tr", 3)],

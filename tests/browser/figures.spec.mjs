@@ -103,11 +103,15 @@ describe("a job", () => {
     assert.equal(number(await page.locator("#speed").textContent()), Number(words), "the speed is kept after the end");
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
     // The table of checkpoints, with all its buttons, is inside its card.
-    for (const width of [1300, 390]) {
+    for (const width of [1440, 1280, 390]) {
       await page.setViewportSize({ width, height: 900 });
       assert.equal(await page.locator("#checkpoints .row-actions > button").count(), 4);
       const over = await page.locator(".checkpoints-card").evaluate((card) => Math.max(...[...card.querySelectorAll("td, td > *")].map((node) => node.getBoundingClientRect().right)) - card.getBoundingClientRect().right);
       assert.ok(over < 0, `${over} pixels too wide at ${width}`);
+      if (width === 390) continue;
+      const lines = await page.locator("#checkpoints tr").first().locator(".row-actions > *, [data-f=accuracy]").evaluateAll((nodes) => nodes.map((node) => { const { top, bottom } = node.getBoundingClientRect(); return (top + bottom) / 2; }));
+      assert.ok(Math.max(...lines) - Math.min(...lines) < 6, `the row has one line at ${width}: ${lines}`);
+      assert.equal(await page.locator("#checkpoints [data-f=accuracy]").first().evaluate((cell) => { const range = document.createRange(); range.selectNodeContents(cell); return range.getClientRects().length; }), 1, `the accuracy has one line at ${width}`);
     }
     await until("Compare shows the job's end", async () => /succeeded/.test(await compare.locator("#results").textContent()) && !/so far/.test(await compare.locator("#results").textContent()));
     await page.end();
@@ -130,6 +134,7 @@ describe("a job", () => {
     await agent.endAttempt(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
     await shows(page, "#banner", "its pictures are gone");
     await until("the page says what to do", async () => /ended before its first step/.test(await todo.innerText()));
+    await shows(page, "#log-lines", "No line: the job ended before a rank wrote one.");
     await untilAsRendered(page);
     const list = await page.tab("/jobs");
     await until("the list is live", async () => (await list.locator("#live").textContent()) === "live" && (await list.locator("#rows .parts").count()) > 0);

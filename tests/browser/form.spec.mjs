@@ -154,6 +154,7 @@ describe("the form", () => {
     await page.getByLabel("Method", { exact: true }).selectOption("random");
     await page.getByLabel("Largest number of trials", { exact: true }).fill("3");
     await until("the trials are counted", async () => /^3 trials · .* steps each/.test(await plan.textContent()));
+    assert.match(await plan.textContent(), /time unknown until a job with this network, .* has trained 20 steps/, "no such job has run");
     assert.match(await page.locator("[data-pointer='/train/lr'] .hint").textContent(), / replaced by the sweep$/);
     assert.equal(await page.locator("[data-pointer='/train/epochs'] .hint b").count(), 0);
     const words = page.locator("#spec-text");

@@ -56,7 +56,7 @@ describe("groups of the list", () => {
     await page.end();
   });
 
-  test("have means and standard deviations, are sorted by them, open and close, and are kept in the URL and in views", async () => {
+  test("have means and standard deviations, are sorted by their best job, open and close, and are kept in the URL and in views", async () => {
     const page = await browser.page(server, "/jobs?project=sweep");
     await page.locator(".grouping summary").click();
     await page.getByLabel("Group by a setting").fill("train.lr");
@@ -68,7 +68,7 @@ describe("groups of the list", () => {
     const first = group(page, "train.lr 0.1"), cell = (name) => first.locator(`.group-head .${name}`);
     assert.equal(await cell("c-state").textContent(), "3 jobs");
     // The mean is (0.80 + 0.82 + 0.90) / 3 = 0.84, the variance (0.0016 + 0.0004 + 0.0036) / 2 = 0.0028.
-    assert.equal(await cell("c-best").textContent(), "84.0 % ± 5.3");
+    assert.equal(await cell("c-best").textContent(), "84.0 % ± 5.3 best 90.0 %");
     assert.equal(await cell("c-best").getAttribute("title"), "mean of 3 jobs, standard deviation 5.3 %, 80.0 % to 90.0 %");
     assert.equal(await group(page, "train.lr 0.4").locator(".group-head .c-best").textContent(), "60.0 % n 1", "one of the two jobs has a best accuracy");
     assert.equal(await cell("c-progress").textContent(), "3 cancelled");
@@ -103,6 +103,9 @@ describe("groups of the list", () => {
   test("are made by project, owner, tag or several keys, with a group for jobs without a value", async () => {
     const page = await browser.page(server, "/jobs?group_by=project&sort=name");
     await untilGrouped(page, "held,sweep");
+    // By default, the group of the best job is the first: ben's best job is better than ada's, but the mean of ben's jobs is lower.
+    await page.goto(`${server.url}/jobs?group_by=owner&project=sweep`);
+    await untilGrouped(page, "no owner,ben,ada");
     for (const [by, expected] of [["owner", "ada,ben,no owner"], ["tag", "base,long,no tag"], ["tag,train.lr", "base · train.lr 0.1,long · train.lr 0.1,long · train.lr 0.2,no tag · train.lr 0.4,no tag · train.lr 3"]]) {
       await page.goto(`${server.url}/jobs?group_by=${by}&sort=name`);
       await untilGrouped(page, expected);
@@ -176,7 +179,7 @@ describe("groups of the list", () => {
     await untilGrouped(page, "train.lr 0.1,train.lr 1.1");
     const even = group(page, "train.lr 0.1");
     assert.equal(await even.locator(".group-head .c-state").textContent(), "750 jobs", "though none of them is loaded");
-    assert.equal(await even.locator(".group-head .c-best").textContent(), "40.0 % ± 28.3");
+    assert.equal(await even.locator(".group-head .c-best").textContent(), "40.0 % ± 28.3 best 80.0 %");
     await even.getByRole("button", { name: "train.lr 0.1" }).click();
     await even.getByRole("button", { name: "25 of 750: show more" }).click();
     await until("more jobs are listed", async () => (await rows(page, "train.lr 0.1")).length === 50);

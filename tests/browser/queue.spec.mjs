@@ -45,6 +45,8 @@ describe("the queue", () => {
     await agent.evaluate((job) => window.simulatedAgent.attempt(job), jobs.urgent.id);
     await until("no slot is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));
     await until("only slots that become free are kept", async () => /: every slot that becomes free/.test(await page.locator(".reservations li").textContent()));
+    await row(page, "small").getByRole("button", { name: "Move small to the front" }).click();
+    await until("the small job is the first", async () => (await names(page)).join() === ["small", LONG].join());
     // The focused link stays the same element when the page is updated.
     const link = row(page, "small").getByRole("link");
     await link.focus();

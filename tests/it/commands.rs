@@ -346,7 +346,7 @@ async fn json_output_of_empty_and_filled_lists_is_valid() {
 fn start_demo(folder: &Folder) -> Child {
     lockstep()
         .args(["demo", "--exit-when-done", "--data-dir"])
-        .arg(folder.path().join("demo"))
+        .arg(folder.path().join("lockstep-demo"))
         .current_dir(folder.path())
         .stdout(Stdio::piped())
         .stderr(fs::File::create(folder.path().join("demo.log")).expect("a log"))
@@ -383,15 +383,16 @@ async fn the_demo_prints_a_link_that_signs_in_once() {
     // While the demo runs, commands find its URL and token in its data directory.
     let list = |more: &[&str]| {
         let mut command = lockstep();
-        command.args(["list", "--data-dir", "demo"]).args(more).current_dir(folder.path());
+        command.arg("list").args(more).current_dir(folder.path());
         Finished::of(&mut command)
     };
     assert!(list(&[]).ok().contains("demo"));
+    assert!(list(&["--data-dir", "lockstep-demo"]).ok().contains("demo"));
     assert_eq!(list(&["--server", "http://127.0.0.1:9"]).status, 1, "--server takes precedence");
-    assert!(folder.path().join("demo/address").exists());
+    assert!(folder.path().join("lockstep-demo/address").exists());
     signal(child.id() as i32, Signal::INT);
     exit_status(&mut child).await;
-    assert!(!folder.path().join("demo/address").exists());
+    assert!(!folder.path().join("lockstep-demo/address").exists());
     let left = crate::server::processes_of(folder.path());
     assert!(left.is_empty(), "{left:?}");
 }

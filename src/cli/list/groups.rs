@@ -23,6 +23,7 @@ struct MetricSummary {
     n: u64,
     mean: Option<f64>,
     std: Option<f64>,
+    max: Option<f64>,
 }
 
 /// Prints the groups.
@@ -81,13 +82,17 @@ fn row(group: &Group) -> [String; 5] {
         let n = if summary.n == group.jobs { String::new() } else { format!(" (n = {})", summary.n) };
         format!("{:.digits$}{std}{unit}{n}", mean * scale)
     };
+    // Groups are sorted by their best job.
+    let several = group.metrics.get("best").filter(|summary| summary.n > 1);
+    let best = several.and_then(|summary| summary.max);
+    let best = best.map(|best| format!(", best {:.2} %", 100.0 * best)).unwrap_or_default();
     // Prints as many digits as for the speed of a job.
     let is_slow = |summary: &MetricSummary| summary.mean.is_some_and(|mean| mean < 99.95);
     let digits = usize::from(group.metrics.get("speed").is_some_and(is_slow));
     [
         group.values.iter().map(value).collect::<Vec<_>>().join(", "),
         group.jobs.to_string(),
-        metric("best", 100.0, 2, " %"),
+        metric("best", 100.0, 2, " %") + &best,
         metric("loss", 1.0, 4, ""),
         metric("speed", 1.0, digits, ""),
     ]
@@ -111,7 +116,7 @@ mod tests {
         .unwrap();
         assert_eq!(
             row(&group),
-            ["resnet20, 0.1, none", "3", "90.00 ± 1.23 %", "0.2500 (n = 1)", "5.4 ± 0.3"]
+            ["resnet20, 0.1, none", "3", "90.00 ± 1.23 %, best 91.00 %", "0.2500 (n = 1)", "5.4 ± 0.3"]
         );
     }
 }

@@ -89,7 +89,7 @@ async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
     ));
     done.ok();
     assert!(done.stderr.contains("the agents' logs are in"), "{}", done.stderr);
-    assert!(done.stdout.contains("trained on 127.0.0.1 (agent launch-"), "{}", done.stdout);
+    assert!(done.stdout.contains("ran on 127.0.0.1 (agent launch-"), "{}", done.stdout);
     let job = server.wait_for_success(&id).await;
     assert_eq!(job["attempt"], 1, "{job:#}");
     assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");
@@ -317,8 +317,10 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     let job = batch::trains_past(&server, &id, 2, 60).await;
     assert!(job["cause"]["code"] == "fewer_ranks" && job["cause"]["ranks"] == 1, "{job:#}");
     server.cli(&["cancel", &id]).ok();
-    let stderr = second.await.expect("it ends").stderr;
+    let Finished { stdout, stderr, .. } = second.await.expect("it ends");
     assert!(stderr.contains("127.0.0.2 cannot be reached by ssh"), "{stderr}");
+    // The machines are also printed for a job without success.
+    assert!(stdout.contains("ran on 127.0.0.1 (agent launch-"), "{stdout}");
     server.until("the agent ends", async |s: &Server| launched_agents(s) == 0).await;
     server.stop().await;
 }

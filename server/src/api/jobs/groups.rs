@@ -43,8 +43,8 @@ pub(crate) struct GroupsQuery {
     /// Comma-separated names of at most 16 numbers whose mean and spread over the jobs of each group are returned. All numeric sort keys of
     /// jobs are possible, such as `loss,best,spec.train.lr`.
     metrics: Option<String>,
-    /// Sort key: `group` (the common values), `jobs` (the number of jobs), `newest`, or one of `metrics` (the metric's mean), with a
-    /// leading `-` for descending order (default `group`).
+    /// Sort key: `group` (the common values), `jobs` (the number of jobs), `newest`, or one of `metrics` (the metric's mean; for
+    /// `best`, the group's highest value), with a leading `-` for descending order (default `group`).
     sort: Option<String>,
     /// Maximum number of groups on a page, 1 to 1000 (default 100).
     #[param(minimum = 1, maximum = 1000)]
@@ -132,6 +132,7 @@ impl Group {
             "group" => group_keys::sort_key(&self.values),
             "jobs" => Some(self.jobs as f64).into(),
             "newest" => self.newest_at.into(),
+            "best" => self.metrics.get(by).and_then(|statistics| statistics.max).into(),
             metric => self.metrics.get(metric).and_then(|statistics| statistics.mean).into(),
         }
     }

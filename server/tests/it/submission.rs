@@ -137,6 +137,10 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     let mut no_dogs = dataset_info();
     no_dogs.splits[1].per_class = vec![200, 0];
     agent.register_as(&server, "no-dogs", no_dogs).await;
+    let train = SplitInfo { name: "train".into(), samples: 400, per_class: vec![200, 200] };
+    let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![21, 21] });
+    let photos = DatasetInfo { splits: vec![train], held_out, ..dataset_info() };
+    agent.register_as(&server, "photos", photos).await;
     let on = |name: &str, broken_files: &str| {
         let mut spec = spec();
         spec["data"] = json!({"dataset": name, "broken_files": broken_files});
@@ -172,10 +176,6 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     }
     // Pictures held out at random are an expected number, unless the inspection has counted them. A step that may take more than are left
     // causes a warning.
-    let train = SplitInfo { name: "train".into(), samples: 400, per_class: vec![200, 200] };
-    let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![21, 21] });
-    let photos = DatasetInfo { splits: vec![train], held_out, ..dataset_info() };
-    agent.register_as(&server, "photos", photos).await;
     for (seed, batch, samples, warning) in
         [(7, 358, 358, None), (0, 342, 360, None), (0, 360, 360, Some("a step of at most 342 is safe"))]
     {

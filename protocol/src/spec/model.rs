@@ -4,8 +4,8 @@ use super::named::words;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Networks NAME whose weights `model.pretrained` accepts by name, after `lockstep weights get NAME`. The repository `timm/NAME.a1_in1k` has
-/// the weights. They were trained on ImageNet-1k by timm's recipe A1 (Wightman et al. 2021).
+/// Networks NAME whose weights `model.pretrained` accepts by name, after `lockstep weights get NAME`. The repository
+/// `timm/NAME.a1_in1k` has the weights. They were trained on ImageNet-1k by timm's recipe A1 (Wightman et al. 2021).
 pub const KNOWN_WEIGHTS: [&str; 5] = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"];
 
 /// The network.

@@ -179,11 +179,11 @@ function chooseRecipe(name) {
   touched.add(weights);
 }
 
-// Without a response, the reader types the weights.
+// The list already has the names of weights that can be downloaded. Without a response, the reader types the weights of a model.
 weights.addEventListener("focus", async () => {
   const { models } = await ask("/api/v1/models?fields=name,aliases,newest").catch(() => ({ models: [] }));
   const versions = ({ aliases, newest }) => (Object.keys(aliases).length ? Object.keys(aliases).map((alias) => `@${alias}`) : [`/${newest.version}`]);
-  weights.list.replaceChildren(...models.flatMap((model) => versions(model).map((version) => new Option(`models:/${model.name}${version}`))));
+  weights.list.prepend(...models.flatMap((model) => versions(model).map((version) => new Option(`models:/${model.name}${version}`))));
 }, { once: true });
 
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */

@@ -193,7 +193,7 @@ pub struct Probability {
 /// Asks whether a file of weights fits a network. The path is on the agent's machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FitWeights {
-    /// A safetensors file, or a checkpoint's folder.
+    /// A safetensors file, a checkpoint's folder, or a name of downloaded weights.
     pub weights: String,
     pub model: ModelSpec,
     /// Side of the input in validation, in pixels, which decides the network's stem.

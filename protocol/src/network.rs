@@ -1,4 +1,5 @@
-//! A job's network as a list of its layers, in the order of the forward pass. Rank 0 reports it once per attempt.
+//! A job's network as a list of its layers, in the order of the forward pass. Rank 0 reports it when an attempt starts, and again
+//! after measurements.
 
 use crate::{
     limits::{LAYER_NAME_BYTES, NETWORK_LAYERS, PLAN_TEXT_BYTES},
@@ -14,6 +15,9 @@ const DIMENSIONS: usize = 8;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct NetworkDescription {
     pub layers: Vec<LayerDescription>,
+    /// Number of steps in which the layers were timed; absent if not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timed_steps: Option<u32>,
     /// How the network is divided over the job's ranks; absent for data parallelism without a prediction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan: Option<PlanDescription>,
@@ -88,7 +92,8 @@ pub struct LayerDescription {
     pub output_shape: Vec<u32>,
     /// Number of trained parameters.
     pub parameters: u64,
-    /// Microseconds of a step for this layer, forward and backward together; absent if not measured.
+    /// Microseconds of a step for this layer, forward and backward together (median over the network's `timed_steps`); absent if not
+    /// measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_us: Option<f32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -212,12 +217,12 @@ mod tests {
     }
 
     fn network(layer: LayerDescription) -> NetworkDescription {
-        NetworkDescription { layers: vec![layer], plan: Some(plan()) }
+        NetworkDescription { layers: vec![layer], timed_steps: Some(5), plan: Some(plan()) }
     }
 
     #[test]
     fn descriptions_have_a_maximum_of_layers_and_bytes() {
-        let many = |count| NetworkDescription { layers: vec![layer(); count], plan: None };
+        let many = |count| NetworkDescription { layers: vec![layer(); count], ..Default::default() };
         assert_eq!(many(NETWORK_LAYERS).check(), Ok(()));
         assert!(many(NETWORK_LAYERS + 1).check().is_err());
         let (most, more) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
@@ -247,7 +252,7 @@ mod tests {
 
     #[test]
     fn a_plan_has_limits() {
-        let of_plan = |plan| NetworkDescription { layers: Vec::new(), plan: Some(plan) }.check();
+        let of_plan = |plan| NetworkDescription { plan: Some(plan), ..Default::default() }.check();
         assert_eq!(of_plan(plan()), Ok(()));
         let why = |bytes| PlanPrediction { why: "w".repeat(bytes), ..prediction() };
         let predicted = |prediction| PlanDescription { predicted: Some(prediction), ..plan() };

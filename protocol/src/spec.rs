@@ -30,7 +30,7 @@ pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section};
 pub use loss::{ClassWeights, LossKind, LossSpec};
 pub use mistake::{SpecError, shortened};
-pub use model::{Arch, ModelSpec, Stem};
+pub use model::{Arch, KNOWN_WEIGHTS, ModelSpec, Stem};
 pub use nearest::nearest;
 pub use recipe::Recipe;
 pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference, sweep_reference};

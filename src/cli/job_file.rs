@@ -3,12 +3,12 @@
 use super::{
     WrongRequest,
     api::{Api, mistake},
-    dataset, file, output, usage_error, weights,
+    dataset, file, output, usage_error,
 };
 use lockstep_engine::plan;
 use lockstep_protocol::{
     JobSpec,
-    spec::{SpecError, apply_set, from_json, shortened, toml_document},
+    spec::{KNOWN_WEIGHTS, SpecError, apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
 use std::{
@@ -177,28 +177,7 @@ pub(super) fn document_as_written(path: &Path, sets: &[String]) -> anyhow::Resul
     for set in sets {
         apply_set(&mut document, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))?;
     }
-    find_weights(&mut document)?;
     Ok(document)
-}
-
-/// Replaces the name of weights in `model.pretrained` by the path of their file on this machine.
-///
-/// # Errors
-/// Exit status 2 if the weights have not been downloaded.
-fn find_weights(document: &mut Value) -> anyhow::Result<()> {
-    let Some(given) = document.pointer_mut("/model/pretrained") else { return Ok(()) };
-    let Some(path) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::path_of)
-    else {
-        return Ok(());
-    };
-    if !path.is_file() {
-        let name = given.as_str().unwrap_or_default();
-        return Err(usage_error(format!(
-            "model.pretrained: the weights of {name} are not on this machine; `lockstep weights get {name}` downloads them"
-        )));
-    }
-    *given = Value::String(path.to_string_lossy().into_owned());
-    Ok(())
 }
 
 /// Parses and checks a job's document.
@@ -275,8 +254,8 @@ pub(super) fn make_paths_absolute(document: &mut Value) {
         }
     };
     make_absolute("data", "dataset", |text| text.contains(std::path::is_separator));
-    // Other values are ids of checkpoints, or paths on the machine that trains.
-    make_absolute("model", "pretrained", |text| Path::new(text).exists());
+    // Other values are ids of checkpoints, names of downloaded weights, or paths on the machine that trains.
+    make_absolute("model", "pretrained", |text| !KNOWN_WEIGHTS.contains(&text) && Path::new(text).exists());
 }
 
 #[cfg(test)]

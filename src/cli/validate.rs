@@ -6,6 +6,7 @@ use super::{
     job_file::{self, UnknownPath},
     output, sweep,
 };
+use lockstep_host::cache;
 use lockstep_protocol::{
     JobSpec,
     numbers::plural,
@@ -14,7 +15,7 @@ use lockstep_protocol::{
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Check a job file without submitting it
 ///
@@ -144,9 +145,10 @@ fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError>
         }
     }
     let pretrained = spec.and_then(|spec| spec.model.pretrained.as_deref());
-    // Any other value is the id of a checkpoint, or a path on the machine that trains.
-    if let Some(path) = pretrained.map(Path::new).filter(|path| path.exists()) {
-        let files = checkpoint::model_files(path).map_err(|e| e.to_string());
+    let path = pretrained.and_then(|given| cache::find_weights(given).ok());
+    // Any other value is the id of a checkpoint, or a path or a name of weights on the machine that trains.
+    if let Some(path) = path.filter(|path| path.exists()) {
+        let files = checkpoint::model_files(&path).map_err(|e| e.to_string());
         let read =
             files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
         let mistake = |detail| SpecError { pointer: "/model/pretrained".into(), detail };

@@ -11,12 +11,10 @@ use super::{
 };
 use anyhow::anyhow;
 use lockstep_host::cache;
+use lockstep_protocol::spec::KNOWN_WEIGHTS;
 use lockstep_worker::checkpoint;
 use reqwest::{Client, StatusCode};
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::Path};
 
 /// Default hub, on which timm's authors publish weights.
 const HUB: &str = "https://huggingface.co";
@@ -27,16 +25,12 @@ const FILE: &str = "model.safetensors";
 /// Maximum size of a Git LFS pointer, from its specification.
 const POINTER_BYTES: usize = 1024;
 
-/// Networks NAME for which the repository `timm/NAME.a1_in1k` has weights. The weights were trained on ImageNet-1k by timm's recipe A1
-/// (Wightman et al. 2021).
-const KNOWN: [&str; 5] = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"];
-
 #[derive(clap::Subcommand)]
 pub(crate) enum Action {
     /// Download a network's weights, trained on ImageNet, and check them; jobs then use them by name, as in model.pretrained = "resnet18"
     Get {
         /// The network
-        #[arg(value_name = "NAME", value_parser = KNOWN)]
+        #[arg(value_name = "NAME", value_parser = KNOWN_WEIGHTS)]
         name: String,
         /// URL of a mirror of the Hugging Face hub
         #[arg(long, value_name = "URL", env = HUB_VARIABLE, default_value = HUB)]
@@ -50,16 +44,11 @@ pub(crate) enum Action {
 /// Exit status 1 if the URL cannot be reached, 2 if the content does not match its checksum.
 pub(crate) fn run(action: &Action) -> anyhow::Result<()> {
     let Action::Get { name, from } = action;
-    let target = path_of(name).ok_or_else(|| {
+    let target = cache::weights(name).ok_or_else(|| {
         usage_error("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
     })?;
     fetch(name, from, &target)?;
     output::line(format_args!("{name}: {}; jobs use it with model.pretrained = \"{name}\"", target.display()))
-}
-
-/// Returns the path of the weights with this name, which may not exist yet. `None` for unknown names.
-pub(super) fn path_of(name: &str) -> Option<PathBuf> {
-    Some(cache::dir().filter(|_| KNOWN.contains(&name))?.join("weights").join(format!("{name}.safetensors")))
 }
 
 /// Downloads a network's weights from a hub to `target`.

@@ -11,6 +11,7 @@ const MAX_DEPTH = 3;
 
 const shape = (sizes) => sizes.map(count).join(" × ");
 const time = (us) => (us >= 1000 ? millis(us / 1000) : `${us.toFixed(us < 100 ? 1 : 0)} µs`);
+const medianOf = (steps) => (steps > 1 ? `median of ${steps} steps` : "timed once");
 const named = (tag, textContent) => make(tag, { textContent });
 const heading = (textContent) => make("th", { textContent, scope: "row" });
 const number = (textContent) => make("td", { textContent, className: "num" });
@@ -45,8 +46,8 @@ export class Network {
 
   async load() {
     try {
-      const { layers, plan } = await ask(`/api/v1/jobs/${this.job}/network`);
-      this.#draw(layers, plan);
+      const { layers, timed_steps: steps, plan } = await ask(`/api/v1/jobs/${this.job}/network`);
+      this.#draw(layers, steps, plan);
       if (plan) this.onPlan(plan);
     } catch (error) { text(byId("network-sum"), errorText(error)); }
   }
@@ -59,14 +60,16 @@ export class Network {
     text(byId("mesh-note"), drawMesh(byId("mesh"), plan));
   }
 
-  #draw(layers, plan) {
+  /** `steps` is the number of steps whose median times the layers have, or undefined. */
+  #draw(layers, steps, plan) {
     byId("network-plan").hidden = !plan;
     if (plan) this.#drawPlan(plan);
     const predicts = plan?.predicted !== undefined;
     for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !predicts;
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
-    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in one step, timed once` : ""}` : "The network is not known yet.");
+    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in a step, ${medianOf(steps)}` : ""}` : "The network is not known yet.");
     byId("network-time").hidden = !timed;
+    text(byId("network-time"), `time, ${medianOf(steps)}`);
     const meter = (title, value, total) => make("meter", { min: 0, max: total || 1, value, title, "aria-label": `${title}: ${percent(total ? value / total : 0)}` });
     byId("network-stages").replaceChildren(...found.map((stage) => {
       const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us");

@@ -141,7 +141,7 @@ describe("a model", () => {
     await until("the alias has moved to version 2", async () => (await alias(2).allTextContents()).join() === "champion" && (await alias(1).count()) === 0);
     await page.goto(`${server.url}/jobs/new`);
     await page.getByLabel("Pretrained weights", { exact: true }).focus();
-    await until("the form suggests the model", async () => (await page.locator("#weights option").allTextContents()).join() === "models:/clothes@champion");
+    await until("the form suggests the model", async () => (await page.locator("#weights option").allTextContents()).join() === "models:/clothes@champion,resnet18,resnet34,resnet50,resnet101,resnet152");
     await page.goto(`${server.url}/models`);
     assert.match(await page.locator("tr[data-model=clothes]").innerText(), /^clothes\s+champion → 2\s+2\s.* of 187 pictures\s+looked at/);
     await page.getByRole("link", { name: "clothes", exact: true }).click();

@@ -32,7 +32,7 @@ async function startJob(name) {
     const layers = [layer("conv1", "conv 3x3", [16, 32, 32], 432, 310.5), layer("bn1", "batch_norm", [16, 32, 32], 32, 55.5)];
     for (const [stage, channels, size] of [["layer1", 16, 32], ["layer2", 32, 16], ["layer3", 64, 8]]) for (let block = 0; block < 3; block++) for (const conv of ["conv1", "conv2"]) layers.push(layer(`${stage}.${block}.${conv}`, "conv 3x3", [channels, size, size], channels * channels * 9, 210.5 * (1 + block)));
     layers.push(layer("fc", "linear", [10], 650, null));
-    await window.simulatedAgent.report(attempt, 0, [{ type: "network", layers }]);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "network", layers, timed_steps: 5 }]);
     window.histograms = (step) => ({ type: "histograms", step, layers: layers.filter((l) => l.kind !== "batch_norm").flatMap((l, place) => ["weight", "gradient"].map((kind) => {
       const bound = (kind === "weight" ? 0.31 : 0.011) * (1 + place / 10 + step / 40);
       return { name: `${l.name}.weight`, kind, min: -bound, max: bound * 0.9, counts: Array.from({ length: 64 }, (_, i) => Math.round(1000 * Math.exp(-(((i - 34) / (8 + step / 10)) ** 2)))) };
@@ -222,7 +222,8 @@ describe("layers", () => {
 
   test("are shown as a picture and a table of the network", async () => {
     const page = await open(`/jobs/${job.id}?tab=network`);
-    await until("the summary is shown", async () => (await page.locator("#network-sum").textContent()) === "21 layers · 291,418 parameters · 7.9 ms in one step, timed once");
+    await until("the summary is shown", async () => (await page.locator("#network-sum").textContent()) === "21 layers · 291,418 parameters · 7.9 ms in a step, median of 5 steps");
+    assert.equal(await page.locator("#network-time").textContent(), "time, median of 5 steps");
     assert.deepEqual(await page.locator("#network-stages b").allTextContents(), ["conv1 to bn1", "layer1", "layer2", "layer3", "fc"]);
     assert.match(await page.locator("#network-stages li").nth(2).innerText(), /32 × 16 × 16\s+6 layers\s+55,296 parameters\s+2.5 ms/);
     const row = page.locator("#network-rows tr").filter({ hasText: "layer3.2.conv1" });

@@ -49,7 +49,7 @@ EVENTS = [
     {"type": "histograms", "step": 10,
      "layers": [{"name": "conv1.weight", "kind": "weight", "min": -1.0, "max": 1.0, "counts": [1] * 64}]},
     {"type": "network",
-     "layers": [{"name": "conv1", "kind": "conv 3x3", "output_shape": [16, 32, 32], "parameters": 432, "time_us": 1.5}]},
+     "layers": [{"name": "conv1", "kind": "conv 3x3", "output_shape": [16, 32, 32], "parameters": 432, "time_us": 1.5}], "timed_steps": 5},
     {"type": "precision_fallback", "step": 3, "what": "gradient"},
     {"type": "stopped_early", "step": 3, "why": "validation accuracy has not improved in 2 validations"},
     {"type": "rank_failed", "rank": 0, "step": 3, "reason": "gone", "code": "diverged", "retriable": True, "secondary": False},

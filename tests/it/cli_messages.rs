@@ -276,12 +276,8 @@ async fn downloaded_weights_can_be_named_in_a_job() {
         command.args(args).current_dir(folder.path()).env("LOCKSTEP_CACHE", folder.path().join("cache"));
         Finished::of(command.env_remove("HF_ENDPOINT").env("no_proxy", "*"))
     };
-    for args in [&["validate", "job.toml"][..], &["train", "job.toml"], &["submit", "job.toml"]] {
-        run(args).assert_usage_error(&[
-            "model.pretrained: the weights of resnet18 are not on this machine",
-            "`lockstep weights get resnet18`",
-        ]);
-    }
+    // Without a server, the weights may be on the machine that trains.
+    run(&["validate", "job.toml"]).ok();
     // Without a network, the message names the path where the file belongs, and jobs find the file there.
     let unused_url = format!("http://127.0.0.1:{}", free_port());
     let path = folder.path().join("cache/weights/resnet18.safetensors");
@@ -298,6 +294,9 @@ async fn downloaded_weights_can_be_named_in_a_job() {
     let got = run(&["weights", "get", "resnet18", "--from", &unused_url]);
     assert!(got.ok().contains("jobs use it with model.pretrained = \"resnet18\""), "{}", got.stdout);
     run(&["validate", "job.toml"]).ok();
+    fs::write(&path, "a page").expect("a file");
+    run(&["validate", "job.toml"])
+        .assert_usage_error(&["model.pretrained: ", "resnet18.safetensors: not a whole safetensors file"]);
 }
 
 #[tokio::test]

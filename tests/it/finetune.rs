@@ -3,7 +3,7 @@
 
 use crate::{
     pages,
-    server::{Finished, Server, training_permit},
+    server::{Agents, Finished, Folder, Server, training_permit},
 };
 use image::{Rgb, RgbImage};
 use lockstep_engine::net::{init, resnet};
@@ -73,7 +73,10 @@ fn values(file: &[u8], tensor: &str) -> Vec<f32> {
 #[tokio::test]
 async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     let _permit = training_permit().await;
-    let server = Server::start().await;
+    let cache = Folder::new();
+    let database = crate::postgres::wanted().then(crate::postgres::database);
+    let environment = vec![("LOCKSTEP_CACHE".into(), cache.path().display().to_string())];
+    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
     let here = server.folder().path();
     let folder = here.join("home/pictures/flowers");
     write_folder(&folder);
@@ -99,11 +102,15 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
         ),
         ("model.stem=\"cifar\"", &["model.pretrained", "conv1.weight is [64, 3, 7, 7]", "set model.stem"]),
         ("model.pretrained=\"/no/weights.safetensors\"", &["model.pretrained", "/no/weights.safetensors"]),
+        ("model.pretrained=\"resnet18\"", &["model.pretrained", "run `lockstep weights get resnet18`"]),
         ("model.pretrained=\"finetune.toml\"", &["model.pretrained", "not a whole safetensors file"]),
     ] {
         run_line(&format!("{submit}{SIZES} --set '{set}'")).assert_usage_error(words);
     }
-    let watched = run_line(&(submit + SIZES));
+    // The agent finds downloaded weights by their name.
+    fs::create_dir(cache.path().join("weights")).expect("a folder");
+    fs::copy(&weights, cache.path().join("weights/resnet18.safetensors")).expect("a copy");
+    let watched = run_line(&format!("{submit}{SIZES} --set 'model.pretrained=\"resnet18\"'"));
     let last = watched.ok().lines().last().expect("a last line");
     assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
     let response = run_line(&pages::line("docs/training.md", "lockstep predict flowers new.jpg"));

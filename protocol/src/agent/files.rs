@@ -25,7 +25,8 @@ pub struct StartFiles {
     pub registered: Option<PicturesFingerprint>,
     /// The id of the checkpoint whose folder `model.pretrained` names on the server's disk.
     pub pretrained: Option<String>,
-    /// Folders in which the file of `model.pretrained` may be; `None` if it may be anywhere, or is a checkpoint.
+    /// Folders in which the file of `model.pretrained` may be; `None` if it may be anywhere, is a checkpoint, or has a name of
+    /// downloaded weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights_in: Option<AllowedFolders>,
     /// Folders to which the server's path of the dataset may lead if it has links. An agent that uses another path ignores this.

@@ -4,6 +4,10 @@ use super::named::words;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+/// Networks NAME whose weights `model.pretrained` accepts by name, after `lockstep weights get NAME`. The repository
+/// `timm/NAME.a1_in1k` has the weights. They were trained on ImageNet-1k by timm's recipe A1 (Wightman et al. 2021).
+pub const KNOWN_WEIGHTS: [&str; 5] = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"];
+
 /// The network.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -18,7 +22,7 @@ pub struct ModelSpec {
     /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
     pub zero_init_residual: bool,
     /// Path of a safetensors file with torchvision's tensor names (timm has the same), a checkpoint's id, a version of a registered model
-    /// (`models:/shoes@champion`), or (from the command line) the name of weights that `lockstep weights get` has downloaded, such as
+    /// (`models:/shoes@champion`), or the name of weights that `lockstep weights get` has downloaded on the machine that trains, such as
     /// `resnet18`. All tensor names may share a prefix, such as `module.`. The last layer (`fc`) is initialised randomly if the file has
     /// no `fc` of the same shape. For grey pictures, a first convolution for RGB is summed over its input channels. The log lists the
     /// tensors that were left out or changed.

@@ -10,7 +10,7 @@ use lockstep_protocol::{
     job::JobState,
 };
 use serde_json::{Value, json};
-use std::os::unix::fs::symlink;
+use std::{os::unix::fs::symlink, path::Path};
 
 fn detail(problem: &Value) -> &str {
     problem["detail"].as_str().unwrap_or_default()
@@ -101,19 +101,26 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
         assert!(why.contains("checkpoint's id"), "{why}");
     }
     assert!(mistake(&outside.join("w.safetensors")).await.contains("--dataset-root"));
-    // The agent gets a request for a path below a root.
+    // The agent gets a request for the name of downloaded weights, and for a path below a root.
     let good = root.join("there.safetensors");
-    let answering = async {
-        let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) = agent.next().await
-        else {
-            panic!("no such request")
+    for (given, is_path) in [(Path::new("resnet18"), false), (good.as_path(), true)] {
+        let answering = async {
+            let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) =
+                agent.next().await
+            else {
+                panic!("no such request")
+            };
+            let reply = AgentReply::Weights { mistake: None };
+            agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
+            request
         };
-        let reply = AgentReply::Weights { mistake: None };
-        agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
-        request.weights
-    };
-    let ((status, job), weights) = tokio::join!(ask(&good), answering);
-    assert_eq!((status, weights.as_str()), (201, good.to_str().unwrap()), "{job}");
+        let ((status, job), request) = tokio::join!(ask(given), answering);
+        assert_eq!((status, request.weights.as_str()), (201, given.to_str().unwrap()), "{job}");
+        assert_eq!(request.allowed.is_some(), is_path, "{given:?}");
+        if !is_path {
+            assert_eq!(agent.expect_start().await.files.weights_in, None);
+        }
+    }
     server.stop().await;
 }
 

@@ -61,7 +61,7 @@ fn network(parameters: u64) -> AttemptEvent {
         measured_step_ms: Some(25.5),
         measured_memory_bytes: Some(1 << 29),
     };
-    AttemptEvent::Network(NetworkDescription { layers, plan: Some(plan) })
+    AttemptEvent::Network(NetworkDescription { layers, timed_steps: Some(5), plan: Some(plan) })
 }
 
 async fn read_histograms(server: &TestServer, id: &str, query: &str) -> Value {
@@ -118,7 +118,7 @@ async fn test_layers(server: TestServer) {
     assert_eq!(read_histograms(&server, &id, "?step=18446744073709551615").await["histograms"], json!([]));
     assert_eq!(server.get(&format!("/jobs/{id}/histograms?kind=bias")).await.0, 400);
     let (_, known) = server.get(&format!("/jobs/{id}/network")).await;
-    assert_eq!(known["layers"][0]["time_us"], 12.5);
+    assert_eq!((&known["timed_steps"], &known["layers"][0]["time_us"]), (&json!(5), &json!(12.5)));
     assert!(known["layers"][1].get("time_us").is_none() && known["layers"][1]["parameters"] == 1, "{known}");
     // The description has predicted and measured times.
     assert_eq!(known["plan"]["shard"], json!([{"match": "fc", "split": "out"}]));

@@ -106,9 +106,11 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
         assert!(recorded(&bench, out, 0).0 == histograms, "{out}");
     }
 
-    // The first description has no times, the second has measured times.
-    let [reported, timed] = &networks[..] else { panic!("{networks:?}") };
-    assert!(reported.check() == Ok(()) && timed.check() == Ok(()), "{networks:?}");
+    // The first description has no times. The last one has the medians of steps 3 and 14.
+    let [reported, _, timed] = &networks[..] else { panic!("{networks:?}") };
+    assert!(networks.iter().all(|network| network.check() == Ok(())), "{networks:?}");
+    let timed_steps: Vec<_> = networks.iter().map(|network| network.timed_steps).collect();
+    assert_eq!(timed_steps, [None, Some(1), Some(2)]);
     assert_eq!(reported.layers.len(), timed.layers.len());
     assert!(reported.layers.iter().all(|layer| layer.time_us.is_none()));
     let conv1 = &timed.layers[0];

@@ -19,7 +19,8 @@ async fn impossible_training_is_refused_with_advice() {
     let error_of = |sets: &[&str]| {
         let out = format!("out-{}", sets.join("-").replace(['/', '.'], "_"));
         let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-        let output = bench.train(&out, &more).output().expect("it runs");
+        let mut command = bench.train(&out, &more);
+        let output = command.env("LOCKSTEP_CACHE", bench.out("cache")).output().expect("it runs");
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let (status, error) = error_of(&["train.global_batch_size=4096"]);
@@ -43,6 +44,9 @@ async fn impossible_training_is_refused_with_advice() {
             && error.contains("lower train.lr"),
         "{error}"
     );
+    let (status, error) = error_of(&["model.pretrained=resnet18"]);
+    assert_eq!(status, Some(1), "{error}");
+    assert!(error.contains("model.pretrained: the weights of resnet18 have not been downloaded"), "{error}");
     let (status, error) = error_of(&["model.pretrained=/none.safetensors"]);
     assert_eq!(status, Some(1), "{error}");
     assert!(error.contains("model.pretrained: /none.safetensors"), "{error}");

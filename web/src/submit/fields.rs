@@ -82,7 +82,8 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 "model.pretrained",
                 "Pretrained weights",
                 Kind::Text,
-                "models:/name@alias, a checkpoint's id or a safetensors file; empty: random weights",
+                "models:/name@alias, a checkpoint's id, a safetensors file, or resnet18 (after lockstep weights get resnet18); empty: \
+                 random weights",
             ),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
             field(

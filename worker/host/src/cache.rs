@@ -5,6 +5,7 @@
 //! verified content is used. Because of the checksum, files need not be synced. Other modules have files of their own in [`dir`].
 
 use crate::{lock_within, open_lock, write_atomically};
+use lockstep_protocol::spec::KNOWN_WEIGHTS;
 use sha2::{Digest, Sha256};
 use std::{
     fmt::Display,
@@ -20,6 +21,28 @@ pub fn dir() -> Option<PathBuf> {
     from("LOCKSTEP_CACHE")
         .or_else(|| from("XDG_CACHE_HOME").map(|d| d.join("lockstep")))
         .or_else(|| from("HOME").map(|d| d.join(".cache").join("lockstep")))
+}
+
+/// The file of the weights that `lockstep weights get NAME` downloads. `None` for unknown names, and without a cache directory.
+pub fn weights(name: &str) -> Option<PathBuf> {
+    Some(dir().filter(|_| KNOWN_WEIGHTS.contains(&name))?.join("weights").join(format!("{name}.safetensors")))
+}
+
+/// The path to which `model.pretrained` refers on this machine. The value is a path or the name of downloaded weights.
+///
+/// # Errors
+/// The weights with this name have not been downloaded. The error is a sentence.
+pub fn find_weights(given: &str) -> Result<PathBuf, String> {
+    if !KNOWN_WEIGHTS.contains(&given) {
+        return Ok(given.into());
+    }
+    let file = weights(given);
+    let place = file.as_ref().map(|file| format!(" ({} does not exist)", file.display())).unwrap_or_default();
+    file.filter(|file| file.is_file()).ok_or_else(|| {
+        format!(
+            "the weights of {given} have not been downloaded{place}; run `lockstep weights get {given}` on the machine that trains"
+        )
+    })
 }
 
 /// The folder `../share/lockstep/cache` beside the program's folder, where packages put compiled kernels. `None` if it

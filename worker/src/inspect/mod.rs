@@ -12,7 +12,7 @@ mod samples;
 pub use model::to_onnx;
 pub use predict::{embed, predict, write_embeddings};
 
-use lockstep_host::{SECRETS, files::allowed::is_allowed};
+use lockstep_host::{SECRETS, cache, files::allowed::is_allowed};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, RequestQueue},
     inspect::{CONCURRENT_REQUESTS, PROCESS_ENDED},
@@ -168,9 +168,11 @@ pub fn run() -> std::io::Result<()> {
 /// An error in the request or in the files.
 pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
     match request {
-        AgentRequest::HasFiles { paths } => Ok(AgentReply::Files {
-            there: paths.iter().map(|path| lockstep_data::exists(Path::new(path))).collect(),
-        }),
+        AgentRequest::HasFiles { paths } => {
+            let exists =
+                |path: &String| cache::find_weights(path).is_ok_and(|path| lockstep_data::exists(&path));
+            Ok(AgentReply::Files { there: paths.iter().map(exists).collect() })
+        }
         AgentRequest::InspectProgress { path } => {
             let path = lockstep_data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
             let inspected =

@@ -4,6 +4,7 @@
 use crate::checkpoint;
 use lockstep_engine::net;
 use lockstep_host::{
+    cache,
     files::allowed,
     tensors::fit::{Shapes, compare},
 };
@@ -12,7 +13,8 @@ use std::path::{Path, PathBuf};
 
 /// Why a network cannot start from these weights. `None` if the weights fit.
 pub(super) fn find_mistake(request: &FitWeights) -> Option<String> {
-    let (file, given) = match shapes(Path::new(&request.weights), request.allowed.as_ref()) {
+    let path = cache::find_weights(&request.weights);
+    let (file, given) = match path.and_then(|path| shapes(&path, request.allowed.as_ref())) {
         Ok(given) => given,
         Err(why) => return Some(why),
     };

@@ -1,4 +1,4 @@
-//! Rank 0's reports about layers: the description of the network, the time of each layer, and, every `log.histograms`
+//! Rank 0's reports about layers: the description of the network, the median time of each layer, and, every `log.histograms`
 //! steps, histograms of weights and gradients.
 
 mod histogram;
@@ -7,16 +7,21 @@ use super::{Run, TrainError, Training};
 use crate::planning::{self, Planned};
 use histogram::histograms;
 use lockstep_engine::{
+    LayerTime,
     net::{Network, TensorId},
     plan::Plan,
 };
 use lockstep_host::usage::peak_memory_bytes;
 use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 
-/// The step of an attempt (from 1) whose layers are timed. The first steps load kernels and allocate memory.
-const TIMED_STEP: u64 = 3;
-/// Number of steps after [`TIMED_STEP`] whose median time is compared with the prediction.
+/// The first step of an attempt (from 1) whose layers are timed. Earlier steps load kernels and allocate memory.
+const FIRST_TIMED_STEP: u64 = 3;
+/// Number of steps whose layers are timed. Few, because their operations do not overlap.
+const TIMED_STEPS: u64 = 5;
+/// Number of steps after the first timed step whose median time is compared with the prediction.
 const COMPARED_STEPS: usize = 10;
+/// Distance of two timed steps. The compared steps are between the first two.
+const TIMING_INTERVAL: u64 = COMPARED_STEPS as u64 + 1;
 /// Added to the log if the measured time differs from the prediction by more than half.
 const OUTDATED_FIGURES: &str = "; the figures of this machine may be out of date: `lockstep plan --measure JOB.toml` measures them again";
 
@@ -27,14 +32,16 @@ pub(super) struct LayerReports {
     times: bool,
 }
 
-/// The layers about which rank 0 reports. Other ranks only time the same step.
+/// The layers about which rank 0 reports. Other ranks only time the same steps.
 #[derive(Default)]
 pub(super) struct Layers {
     description: NetworkDescription,
     /// The output of each layer.
     outputs: Vec<TensorId>,
-    /// The step whose layers are timed, as in [`Run::step`].
-    timed_step: u64,
+    /// The measured times of each layer in microseconds, one for each timed step.
+    micros: Vec<Vec<f64>>,
+    /// The first step whose layers are timed, as in [`Run::step`].
+    first_timed_step: u64,
     /// The durations of later steps in seconds, without steps that waited for pictures.
     step_secs: Vec<f64>,
 }
@@ -47,9 +54,9 @@ impl Layers {
         planned: Option<&Planned>,
         step: u64,
     ) -> Self {
-        // All ranks time the same step: a timed step is not replayed as a graph, so its collectives match only those of
+        // All ranks time the same steps: a timed step is not replayed as a graph, so its collectives match only those of
         // other timed steps.
-        let mut layers = Self { timed_step: step + TIMED_STEP, ..Self::default() };
+        let mut layers = Self { first_timed_step: step + FIRST_TIMED_STEP, ..Self::default() };
         if training.is_first() {
             (layers.description, layers.outputs) = network.describe();
             let parallel = &training.spec.parallel;
@@ -65,18 +72,43 @@ impl Layers {
         layers
     }
 
+    fn is_timed(&self, step: u64) -> bool {
+        (0..TIMED_STEPS).any(|number| step == self.first_timed_step + number * TIMING_INTERVAL)
+    }
+
+    /// Records the times of a step's layers. The description then has the medians over all timed steps.
+    fn record(&mut self, times: &[LayerTime]) {
+        let Self { description, outputs, micros, .. } = self;
+        micros.resize(outputs.len(), Vec::new());
+        for time in times {
+            let mut layers = description.layers.iter().zip(outputs.iter());
+            let position = layers.position(|(layer, output)| match &time.name {
+                Some(name) => *name == layer.name,
+                None => *output == time.output,
+            });
+            if let Some(position) = position {
+                micros[position].push(time.micros);
+            }
+        }
+        for (layer, micros) in description.layers.iter_mut().zip(micros) {
+            if !micros.is_empty() {
+                layer.time_us = Some(median(micros) as f32);
+            }
+        }
+        *description.timed_steps.get_or_insert(0) += 1;
+    }
+
     /// Records that a step took `secs`. After enough steps, returns the measured time in milliseconds.
     fn compare(&mut self, step: u64, secs: f64) -> Option<f32> {
         let plan = self.description.plan.as_mut()?;
-        if step <= self.timed_step || plan.measured_step_ms.is_some() {
+        if step <= self.first_timed_step || plan.measured_step_ms.is_some() {
             return None;
         }
         self.step_secs.push(secs);
         if self.step_secs.len() < COMPARED_STEPS {
             return None;
         }
-        self.step_secs.sort_by(f64::total_cmp);
-        let measured = (1e3 * self.step_secs[COMPARED_STEPS / 2]) as f32;
+        let measured = (1e3 * median(&mut self.step_secs)) as f32;
         plan.measured_step_ms = Some(measured);
         Some(measured)
     }
@@ -90,6 +122,13 @@ impl Layers {
     }
 }
 
+/// Returns the median of at least one value. Sorts the values.
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let last = values.len() - 1;
+    f64::midpoint(values[last / 2], values[last.div_ceil(2)])
+}
+
 impl Run<'_> {
     /// Requests the next step's additional reports from the engine. Keeping gradients is collective.
     pub(super) fn request_layer_reports(&mut self) -> Result<LayerReports, TrainError> {
@@ -98,14 +137,14 @@ impl Run<'_> {
         if histograms {
             self.engine.keep_gradients()?;
         }
-        let times = next == self.layers.timed_step;
+        let times = self.layers.is_timed(next);
         if times {
             self.engine.time_layers();
         }
         Ok(LayerReports { histograms, times })
     }
 
-    /// Reports the times of layers, after the timed step was started.
+    /// Reports the times of layers, after a timed step was started.
     pub(super) fn report_layer_times(&mut self, reports: LayerReports) {
         if !reports.times {
             return;
@@ -114,18 +153,8 @@ impl Run<'_> {
         if times.is_empty() || !self.training.is_first() {
             return;
         }
-        let Layers { description, outputs, .. } = &mut self.layers;
-        for time in &times {
-            let mut layers = description.layers.iter_mut().zip(outputs.iter());
-            let layer = layers.find(|(layer, output)| match &time.name {
-                Some(name) => *name == layer.name,
-                None => **output == time.output,
-            });
-            if let Some((layer, _)) = layer {
-                layer.time_us = Some(time.micros as f32);
-            }
-        }
-        self.training.observer.event(&AttemptEvent::Network(description.clone()));
+        self.layers.record(&times);
+        self.training.observer.event(&AttemptEvent::Network(self.layers.description.clone()));
     }
 
     /// Reports the measured memory, and the measured and the predicted time of a step, when enough steps are done.

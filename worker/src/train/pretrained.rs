@@ -5,13 +5,26 @@ use super::{TrainError, Training};
 use crate::checkpoint;
 use lockstep_engine::first_not_finite;
 use lockstep_host::{
+    cache,
     files::allowed,
     tensors::{
         HostTensor, NamedTensors,
         fit::{Mapping, compare, is_in, shapes},
     },
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+fn wrong(text: String) -> TrainError {
+    TrainError::Impossible(format!("model.pretrained: {text}"))
+}
+
+/// The path to which `model.pretrained` refers on this machine.
+///
+/// # Errors
+/// It names weights that have not been downloaded.
+pub(super) fn find(given: &str) -> Result<PathBuf, TrainError> {
+    cache::find_weights(given).map_err(wrong)
+}
 
 /// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the
 /// file's last layer does not fit. Also returns log lines about differences between the file and the network.
@@ -24,7 +37,6 @@ pub(super) fn load(
     initial: NamedTensors,
     head: &str,
 ) -> Result<(NamedTensors, Vec<String>), TrainError> {
-    let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
     let path = allowed::resolve(path, training.weights_in).map_err(wrong)?;
     let files = checkpoint::model_files(&path).map_err(|e| wrong(e.to_string()))?;
     let mut given = NamedTensors::new();

@@ -81,11 +81,12 @@ pub(super) fn initialize(
     if let Some(folder) = training.resume {
         return resume(training, plan, data, engine, folder);
     }
-    let pretrained = training.spec.model.pretrained.as_deref().map(Path::new);
+    let pretrained = training.spec.model.pretrained.as_deref();
+    let path = pretrained.filter(|_| training.is_first()).map(pretrained::find).transpose()?;
     let mut notes = Vec::new();
-    if let Some(path) = pretrained {
+    if pretrained.is_some() {
         let mut weights = None;
-        if training.is_first() {
+        if let Some(path) = &path {
             let (zero_init_residual, seed) =
                 (training.spec.model.zero_init_residual, training.spec.train.seed);
             let initial = net::init::initial_parameters(&plan.network, zero_init_residual, seed);
@@ -127,12 +128,12 @@ pub(super) fn initialize(
         engine.broadcast_parameters()?;
     }
     let mut divisions = Vec::new();
-    if let Some(path) = pretrained {
+    if pretrained.is_some() {
         // A checkpoint of Lockstep records the pictures on which it was trained.
-        let folder = if path.is_dir() { Some(path) } else { path.parent() };
-        let found = training
-            .is_first()
-            .then(|| folder.and_then(checkpoint::unverified_state).map(|state| state.divisions));
+        let found = path.map(|path| {
+            let folder = if path.is_dir() { Some(path.as_path()) } else { path.parent() };
+            folder.and_then(checkpoint::unverified_state).map(|state| state.divisions)
+        });
         divisions = broadcast_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
         notes.extend(describe_trained_validation(training, data, &divisions));
     }

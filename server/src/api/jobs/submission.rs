@@ -16,7 +16,7 @@ use lockstep_protocol::{
     models::{SCHEME, VersionName},
     numbers::plural,
     pickle,
-    spec::{BrokenFiles, SpecError, Validation},
+    spec::{BrokenFiles, KNOWN_WEIGHTS, SpecError, Validation},
 };
 use std::{sync::Arc, time::Duration};
 
@@ -148,6 +148,8 @@ pub(crate) async fn check_pretrained(
         ));
     }
     let is_checkpoint = dispatch::is_checkpoint_id(given);
+    // A name refers to one file of public weights in the cache directory of the agent's account, so everybody may give it.
+    let is_known_name = KNOWN_WEIGHTS.contains(&given.as_str());
     let weights = if is_checkpoint {
         let row = scheduler.store.checkpoint(given).await?;
         let job = match &row {
@@ -169,7 +171,7 @@ pub(crate) async fn check_pretrained(
             }
         }
     } else {
-        if let Err(detail) = scheduler.datasets.roots.check_weights(given, caller).await {
+        if !is_known_name && let Err(detail) = scheduler.datasets.roots.check_weights(given, caller).await {
             return mistake(detail);
         }
         given.clone()
@@ -181,11 +183,18 @@ pub(crate) async fn check_pretrained(
         image_size: spec.data.effective_validation_size().unwrap_or(info.height),
         channels: info.channels,
         classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
-        allowed: if is_checkpoint { None } else { scheduler.datasets.roots.allowed_weights(given) },
+        allowed: match is_checkpoint || is_known_name {
+            true => None,
+            false => scheduler.datasets.roots.allowed_weights(given),
+        },
     });
     let why = match requests::call(&scheduler.agents, request, HEADER_TIMEOUT).await {
         Ok(AgentReply::Weights { mistake: None }) => return Ok(WeightsCheck::Fit),
         Ok(AgentReply::Weights { mistake: Some(detail) }) => return mistake(detail),
+        Err(error @ RequestError::NobodyHasFiles { .. }) if is_known_name => {
+            let why = error.in_words();
+            return mistake(format!("{why}; run `lockstep weights get {given}` on the machine that trains"));
+        }
         Err(error @ RequestError::NobodyHasFiles { .. }) => return mistake(error.in_words()),
         Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
         Ok(_) => "an agent gave an unexpected reply".to_owned(),

@@ -10,7 +10,7 @@ use lockstep_protocol::{
     dataset::Dataset,
     job::{Job, JobId},
     reason::{Reason, ReasonKind},
-    spec::JobSpec,
+    spec::{JobSpec, KNOWN_WEIGHTS},
 };
 use std::collections::{HashMap, HashSet};
 
@@ -63,7 +63,8 @@ pub(super) async fn needs(
         return not_allowed(format!("data.dataset: {detail}"));
     }
     let mut weights_in = None;
-    if let Some(path) = job.spec.model.pretrained.as_deref().filter(|_| pretrained.is_none()) {
+    let is_path = |given: &&str| pretrained.is_none() && !KNOWN_WEIGHTS.contains(given);
+    if let Some(path) = job.spec.model.pretrained.as_deref().filter(is_path) {
         if let Err(detail) = scheduler.datasets.roots.check_weights_again(path).await {
             return not_allowed(format!("model.pretrained: {detail}"));
         }

@@ -25,7 +25,7 @@ impl Network {
             LayerDescription { name, kind, output_shape, parameters, time_us: None, plan: None }
         });
         (
-            NetworkDescription { layers: layers.collect(), plan: None },
+            NetworkDescription { layers: layers.collect(), ..NetworkDescription::default() },
             self.ops.iter().map(Op::output).collect(),
         )
     }

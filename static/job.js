@@ -149,11 +149,14 @@ function apply(event) {
   factsSoon();
 }
 
+/** A tenth of a far too high learning rate would diverge, too. */
+const MAX_LR_AFTER_DIVERGENCE = 0.1;
+
 /** For each setting that advice may name: returns the value to try next. Returns a falsy value if a job's settings suggest none. */
 const NEXT_VALUE = {
   // Twice a few epochs would still be too few.
   "train.epochs": ({ train }) => train.epochs && Math.max(20, 2 * train.epochs),
-  "train.lr": ({ train }, hasDiverged) => (hasDiverged ? Number((train.lr / 10).toPrecision(3)) : 2 * train.lr),
+  "train.lr": ({ train }, hasDiverged) => (hasDiverged ? Math.min(Number((train.lr / 10).toPrecision(3)), MAX_LR_AFTER_DIVERGENCE) : 2 * train.lr),
   "train.weight_decay": ({ train }) => 2 * train.weight_decay || 5e-4,
   "data.augment": ({ data: { augment } }) => augment !== "trivial" && "trivial",
   "data.validation": ({ data: { validation, folds } }) => !folds && validation < 0.5 && Math.min(0.5, 2 * validation),

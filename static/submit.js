@@ -4,7 +4,7 @@
 import { offerBundled } from "./bundled.js";
 import { ask, byId, copy, make, press, Problem, errorText, errorTexts, text } from "./page.js";
 import { count, plural } from "./numbers.js";
-import { section, showSection, sweptKeys, tomlSection } from "./submit/sweep.js";
+import { lineMistake, section, showSection, sweptKeys, tomlSection } from "./submit/sweep.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
 
@@ -210,7 +210,9 @@ const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.l
 
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
-  const detailsOf = new Map([...fields, sweepField].map((f) => [f, []])), listed = [], swept = sweptKeys();
+  const detailsOf = new Map([...fields, sweepField].map((f) => [f, []])), listed = [], swept = sweptKeys(), wrongLine = lineMistake();
+  // The server does not know the lines.
+  if (wrongLine && errors.length) errors = [{ pointer: "/sweep/parameters", detail: wrongLine }, ...errors.filter(({ pointer }) => !pointer.startsWith("/sweep"))];
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", "."), isAt = (key) => path === key || path.startsWith(`${key}.`);
     const key = swept.find(isAt), field = isAt("sweep") || key ? sweepField : fields.find((f) => isAt(f.name));

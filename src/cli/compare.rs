@@ -138,7 +138,8 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
     if difference < two_errors {
         sentences.push(format!(
-            "{} ({}) and {} ({}) differ by {:.1} points, which is less than two standard errors of the difference ({:.1} points).",
+            "{} ({}) and {} ({}) differ by {:.1} points, which is less than two standard errors of the difference \
+             ({:.1} points), so these results do not show which is better.",
             first.name,
             percent(first.accuracy),
             second.name,

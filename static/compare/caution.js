@@ -19,6 +19,6 @@ export function caution(jobs) {
   const [first, second] = measured;
   if (measured.some((job) => ["pictures", "dataset", "division"].some((key) => job[key] !== first[key]))) sentences.push("These accuracies may not have been measured on the same validation pictures.");
   const variance = ({ share, pictures }) => share * (1 - share) / pictures, difference = first.share - second.share, twoErrors = 2 * Math.sqrt(variance(first) + variance(second));
-  if (difference < twoErrors) sentences.push(`${first.name} (${percent(first.share)}) and ${second.name} (${percent(second.share)}) differ by ${(100 * difference).toFixed(1)} points, which is less than two standard errors of the difference (${(100 * twoErrors).toFixed(1)} points).`);
+  if (difference < twoErrors) sentences.push(`${first.name} (${percent(first.share)}) and ${second.name} (${percent(second.share)}) differ by ${(100 * difference).toFixed(1)} points, which is less than two standard errors of the difference (${(100 * twoErrors).toFixed(1)} points), so these results do not show which is better.`);
   return sentences.join(" ");
 }

@@ -26,6 +26,12 @@ function parameter(given) {
   return { values: Array.isArray(values) ? values : given.split(",").map((value) => value.trim()).filter(Boolean).map(literal) };
 }
 
+/** Returns what is wrong with the first line that has no equals sign; undefined if all lines have one. */
+export function lineMistake() {
+  const at = byId("sweep-parameters").value.split("\n").findIndex((text) => text.trim() && !text.includes("="));
+  return at < 0 ? undefined : `line ${at + 1} has no "=": write Learning rate = 0.1, 0.05`;
+}
+
 /** Returns `[key path, parameter]` for each parameter, also in nested tables. */
 function listParameters(table, prefix = "") {
   return Object.entries(table).flatMap(([key, value]) => (PARAMETER_KEYS.some((name) => name in value) ? [[prefix + key, value]] : listParameters(value, `${prefix}${key}.`)));

@@ -310,7 +310,7 @@ describe("results", () => {
       return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a"), job(0.995, undefined, "own")]].map(caution);
     });
     const pictures = "These accuracies may not have been measured on the same validation pictures.";
-    assert.deepEqual(cautions, [`${pictures} pets78 (61.5 %) and pets40 (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (19.3 points).`, pictures, pictures, "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: own."]);
+    assert.deepEqual(cautions, [`${pictures} pets78 (61.5 %) and pets40 (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (19.3 points), so these results do not show which is better.`, pictures, pictures, "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: own."]);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();
     const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));

@@ -146,7 +146,7 @@ describe("the form", () => {
     }
     await page.locator("#sweep-settings > summary").click();
     const settings = page.getByLabel("Settings that differ", { exact: true }), error = page.locator("#sweep-parameters-error"), plan = page.locator("#plan");
-    for (const [line, expected] of [["lr = 0.1, 0.05", /write train\.lr/], ["train.lr = 0.1, -1", /-1/], ["Learning rate = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9", /a grid needs values/]]) {
+    for (const [line, expected] of [["train.momentum = 0.5, 0.9\nlearning rate: 0.1 0.05", /^line 2 has no "=": write Learning rate = 0\.1, 0\.05$/], ["lr = 0.1, 0.05", /write train\.lr/], ["train.lr = 0.1, -1", /-1/], ["Learning rate = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9", /a grid needs values/]]) {
       await settings.fill(line);
       await until(`the mistake in ${line} is shown`, async () => expected.test(await error.textContent()));
       assert.equal(await settings.getAttribute("aria-invalid"), "true");

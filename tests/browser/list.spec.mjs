@@ -102,6 +102,7 @@ describe("the filters", () => {
     assert.match(await page.locator(".narrow .error").textContent(), /such as lr > 0\.1/);
     await add("train.lrr > 0.1");
     await until("the nearest key is suggested", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
+    assert.equal(await page.locator("#none-match").isVisible(), false, "an error does not also say that no job matches");
     await page.getByRole("button", { name: "Remove the filter train.lrr > 0.1" }).click();
     await untilListed(page, "anna,berta");
     assert.equal(await page.locator("#list-problem").textContent(), "");

@@ -77,7 +77,7 @@ export async function assertDialogUsable(page, where) {
   assert.deepEqual(wrong, [], where);
 }
 
-const WIDTHS = [390, 1024, 1440, 1920];
+const WIDTHS = [390, 768, 1024, 1440, 1920];
 /** All combinations of theme and width, and the two that find most problems: a screen in the light theme, a phone in the dark theme. */
 export const ALL_VIEWS = ["light", "dark"].flatMap((theme) => WIDTHS.map((width) => [theme, width]));
 export const TWO_VIEWS = [["light", 1440], ["dark", 390]];

@@ -24,9 +24,9 @@ pub struct AuditLine {
     pub job_name: String,
 }
 
-/// Descriptions of requests, by method and route: the verb, its past tense, and the kind of the object, which the object's name follows on
-/// the page.
-static ACTIONS: [(&str, &str, &str, &str); 49] = [
+/// Descriptions of requests, by method and route, and for pages with several buttons by the button: the verb, its past tense, and the kind
+/// of the object, which the object's name follows on the page.
+static ACTIONS: [(&str, &str, &str, &str); 60] = [
     ("POST /api/v1/jobs", "submit", "submitted", "job"),
     ("POST /jobs/new", "submit", "submitted", "job"),
     ("PATCH /api/v1/jobs/{id}", "change", "changed", "notes, tags, project or priority of job"),
@@ -64,13 +64,24 @@ static ACTIONS: [(&str, &str, &str, &str); 49] = [
     ("PATCH /api/v1/webhooks/{id}", "change", "changed", "webhook"),
     ("DELETE /api/v1/webhooks/{id}", "remove", "removed", "webhook"),
     ("POST /api/v1/webhooks/{id}/test", "test", "tested", "webhook"),
-    ("POST /webhooks", "change", "changed", "webhooks:"),
+    ("POST /webhooks", "change", "changed", "webhooks"),
+    ("POST /webhooks add", "add", "added", "webhook"),
+    ("POST /webhooks test", "test", "tested", "webhook"),
+    ("POST /webhooks enable", "enable", "enabled", "webhook"),
+    ("POST /webhooks disable", "disable", "disabled", "webhook"),
+    ("POST /webhooks remove", "remove", "removed", "webhook"),
     ("POST /api/v1/tokens", "make", "made", "a token:"),
     ("DELETE /api/v1/tokens/{id}", "revoke", "revoked", "token"),
     ("POST /api/v1/people", "add", "added", "person"),
     ("PATCH /api/v1/people/{name}", "change", "changed", "person"),
     ("DELETE /api/v1/people/{name}", "remove", "removed", "person"),
-    ("POST /people", "change", "changed", "people:"),
+    ("POST /people", "change", "changed", "people"),
+    ("POST /people Add", "add", "added", "person"),
+    ("POST /people Role", "change", "changed", "the role of person"),
+    ("POST /people Password", "change", "changed", "the password of person"),
+    ("POST /people Disable", "disable", "disabled", "person"),
+    ("POST /people Enable", "enable", "enabled", "person"),
+    ("POST /people Remove", "remove", "removed", "person"),
     ("POST /account", "change", "changed", "their account:"),
     ("POST /api/v1/password", "change", "changed", "their password"),
     ("POST /api/v1/login-links", "make", "made", "a sign-in link"),
@@ -83,6 +94,18 @@ impl AuditLine {
     fn url_and_name(&self) -> (&str, &str) {
         let (url, name) = self.object.split_once(": ").unwrap_or((&self.object, ""));
         (url.split('?').next().unwrap_or_default(), name)
+    }
+
+    /// Returns the action with the pressed button, and the name of the object. The names of the pages People and Webhooks begin with the
+    /// button: `Add "ada"`.
+    fn action_and_name(&self) -> (String, &str) {
+        let (_, name) = self.url_and_name();
+        match (self.action.as_str(), name.split_once(' ').unwrap_or((name, ""))) {
+            ("POST /people" | "POST /webhooks", (button, name)) if !button.is_empty() => {
+                (format!("{} {button}", self.action), name.trim_matches('"'))
+            }
+            _ => (self.action.clone(), name),
+        }
     }
 
     /// Returns the values of the route's parameters.
@@ -108,7 +131,8 @@ impl AuditLine {
     /// Describes the action: `cancelled job`, or `tried to cancel job` if the request failed. Returns the action itself if it has no
     /// description.
     fn action_text(&self) -> String {
-        match ACTIONS.iter().find(|(action, ..)| *action == self.action) {
+        let (key, _) = self.action_and_name();
+        match ACTIONS.iter().find(|(action, ..)| *action == key) {
             Some((_, verb, _, object)) if self.status >= 400 => format!("tried to {verb} {object}"),
             Some((_, _, past, object)) => format!("{past} {object}"),
             None => self.action.clone(),
@@ -117,7 +141,7 @@ impl AuditLine {
 
     /// Describes the object of the action: a job's name, an id, or the name of the created object.
     fn object_text(&self) -> String {
-        let (url, name) = self.url_and_name();
+        let ((url, _), (_, name)) = (self.url_and_name(), self.action_and_name());
         let id = self.parameters().join("/");
         match (self.job_name.as_str(), id.as_str(), name) {
             ("", "", "") if self.action_text() == self.action => url.to_owned(),
@@ -208,6 +232,9 @@ mod tests {
                 "made a token: read t1 \"ci\"",
                 None,
             ),
+            ("POST /people", "/people: Add \"ada\"", "", "added person ada", None),
+            ("POST /people", "/people: Role \"ada\"", "", "changed the role of person ada", None),
+            ("POST /webhooks", "/webhooks: test \"01a2\"", "", "tested webhook 01a2", None),
             ("sign in", "/login", "", "signed in ", None),
             (
                 "PUT /api/v1/models/{name}/aliases/{alias}",

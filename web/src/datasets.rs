@@ -100,6 +100,12 @@ impl<'a> DatasetCard<'a> {
         }
     }
 
+    /// Returns the path of a file within the dataset's folder. The whole path if the file is elsewhere, as in an agent's copy.
+    fn path_within<'f>(&self, file: &'f str) -> &'f str {
+        let inner = file.strip_prefix(self.dataset.path.as_str()).and_then(|rest| rest.strip_prefix('/'));
+        inner.unwrap_or(file)
+    }
+
     fn has_few_classes(&self) -> bool {
         self.dataset.info.classes.len() <= Self::FEW_CLASSES
     }

@@ -81,7 +81,7 @@ impl QueuePage {
     fn waited(&self, since: Timestamp) -> String {
         match age(since).strip_suffix(" ago") {
             Some(age) => format!("for {age}"),
-            None => "since a moment ago".into(),
+            None => "for a moment".into(),
         }
     }
 

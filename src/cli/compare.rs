@@ -1,6 +1,6 @@
 //! `lockstep compare`: the settings in which jobs differ, and their results, side by side.
 
-use super::{api::ServerArgs, block_on, output};
+use super::{api::ServerArgs, block_on, output, usage_error};
 use lockstep_protocol::{
     Job,
     numbers::{percent, rate, standard_error, value},
@@ -51,13 +51,19 @@ const RESULTS: [Row; 8] = [
 /// Prints a column for each job: its name, the settings that differ, and its results.
 ///
 /// # Errors
-/// Exit status 2 if a job does not exist.
+/// Exit status 2 if a job does not exist or is named twice.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let jobs: Vec<Job> = block_on(async {
         let mut jobs = Vec::new();
         for named in [&args.job].into_iter().chain(&args.others) {
             jobs.push(api.find_job(named).await?);
+        }
+        let distinct = jobs.iter().map(|job| job.id.as_str()).collect::<BTreeSet<_>>().len();
+        if distinct < jobs.len() {
+            return Err(usage_error(
+                "a job is named twice; name different jobs, by their ids if they have the same name (`lockstep list` shows ids)",
+            ));
         }
         Ok(jobs)
     })?;

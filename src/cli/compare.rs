@@ -157,7 +157,8 @@ fn caution(jobs: &[Job]) -> Vec<String> {
 }
 
 /// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs
-/// that Lockstep trains. A run's `config.lr` counts as `train.lr` if no other setting of these jobs is called `lr`. Like `settings` in `static/compare/names.js`.
+/// that Lockstep trains. A run's `config.lr` counts as `train.lr` if no other setting of these jobs is called `lr`. Like `settings` in
+/// `static/compare/names.js`.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
     let mut settings_of_jobs = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
     let trained = jobs.iter().zip(&settings_of_jobs).filter(|(job, _)| job.external.is_none());

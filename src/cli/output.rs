@@ -104,8 +104,8 @@ pub(crate) fn table_of_names<const N: usize>(
     Table::new(&header, names, rows).print()
 }
 
-/// Like [`table_of_columns`], with columns of `names` as in [`table_of_names`], and sentences in the last column. If a terminal is too narrow for this column, each sentence is printed
-/// below its row.
+/// Like [`table_of_columns`], with columns of `names` as in [`table_of_names`], and sentences in the last column. If a terminal is too narrow
+/// for this column, each sentence is printed below its row.
 ///
 /// # Errors
 /// See [`line`].

@@ -59,6 +59,22 @@ impl DatasetInfo {
         is_counted.then(|| held_out.per_class.iter().sum())
     }
 
+    /// Why the training pictures are too few, to be appended to the dataset's name; `None` if they are enough.
+    pub fn too_few_pictures(&self) -> Option<String> {
+        let samples = self.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
+        if samples >= 2 {
+            return None;
+        }
+        let advice = match self.broken.first() {
+            Some(BrokenFile { file, detail }) => {
+                format!("{} cannot be used, the first: {file} {detail}", plural(self.broken_count, "file"))
+            }
+            None => "put the pictures of each class into train/<class>/ or <class>/".into(),
+        };
+        let pictures = plural(samples, "picture");
+        Some(format!("has {pictures} to train on, and at least 2 are needed: {advice}"))
+    }
+
     /// Describes a part that is too long to be stored and shown; `None` if every part is short enough.
     pub fn too_long(&self) -> Option<String> {
         let long = |file: &BrokenFile| {

@@ -2,7 +2,7 @@
 //! new job begins with it.
 
 use crate::{
-    dataset::{BrokenFile, DatasetInfo, default_validation, held_out_share, too_few_classes},
+    dataset::{DatasetInfo, default_validation, held_out_share, too_few_classes},
     numbers::plural,
     spec::{JobSpec, Validation, from_toml},
 };
@@ -71,20 +71,8 @@ impl Suggestion {
 
     fn for_effort(info: &DatasetInfo, effort: &Effort) -> Result<Self, String> {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
-        if samples < 2 {
-            let advice = match info.broken.first() {
-                Some(BrokenFile { file, detail }) => {
-                    format!(
-                        "{} cannot be used, the first: {file} {detail}",
-                        plural(info.broken_count, "file")
-                    )
-                }
-                None => "put the pictures of each class into train/<class>/ or <class>/".into(),
-            };
-            return Err(format!(
-                "has {} to train on, and at least 2 are needed: {advice}",
-                plural(samples, "picture")
-            ));
+        if let Some(mistake) = info.too_few_pictures() {
+            return Err(mistake);
         }
         if let Some(mistake) = too_few_classes(&info.classes) {
             return Err(mistake);
@@ -158,8 +146,9 @@ fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: Commented
             info.broken.first().map(|broken| format!(", the first {}", broken.file)).unwrap_or_default();
         data.push(CommentedKeys {
             comment: format!(
-                "{} could not be read{first}, and is left out. With \"fail\" the job would end.",
-                plural(info.broken_count, "file")
+                "{} could not be read{first}, and {} left out. With \"fail\" the job would end.",
+                plural(info.broken_count, "file"),
+                if info.broken_count == 1 { "is" } else { "are" }
             ),
             toml: "broken_files = \"skip\"".into(),
         });

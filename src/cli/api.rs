@@ -227,8 +227,13 @@ impl Api {
     async fn describe_namesake(&self, name: &str) -> Option<String> {
         let is_called = |object: &Value, key: &str| named::text(object, key) == name;
         let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
-        if sweeps.iter().any(|sweep| is_called(sweep, "name") || is_called(sweep, "id")) {
-            return Some(format!("{name} is a sweep: `lockstep sweep show {name}` shows its jobs"));
+        if let Some(sweep) = sweeps.iter().find(|sweep| is_called(sweep, "name") || is_called(sweep, "id")) {
+            let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
+            return Some(format!(
+                "{name} is a sweep: `lockstep sweep show {name}` shows its jobs, and `lockstep sweep pause`, `cancel` and `delete` \
+                 change the sweep{}",
+                best.unwrap_or_default()
+            ));
         }
         let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
         if models.iter().any(|model| is_called(model, "name")) {

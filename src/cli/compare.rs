@@ -1,6 +1,6 @@
 //! `lockstep compare`: the settings in which jobs differ, and their results, side by side.
 
-use super::{api::ServerArgs, block_on, output};
+use super::{api::ServerArgs, block_on, output, usage_error};
 use lockstep_protocol::{
     Job,
     numbers::{percent, rate, standard_error, value},
@@ -51,13 +51,19 @@ const RESULTS: [Row; 8] = [
 /// Prints a column for each job: its name, the settings that differ, and its results.
 ///
 /// # Errors
-/// Exit status 2 if a job does not exist.
+/// Exit status 2 if a job does not exist or is named twice.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let jobs: Vec<Job> = block_on(async {
         let mut jobs = Vec::new();
         for named in [&args.job].into_iter().chain(&args.others) {
             jobs.push(api.find_job(named).await?);
+        }
+        let distinct = jobs.iter().map(|job| job.id.as_str()).collect::<BTreeSet<_>>().len();
+        if distinct < jobs.len() {
+            return Err(usage_error(
+                "a job is named twice; name different jobs, by their ids if they have the same name (`lockstep list` shows ids)",
+            ));
         }
         Ok(jobs)
     })?;
@@ -152,9 +158,25 @@ fn caution(jobs: &[Job]) -> Vec<String> {
 }
 
 /// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs
-/// that Lockstep trains. Like `settings` in `static/compare/names.js`.
+/// that Lockstep trains. A run's `config.lr` counts as `train.lr` if no other setting of these jobs is called `lr`. Like `settings` in
+/// `static/compare/names.js`.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
-    let settings_of_jobs = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut settings_of_jobs = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
+    let trained = jobs.iter().zip(&settings_of_jobs).filter(|(job, _)| job.external.is_none());
+    let keys_of_trained: BTreeSet<String> =
+        trained.flat_map(|(_, settings)| settings.keys().cloned()).collect();
+    let setting_of_run = |key: String| -> String {
+        let Some(name) = key.strip_prefix("config.") else { return key };
+        let is_called = |setting: &&String| setting.rsplit_once('.').is_some_and(|(_, last)| last == name);
+        let mut settings = keys_of_trained.iter().filter(is_called);
+        match (settings.next(), settings.next()) {
+            (Some(only), None) => only.clone(),
+            _ => key,
+        }
+    };
+    for (_, settings) in jobs.iter().zip(&mut settings_of_jobs).filter(|(job, _)| job.external.is_some()) {
+        *settings = std::mem::take(settings).into_iter().map(|(key, v)| (setting_of_run(key), v)).collect();
+    }
     let keys: BTreeSet<&String> =
         settings_of_jobs.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
     let values = |key: &String| -> Vec<Value> {

@@ -9,6 +9,7 @@ use super::{
     api::{Api, ServerArgs},
     block_on,
     confirm::confirm,
+    file::does_not_exist,
     output, usage_error,
 };
 use indicatif::ProgressBar;
@@ -18,6 +19,7 @@ use lockstep_protocol::numbers::plural;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::{
+    io::ErrorKind,
     path::{Path, PathBuf},
     sync::mpsc::{self, RecvTimeoutError},
     thread,
@@ -85,8 +87,7 @@ pub(crate) enum Action {
 pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     match action {
         Action::Add { name, path, prepare, to, pictures, server, private } => {
-            let mut path = lockstep_data::canonical(&path)
-                .map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
+            let mut path = canonical(&path)?;
             let api = server.api()?;
             if let Some(short_side) = prepare {
                 path = prepare_copy(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
@@ -119,6 +120,17 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         Action::Inspect { dataset, server } => inspect(&dataset, &server),
         Action::Remove { name, yes, server } => remove(&name, yes, &server),
     }
+}
+
+/// Returns a dataset's path without links.
+///
+/// # Errors
+/// Exit status 2 if the path does not exist or cannot be read.
+pub(super) fn canonical(path: &Path) -> anyhow::Result<PathBuf> {
+    lockstep_data::canonical(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => usage_error(does_not_exist(path)),
+        _ => usage_error(format!("{}: {error}", path.display())),
+    })
 }
 
 /// Writes the copy that is to be registered as `name`, and returns its path.

@@ -66,8 +66,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.output.symlink_metadata().is_ok() {
         return Err(already_exists());
     }
-    let path = lockstep_data::canonical(&args.folder)
-        .map_err(|e| usage_error(format!("{}: {e}", args.folder.display())))?;
+    let path = dataset::canonical(&args.folder)?;
     let info = dataset::inspect_files(&path)?;
     let suggest = if args.quick { Suggestion::quick } else { Suggestion::of };
     let choice = suggest(&info).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;

@@ -63,7 +63,7 @@ pub(super) async fn name_dataset(
             None if unknown_path == UnknownPath::Register && !path.exists() => {
                 return Err(usage_error(format!(
                     "data.dataset: {}; the server has no dataset at this path either (`lockstep dataset list` shows its datasets)",
-                    does_not_exist(&path)
+                    file::does_not_exist(&path)
                 )));
             }
             None => continue,
@@ -207,13 +207,6 @@ pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let mistakes = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
     plan::check(&spec).map_err(mistakes)?;
     Ok(spec)
-}
-
-/// `photos does not exist (looked for /home/ada/photos)`: a relative path refers to the working directory.
-pub(super) fn does_not_exist(path: &Path) -> String {
-    let absolute = std::path::absolute(path).ok().filter(|_| path.is_relative());
-    let absolute = absolute.map(|absolute| format!(" (looked for {})", absolute.display()));
-    format!("{} does not exist{}", path.display(), absolute.unwrap_or_default())
 }
 
 /// Returns the path of a job's dataset on this machine. A relative path refers to the working directory or to the job file's folder.

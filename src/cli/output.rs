@@ -104,17 +104,17 @@ pub(crate) fn table_of_names<const N: usize>(
     Table::new(&header, names, rows).print()
 }
 
-/// Like [`table_of_names`], with sentences in the last column. If a terminal is too narrow for this column, each sentence is printed
-/// below its row.
+/// Like [`table_of_columns`], with columns of `names` as in [`table_of_names`], and sentences in the last column. If a terminal is too narrow
+/// for this column, each sentence is printed below its row.
 ///
 /// # Errors
 /// See [`line`].
-pub(crate) fn table_of_sentences<const N: usize>(
-    header: [&str; N],
+pub(crate) fn table_of_sentences(
+    header: &[&str],
     names: &[&str],
-    rows: &[[String; N]],
+    rows: &[Vec<String>],
 ) -> anyhow::Result<()> {
-    Table { has_sentences: true, ..Table::new(&header, names, rows) }.print()
+    Table { has_sentences: true, ..Table::new(header, names, rows) }.print()
 }
 
 /// Like [`table`], for a number of columns that is not constant. Each row must have a cell for each column.

@@ -18,6 +18,7 @@ use lockstep_protocol::{
 use lockstep_worker::{
     local_group::{self, JoinedGroup, Member},
     planning::{self, Planned, gigabytes},
+    train::check_sample,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -348,6 +349,8 @@ fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) 
     if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
         return Ok(stored);
     }
+    check_sample(spec, &sample, device.backend.needs(), ranks)
+        .map_err(|error| usage_error(format!("this machine cannot be measured: {error}")))?;
     output::warn(format_args!("measuring this machine with {}", plural(ranks.into(), "rank")));
     let members = local_group::members_on(ranks, &devices)?;
     let sample_option = format!("--sample={}", serde_json::to_string(&sample)?);

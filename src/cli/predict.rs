@@ -1,15 +1,17 @@
 //! `lockstep predict`: classifies or embeds pictures.
 
 use super::{
+    WrongRequest,
     api::ServerArgs,
     block_on,
-    checkpoint_choice::{Weights, find},
+    checkpoint_choice::{ListedCheckpoint, Weights, choose, find},
     file, output, usage_error, weight_files,
 };
 use lockstep_data::has_picture_extension;
 use lockstep_protocol::{
-    JobId,
+    Job, JobId,
     inspect::{Prediction, Probability},
+    models::SCHEME,
     numbers::{percent, plural},
 };
 use lockstep_worker::inspect;
@@ -119,45 +121,48 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 .into(),
         }));
     }
-    let (model_used, mut predictions) = match &args.model {
+    let results: Vec<PredictionBy> = match &args.model {
         Some(model) => {
             let model = weight_files::best_of_run(model)?;
-            (None, predict_here(&model, args.embed, &images).map_err(usage_error)?)
+            let predictions = predict_here(&model, args.embed, &images).map_err(usage_error)?;
+            let reported = predictions.into_iter().map(|prediction| args.report(prediction, None));
+            reported.collect::<anyhow::Result<_>>()?
         }
-        None => {
-            let (model_used, predictions) = block_on(predict_on_server(&args, &images))?;
-            (Some(model_used), predictions)
-        }
+        None => block_on(predict_on_server(&args, &images))?,
     };
-    predictions.iter_mut().for_each(|prediction| prediction.classes.truncate(args.top));
-    let failed = |p: &Prediction| p.error.as_ref().map(|e| format!("{}: {e}", p.name));
-    let errors: Vec<String> = predictions.iter().filter_map(failed).collect();
-    match (&model_used, &args.output) {
+    let failed = |result: &PredictionBy| {
+        let Prediction { name, error, .. } = &result.prediction;
+        error.as_ref().map(|error| format!("{name}: {error}"))
+    };
+    let errors: Vec<String> = results.iter().filter_map(failed).collect();
+    match &args.output {
         // No picture could be read, so there is no embedding to write.
-        (_, Some(_)) if errors.len() == predictions.len() => {}
-        (_, Some(path)) => write(path, &predictions)?,
-        (Some(by), _) if args.server.json => {
-            let lines = predictions.iter().map(|prediction| PredictionLine { prediction, by });
-            output::json(&lines.collect::<Vec<_>>())?;
-        }
-        (None, _) if args.server.json => output::json(&predictions)?,
-        _ => {
-            if let Some(ModelUsed { job, job_id, checkpoint, best, accuracy }) = &model_used {
-                let best = if *best { ", the best" } else { "" };
-                let accuracy = accuracy.as_ref().map(|words| format!(": validation accuracy {words}"));
-                let accuracy = accuracy.unwrap_or_default();
-                output::warn(format_args!("{job} ({job_id}), checkpoint {checkpoint}{best}{accuracy}"));
-            }
-            for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
-                match args.embed {
-                    true => output::line(serde_json::to_string(prediction)?)?,
-                    false => output::line(format_prediction(prediction))?,
-                }
-            }
-        }
+        Some(_) if errors.len() == results.len() => {}
+        Some(path) => write(path, &results.into_iter().map(|result| result.prediction).collect::<Vec<_>>())?,
+        None if args.server.json => output::json(&results)?,
+        None => {}
     }
     anyhow::ensure!(errors.is_empty(), errors.join("\n"));
     Ok(())
+}
+
+impl Args {
+    /// Whether each result is printed as soon as it is known.
+    fn prints_lines(&self) -> bool {
+        self.output.is_none() && !self.server.json
+    }
+
+    /// Keeps the most probable classes of a prediction, and prints the prediction.
+    fn report(&self, mut prediction: Prediction, by: Option<&ModelUsed>) -> anyhow::Result<PredictionBy> {
+        prediction.classes.truncate(self.top);
+        if self.prints_lines() && prediction.error.is_none() {
+            match self.embed {
+                true => output::line(serde_json::to_string(&prediction)?)?,
+                false => output::line(format_prediction(&prediction))?,
+            }
+        }
+        Ok(PredictionBy { prediction, by: by.cloned() })
+    }
 }
 
 /// Writes embeddings to the safetensors file `path`.
@@ -175,8 +180,8 @@ fn format_prediction(prediction: &Prediction) -> String {
     format!("{}: {}", output::one_line(&prediction.name), top.join(", "))
 }
 
-/// The model that made the predictions.
-#[derive(Serialize)]
+/// The model that made a prediction.
+#[derive(Clone, Serialize)]
 struct ModelUsed {
     /// The job's name.
     job: String,
@@ -190,13 +195,33 @@ struct ModelUsed {
     accuracy: Option<String>,
 }
 
-/// A prediction, with the model that made it.
+impl ModelUsed {
+    fn of(job: &Job, checkpoint: &ListedCheckpoint) -> Self {
+        Self {
+            job: job.name.clone(),
+            job_id: job.id.clone(),
+            checkpoint: checkpoint.name(),
+            best: checkpoint.info.best,
+            accuracy: checkpoint.info.accuracy_in_words(),
+        }
+    }
+
+    fn print(&self) {
+        let Self { job, job_id, checkpoint, best, accuracy } = self;
+        let best = if *best { ", the best" } else { "" };
+        let accuracy = accuracy.as_ref().map(|words| format!(": validation accuracy {words}"));
+        let accuracy = accuracy.unwrap_or_default();
+        output::warn(format_args!("{job} ({job_id}), checkpoint {checkpoint}{best}{accuracy}"));
+    }
+}
+
+/// A prediction, with the model that made it. `None` for a model file.
 #[derive(Serialize)]
-struct PredictionLine<'a> {
+struct PredictionBy {
     #[serde(flatten)]
-    prediction: &'a Prediction,
+    prediction: Prediction,
     #[serde(flatten)]
-    by: &'a ModelUsed,
+    by: Option<ModelUsed>,
 }
 
 /// Computes the predictions on this machine, with a model file.
@@ -221,31 +246,52 @@ fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Pre
     Ok(predictions)
 }
 
-/// Asks the server for the predictions, one picture at a time.
-async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
+/// Asks the server for the predictions, one picture at a time. If a better checkpoint replaces the best one of a job that trains, the
+/// remaining pictures are classified with the better checkpoint. Embeddings of different checkpoints cannot be compared.
+async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Vec<PredictionBy>> {
     let api = args.server.api()?;
     let source = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();
-    let (job, checkpoint) = find(&api, &source, &args.checkpoint).await?;
+    let (job, mut checkpoint) = find(&api, &source, &args.checkpoint).await?;
+    let may_change = !args.embed && !source.starts_with(SCHEME);
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
-    let path = format!("/checkpoints/{}/predict?weights={weights}&embed={}", checkpoint.id, args.embed);
-    let mut predictions = Vec::new();
+    let mut by = ModelUsed::of(&job, &checkpoint);
+    if args.prints_lines() {
+        by.print();
+    }
+    let mut results = Vec::new();
     for image in images {
         let name = image.display().to_string();
         let bytes = match read(image) {
             Ok(bytes) => bytes,
             Err(detail) => {
-                predictions.push(unreadable_picture(name, detail));
+                results.push(args.report(unreadable_picture(name, detail), Some(&by))?);
                 continue;
             }
         };
-        let response: serde_json::Value = api.send_bytes(&path, bytes).await?;
-        let mut found: Vec<Prediction> = super::api::list(&response, "predictions")?;
-        found.iter_mut().for_each(|p| p.name.clone_from(&name));
-        predictions.extend(found);
+        let response: serde_json::Value = loop {
+            let path =
+                format!("/checkpoints/{}/predict?weights={weights}&embed={}", checkpoint.id, args.embed);
+            match api.send_bytes(&path, bytes.clone()).await {
+                Err(error) if may_change && error.is::<WrongRequest>() => {
+                    let chosen = choose(&api, &job, &args.checkpoint).await?;
+                    if chosen.id == checkpoint.id {
+                        return Err(error);
+                    }
+                    checkpoint = chosen;
+                    by = ModelUsed::of(&job, &checkpoint);
+                    if args.prints_lines() {
+                        by.print();
+                    }
+                }
+                response => break response?,
+            }
+        };
+        for mut prediction in super::api::list::<Prediction>(&response, "predictions")? {
+            prediction.name.clone_from(&name);
+            results.push(args.report(prediction, Some(&by))?);
+        }
     }
-    let (best, accuracy) = (checkpoint.info.best, checkpoint.info.accuracy_in_words());
-    let checkpoint = checkpoint.name();
-    Ok((ModelUsed { job: job.name, job_id: job.id, checkpoint, best, accuracy }, predictions))
+    Ok(results)
 }
 
 #[cfg(test)]

@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 
 /// Show waiting jobs in the order in which they get slots, the reason why each job waits, and reserved slots
 ///
-/// SLOTS is the number of slots that a job needs, and KEPT the number of slots that are kept for the job.
+/// SLOTS is the number of slots that a job needs, and KEPT the number of slots that are kept for the job. KEPT is left out if no slot is
+/// kept.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Only jobs of this project
@@ -24,6 +25,9 @@ pub(crate) struct Args {
     #[command(flatten)]
     server: ServerArgs,
 }
+
+/// The column of the slots that are kept for a job.
+const KEPT: usize = 7;
 
 /// Prints the queue.
 ///
@@ -46,10 +50,24 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if jobs.is_empty() {
         output::line(if query.is_empty() { "no job waits" } else { "no waiting job matches" })?;
     } else {
-        let rows: Vec<_> = jobs.iter().map(row).collect();
-        let header =
-            ["PLACE", "JOB", "NAME", "PROJECT", "OWNER", "PRIORITY", "SLOTS", "KEPT", "SINCE", "WAITS FOR"];
-        output::table_of_sentences(header, &["NAME", "PROJECT", "OWNER"], &rows)?;
+        let mut rows: Vec<Vec<String>> = jobs.iter().map(|job| row(job).into()).collect();
+        let mut header = vec![
+            "PLACE",
+            "JOB",
+            "NAME",
+            "PROJECT",
+            "OWNER",
+            "PRIORITY",
+            "SLOTS",
+            "KEPT",
+            "SINCE",
+            "WAITS FOR",
+        ];
+        if rows.iter().all(|row| row[KEPT].is_empty()) {
+            header.remove(KEPT);
+            rows.iter_mut().for_each(|row| drop(row.remove(KEPT)));
+        }
+        output::table_of_sentences(&header, &["NAME", "PROJECT", "OWNER"], &rows)?;
     }
     let mut lines = reservations.iter().map(describe_reservation);
     lines.try_for_each(|line| output::line(output::one_line(&line)))

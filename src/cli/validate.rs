@@ -2,7 +2,7 @@
 
 use super::{
     api::{Api, ServerArgs},
-    block_on,
+    block_on, file,
     job_file::{self, UnknownPath},
     output, sweep,
 };
@@ -140,7 +140,7 @@ fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError>
     let mut mistakes = Vec::new();
     for path in job_file::dataset_paths(document) {
         if lockstep_data::canonical(path).is_err() {
-            let detail = job_file::does_not_exist(path);
+            let detail = file::does_not_exist(path);
             mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
         }
     }

@@ -120,6 +120,9 @@ pub(super) fn has_weights(folder: &Path) -> bool {
 /// Exit status 2 if the run has no checkpoint, or `path` is a folder that contains runs.
 pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
     let directory = path.join("checkpoints");
+    if path.try_exists().is_ok_and(|exists| !exists) {
+        return Err(usage_error(format!("{} does not exist", path.display())));
+    }
     if has_weights(path) {
         return Ok(path.to_owned());
     }

@@ -18,8 +18,9 @@ export function groupKeys(jobs) {
 function valuesOf(job, key) {
   if (key === "tag") return job.tags.length ? job.tags.map((tag) => `#${tag}`) : ["no tag"];
   if (key in FIELDS) return [job[key] ?? "no owner"];
-  const spec = specOf(job);
-  return [`${key} ${formatSetting(new Map(flatten(spec)).get(fullKey(spec, key)))}`];
+  const spec = specOf(job), values = new Map(flatten(spec));
+  // A run from elsewhere may have the value of `train.lr` as `config.lr`; see `settings`.
+  return [`${key} ${formatSetting(values.get(fullKey(spec, key)) ?? (job.external ? values.get(`config.${key.split(".").at(-1)}`) : undefined))}`];
 }
 
 /** Returns the groups of these jobs, each with an id that fixes its colour. */

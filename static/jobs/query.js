@@ -37,7 +37,8 @@ function fulfils(job, words) {
   // A boolean setting that the specification lacks is false.
   jobValue ??= /^(true|false)$/.test(value) ? false : null;
   if (jobValue === null) return sign === "!=";
-  return typeof jobValue === "number" ? COMPARE[sign](jobValue, Number(value)) : COMPARE[sign](String(jobValue), value);
+  const number = value.endsWith("%") ? Number(value.slice(0, -1)) / 100 : Number(value);
+  return typeof jobValue === "number" ? COMPARE[sign](jobValue, number) : COMPARE[sign](String(jobValue), value);
 }
 
 /** Returns the filter in the URL. */

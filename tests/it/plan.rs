@@ -147,6 +147,13 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     );
     let message = refusal(&["--classes", "9", "--set", "data.image_size="]);
     assert!(message.contains("--set data.image_size=SIDE, such as 32 or 224"), "{message}");
+    // More memory than this machine has is refused before the measurement, with the error of training.
+    let message = refusal(&["--classes", "9", "--ranks", "1024", "--set", "data.image_size=4096"]);
+    assert!(
+        message.contains("pictures of 4096 x 4096 pixels take at least ")
+            && message.contains("lower data.image_size"),
+        "{message}"
+    );
     let mut incomplete = machine();
     incomplete.as_object_mut().expect("a table").remove("within");
     fs::write(folder.join("machine.json"), incomplete.to_string()).expect("figures");

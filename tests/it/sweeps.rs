@@ -134,9 +134,15 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let words = "These accuracies may not have been measured on the same validation pictures.";
     assert!(different.ok().contains(words), "{}", different.stdout);
     // A run from elsewhere has none of the settings of a job file, so these are compared only among jobs.
-    server.post("/runs", &json!({"id": "outside", "name": "outside", "config": {"lr": 0.5}})).await;
+    server
+        .post("/runs", &json!({"id": "outside", "name": "outside", "config": {"lr": 0.5, "width": 8}}))
+        .await;
     let compared = server.cli(&["compare", "outside", jobs[0], "--json"]).json();
-    for (key, values) in [("config.lr", json!([0.5, null])), ("train.batch_size", Value::Null)] {
+    // Its `config.lr` is compared with `train.lr`, and its other settings have rows of their own.
+    assert_eq!(compared["settings"]["train.lr"][0], 0.5, "{compared:#}");
+    for (key, values) in
+        [("config.lr", Value::Null), ("config.width", json!([8, null])), ("train.batch_size", Value::Null)]
+    {
         assert_eq!(compared["settings"][key], values, "{key}");
     }
     // The number of its validation pictures is unknown.

@@ -24,6 +24,7 @@ mod step;
 mod votes;
 
 pub use error::TrainError;
+pub use memory::check_sample;
 
 use crate::{
     checkpoint::{Best, CheckpointWriter, StopProgress},

@@ -79,8 +79,8 @@ pub struct SweepSpec {
     #[schema(value_type = Object)]
     pub metric: SweepMetric,
     /// A table for each key of the job file that differs between trials. The table has `values`, a list, or `min` and `max`. If `min` and
-    /// `max` are whole numbers, the values are whole numbers. The values are spread evenly; with `distribution = "log"`,
-    /// their logarithms are spread evenly.
+    /// `max` are whole numbers, the values are whole numbers. Random values are drawn uniformly; with `distribution = "log"`,
+    /// their logarithms are drawn uniformly.
     #[schema(value_type = Object)]
     parameters: BTreeMap<String, Parameter>,
     /// Seed of the settings that `random` and `asha` draw. The same section always gives the same settings.

@@ -137,7 +137,10 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
             "untested",
             &["untested has no split for an evaluation: it has train", "a split called test, val"][..],
         ),
-        ("plain", &["Move the class folders into /some/plain/val/, link them"]),
+        (
+            "plain",
+            &["into a folder of their own, as val/<class>/", "without --dataset, the held-out pictures"],
+        ),
         ("others", &["trained on other classes than others has", "lacks the model's \"dog\""]),
         ("colour", &["trained on pictures of 1 channel, but pictures of colour have 3"]),
         ("color", &["no dataset is called \"color\"; did you mean \"colour\"?"]),

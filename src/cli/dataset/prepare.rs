@@ -1,6 +1,6 @@
 //! Copies a dataset as shards of small pictures, for `lockstep dataset prepare` and `dataset add --prepare`.
 
-use super::{UPDATE_INTERVAL, print_more_broken_files};
+use super::{UPDATE_INTERVAL, canonical, print_more_broken_files};
 use crate::cli::{output, usage_error};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressDrawTarget};
@@ -60,8 +60,7 @@ fn policy_parser() -> impl TypedValueParser<Value = BrokenFiles> {
 /// # Errors
 /// Exit status 2 if the files are not a dataset or cannot be copied.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let path = lockstep_data::canonical(&args.path)
-        .map_err(|e| usage_error(format!("{}: {e}", args.path.display())))?;
+    let path = canonical(&args.path)?;
     let prepared = copy(&path, &args.to, &args.pictures.settings(args.short_side))?;
     report(&args.to, &prepared)
 }

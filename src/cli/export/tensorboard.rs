@@ -1,7 +1,8 @@
 //! `lockstep export tensorboard`: writes jobs' metrics and settings as TensorBoard's event files.
 
 use crate::cli::{
-    api::{Api, ServerArgs},
+    WrongRequest,
+    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs},
     block_on,
     compare::flatten,
     event_files::{Event, FILE_VERSION, Hparam, Summary, SummaryValue},
@@ -75,10 +76,32 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
                 files: BTreeMap::new(),
             });
         }
+        let (mut outage, mut outage_start) = (Outage::default(), None);
         loop {
             let began = Instant::now();
-            for run in runs.iter_mut().filter(|run| !run.has_ended) {
-                run.update(&api).await?;
+            let round = async {
+                for run in runs.iter_mut().filter(|run| !run.has_ended) {
+                    run.update(&api).await?;
+                }
+                anyhow::Ok(())
+            };
+            match round.await {
+                Ok(()) => {
+                    outage.report_restored(|text| output::warn(text));
+                    outage_start = None;
+                }
+                // A file that cannot be written is no outage of the server.
+                Err(error) if !args.follow || error.is::<WrongRequest>() || error.is::<io::Error>() => {
+                    return Err(error);
+                }
+                Err(error) => {
+                    if outage_start.get_or_insert(began).elapsed() > SERVER_TIMEOUT {
+                        return Err(error);
+                    }
+                    outage.report_lost(|text| output::warn(text));
+                    tokio::time::sleep(FOLLOW_INTERVAL).await;
+                    continue;
+                }
             }
             if !args.follow || runs.iter().all(|run| run.has_ended) {
                 break;

@@ -5,6 +5,7 @@ use lockstep_protocol::pickle;
 use lockstep_worker::checkpoint;
 use std::{
     fs,
+    io::ErrorKind,
     path::{Path, PathBuf},
 };
 
@@ -19,7 +20,11 @@ pub(super) fn checkpoint_folder(path: &str) -> anyhow::Result<PathBuf> {
         return Err(problem(advice));
     }
     let advice = "--resume latest continues from the newest checkpoint of the run";
-    let folder = Path::new(path).canonicalize().map_err(|e| problem(format!("{e}; {advice}")))?;
+    let folder = Path::new(path).canonicalize().map_err(|e| {
+        let not_found = e.kind() == ErrorKind::NotFound;
+        let detail = if not_found { "does not exist".to_owned() } else { e.to_string() };
+        problem(format!("{detail}; {advice}"))
+    })?;
     if !folder.join(checkpoint::MANIFEST).exists() {
         return Err(problem(format!("is no checkpoint, as it has no {}; {advice}", checkpoint::MANIFEST)));
     }

@@ -1,6 +1,6 @@
 //! Chooses a run's plan before anything is allocated (`parallel.mode = "auto"`), and predicts its cost.
 
-use super::{TrainError, Training, start::broadcast_json};
+use super::{TrainError, Training, memory::check_sample, start::broadcast_json};
 use crate::planning::{self, Planned};
 use lockstep_engine::net::Network;
 use lockstep_protocol::spec::JobSpec;
@@ -27,6 +27,7 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
     let machine = match broadcast_json(group, is_first.then_some(stored.is_some()))? {
         true => stored,
         false => {
+            check_sample(spec, &sample, device.backend.needs(), local_ranks)?;
             training.log(["measuring operators and links, to choose a plan"]);
             let measured = planning::measure(&sample, device, local_ranks, group, training.store.as_deref())?;
             if is_first {

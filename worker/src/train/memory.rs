@@ -2,11 +2,27 @@
 //! kills processes when memory runs out.
 
 use super::TrainError;
-use lockstep_engine::{EngineConfig, Needs, net::Network};
+use lockstep_engine::{
+    EngineConfig, Needs, Sample,
+    net::{self, Network},
+};
+use lockstep_host::usage::memory_and_swap;
 use lockstep_protocol::spec::JobSpec;
 
 /// The size in bytes of a float32, the type of weights and of a CPU rank's activations.
 const VALUE_BYTES: u64 = 4;
+
+/// Checks that this machine has the memory that `ranks` ranks need to measure the `sample` of a job.
+///
+/// # Errors
+/// The sample's network cannot be built, or the machine has less memory.
+pub fn check_sample(spec: &JobSpec, sample: &Sample, needs: Needs, ranks: u32) -> Result<(), TrainError> {
+    let Some(available) = memory_and_swap() else { return Ok(()) };
+    // A network with the fewest classes, because wide heads are measured only if they fit.
+    let network = net::build(&sample.model, sample.image_size, 3, 2).map_err(TrainError::Impossible)?;
+    RequiredMemory::of_pictures(&network, sample.pictures as u64, needs, ranks)
+        .check(spec, &network, available)
+}
 
 /// A lower bound of the memory that the ranks of a machine need. It excludes memory that a run may never need (a
 /// larger size of later epochs or of evaluation, batches that the dataset cannot fill), so that no run is refused by
@@ -33,7 +49,10 @@ impl RequiredMemory {
     ) -> Self {
         let rank_samples =
             samples.div_ceil(u64::from(world_size.max(1)).saturating_mul(config.accumulate.max(1) as u64));
-        let pictures = (config.batch_size as u64).min(rank_samples);
+        Self::of_pictures(network, (config.batch_size as u64).min(rank_samples), needs, ranks)
+    }
+
+    fn of_pictures(network: &Network, pictures: u64, needs: Needs, ranks: u32) -> Self {
         let parameters = (network.parameter_count() as u64).saturating_mul(VALUE_BYTES);
         let rank_bytes = match needs.host_memory {
             // Activations and their gradients. Weights and optimizer state may be shared by all ranks.

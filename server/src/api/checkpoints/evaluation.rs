@@ -356,15 +356,14 @@ fn check_has_validation(spec: &JobSpec, other: &Dataset) -> Result<()> {
     }
     let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
     let advice = match &names[..] {
-        ["train"] if other.info.format == "image_folder" && !other.is_uploaded() => format!(
-            "Move the class folders into {0}/val/, link them as the training split (ln -s val '{0}/train')",
-            other.path
-        ),
-        _ => "Give the split one of these names".into(),
+        ["train"] if other.info.format == "image_folder" => {
+            "put the pictures for the evaluation into a folder of their own, as val/<class>/, and register that folder"
+        }
+        _ => "give the split one of these names, and register the dataset again",
     };
     Err(Error::unprocessable(format!(
         "{} has no split for an evaluation: it has {}, and an evaluation needs a split called test, val, validation, valid, dev \
-         or eval. {advice}, and register the dataset again",
+         or eval: {advice}; without --dataset, the held-out pictures are evaluated",
         other.name,
         names.join(", ")
     )))

@@ -123,14 +123,22 @@ pub(crate) async fn register(
         return Err(Error::Invalid(errors));
     }
     if let Some(existing) = datasets.store.dataset(&new.name).await?
-        && existing.path == new.path
         && caller.sees(existing.private, existing.owner.as_deref())
     {
-        let detail = format!(
-            "the dataset {:?} is already registered at this path; `lockstep dataset inspect` shows it",
-            new.name
-        );
-        return Err(Error::Of(Code::NameTaken, detail));
+        let Dataset { name, path, .. } = &existing;
+        if *path == new.path {
+            let detail = format!(
+                "the dataset {name:?} is already registered at this path; `lockstep dataset inspect` shows it"
+            );
+            return Err(Error::Of(Code::NameTaken, detail));
+        }
+        if matches!(changes::compare(&existing).await, Comparison::Missing) {
+            let detail = format!(
+                "a dataset is already called {name:?}, but its folder {path} no longer exists: if the folder was moved, run \
+                 `lockstep dataset remove {name}`, then register the new path"
+            );
+            return Err(Error::Of(Code::NameTaken, detail));
+        }
     }
     check_free(datasets, &new.name).await?;
     let registered = inspect_new(datasets, caller, new, patience).await?;
@@ -183,6 +191,10 @@ fn check_info(datasets: &Datasets, path: &str, info: DatasetInfo) -> Result<Data
 fn info_mistake(info: &DatasetInfo) -> Option<String> {
     if info.classes.is_empty() {
         Some("has no classes".into())
+    } else if !info.broken.is_empty()
+        && let Some(detail) = info.too_few_pictures()
+    {
+        Some(detail)
     } else if ![1, 3].contains(&info.channels) {
         let channels = plural(info.channels.into(), "channel");
         Some(format!("has pictures of {channels}, but pictures must have 1 or 3 channels"))

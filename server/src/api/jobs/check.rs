@@ -615,7 +615,8 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
         mistake(
             pointer,
             format!(
-                "one step takes {} over all ranks, but {} has {about}{samples} to train on",
+                "one step takes {} over all ranks, but {} has {about}{samples} to train on: lower the batch size, or set \
+                 data.drop_remainder = false",
                 plural(spec.global_batch_size(), "picture"),
                 dataset.name
             ),

@@ -12,6 +12,8 @@ use lockstep_protocol::{
 
 /// Maximum number of conditions in a request.
 const MAX_CONDITIONS: usize = 10;
+/// Parameters of lists of jobs that users take for settings.
+const FILTERS: [&str; 3] = ["state", "owner", "tag"];
 /// Maximum number of characters of a value.
 const VALUE_CHARS: usize = 200;
 /// Comparison operators. Longer operators come before their prefixes.
@@ -62,6 +64,11 @@ fn parse_condition(text: &str) -> Result<Condition> {
             (SortBy::Setting { table, key, is_number }, Some(kind))
         }
         (Err(_), Some(result)) => (result, None),
+        (Err(_), None) if FILTERS.contains(&path) => {
+            return Err(refused(format!(
+                "names {path}, which is not a setting; use the parameter {path} (in the shell --{path})"
+            )));
+        }
         (Err(detail), None) => return Err(refused(detail)),
     };
     if value.is_empty() {
@@ -76,10 +83,12 @@ fn parse_condition(text: &str) -> Result<Condition> {
     let is_ordered = !matches!(comparison, Comparison::Equal | Comparison::NotEqual);
     let value = match kind {
         None | Some(Kind::Whole { .. } | Kind::Seed | Kind::Number { .. }) => {
-            let number = value.parse().ok().filter(|number: &f64| number.is_finite());
+            let (digits, unit) =
+                value.strip_suffix('%').map_or((value, 1.0), |digits| (digits.trim_end(), 100.0));
+            let number = digits.parse().ok().filter(|number: &f64| number.is_finite());
             let mistake =
                 || refused(format!("compares {path} with {:?}, which is not a number", shortened(value)));
-            SettingValue::Number(number.ok_or_else(mistake)?)
+            SettingValue::Number(number.ok_or_else(mistake)? / unit)
         }
         _ if is_ordered => {
             return Err(refused(format!(
@@ -231,6 +240,8 @@ mod tests {
             ("best > 0.1", SortBy::Best),
             ("speed > 0.1", SortBy::Speed),
             ("val_loss > 0.1", SortBy::Metric("val_loss")),
+            ("best > 10 %", SortBy::Best),
+            ("best>10%", SortBy::Best),
         ] {
             let value = SettingValue::Number(0.1);
             assert_eq!(one(text), Condition { key, comparison: Comparison::Greater, value }, "{text}");
@@ -253,6 +264,8 @@ mod tests {
             ("train.lr>", "no value for train.lr"),
             ("train.lr>big", "which is not a number"),
             ("best=high", "which is not a number"),
+            ("best>%", "which is not a number"),
+            ("state = failed", "use the parameter state (in the shell --state)"),
             ("train.lr>nan", "which is not a number"),
             ("train.lr>inf", "which is not a number"),
             ("train.lrr>1", "did you mean \"train.lr\"?"),

@@ -271,7 +271,7 @@ fn train(samples: u64, is_expected: bool, batch: u64, epochs: u64, is_small: boo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dataset::{HeldOut, SplitInfo};
+    use crate::dataset::{BrokenFile, HeldOut, SplitInfo};
 
     fn info(side: u32, splits: &[(&str, u64)]) -> DatasetInfo {
         let split = |(name, samples): &(&str, u64)| SplitInfo {

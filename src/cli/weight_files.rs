@@ -120,7 +120,9 @@ pub(super) fn has_weights(folder: &Path) -> bool {
 /// Exit status 2 if the run has no checkpoint, or `path` is a folder that contains runs.
 pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
     let directory = path.join("checkpoints");
-    if path.try_exists().is_ok_and(|exists| !exists) {
+    // A sharded checkpoint has an index and parts in place of `model.safetensors` and `ema.safetensors`.
+    let is_in_checkpoint = path.parent().is_some_and(has_weights);
+    if !is_in_checkpoint && path.try_exists().is_ok_and(|exists| !exists) {
         return Err(usage_error(format!("{} does not exist", path.display())));
     }
     if has_weights(path) {

@@ -76,7 +76,7 @@ export class Actions {
   #cancel() {
     const job = this.page.job(), { checkpoints } = this.page;
     // The job continues while the dialog is open, so the sentences name no step and no checkpoint.
-    const kept = checkpoints.size ? "The job keeps its checkpoints, and Retry continues from the newest." : "Without a checkpoint, its training is lost.";
+    const kept = checkpoints.size ? "The job keeps its checkpoints, and Retry continues from the newest." : "If none can be written, the training is lost.";
     const stops = job.total_steps ? `Training stops. Ranks that train write a last checkpoint first. ${kept}` : "The job will not start.";
     confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "The run counts as cancelled. Its program continues to train, unless it checks the server's responses." : stops, yes: "Cancel the job", act: () => this.#post("cancel") });
   }

@@ -117,7 +117,7 @@ describe("a job", () => {
     await until("the job trains", async () => (await losses(page))["rank 1"]?.points > 2);
     await page.getByRole("button", { name: "Cancel", exact: true }).click();
     const dialog = page.getByRole("dialog");
-    assert.match(await dialog.textContent(), /no checkpoint yet/);
+    assert.match(await dialog.textContent(), /write a last checkpoint first\. If none can be written, the training is lost/);
     await dialog.getByRole("button", { name: "Keep it" }).click();
     assert.equal(await dialog.isVisible(), false);
     assert.equal((await server.job(id)).state, "running", "the job continues after Keep it");

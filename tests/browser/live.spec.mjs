@@ -108,9 +108,9 @@ describe("a rank's lane", () => {
     await until("the chart is drawn", async () => (await losses(page))["rank 3"]?.points === 60);
     const box = await page.locator("#loss-chart").boundingBox();
     const marked = () => page.evaluate(() => ["loss", "accuracy", "images_per_second", "lr"].map((name) => {
-      const { over } = window.lockstep.charts[name], copy = new OffscreenCanvas(over.width, over.height).getContext("2d", { willReadFrequently: true });
-      copy.drawImage(over, 0, 0);
-      const { data } = copy.getImageData(0, 0, over.width, over.height);
+      const { overlay } = window.lockstep.charts[name], copy = new OffscreenCanvas(overlay.width, overlay.height).getContext("2d", { willReadFrequently: true });
+      copy.drawImage(overlay, 0, 0);
+      const { data } = copy.getImageData(0, 0, overlay.width, overlay.height);
       return data.some((v) => v > 0);
     }));
     await page.mouse.move(box.x + box.width / 2, box.y + box.height / 2);

@@ -57,7 +57,7 @@ describe("every page", () => {
     assert.ok(await page.getByLabel("Job started").isChecked());
     await page.goto(`${server.url}/audit`);
     await page.getByRole("link", { name: "webhooks", exact: true }).click();
-    assert.match(await page.locator(".card.table").innerText(), /this machine tried to change webhooks: add refused: 422/);
+    assert.match(await page.locator(".card.table").innerText(), /this machine tried to add webhook refused: 422/);
     await page.end();
   });
 

@@ -238,8 +238,10 @@ describe("data", () => {
     // The dataset is smaller than the form's batch, so the form shows an error.
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.getByRole("link", { name: "Upload pictures" }).click();
-    await page.getByLabel("Zip file").setInputFiles(join(dir, "photos.zip"));
-    await until("the file names the dataset", async () => (await page.getByLabel("Name of the dataset").inputValue()) === "photos");
+    const zipFile = page.getByLabel("Zip file");
+    await zipFile.waitFor();  // The form is hidden until its script runs, and a file can be set in a hidden form.
+    await zipFile.setInputFiles(join(dir, "photos.zip"));
+    assert.equal(await page.getByLabel("Name of the dataset").inputValue(), "photos");
     await page.getByRole("button", { name: "Upload", exact: true }).click();
     await page.waitForURL(`${server.url}/jobs/new?dataset=photos`);
     assert.match(await page.getByLabel("Dataset", { exact: true }).locator("option:checked").textContent(), /photos, 10 pictures, 2 classes/);

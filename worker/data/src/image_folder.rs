@@ -8,7 +8,7 @@
 //! that are not in the index are read.
 
 use super::{
-    Catalog, DataError, Format, MAX_ENTRIES_READ, Samples, Split, broken_file, has_pictures,
+    Catalog, DataError, MAX_ENTRIES_READ, Samples, Split, broken_file, has_pictures,
     index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
     label::normalise_nfc,
     listing::{ContainerKind, Listing},
@@ -107,7 +107,7 @@ pub(super) fn find_plain(dir: &Path, store: &IndexStore) -> Option<Result<Catalo
         let train = list_split(dir, dir, ("train", found), &classes, &cached)?;
         let splits = examine(dir, vec![train], cached, store, began)?;
         let (broken, unlabelled) = (Vec::new(), Vec::new());
-        Ok(Catalog { format: Format::ImageFolder, classes, splits, broken, unlabelled })
+        Ok(Catalog { format: "image_folder", classes, splits, broken, unlabelled })
     };
     is_plain(dir).then(read)
 }
@@ -187,7 +187,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
         splits.push(list_split(dir, training, (split, found), &names, &cached)?);
     }
     let splits = examine(dir, splits, cached, store, began)?;
-    Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
+    Ok(Catalog { format: "image_folder", classes: names, splits, broken, unlabelled: Vec::new() })
 }
 
 /// A split whose folders have been listed.

@@ -119,7 +119,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         _ => (0, 0, 3),
     };
     Ok(DatasetInfo {
-        format: catalog.format.name().into(),
+        format: catalog.format.into(),
         splits: catalog.splits.iter().map(|s| count(s, catalog.classes.len())).collect(),
         classes: catalog.classes,
         height,

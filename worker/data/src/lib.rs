@@ -95,34 +95,11 @@ impl ChangeDetection {
     }
 }
 
-/// The dataset formats, recognised by the files.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Format {
-    Cifar10,
-    Cifar100,
-    Idx,
-    ImageFolder,
-    Shards,
-    Parquet,
-}
-
-impl Format {
-    fn name(self) -> &'static str {
-        match self {
-            Format::Cifar10 => "cifar10",
-            Format::Cifar100 => "cifar100",
-            Format::Idx => "idx",
-            Format::ImageFolder => "image_folder",
-            Format::Shards => "webdataset",
-            Format::Parquet => "parquet",
-        }
-    }
-}
-
 /// The content of a dataset.
 #[derive(Debug)]
 pub(crate) struct Catalog {
-    format: Format,
+    /// The name of the format: `cifar10`, `image_folder`, `webdataset`.
+    format: &'static str,
     classes: Vec<String>,
     /// The splits, `train` first.
     splits: Vec<Split>,

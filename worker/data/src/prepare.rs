@@ -187,7 +187,7 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
         Samples::Memory { .. } => Err(DataError::Invalid(format!(
             "{} is {}, whose pictures are small and kept in memory: train on it directly",
             path.display(),
-            catalog.format.name()
+            catalog.format
         ))),
         Samples::Listed(_) if !shards::names_split(&split.name) => Err(DataError::Invalid(format!(
             "{} has a split {:?}, which cannot be the prefix of a shard's name: rename it to val or test, or remove it",

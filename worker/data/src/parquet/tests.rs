@@ -76,7 +76,7 @@ fn files_of_datasets_are_read_with_class_names() {
     // The repository's folder, the folder of its files, and a pattern.
     for path in ["hub", "hub/data", "hub/data/{train,validation}-0000{0..1}-of-0000{1..2}.parquet"] {
         let catalog = open(&fixtures().join(path)).expect("opens");
-        assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("parquet", "cat dog fox".into()));
+        assert_eq!((catalog.format, catalog.classes.join(" ")), ("parquet", "cat dog fox".into()));
         assert_samples(&catalog, "hub");
         // Three of the pattern's eight files exist.
         assert_eq!(broken(&catalog).len(), if path.contains('{') { 5 } else { 0 }, "{:?}", broken(&catalog));

@@ -68,7 +68,7 @@ fn assert_samples(catalog: &Catalog, part: &str) {
 #[test]
 fn shards_of_webdataset_are_read_in_their_order() {
     let catalog = open(&fixtures().join("numbers")).expect("opens");
-    assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("webdataset", "0 1 2".into()));
+    assert_eq!((catalog.format, catalog.classes.join(" ")), ("webdataset", "0 1 2".into()));
     assert_eq!(broken(&catalog), Vec::<String>::new());
     assert_samples(&catalog, "numbers");
     // A pattern, some of whose shards do not exist, has the same samples. Then a single file, whose classes have names.

@@ -58,7 +58,7 @@ impl Catalog {
         }
         // Broken files are not trained on. Their names are relative to the fixed part of a pattern.
         let folder = pattern::fixed_part(path).map_or_else(|| path.to_owned(), |(fixed, _)| fixed);
-        for broken in self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken)) {
+        for broken in self.all_broken() {
             let name = Path::new(&broken.file);
             add(name.strip_prefix(&folder).unwrap_or(name).as_os_str().as_encoded_bytes());
         }

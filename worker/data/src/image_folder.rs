@@ -141,7 +141,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
     let train = classes(training)?;
     let names: Vec<String> = train.folders.keys().cloned().collect();
     if names.is_empty() {
-        let why: Vec<_> = train.broken.iter().take(5).map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let why: Vec<_> = train.broken.iter().take(5).map(ToString::to_string).collect();
         return Err(DataError::Invalid(format!(
             "{} contains no usable class folder: {}",
             training.display(),

@@ -101,9 +101,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                                 moments.add(&measured);
                             }
                         }
-                        Err(DataError::File { path, detail }) => {
-                            broken.push(BrokenFile { file: path, detail })
-                        }
+                        Err(DataError::File(file)) => broken.push(file),
                         Err(other) => return Err(other),
                     }
                 }

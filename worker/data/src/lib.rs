@@ -57,18 +57,13 @@ pub enum DataError {
     #[error("{0}")]
     Invalid(String),
     /// An error that concerns one file.
-    #[error("{path} {detail}")]
-    File {
-        /// The path with which the file was opened.
-        path: String,
-        /// The reason, as a phrase to follow the path.
-        detail: String,
-    },
+    #[error("{0}")]
+    File(BrokenFile),
 }
 
 impl DataError {
     fn file(path: &Path, detail: impl Into<String>) -> Self {
-        Self::File { path: path.display().to_string(), detail: detail.into() }
+        Self::File(broken_file(path, detail))
     }
 }
 
@@ -261,6 +256,11 @@ impl Catalog {
              *.parquet{contents}{hint}",
             path.display()
         )))
+    }
+
+    /// All files and folders that were left out.
+    fn all_broken(&self) -> impl Iterator<Item = &BrokenFile> {
+        self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken))
     }
 
     fn split(&self, name: &str) -> Option<&Split> {

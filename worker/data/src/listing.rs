@@ -7,6 +7,7 @@ use super::{
     picture,
 };
 use lockstep_host::files;
+use lockstep_protocol::dataset::BrokenFile;
 use std::{
     ffi::OsStr,
     fs::File,
@@ -209,7 +210,7 @@ impl Listing {
 
     /// An error about a picture.
     pub(crate) fn broken(&self, index: usize, detail: String) -> DataError {
-        DataError::File { path: self.name(index), detail }
+        DataError::File(BrokenFile { file: self.name(index), detail })
     }
 
     fn name_in_container(&self, index: usize) -> &OsStr {

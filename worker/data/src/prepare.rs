@@ -98,11 +98,10 @@ fn prepare_with(
     let catalog = Catalog::open_with(path, store)?;
     let sources = sources(path, &catalog)?;
     let names = class_names(path, &catalog.classes)?;
-    let broken_in_splits = catalog.splits.iter().flat_map(|split| &split.broken);
-    let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(broken_in_splits).cloned().collect();
-    if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
+    let mut broken: Vec<BrokenFile> = catalog.all_broken().cloned().collect();
+    if let (BrokenFiles::Fail, Some(first)) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
-            "{file} {detail}{}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)",
+            "{first}{}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)",
             if broken.len() > 1 {
                 format!(" (and {} more are broken)", broken.len() - 1)
             } else {
@@ -112,7 +111,7 @@ fn prepare_with(
     }
     // A file that cannot be read now may be readable later, and a copy without the file would lack the picture permanently.
     if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
-        return Err(DataError::File { path: file.clone(), detail: unread_detail(detail) });
+        return Err(DataError::File(BrokenFile { file: file.clone(), detail: unread_detail(detail) }));
     }
     let mut destination = Destination::open(path, to)?;
     let plan = |measured: Vec<u32>| Plan {
@@ -149,8 +148,7 @@ fn prepare_with(
                 }
             };
             if let (BrokenFiles::Fail, Some(broken)) = (settings.broken_files, finished.broken.first()) {
-                let BrokenFile { file, detail } = broken.clone();
-                return Err(DataError::File { path: file, detail });
+                return Err(DataError::File(broken.clone()));
             }
             done += range.len() as u64;
             report(Progress { done, total });

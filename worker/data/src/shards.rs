@@ -67,8 +67,7 @@ fn find_kind(
         return Some(Err(wrong(format!("holds {} shards; at most {MAX_SHARDS} are allowed", shards.len()))));
     }
     if shards.is_empty() {
-        let first = unread.into_iter().next();
-        return first.map(|b| Err(DataError::File { path: b.file, detail: b.detail }));
+        return unread.into_iter().next().map(|first| Err(DataError::File(first)));
     }
     let relative = |path: PathBuf| path.strip_prefix(dir).map(Path::to_owned).unwrap_or(path);
     let shards: Vec<_> = shards.into_iter().map(relative).collect();
@@ -174,7 +173,7 @@ fn read(
     all.sort_by_key(|split| split.name != "train");
     if all.iter().all(|split| split.labels.is_empty()) {
         let why = broken.iter().chain(all.iter().flat_map(|split| &split.broken)).take(5);
-        let why: Vec<_> = why.map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let why: Vec<_> = why.map(ToString::to_string).collect();
         return Err(DataError::Invalid(format!(
             "{} holds no sample that can be used: {}{}{}",
             dataset.display(),

@@ -98,7 +98,7 @@ fn touch(path: &Path, ahead_secs: u64) {
 
 fn counts(catalog: &Catalog) -> (usize, Vec<String>) {
     let train = &catalog.splits[0];
-    (train.labels.len(), train.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect())
+    (train.labels.len(), train.broken.iter().map(ToString::to_string).collect())
 }
 
 /// Opens the dataset as ranks do, trusting unchanged folders.

@@ -86,9 +86,7 @@ impl DataSource {
         }
         let needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
         catalog.splits.retain(|s| needed(&s.name));
-        let broken_in_splits = catalog.splits.iter().flat_map(|s| &s.broken);
-        let broken = catalog.broken.iter().chain(broken_in_splits);
-        let mut skipped: Vec<String> = broken.map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let mut skipped: Vec<String> = catalog.all_broken().map(ToString::to_string).collect();
         let common_size = common_size(&catalog, &skipped)?;
         let needs_whole = spec.random_resized_crop || spec.resize_size.is_some();
         let opened =

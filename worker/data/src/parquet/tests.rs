@@ -32,8 +32,7 @@ fn listing(catalog: &Catalog, split: usize) -> &Listing {
 }
 
 fn broken(catalog: &Catalog) -> Vec<String> {
-    let broken_in_splits = catalog.splits.iter().flat_map(|split| &split.broken);
-    catalog.broken.iter().chain(broken_in_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
+    catalog.all_broken().map(ToString::to_string).collect()
 }
 
 /// A folder with a copy of a fixture.

@@ -91,11 +91,11 @@ impl Task<'_> {
             for sample in made {
                 match sample {
                     Ok(sample) => waiting.push(sample),
-                    Err(DataError::File { path, detail }) if files::is_unread(&detail) => {
-                        return Err(DataError::File { path, detail: unread_detail(&detail) });
+                    Err(DataError::File(BrokenFile { file, detail })) if files::is_unread(&detail) => {
+                        return Err(DataError::File(BrokenFile { file, detail: unread_detail(&detail) }));
                     }
-                    Err(DataError::File { path, detail }) if settings.broken_files == BrokenFiles::Skip => {
-                        finished.broken.push(BrokenFile { file: path, detail });
+                    Err(DataError::File(broken)) if settings.broken_files == BrokenFiles::Skip => {
+                        finished.broken.push(broken);
                     }
                     Err(error) => return Err(error),
                 }

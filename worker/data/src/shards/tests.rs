@@ -37,8 +37,7 @@ fn samples(catalog: &Catalog) -> Vec<(String, String, String, Picture)> {
 }
 
 fn broken(catalog: &Catalog) -> Vec<String> {
-    let broken_in_splits = catalog.splits.iter().flat_map(|split| &split.broken);
-    catalog.broken.iter().chain(broken_in_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
+    catalog.all_broken().map(ToString::to_string).collect()
 }
 
 /// Compares all samples with the written samples.

@@ -88,7 +88,7 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
             broken,
         });
     }
-    Ok(Catalog { format: layout.format, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
+    Ok(Catalog { format: layout.format, classes, splits, ..Catalog::default() })
 }
 
 /// Checks the whole file before appending any record.

@@ -91,7 +91,7 @@ impl ChangeDetection {
 }
 
 /// The content of a dataset.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Catalog {
     /// The name of the format: `cifar10`, `image_folder`, `webdataset`.
     format: &'static str,

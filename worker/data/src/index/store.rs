@@ -1,7 +1,7 @@
 //! The cache directory of indexes: which files belong to a dataset, which process may write them, and when they are
 //! removed.
 
-use super::file::{BlockRef, Facts, MAGIC, encode, write_block, write_head};
+use super::file::{Block, Facts, MAGIC, write_block, write_head};
 use lockstep_host::open_lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -101,12 +101,13 @@ impl IndexStore {
         facts
     }
 
-    /// Waits until no other process builds the dataset's index, and starts to build it. `None` if nothing is stored.
-    ///
-    /// # Errors
-    /// The cache directory is not writable.
-    pub(super) fn begin(&self, dataset: &Path) -> io::Result<Option<(IndexBuilder, Facts)>> {
-        let Some(dir) = &self.dir else { return Ok(None) };
+    /// Waits until no other process builds the dataset's index, and starts to build it. `None` if nothing is stored, or if
+    /// the cache directory is not writable.
+    pub(super) fn begin(&self, dataset: &Path) -> Option<(IndexBuilder, Facts)> {
+        self.try_begin(self.dir.as_ref()?, dataset).inspect_err(log_not_stored).ok()
+    }
+
+    fn try_begin(&self, dir: &Path, dataset: &Path) -> io::Result<(IndexBuilder, Facts)> {
         let with_path =
             |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         fs::create_dir_all(dir).map_err(|e| with_path(dir, e))?;
@@ -141,9 +142,11 @@ impl IndexStore {
             part,
             progress_path: file("progress"),
             published: None,
+            has_results: false,
+            has_failed: false,
             _lock: lock,
         };
-        Ok(Some((builder, facts)))
+        Ok((builder, facts))
     }
 
     /// The progress of building a dataset's index. `None` if no index is being built.
@@ -227,15 +230,27 @@ pub(super) struct IndexBuilder {
     part: File,
     progress_path: PathBuf,
     published: Option<Instant>,
+    /// Whether results were stored.
+    has_results: bool,
+    /// Whether results could not be stored.
+    has_failed: bool,
     _lock: File,
 }
 
+fn log_not_stored(error: &io::Error) {
+    tracing::warn!("{error}; the dataset's files will be read again at the next start");
+}
+
 impl IndexBuilder {
-    /// Stores results, so that they survive an interruption.
-    pub(super) fn append(&mut self, container: &[u8], block: BlockRef<'_>) -> io::Result<()> {
+    /// Stores results, so that they survive an interruption. After a failure, no results are stored.
+    pub(super) fn append(&mut self, container: &[u8], block: &Block) {
+        if self.has_failed {
+            return;
+        }
         let mut bytes = Vec::new();
-        write_block(&mut bytes, container, &encode(&block)?)?;
-        self.part.write_all(&bytes)
+        let written = write_block(&mut bytes, container, block).and_then(|()| self.part.write_all(&bytes));
+        self.has_failed = written.inspect_err(log_not_stored).is_err();
+        self.has_results = true;
     }
 
     /// Publishes the progress, at most a few times per second.
@@ -248,13 +263,21 @@ impl IndexBuilder {
         }
     }
 
+    /// Writes the index, unless no results were stored: files that could not be read are retried at each start, and do not
+    /// need a new index.
+    pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], Block)>) {
+        if self.has_results && !self.has_failed {
+            let _ = self.write(blocks).inspect_err(log_not_stored);
+        }
+    }
+
     /// Writes the index atomically.
-    pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], BlockRef<'a>)>) -> io::Result<()> {
+    pub(super) fn write<'a>(&self, blocks: impl Iterator<Item = (&'a [u8], Block)>) -> io::Result<()> {
         let folder = self.index.parent().unwrap_or(Path::new("."));
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);
         write_head(&mut file, &self.dataset, self.reader)?;
         for (container, block) in blocks {
-            write_block(&mut file, container, &encode(&block)?)?;
+            write_block(&mut file, container, &block)?;
         }
         let file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.as_file().sync_all()?;

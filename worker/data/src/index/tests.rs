@@ -69,16 +69,13 @@ impl Fixture {
 }
 
 fn edit_index(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl Fn(&mut Entry)) {
-    let (builder, facts) = store.begin(dataset).unwrap().unwrap();
-    let mut blocks = Vec::new();
-    for path in &containers {
+    let (builder, facts) = store.begin(dataset).unwrap();
+    let altered = |path: &PathBuf| {
         let mut block = facts.of(path.as_os_str().as_bytes()).last().unwrap();
         block.entries.iter_mut().for_each(&alter);
-        blocks.push((path.as_os_str().as_bytes(), block));
-    }
-    let refs =
-        blocks.iter().map(|(name, b)| (*name, block_of(b.stamp, b.shard_error.as_deref(), b.entries.iter())));
-    builder.finish(refs).unwrap();
+        block
+    };
+    builder.write(containers.iter().map(|path| (path.as_os_str().as_bytes(), altered(path)))).unwrap();
 }
 
 /// Writes other content of the same size with the old modification time, as `rsync -t` and `cp -p` do.
@@ -333,7 +330,7 @@ fn progress_is_reported_only_while_an_index_is_built() {
     fixture.open().unwrap();
     let (store, dataset) = (fixture.store(), fixture.data.path());
     let at = Progress { done: 1, total: 4 };
-    let (mut builder, _) = store.begin(dataset).unwrap().unwrap();
+    let (mut builder, _) = store.begin(dataset).unwrap();
     builder.publish(at);
     assert_eq!(store.progress(dataset), Some(at));
     // A killed process leaves its progress file.
@@ -347,7 +344,7 @@ fn progress_is_reported_only_while_an_index_is_built() {
         assert!(std::time::Instant::now() < deadline, "no index is being built");
         std::thread::yield_now();
     }
-    let (_builder, _) = store.begin(dataset).unwrap().unwrap();
+    let (_builder, _) = store.begin(dataset).unwrap();
     assert_eq!(store.progress(dataset), None, "this build has reported no progress yet");
 }
 

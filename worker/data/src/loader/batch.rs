@@ -179,7 +179,7 @@ impl Pictures<'_> {
     fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
         let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;
-        workers.for_each(work, numbers, |number, scratch| {
+        let made = workers.map(work, numbers, |number, scratch| {
             let begun = begun.get(number).copied().unwrap_or(PartialPicture::Nothing);
             self.make_one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
                 Outputs::Bytes(outputs) => lock(&outputs[number]).copy_from_slice(bytes),
@@ -191,7 +191,8 @@ impl Pictures<'_> {
                     }
                 }
             })
-        })
+        });
+        made.map(drop)
     }
 
     /// Makes one picture, and calls `then` with its pixels and the rectangle to erase.

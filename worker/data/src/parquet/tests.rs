@@ -354,25 +354,3 @@ fn an_unlabelled_test_split_is_omitted_and_reported() {
     let catalog = Catalog::open_with(dir.path(), &no_index()).expect("opens");
     assert_eq!((broken(&catalog).len(), catalog.unlabelled.len()), (4, 0));
 }
-
-/// Measures how long reading a picture takes, in random order. Run by hand: `LOCKSTEP_PARQUET=FILE cargo test -p
-/// lockstep-data --lib -- --ignored --nocapture reading_speed`.
-#[test]
-#[ignore = "needs a large file"]
-fn reading_speed() {
-    let path = PathBuf::from(std::env::var_os("LOCKSTEP_PARQUET").expect("a file"));
-    let began = std::time::Instant::now();
-    let catalog = open(&path).expect("opens");
-    let listing = listing(&catalog, 0);
-    let read_secs = began.elapsed().as_secs_f64();
-    let order = crate::Random::new(&[1]).permutation(listing.len());
-    let began = std::time::Instant::now();
-    let some = &order[..order.len().min(300)];
-    let bytes: usize = some.iter().map(|i| listing.read(*i as usize).expect("is read").len()).sum();
-    let each = began.elapsed().as_secs_f64() * 1e3 / some.len() as f64;
-    let mean = bytes / some.len();
-    eprintln!(
-        "{} pictures of {mean} bytes: read in {read_secs:.2} s; {each:.3} ms per picture",
-        listing.len()
-    );
-}

@@ -123,7 +123,7 @@ impl DataSource {
 
     /// The number of training pictures of each class.
     pub fn class_counts(&self) -> Vec<u64> {
-        let labels = self.train.chosen.iter().map(|position| self.train.labels[*position as usize]);
+        let labels = self.train.chosen.iter().map(|position| self.train.split.labels[*position as usize]);
         class_counts(self.shape.classes.len(), labels)
     }
 
@@ -194,7 +194,7 @@ impl DataSource {
     /// All pictures, if they are in memory and an engine can augment them itself: by a padded crop, a flip, scaling
     /// and mixing.
     pub fn resident(&self) -> Option<Resident> {
-        let memory = |part: &Part| match &part.pixels {
+        let memory = |part: &Part| match &part.split.pixels {
             Pixels::Memory(bytes) => Some(bytes.clone()),
             Pixels::Files { .. } => None,
         };
@@ -220,12 +220,9 @@ impl DataSource {
         epoch: Option<u32>,
     ) -> Result<(u32, Picture), DataError> {
         let part = if validation { &self.validation } else { &self.train };
-        let chosen = u32::try_from(position).ok().filter(|p| (*p as usize) < part.labels.len());
-        let Some(chosen) = chosen else {
-            return Err(DataError::Invalid(format!(
-                "there is no picture {position}: the split has {}",
-                part.labels.len()
-            )));
+        let count = part.split.labels.len();
+        let Some(chosen) = u32::try_from(position).ok().filter(|p| (*p as usize) < count) else {
+            return Err(DataError::Invalid(format!("there is no picture {position}: the split has {count}")));
         };
         let (transform, workers) = (self.transform(epoch), &Workers::without_threads(1));
         let builder =

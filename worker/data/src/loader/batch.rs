@@ -120,7 +120,7 @@ impl BatchBuilder<'_> {
             images: vec![0.0; length(BatchFormat::Normalised)],
             bytes: vec![0; length(BatchFormat::Bytes)],
             augment_params: Vec::new(),
-            labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
+            labels: chosen.iter().map(|c| part.split.labels[*c as usize]).collect(),
             indices: chosen.iter().map(|c| u64::from(*c)).collect(),
             global_samples: chosen.len(),
             ..Batch::default()
@@ -208,7 +208,7 @@ impl Pictures<'_> {
         let Scratch { opener, pipeline } = scratch;
         let params = self.epoch.map(|epoch| AugmentParams::new(transform, epoch, position as u64));
         let erased = params.as_ref().and_then(|params| params.erased);
-        let [height, width, _] = part.size.map(|length| length as u32);
+        let [height, width, _] = part.split.size.map(|length| length as u32);
         let channels = transform.channels as u32;
         let picture = match begun {
             PartialPicture::Nothing => part.picture(position, opener)?,

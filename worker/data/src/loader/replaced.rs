@@ -6,7 +6,7 @@
 
 use super::{
     batch::Batch,
-    part::{Opener, Part, Pixels},
+    part::{Opener, Part},
 };
 use crate::{DataError, Random};
 use rayon::prelude::*;
@@ -92,7 +92,7 @@ impl Part {
     /// Records which of `positions` are broken. All of them are examined, because broken pictures often come in runs (a
     /// lost shard), and after each discovery the batch is made again.
     fn record_broken(&self, positions: &[u32], error: DataError) -> Result<(), DataError> {
-        let (DataError::File(broken), Pixels::Files { files, .. }) = (&error, &self.pixels) else {
+        let (DataError::File(broken), Some(files)) = (&error, self.files()) else {
             return Err(error);
         };
         let examine = |opener: &mut Opener, position: &u32| match self.picture(*position as usize, opener) {

@@ -1,6 +1,6 @@
 //! Opens the splits of a dataset for a job: finds broken files, and decodes pictures in advance if they fit in memory.
 
-use super::part::Pixels;
+use super::part::{Opened, Pixels};
 use crate::{
     Catalog, DataError, Samples,
     held_out::{self, Identity},
@@ -14,33 +14,16 @@ use std::sync::Arc;
 /// Maximum size of a split whose decoded pictures are kept in memory. Larger splits are decoded on demand.
 pub(super) const CACHE_BYTES: usize = 1 << 30;
 
-/// A split whose broken files have been found.
-pub(super) struct Opened {
-    pub(super) pixels: Pixels,
-    /// For decoded pictures: a hash of their files, because another machine's decoder may produce slightly different
-    /// pixels.
-    pub(super) files_digest: Option<u32>,
-    pub(super) labels: Arc<Vec<u32>>,
-    /// The identity of each picture, if the split contains the validation pictures. Otherwise empty.
-    pub(super) identities: Vec<Identity>,
-    pub(super) height: usize,
-    pub(super) width: usize,
-    pub(super) channels: usize,
-}
-
-/// Mean and standard deviation of each channel: the job's values, otherwise measured on training pictures. `size` is the number of
-/// bytes of a picture in memory.
-pub(super) fn normalisation(
-    spec: &DataSpec,
-    train: &Opened,
-    channels: usize,
-    size: usize,
-) -> (Vec<f32>, Vec<f32>) {
+/// Mean and standard deviation of each channel: the job's values, otherwise measured on training pictures.
+pub(super) fn normalisation(spec: &DataSpec, train: &Opened) -> (Vec<f32>, Vec<f32>) {
+    let [height, width, channels] = train.size;
     let (found_mean, found_std) = if spec.mean.is_some() && spec.std.is_some() {
         (Vec::new(), Vec::new())
     } else {
         match &train.pixels {
-            Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels).mean_std(),
+            Pixels::Memory(bytes) => {
+                Statistics::of_packed(bytes, height * width * channels, channels).mean_std()
+            }
             Pixels::Files { files, square } => {
                 // 500 pictures give three digits. Decoding more would delay the first step.
                 let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
@@ -117,7 +100,7 @@ fn remove_broken(
     labels.retain(|_| good.next().unwrap_or(false));
 }
 
-/// Opens the splits. Splits that fit in `max_cached_bytes` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
+/// Opens the splits. The split that contains the validation pictures has the identity of each picture. Splits that fit in `max_cached_bytes` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
 pub(super) fn open_splits(
     catalog: &mut Catalog,
     common_size: Option<(u32, u32)>,
@@ -125,7 +108,7 @@ pub(super) fn open_splits(
     needs_whole: bool,
     max_cached_bytes: usize,
     skipped: &mut Vec<String>,
-) -> Result<Vec<Opened>, DataError> {
+) -> Result<Vec<(Opened, Vec<Identity>)>, DataError> {
     let mut opened = Vec::new();
     for split in &mut catalog.splits {
         let mut labels = std::mem::take(&mut split.labels);
@@ -172,7 +155,7 @@ pub(super) fn open_splits(
                     Some(decoded) => {
                         Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
                     }
-                    None => Pixels::Files { files: Arc::new(files), square },
+                    None => Pixels::Files { files, square },
                 };
                 (pixels, width, height, 3)
             }
@@ -180,15 +163,8 @@ pub(super) fn open_splits(
         if labels.is_empty() {
             return Err(no_readable_picture(&split.name, skipped));
         }
-        opened.push(Opened {
-            pixels,
-            files_digest,
-            labels: Arc::new(labels),
-            identities,
-            height: height as usize,
-            width: width as usize,
-            channels: channels as usize,
-        });
+        let size = [height, width, channels].map(|length| length as usize);
+        opened.push((Opened { pixels, files_digest, labels, size }, identities));
     }
     Ok(opened)
 }

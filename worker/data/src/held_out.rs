@@ -189,7 +189,7 @@ pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationS
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::loader::DataSource;
+    use crate::{loader::DataSource, test_catalog::listing};
     use std::{
         collections::{BTreeMap, BTreeSet},
         fs,
@@ -218,7 +218,7 @@ mod tests {
     fn held_out(dir: &Path, spec: &DataSpec) -> BTreeMap<String, bool> {
         let catalog = Catalog::open_with(dir, &ChangeDetection::Files.store()).unwrap();
         let split = catalog.split(TRAIN).unwrap();
-        let Samples::Listed(listing) = &split.samples else { panic!("a folder") };
+        let listing = listing(split);
         let identities = identities_of_files(listing, &split.labels, &catalog.classes);
         let is_held_out = |identity: Identity| is_held_out(&ValidationDivision::of(spec), identity);
         (0..listing.len()).map(|i| (listing.name(i), is_held_out(identities[i]))).collect()

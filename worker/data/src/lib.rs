@@ -26,6 +26,8 @@ mod random;
 mod shard;
 mod shards;
 mod stored;
+#[cfg(test)]
+mod test_catalog;
 mod transform;
 
 pub use fingerprint::fingerprint;

@@ -3,7 +3,7 @@
 mod folders;
 
 use super::*;
-use crate::{Catalog, DataError, Samples};
+use crate::{Catalog, DataError, test_catalog::listing};
 use std::{
     fs,
     time::{Duration, SystemTime},
@@ -63,7 +63,7 @@ impl Fixture {
 
     fn widths(&self) -> Vec<u32> {
         let catalog = self.open().unwrap();
-        let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
+        let listing = listing(&catalog.splits[0]);
         (0..listing.len()).map(|i| listing.dimensions(i).0).collect()
     }
 }
@@ -128,7 +128,7 @@ fn only_changed_files_are_read_again() {
         .unwrap();
     let last = fixture.open().unwrap();
     assert_eq!(counts(&last), (8, vec![]));
-    let Samples::Listed(listing) = &last.splits[0].samples else { panic!("{last:?}") };
+    let listing = listing(&last.splits[0]);
     let all: Vec<_> = (0..8).map(|i| (listing.name(i), listing.dimensions(i))).collect();
     assert_eq!(all[1], (fixture.picture("class-0000/000001.png").display().to_string(), (6, 4)));
     assert_eq!(all[7], (fixture.picture("class-0001/new.png").display().to_string(), (5, 5)));
@@ -306,7 +306,7 @@ fn files_broken_for_another_version_are_checked_again() {
     let newer = IndexStore { reader: u32::MAX, ..fixture.store() };
     let reopened = Catalog::open_with(fixture.data.path(), &newer).unwrap();
     assert_eq!(counts(&reopened), (4, vec![]));
-    let Samples::Listed(listing) = &reopened.splits[0].samples else { panic!("{reopened:?}") };
+    let listing = listing(&reopened.splits[0]);
     let widths: Vec<_> = (0..4).map(|i| listing.dimensions(i).0).collect();
     assert_eq!(widths, [77, 6, 77, 77], "other pictures are not read");
 }

@@ -6,6 +6,7 @@ use super::*;
 use crate::{
     Picture,
     loader::{DataSource, EpochPlan, replaced::too_many},
+    test_catalog::{encode, listing, no_index, open},
 };
 use image::{ImageFormat, Rgb, RgbImage};
 use lockstep_protocol::spec::{DataSpec, Validation};
@@ -25,12 +26,6 @@ fn picture(width: u32, height: u32, number: u32) -> RgbImage {
     })
 }
 
-fn encode(picture: &RgbImage, format: ImageFormat) -> Vec<u8> {
-    let mut to = Cursor::new(Vec::new());
-    picture.write_to(&mut to, format).unwrap();
-    to.into_inner()
-}
-
 /// A dataset with `train` and `val`, classes `cat` and `a dog`, and pictures of 60 x 40 pixels.
 fn folder(each: u32) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
@@ -47,11 +42,6 @@ fn folder(each: u32) -> TempDir {
     dir
 }
 
-/// A store that keeps no index.
-fn no_index() -> IndexStore {
-    IndexStore::at(Path::new("/nowhere"), usize::MAX)
-}
-
 fn settings(short_side: u32) -> PrepareSettings {
     PrepareSettings { short_side, ..PrepareSettings::default() }
 }
@@ -62,17 +52,6 @@ fn run(from: &Path, to: &Path, settings: &PrepareSettings) -> Result<Prepared, D
 
 fn prepare_error(from: &Path, to: &Path, settings: &PrepareSettings) -> String {
     run(from, to, settings).unwrap_err().to_string()
-}
-
-fn open(dir: &Path) -> Result<Catalog, DataError> {
-    Catalog::open_with(dir, &no_index())
-}
-
-fn listing(split: &Split) -> &Listing {
-    match &split.samples {
-        Samples::Listed(listing) => listing,
-        Samples::Memory { .. } => panic!("{split:?}"),
-    }
 }
 
 /// The name and content of every file.

@@ -142,17 +142,12 @@ pub(crate) struct Measured {
 
 impl Catalog {
     /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other formats, only pictures that are not in the
-    /// user's index are read.
-    fn open(path: &Path) -> Result<Self, DataError> {
-        Self::open_with(path, &IndexStore::of_user())
-    }
-
-    /// As [`Catalog::open`], with the index in `store`.
+    /// index in `store` are read.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
         Self::open_reading(path, store, Reading::Whole)
     }
 
-    /// As [`Catalog::open`], for an inspection: pictures of datasets that jobs keep in memory are only measured.
+    /// As [`Catalog::open_with`], with the user's index, for an inspection: pictures of datasets that jobs keep in memory are only measured.
     fn measure(path: &Path) -> Result<Self, DataError> {
         Self::open_reading(path, &IndexStore::of_user(), Reading::Measure)
     }

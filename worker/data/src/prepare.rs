@@ -13,6 +13,7 @@ mod tests;
 
 use super::{
     Catalog, DataError, MAX_NAMES_BYTES, Samples, Split,
+    copy::Plan,
     index::{IndexStore, Progress},
     listing::Listing,
     pattern, shards,
@@ -21,7 +22,7 @@ use lockstep_host::{files, write_atomically};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use picture::Encoder;
 use rayon::prelude::*;
-use record::{Destination, Plan};
+use record::Destination;
 use std::{
     ops::{Range, RangeInclusive},
     path::Path,

@@ -49,18 +49,8 @@ impl DataSource {
         Self::of_catalog(Catalog::open_with(path, &changes.store())?, path, spec, seed, splits::CACHE_BYTES)
     }
 
-    /// As [`DataSource::open`], with another limit for decoded pictures in memory: `max_cached_bytes` per split.
-    #[cfg(test)]
-    pub(super) fn open_with_cache(
-        path: &Path,
-        spec: &DataSpec,
-        seed: u64,
-        max_cached_bytes: usize,
-    ) -> Result<Self, DataError> {
-        Self::of_catalog(Catalog::open(path)?, path, spec, seed, max_cached_bytes)
-    }
-
-    fn of_catalog(
+    /// As [`DataSource::open`], for an opened dataset. Splits of up to `max_cached_bytes` decoded pictures are kept in memory.
+    pub(super) fn of_catalog(
         mut catalog: Catalog,
         path: &Path,
         spec: &DataSpec,

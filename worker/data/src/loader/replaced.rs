@@ -142,7 +142,10 @@ fn replacement(part: &Part, position: u32, broken: &BTreeSet<u32>) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use crate::loader::{DataSource, EpochPlan};
+    use crate::{
+        loader::{DataSource, EpochPlan},
+        test_catalog,
+    };
     use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
     use std::{collections::BTreeMap, fs, path::Path};
     use tempfile::TempDir;
@@ -179,7 +182,7 @@ mod tests {
             std,
             ..DataSpec::default()
         };
-        DataSource::open_with_cache(dir, &spec, 3, 0).unwrap()
+        DataSource::of_catalog(test_catalog::open(dir).unwrap(), dir, &spec, 3, 0).unwrap()
     }
 
     fn no_validation() -> Validation {

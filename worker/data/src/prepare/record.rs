@@ -1,13 +1,11 @@
-//! The record in the folder of a copy: `unfinished.json` until the copy is complete, then `prepared.json`.
+//! The folder of a copy that is written, with its record.
 
 use super::DataError;
 use crate::{
-    copy::{MAX_BYTES, PREPARED, UNFINISHED},
+    copy::{Finished, MAX_BYTES, PREPARED, Plan, Record, UNFINISHED},
     pattern,
 };
 use lockstep_host::{files, write_atomically};
-use lockstep_protocol::dataset::{BrokenFile, PicturesFingerprint};
-use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
     fs::{self, File, TryLockError},
@@ -18,27 +16,6 @@ use std::{
 
 /// The version of the copy's content. Another version may produce other bytes from the same pictures.
 const VERSION: u32 = 1;
-
-/// Everything that determines the bytes of a copy.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Plan {
-    pub(super) short_side: u32,
-    pub(super) quality: u8,
-    pub(super) source: PicturesFingerprint,
-    /// Number of pictures in a shard, for each split.
-    pub(super) per_shard: Vec<u32>,
-}
-
-/// A complete shard.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(super) struct Finished {
-    pub(super) pictures: u64,
-    pub(super) bytes: u64,
-    /// See [`sample_checksum`].
-    pub(super) sampled: u32,
-    /// Pictures that were left out.
-    pub(super) broken: Vec<BrokenFile>,
-}
 
 /// Number of pieces of a shard that are checked, including the first and the last piece. The last piece shows whether a
 /// file was truncated and extended again (an interrupted copy, a disk that lost writes).
@@ -55,14 +32,6 @@ pub(super) fn sample_checksum(file: &File) -> io::Result<u32> {
         sum.update(&piece[..read]);
     }
     Ok(sum.finalize())
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Record {
-    version: u32,
-    plan: Plan,
-    /// The shards by file name.
-    shards: BTreeMap<String, Finished>,
 }
 
 /// The folder of a copy, locked against other processes.

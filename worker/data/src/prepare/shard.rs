@@ -3,10 +3,10 @@
 use super::{
     Encoder, PrepareSettings, cannot_be_written,
     order::{WINDOW, runs},
-    record::{Finished, sample_checksum},
+    record::sample_checksum,
     unread_detail,
 };
-use crate::{DataError, listing::Listing, loader::replaced::too_many};
+use crate::{DataError, copy::Finished, listing::Listing, loader::replaced::too_many};
 use lockstep_host::files;
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use rayon::prelude::*;

@@ -210,7 +210,8 @@ fn examine(
         index::describe_files(dir, &all.collect::<Vec<_>>(), cached, store, began).into_iter();
     let mut found = Vec::new();
     for Listed { name, folders, mut broken } in splits {
-        let mut listing = Listing { folder_cache: store.folder_cache(dir), ..Listing::new(dir) };
+        let mut listing = Listing::new(dir);
+        listing.folder_cache = store.folder_cache(dir);
         let mut labels = Vec::new();
         for ((label, folder), entries) in folders.into_iter().zip(described.by_ref()) {
             if entries.is_empty() && !folder.has_broken {

@@ -333,6 +333,6 @@ fn an_unlabelled_test_split_is_omitted_and_reported() {
     let info = inspect(dir.path()).expect("opens");
     assert_eq!((info.splits.len(), info.broken_count, info.unlabelled_note()), (3, 2, None));
     write(&path_of("train"), &[-1, -1]);
-    let catalog = open(dir.path()).expect("opens");
+    let catalog = crate::test_catalog::open(dir.path()).expect("opens");
     assert_eq!((broken(&catalog).len(), catalog.unlabelled.len()), (4, 0));
 }

@@ -17,10 +17,7 @@ use crate::{
 use lockstep_protocol::dataset::{lacking_classes, unvalidated_classes};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation, ValidationDivision};
-use std::{
-    path::Path,
-    sync::{Arc, Mutex},
-};
+use std::{path::Path, sync::Arc};
 
 impl DataSource {
     /// Reads the dataset's index and, if they fit in memory, its pictures.
@@ -195,7 +192,6 @@ impl DataSource {
             mixing: Mixing::default(),
             stays_on_host: false,
             device: None,
-            workers: Mutex::default(),
         }
     }
 

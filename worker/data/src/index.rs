@@ -219,13 +219,13 @@ pub(super) fn describe(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     }
 }
 
-/// Describes the members of each shard (named relative to the dataset's root). `read` reads one shard. `dataset` is the path
-/// to which the index belongs.
+/// Describes the members of each shard (named relative to the dataset's root). `read` reads the shard at an index.
+/// `dataset` is the path to which the index belongs.
 pub(super) fn describe_shards(
     dataset: &Path,
     shards: &[(PathBuf, Stamp)],
     store: &IndexStore,
-    read: impl Fn(&Path) -> Members + Sync,
+    read: impl Fn(usize) -> Members + Sync,
 ) -> Vec<Members> {
     let block_of = |stamp: Stamp, of: &Members| Block::of(Some(stamp), of.shard_error.clone(), &of.entries);
     let recall = |facts: &Facts| -> Vec<Option<Members>> {
@@ -252,7 +252,7 @@ pub(super) fn describe_shards(
         let unknown: Vec<usize> = (0..shards.len()).filter(|i| known[*i].is_none()).collect();
         let mut done = (shards.len() - unknown.len()) as u64;
         for part in unknown.chunks(rayon::current_num_threads().max(1)) {
-            let examined: Vec<Members> = part.par_iter().map(|i| read(&shards[*i].0)).collect();
+            let examined: Vec<Members> = part.par_iter().map(|i| read(*i)).collect();
             done += part.len() as u64;
             for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];

@@ -83,15 +83,6 @@ pub enum ChangeDetection {
     Folders,
 }
 
-impl ChangeDetection {
-    fn store(self) -> IndexStore {
-        match self {
-            ChangeDetection::Files => IndexStore::of_user(),
-            ChangeDetection::Folders => IndexStore::of_user().trusting_folders(),
-        }
-    }
-}
-
 /// The content of a dataset.
 #[derive(Debug, Default)]
 pub(crate) struct Catalog {
@@ -149,14 +140,18 @@ impl Catalog {
 
     /// As [`Catalog::open_with`], with the user's index, for an inspection: pictures of datasets that jobs keep in memory are only measured.
     fn measure(path: &Path) -> Result<Self, DataError> {
-        Self::open_reading(path, &IndexStore::of_user(), Reading::Measure)
+        Self::open_reading(path, &IndexStore::of_user(ChangeDetection::Files), Reading::Measure)
     }
 
     fn open_reading(path: &Path, store: &IndexStore, reading: Reading) -> Result<Self, DataError> {
         let checked = |catalog: Catalog| {
-            let mistake = match catalog.splits.iter().any(|s| s.name == "train") {
+            let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
+            let mistake = match names.contains(&"train") {
                 true => class_names_mistake(&catalog.classes),
-                false => Some(no_training_split(&catalog)),
+                false => Some(format!(
+                    "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
+                    names.join(", ")
+                )),
             };
             match mistake {
                 None => Ok(catalog),
@@ -265,14 +260,6 @@ impl Catalog {
     }
 }
 
-fn no_training_split(catalog: &Catalog) -> String {
-    let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
-    format!(
-        "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
-        names.join(", ")
-    )
-}
-
 /// Maximum number of entries read in a folder that is not a dataset. The first entries are representative.
 const MAX_ENTRIES_READ: usize = 1000;
 
@@ -332,7 +319,7 @@ pub fn exists(path: &Path) -> bool {
 
 /// The progress of building a dataset's index. `None` if no index is being built, or the dataset is small.
 pub fn index_progress(path: &Path) -> Option<Progress> {
-    IndexStore::of_user().progress(path)
+    IndexStore::of_user(ChangeDetection::Files).progress(path)
 }
 
 /// Size limit of a file of class names. Such a file normally has a few kilobytes.

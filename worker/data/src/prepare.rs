@@ -12,7 +12,7 @@ mod shard;
 mod tests;
 
 use super::{
-    Catalog, DataError, MAX_NAMES_BYTES, Samples, Split,
+    Catalog, ChangeDetection, DataError, MAX_NAMES_BYTES, Samples, Split,
     copy::Plan,
     index::{IndexStore, Progress},
     listing::Listing,
@@ -85,7 +85,7 @@ pub fn prepare(
     settings: &PrepareSettings,
     report: impl Fn(Progress),
 ) -> Result<Prepared, DataError> {
-    prepare_with(path, to, settings, report, &IndexStore::of_user())
+    prepare_with(path, to, settings, report, &IndexStore::of_user(ChangeDetection::Files))
 }
 
 fn prepare_with(

@@ -118,25 +118,24 @@ fn read(
     }
     let stamped: Vec<_> = found_shards.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
     // Footers, which are small, contain the names of classes and the offsets of pages.
-    let opened: HashMap<&Path, Result<Arc<ParquetFile>, UnusableFile>> = match kind {
-        Kind::Tar => HashMap::new(),
-        Kind::Parquet => {
-            let open =
-                |(_, shard, _): &(&str, PathBuf, Stamp)| ParquetFile::open(&root.join(shard)).map(Arc::new);
-            let opened: Vec<_> = found_shards.par_iter().map(open).collect();
-            found_shards.iter().map(|(_, shard, _)| shard.as_path()).zip(opened).collect()
-        }
+    let open = |(_, shard, _): &(&str, PathBuf, Stamp)| {
+        (kind == Kind::Parquet).then(|| ParquetFile::open(&root.join(shard)).map(Arc::new))
     };
-    let read_shard = |shard: &Path| match opened.get(shard) {
-        None => members::read_members(&root.join(shard)),
-        Some(Ok(file)) => parquet::read_members(file, &root.join(shard)),
-        Some(Err(error)) => error.clone().into(),
+    let opened: Vec<Option<Result<Arc<ParquetFile>, UnusableFile>>> =
+        found_shards.par_iter().map(open).collect();
+    let read_shard = |index: usize| {
+        let path = root.join(&found_shards[index].1);
+        match &opened[index] {
+            None => members::read_members(&path),
+            Some(Ok(file)) => parquet::read_members(file, &path),
+            Some(Err(error)) => error.clone().into(),
+        }
     };
     let members = index::describe_shards(dataset, &stamped, store, read_shard);
     let mut splits: BTreeMap<&str, SplitContents> = BTreeMap::new();
-    for ((split, shard, stamp), members) in found_shards.iter().zip(members) {
+    for (((split, shard, stamp), opened), members) in found_shards.iter().zip(&opened).zip(members) {
         let found = splits.entry(*split).or_insert_with(|| SplitContents::new(root));
-        match opened.get(shard.as_path()) {
+        match opened {
             None => found.add(root, shard, ContainerKind::Tar(*stamp), members),
             Some(Ok(file)) => {
                 found.add(root, shard, ContainerKind::Parquet(*stamp, Arc::clone(file)), members)
@@ -147,9 +146,8 @@ fn read(
     }
     let names = class_names(
         root,
-        found_shards.iter().filter_map(|(_, shard, _)| {
-            let file = opened.get(shard.as_path())?.as_ref().ok()?;
-            Some((shard.as_path(), file.class_names()?))
+        found_shards.iter().zip(&opened).filter_map(|((_, shard, _), opened)| {
+            Some((shard.as_path(), opened.as_ref()?.as_ref().ok()?.class_names()?))
         }),
     )?;
     let classes = classes(root, names, &splits)?;

@@ -181,8 +181,15 @@ fn run_rank(
     let (ranks, mesh) = (comm.size(), division.plan.mesh);
     let batch_size = case.batch_size / mesh.readers();
     let reader = mesh.reader(comm.rank() as usize);
-    let batch = synthetic_batch(batch_size, case.image_size, classes.min(CLASSES), reader);
-    let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
+    // Speed does not depend on the content of pictures.
+    let batch = Batch {
+        images: values(&format!("bench.{reader}"), batch_size * case.image_size * case.image_size * 3),
+        labels: (0..batch_size).map(|i| (i % classes.min(CLASSES)) as u32).collect(),
+        indices: (0..batch_size as u64).collect(),
+        global_samples: case.batch_size,
+        ..Batch::default()
+    };
+    let micro_batches = vec![batch; accumulate];
     let setup = OnDevice {
         device: registry::device_of(None, Device::Cpu),
         precision,
@@ -373,16 +380,6 @@ fn batches<'a>(
         ..EpochPlan::of(case.batch_size)
     };
     (0..).flat_map(move |epoch| data.epoch(EpochPlan { epoch, ..plan }))
-}
-
-/// A batch of synthetic pictures. Speed does not depend on their content.
-fn synthetic_batch(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
-    Batch {
-        images: values(&format!("bench.{reader}"), pictures * image_size * image_size * 3),
-        labels: (0..pictures).map(|i| (i % classes) as u32).collect(),
-        indices: (0..pictures as u64).collect(),
-        ..Batch::default()
-    }
 }
 
 #[cfg(test)]

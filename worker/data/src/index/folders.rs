@@ -42,13 +42,12 @@ impl FolderStamp {
         })
     }
 
-    /// Whether the folder's last change is more than `min_age` before `now` (always true without `min_age`). A change after `now`
-    /// then certainly changes the stamp.
-    fn is_older_than(self, min_age: Option<Duration>, now: SystemTime) -> bool {
-        let Some(min_age) = min_age else { return true };
+    /// Whether the folder's last change is at least `min_age` before `now`, in whole seconds. A change after `now` then
+    /// certainly changes the stamp.
+    fn is_older_than(self, min_age: Duration, now: SystemTime) -> bool {
         let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let newest = self.modified.max(self.changed).0;
-        u64::try_from(newest).is_ok_and(|secs| secs + min_age.as_secs() < now.as_secs())
+        u64::try_from(newest).is_ok_and(|secs| secs + min_age.as_secs() <= now.as_secs())
     }
 }
 

@@ -2,6 +2,7 @@
 //! removed.
 
 use super::file::{Block, Facts, MAGIC, write_block, write_head};
+use crate::ChangeDetection;
 use lockstep_host::open_lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -25,9 +26,9 @@ const MAX_INDEXES_PER_PATH: usize = 64;
 /// Age of last use after which an index is removed.
 const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
-/// A folder is trusted only if its last change is at least this old. File systems store times with a granularity of up to two
-/// seconds, so a second change shortly after the first may not change the time.
-const MIN_AGE: Duration = Duration::from_secs(3);
+/// A folder is trusted only if its last change is at least this old, in whole seconds. File systems store times with a granularity of
+/// up to two seconds, so a second change shortly after the first may not change the time.
+const MIN_AGE: Duration = Duration::from_secs(4);
 /// Minimum time between two writes of the progress.
 const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 
@@ -39,43 +40,31 @@ pub(crate) struct IndexStore {
     pub(super) min_pictures: usize,
     pub(super) min_unknown: usize,
     pub(super) reader: u32,
-    /// Whether unchanged folders are trusted, that is, not listed.
+    /// Whether folders that have not changed since all their files were examined are neither listed nor examined (see
+    /// `folders.rs`).
     pub(super) trusts_folders: bool,
-    /// How long a folder must be unchanged to be trusted. `None`: there is no minimum.
-    pub(super) min_age: Option<Duration>,
+    /// How long a folder must be unchanged to be trusted.
+    pub(super) min_age: Duration,
 }
 
 impl IndexStore {
     /// The store in the user's cache directory.
-    pub(crate) fn of_user() -> Self {
-        let dir = lockstep_host::cache::dir().map(|dir| dir.join("datasets"));
+    pub(crate) fn of_user(changes: ChangeDetection) -> Self {
         Self {
-            dir,
+            dir: lockstep_host::cache::dir().map(|dir| dir.join("datasets")),
             min_pictures: MIN_PICTURES,
             min_unknown: MIN_UNKNOWN,
             reader: READER_VERSION,
-            trusts_folders: false,
-            min_age: Some(MIN_AGE),
+            trusts_folders: changes == ChangeDetection::Folders,
+            min_age: MIN_AGE,
         }
-    }
-
-    /// Makes the store trust folders that have not changed since all their files were examined: they are neither
-    /// listed nor examined (see `folders.rs`).
-    pub(crate) fn trusting_folders(self) -> Self {
-        Self { trusts_folders: true, ..self }
     }
 
     /// A store in `dir`, for datasets of at least `min_pictures` pictures.
     #[cfg(test)]
     pub(crate) fn at(dir: &Path, min_pictures: usize) -> Self {
-        Self {
-            dir: Some(dir.to_owned()),
-            min_pictures,
-            min_unknown: 1,
-            reader: READER_VERSION,
-            trusts_folders: false,
-            min_age: None,
-        }
+        let (dir, min_unknown, min_age) = (Some(dir.to_owned()), 1, Duration::ZERO);
+        Self { dir, min_pictures, min_unknown, min_age, ..Self::of_user(ChangeDetection::Files) }
     }
 
     /// Whether results are stored for a dataset with this number of pictures, `unknown` of which are not in the

@@ -11,6 +11,7 @@ use super::{
 use crate::{
     Catalog, ChangeDetection, DataError, Random,
     held_out::{self, Identity},
+    index::IndexStore,
     label::class_counts,
     transform::{Transform, evaluation_resize},
 };
@@ -43,7 +44,13 @@ impl DataSource {
         seed: u64,
         changes: ChangeDetection,
     ) -> Result<Self, DataError> {
-        Self::of_catalog(Catalog::open_with(path, &changes.store())?, path, spec, seed, splits::CACHE_BYTES)
+        Self::of_catalog(
+            Catalog::open_with(path, &IndexStore::of_user(changes))?,
+            path,
+            spec,
+            seed,
+            splits::CACHE_BYTES,
+        )
     }
 
     /// As [`DataSource::open`], for an opened dataset. Splits of up to `max_cached_bytes` decoded pictures are kept in memory.

@@ -73,7 +73,7 @@ fn changes_of_files_are_detected_by_their_folders() {
 #[test]
 fn recently_changed_or_unknown_folders_are_checked() {
     let fixture = Fixture::new(2, 4);
-    let store = IndexStore { min_age: Some(Duration::from_secs(3600)), ..fixture.store() };
+    let store = IndexStore { min_age: Duration::from_secs(3600), ..fixture.store() };
     Catalog::open_with(fixture.data.path(), &store).unwrap();
     let odd = fixture.picture("class-0000/000001.png");
     let rewrite = |side: u32| {

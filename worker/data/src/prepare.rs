@@ -85,18 +85,8 @@ pub fn prepare(
     settings: &PrepareSettings,
     report: impl Fn(Progress),
 ) -> Result<Prepared, DataError> {
-    prepare_with(path, to, settings, report, &IndexStore::of_user(ChangeDetection::Files))
-}
-
-fn prepare_with(
-    path: &Path,
-    to: &Path,
-    settings: &PrepareSettings,
-    report: impl Fn(Progress),
-    store: &IndexStore,
-) -> Result<Prepared, DataError> {
     check_settings(settings)?;
-    let catalog = Catalog::open_with(path, store)?;
+    let catalog = Catalog::open_with(path, &IndexStore::of_user(ChangeDetection::Files))?;
     let sources = sources(path, &catalog)?;
     let names = class_names(path, &catalog.classes)?;
     let mut broken: Vec<BrokenFile> = catalog.all_broken().cloned().collect();

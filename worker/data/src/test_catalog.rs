@@ -4,13 +4,8 @@ use crate::{Catalog, DataError, Samples, Split, index::IndexStore, listing::List
 use image::{ImageFormat, RgbImage};
 use std::{io::Cursor, path::Path};
 
-/// A store that keeps no index.
-pub(crate) fn no_index() -> IndexStore {
-    IndexStore::at(Path::new("/nowhere"), usize::MAX)
-}
-
 pub(crate) fn open(path: &Path) -> Result<Catalog, DataError> {
-    Catalog::open_with(path, &no_index())
+    Catalog::open_with(path, &IndexStore::at(Path::new("/nowhere"), usize::MAX))
 }
 
 pub(crate) fn listing(split: &Split) -> &Listing {

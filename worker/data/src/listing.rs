@@ -195,11 +195,13 @@ impl Listing {
         Picture::decode(&self.read(index)?).map_err(|detail| self.broken(index, detail))
     }
 
-    /// Removes the pictures for which `keep` is false.
-    pub(super) fn retain(&mut self, keep: &[bool]) {
+    /// Removes the pictures for which `keep` is false, with their `labels`.
+    pub(super) fn retain<L>(&mut self, labels: &mut Vec<L>, keep: &[bool]) {
         if keep.iter().all(|keep| *keep) {
             return;
         }
+        let mut kept = keep.iter();
+        labels.retain(|_| kept.next() == Some(&true));
         let (mut names, mut rows) = (Vec::new(), Vec::new());
         for index in (0..self.len()).filter(|index| keep.get(*index) == Some(&true)) {
             names.extend_from_slice(self.name_in_container(index).as_bytes());

@@ -98,7 +98,7 @@ impl DataSource {
     /// as it did at its start.
     pub fn set_normalisation(&mut self, mean: Vec<f32>, std: Vec<f32>) {
         for transform in self.training.iter_mut().chain([&mut self.evaluation]) {
-            Arc::make_mut(transform).set_normalisation(&mean, &std);
+            Arc::make_mut(transform).table = Transform::normalisation(&mean, &std);
         }
         (self.shape.mean, self.shape.std) = (mean, std);
     }
@@ -182,8 +182,8 @@ impl DataSource {
     /// ([`BatchFormat::AugmentParams`]).
     pub fn is_prepared_each_step(&self) -> bool {
         self.format != BatchFormat::AugmentParams
-            && (self.train.is_decoded_each_step()
-                || self.validation.is_decoded_each_step()
+            && (self.train.files().is_some()
+                || self.validation.files().is_some()
                 || !self.evaluation.is_padded_crop_and_flip()
                 || self.mixing.is_on())
     }

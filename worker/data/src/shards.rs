@@ -233,9 +233,7 @@ impl SplitContents {
             self.broken.push(BrokenFile { file: self.listing.name(index), detail });
             self.without_label += 1;
         }
-        self.listing.retain(&keep);
-        let mut keep = keep.into_iter();
-        self.labels.retain(|_| keep.next().unwrap_or(false));
+        self.listing.retain(&mut self.labels, &keep);
     }
 }
 

@@ -67,26 +67,18 @@ impl Part {
         }
     }
 
-    pub(super) fn is_decoded_each_step(&self) -> bool {
-        self.files().is_some()
-    }
-
     /// The picture at `position` of the split, before the transform.
     pub(super) fn picture<'a>(
         &'a self,
         position: usize,
         opener: &'a mut Opener,
     ) -> Result<PictureRef<'a>, DataError> {
-        let [height, width, channels] = self.split.size;
-        let size = height * width * channels;
-        let in_memory = |pixels: &'a [u8]| PictureRef {
-            width: width as u32,
-            height: height as u32,
-            channels: channels as u32,
-            pixels,
-        };
+        let size: usize = self.split.size.iter().product();
+        let [height, width, channels] = self.split.size.map(|length| length as u32);
         match &self.split.pixels {
-            Pixels::Memory(bytes) => Ok(in_memory(&bytes[position * size..][..size])),
+            Pixels::Memory(bytes) => {
+                Ok(PictureRef { width, height, channels, pixels: &bytes[position * size..][..size] })
+            }
             Pixels::Files { files, .. } => self.decode(position, &files.read(position)?, opener),
         }
     }

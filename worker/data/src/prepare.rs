@@ -104,16 +104,10 @@ pub fn prepare(
     if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
         return Err(DataError::File(BrokenFile { file: file.clone(), detail: unread_detail(detail) }));
     }
-    let mut destination = Destination::open(path, to)?;
-    let plan = |measured: Vec<u32>| Plan {
-        short_side: settings.short_side,
-        quality: settings.quality,
-        source: catalog.fingerprint(path),
-        per_shard: measured,
-    };
-    if !destination.continues(&plan(Vec::new()))? {
-        destination.begin(plan(sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect()))?;
-    }
+    let PrepareSettings { short_side, quality, .. } = *settings;
+    let plan = Plan { short_side, quality, source: catalog.fingerprint(path), per_shard: Vec::new() };
+    let measure = || sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect();
+    let mut destination = Destination::open(path, to, plan, measure)?;
     let classes = to.join("classes.txt");
     write_atomically(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
     let total: u64 = sources.iter().map(|(_, listing)| listing.len() as u64).sum();

@@ -114,6 +114,7 @@ fn other_settings_sources_or_files_are_refused_with_the_difference() {
     assert!(message.contains("contains other files (letter.txt)"), "{message}");
     assert_eq!(files_of(mine.path()).len(), 1);
     // Two copies to one folder at the same time.
-    let _first = Destination::open(from.path(), to.path()).unwrap();
+    let lock = fs::File::open(to.path()).unwrap();
+    lock.lock().unwrap();
     assert!(prepare_error(from.path(), to.path(), &settings(16)).contains("being written by another"));
 }

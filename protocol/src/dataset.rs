@@ -6,7 +6,7 @@ use crate::{
     spec::Validation,
 };
 use serde::{Deserialize, Serialize};
-use std::collections::HashSet;
+use std::{collections::HashSet, fmt};
 use utoipa::ToSchema;
 
 /// Maximum length of a fingerprint's hash, in bytes. A SHA-256 in hexadecimal has 64 bytes.
@@ -109,6 +109,12 @@ impl DatasetInfo {
         let counts =
             |name: &str| self.splits.iter().find(|info| info.name == name).map(|info| &*info.per_class);
         unvalidated_classes(&self.classes, counts("train")?, counts(split)?, split)
+    }
+}
+
+impl fmt::Display for BrokenFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.file, self.detail)
     }
 }
 

@@ -7,10 +7,11 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use lockstep_engine::{
     Devices, Selection,
     bench::{self, Case, Division, OnDevice},
+    plan::Plan,
     registry,
 };
 use lockstep_host::{cores, gpu::RankGpu};
-use lockstep_protocol::spec::{DEVICE_NAMES, Device, Precision, ShardSpec, Split};
+use lockstep_protocol::spec::{DEVICE_NAMES, Device, ParallelSpec, Precision, ShardSpec, Split};
 use lockstep_worker::local_group::{self, JoinedGroup, Member};
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
@@ -213,14 +214,20 @@ fn find_devices(args: &Args) -> anyhow::Result<Vec<String>> {
 }
 
 fn division(args: &Args) -> Division {
-    Division {
-        classes: args.classes as usize,
+    let parallel = ParallelSpec {
+        ranks: args.ranks,
+        mode: "hybrid".into(),
         model: args.parallel_model,
-        shards: args.shards.clone(),
         height: args.parallel_height,
         pipeline: args.parallel_pipeline,
-        accumulate: args.accumulate as usize,
+        shard: args.shards.clone(),
         optimizer_sharding: args.optimizer_sharding,
+        ..ParallelSpec::default()
+    };
+    Division {
+        plan: Plan::of(&parallel),
+        classes: args.classes as usize,
+        accumulate: args.accumulate as usize,
         sample_share: args.sample_share,
     }
 }

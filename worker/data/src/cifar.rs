@@ -1,7 +1,7 @@
 //! CIFAR-10 and CIFAR-100 in the binary version (Krizhevsky 2009): records of one or two label bytes, then 3,072
 //! bytes in red, green and blue planes.
 
-use super::{Catalog, DataError, Format, Samples, Split, broken_file, names_from, packed};
+use super::{Catalog, DataError, Samples, Split, broken_file, names_from, packed};
 use lockstep_host::files::{self, FileKind};
 use std::{
     fs,
@@ -14,7 +14,7 @@ const PLANE: usize = SIDE * SIDE;
 const MAX_BYTES: u64 = 8 << 30;
 
 struct Layout {
-    format: Format,
+    format: &'static str,
     /// Number of label bytes before the pixels. The last label byte is used.
     label_bytes: usize,
     classes: usize,
@@ -31,7 +31,7 @@ pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
     };
     let batches: Vec<String> = (1..=99).map(|i| format!("data_batch_{i}.bin")).collect();
     let ten = Layout {
-        format: Format::Cifar10,
+        format: "cifar10",
         label_bytes: 1,
         classes: 10,
         names: "batches.meta.txt",
@@ -39,7 +39,7 @@ pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
         test: existing(&["test_batch.bin".into()]),
     };
     let hundred = Layout {
-        format: Format::Cifar100,
+        format: "cifar100",
         label_bytes: 2,
         classes: 100,
         names: "fine_label_names.txt",
@@ -88,7 +88,7 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
             broken,
         });
     }
-    Ok(Catalog { format: layout.format, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
+    Ok(Catalog { format: layout.format, classes, splits, ..Catalog::default() })
 }
 
 /// Checks the whole file before appending any record.

@@ -1,7 +1,9 @@
-//! The record in the folder of a prepared copy, read when the dataset is opened. `prepare` writes the record.
+//! The record in the folder of a prepared copy: `unfinished.json` until the copy is complete, then `prepared.json`.
+//! `prepare` writes the record, and it is read when the copy is opened.
 
 use lockstep_host::files;
-use serde::Deserialize;
+use lockstep_protocol::dataset::{BrokenFile, PicturesFingerprint};
+use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, path::Path};
 
 /// File name of the record of an incomplete copy.
@@ -16,16 +18,33 @@ pub(super) fn is_unfinished(dir: &Path) -> bool {
     dir.join(UNFINISHED).is_file()
 }
 
-/// The fields of a record that are needed to detect damage.
-#[derive(Deserialize)]
-struct Record {
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Record {
+    pub(super) version: u32,
+    pub(super) plan: Plan,
     /// The shards by file name.
-    shards: BTreeMap<String, Shard>,
+    pub(super) shards: BTreeMap<String, Finished>,
 }
 
-#[derive(Deserialize)]
-struct Shard {
-    bytes: u64,
+/// Everything that determines the bytes of a copy.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Plan {
+    pub(super) short_side: u32,
+    pub(super) quality: u8,
+    pub(super) source: PicturesFingerprint,
+    /// Number of pictures in a shard, for each split.
+    pub(super) per_shard: Vec<u32>,
+}
+
+/// A complete shard.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct Finished {
+    pub(super) pictures: u64,
+    pub(super) bytes: u64,
+    /// A checksum of some pieces of the file; see `prepare/record.rs`.
+    pub(super) sampled: u32,
+    /// Pictures that were left out.
+    pub(super) broken: Vec<BrokenFile>,
 }
 
 /// How a complete copy differs from its record. `None` if it does not differ, or if `dir` has no copy. `size_of`

@@ -113,44 +113,35 @@ impl OnDevice {
     }
 
     pub(super) fn decoded(&self) -> Decoded {
-        self.with_decoded(|decoded| decoded.clone())
+        lock(&self.decoded).clone()
     }
 
     pub(super) fn is_in_use(&self) -> bool {
-        self.with_decoded(|decoded| !decoded.given_up)
+        !lock(&self.decoded).given_up
     }
 
     /// Counts pictures that are left to cores.
     pub(super) fn count_for_cores(&self, why: CpuDecodeReason, pictures: u64) {
-        if pictures == 0 {
-            return;
+        if pictures > 0 {
+            *lock(&self.decoded).by_cores.entry(why).or_insert(0) += pictures;
         }
-        self.with_decoded(|decoded| *decoded.by_cores.entry(why).or_insert(0) += pictures);
     }
 
     /// Counts pictures that the device has decoded, and pictures that it refused.
     pub(super) fn count_decoded(&self, pictures: u64, refused: u64) {
-        self.with_decoded(|decoded| {
-            decoded.by_device += pictures;
-            decoded.consecutive_failures = 0;
-        });
-        if refused > 0 {
-            self.count_for_cores(CpuDecodeReason::Refused, refused);
-        }
+        self.count_for_cores(CpuDecodeReason::Refused, refused);
+        let mut decoded = lock(&self.decoded);
+        decoded.by_device += pictures;
+        decoded.consecutive_failures = 0;
     }
 
     /// Counts pictures of a batch that failed. `is_first_of_batch`: no other pictures of the batch have failed before.
     pub(super) fn count_failed(&self, why: String, pictures: u64, is_first_of_batch: bool) {
         tracing::warn!("the GPU could not decode {pictures} pictures; CPU cores decode them: {why}");
         self.count_for_cores(CpuDecodeReason::Failed, pictures);
-        self.with_decoded(|decoded| {
-            decoded.failure = Some(why);
-            decoded.consecutive_failures += u32::from(is_first_of_batch);
-            decoded.given_up |= decoded.consecutive_failures >= MAX_FAILURES;
-        });
-    }
-
-    fn with_decoded<T>(&self, action: impl FnOnce(&mut Decoded) -> T) -> T {
-        action(&mut lock(&self.decoded))
+        let mut decoded = lock(&self.decoded);
+        decoded.failure = Some(why);
+        decoded.consecutive_failures += u32::from(is_first_of_batch);
+        decoded.given_up |= decoded.consecutive_failures >= MAX_FAILURES;
     }
 }

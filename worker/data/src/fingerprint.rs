@@ -5,7 +5,7 @@
 //! IDX files are read. A copy of a dataset has the same fingerprint. New modification times do not change the
 //! fingerprint.
 
-use super::{Catalog, ChangeDetection, DataError, Samples, packed::Reading, pattern};
+use super::{Catalog, ChangeDetection, DataError, IndexStore, Samples, packed::Reading, pattern};
 use lockstep_protocol::dataset::PicturesFingerprint;
 use sha2::{Digest, Sha256};
 use std::path::Path;
@@ -15,7 +15,7 @@ use std::path::Path;
 /// # Errors
 /// `path` is not a dataset.
 pub fn fingerprint(path: &Path, changes: ChangeDetection) -> Result<PicturesFingerprint, DataError> {
-    let catalog = Catalog::open_reading(path, &changes.store(), Reading::Measure)?;
+    let catalog = Catalog::open_reading(path, &IndexStore::of_user(changes), Reading::Measure)?;
     Ok(catalog.fingerprint(path))
 }
 
@@ -58,7 +58,7 @@ impl Catalog {
         }
         // Broken files are not trained on. Their names are relative to the fixed part of a pattern.
         let folder = pattern::fixed_part(path).map_or_else(|| path.to_owned(), |(fixed, _)| fixed);
-        for broken in self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken)) {
+        for broken in self.all_broken() {
             let name = Path::new(&broken.file);
             add(name.strip_prefix(&folder).unwrap_or(name).as_os_str().as_encoded_bytes());
         }

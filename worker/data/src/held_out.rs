@@ -9,7 +9,9 @@
 //! all pictures, so adding or removing pictures moves other pictures, too.
 
 use super::{
-    Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, label::class_counts,
+    Catalog, ChangeDetection, DataError, Random, Samples,
+    index::{IndexStore, content_hash},
+    label::class_counts,
     listing::Listing,
 };
 use lockstep_protocol::{
@@ -169,7 +171,7 @@ pub(super) fn fingerprint(pictures: impl Iterator<Item = (Identity, u32)>) -> Op
 /// # Errors
 /// `path` is no longer a dataset.
 pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationSet>, DataError> {
-    let catalog = Catalog::open_with(path, &ChangeDetection::Files.store())?;
+    let catalog = Catalog::open_with(path, &IndexStore::of_user(ChangeDetection::Files))?;
     let Some(split) = catalog.split(validation_split_name(spec)) else { return Ok(None) };
     let identities = match &split.samples {
         Samples::Listed(listing) => identities_of_files(listing, &split.labels, &catalog.classes),
@@ -189,7 +191,10 @@ pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationS
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::loader::DataSource;
+    use crate::{
+        loader::DataSource,
+        test_catalog::{listing, open},
+    };
     use std::{
         collections::{BTreeMap, BTreeSet},
         fs,
@@ -216,9 +221,9 @@ mod tests {
 
     /// Whether each picture is held out, by name.
     fn held_out(dir: &Path, spec: &DataSpec) -> BTreeMap<String, bool> {
-        let catalog = Catalog::open_with(dir, &ChangeDetection::Files.store()).unwrap();
+        let catalog = open(dir).unwrap();
         let split = catalog.split(TRAIN).unwrap();
-        let Samples::Listed(listing) = &split.samples else { panic!("a folder") };
+        let listing = listing(split);
         let identities = identities_of_files(listing, &split.labels, &catalog.classes);
         let is_held_out = |identity: Identity| is_held_out(&ValidationDivision::of(spec), identity);
         (0..listing.len()).map(|i| (listing.name(i), is_held_out(identities[i]))).collect()

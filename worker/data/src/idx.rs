@@ -2,7 +2,7 @@
 //! Pictures have one channel.
 
 use super::{
-    Catalog, DataError, Format, Measured, Samples, Split,
+    Catalog, DataError, Measured, Samples, Split,
     inspect::{STATISTICS_SAMPLES, Statistics},
     names_from,
     packed::{self, Reading},
@@ -93,7 +93,7 @@ fn read(
     }
     let classes = splits.iter().flat_map(|s| &s.labels).max().map_or(0, |m| *m as usize + 1);
     let classes = names_from(&dir.join("classes.txt"), classes)?;
-    Ok(Catalog { format: Format::Idx, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
+    Ok(Catalog { format: "idx", classes, splits, ..Catalog::default() })
 }
 
 /// A file whose header has been read.

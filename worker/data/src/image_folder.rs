@@ -8,7 +8,7 @@
 //! that are not in the index are read.
 
 use super::{
-    Catalog, DataError, Format, MAX_ENTRIES_READ, Samples, Split, broken_file, has_pictures,
+    Catalog, DataError, MAX_ENTRIES_READ, Samples, Split, broken_file, has_pictures,
     index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
     label::normalise_nfc,
     listing::{ContainerKind, Listing},
@@ -106,8 +106,7 @@ pub(super) fn find_plain(dir: &Path, store: &IndexStore) -> Option<Result<Catalo
         let classes: Vec<String> = found.folders.keys().cloned().collect();
         let train = list_split(dir, dir, ("train", found), &classes, &cached)?;
         let splits = examine(dir, vec![train], cached, store, began)?;
-        let (broken, unlabelled) = (Vec::new(), Vec::new());
-        Ok(Catalog { format: Format::ImageFolder, classes, splits, broken, unlabelled })
+        Ok(Catalog { format: "image_folder", classes, splits, ..Catalog::default() })
     };
     is_plain(dir).then(read)
 }
@@ -141,7 +140,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
     let train = classes(training)?;
     let names: Vec<String> = train.folders.keys().cloned().collect();
     if names.is_empty() {
-        let why: Vec<_> = train.broken.iter().take(5).map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let why: Vec<_> = train.broken.iter().take(5).map(ToString::to_string).collect();
         return Err(DataError::Invalid(format!(
             "{} contains no usable class folder: {}",
             training.display(),
@@ -187,7 +186,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
         splits.push(list_split(dir, training, (split, found), &names, &cached)?);
     }
     let splits = examine(dir, splits, cached, store, began)?;
-    Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
+    Ok(Catalog { format: "image_folder", classes: names, splits, broken, ..Catalog::default() })
 }
 
 /// A split whose folders have been listed.
@@ -206,23 +205,15 @@ fn examine(
     store: &IndexStore,
     began: SystemTime,
 ) -> Result<Vec<Split>, DataError> {
-    let (mut labels, mut folders, mut counts) = (Vec::new(), Vec::new(), Vec::new());
-    let mut named_splits = Vec::new();
-    for Listed { name, folders: split_folders, broken } in splits {
-        counts.push(split_folders.len());
-        named_splits.push((name, broken));
-        for (label, folder) in split_folders {
-            labels.push(label);
-            folders.push(folder);
-        }
-    }
-    let entries = index::describe_files(dir, &folders, cached, store, began);
-    let mut all = labels.into_iter().zip(folders).zip(entries);
+    let all = splits.iter().flat_map(|split| split.folders.iter().map(|(_, folder)| folder));
+    let mut described =
+        index::describe_files(dir, &all.collect::<Vec<_>>(), cached, store, began).into_iter();
     let mut found = Vec::new();
-    for ((name, mut broken), count) in named_splits.into_iter().zip(counts) {
-        let mut listing = Listing::new(dir).with_folder_cache(store.folder_cache(dir));
+    for Listed { name, folders, mut broken } in splits {
+        let mut listing = Listing::new(dir);
+        listing.folder_cache = store.folder_cache(dir);
         let mut labels = Vec::new();
-        for ((label, folder), entries) in all.by_ref().take(count) {
+        for ((label, folder), entries) in folders.into_iter().zip(described.by_ref()) {
             if entries.is_empty() && !folder.has_broken {
                 return Err(empty_class(&dir.join(&folder.path)));
             }
@@ -322,14 +313,10 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
                     }
                 },
                 None => {
-                    let inside = entries(&path).map_or(0, |all| all.len());
-                    found.broken.push(broken_file(
-                        &path,
-                        format!(
-                            "is a class folder whose name is not UTF-8 ({} in it); rename it",
-                            plural(inside as u64, "file")
-                        ),
-                    ));
+                    let inside = plural(entries(&path).map_or(0, |all| all.len() as u64), "file");
+                    let detail =
+                        format!("is a class folder whose name is not UTF-8 ({inside} in it); rename it");
+                    found.broken.push(broken_file(&path, detail));
                 }
             },
             Ok(FileKind::File { .. }) => {

@@ -10,12 +10,12 @@ mod store;
 mod tests;
 
 pub(crate) use file::{Entry, Stamp, content_hash};
-pub(super) use folders::{CachedFolders, FolderCacheFile, FolderStamp, load_cached};
+pub(super) use folders::{CachedFolders, FolderStamp, load_cached};
 pub(crate) use store::IndexStore;
 pub use store::Progress;
 
 use super::picture;
-use file::{Block, BlockRef, Facts};
+use file::{Block, Facts};
 use lockstep_host::files;
 use rayon::prelude::*;
 use std::{
@@ -69,7 +69,7 @@ pub(super) struct Members {
 /// time when the first folder's stamp was taken.
 pub(super) fn describe_files(
     root: &Path,
-    folders: &[Folder],
+    folders: &[&Folder],
     cached: CachedFolders,
     store: &IndexStore,
     began: SystemTime,
@@ -83,7 +83,7 @@ pub(super) fn describe_files(
         + unchanged.values().map(|(_, entries)| entries.len()).sum::<usize>();
     if missing > 0
         && store.keeps(files, missing)
-        && let Some((new_builder, facts)) = begin(store, root)
+        && let Some((new_builder, facts)) = store.begin(root)
     {
         known = match_files(&facts, root, folders);
         builder = Some(new_builder);
@@ -105,7 +105,7 @@ pub(super) fn describe_files(
     if store.keeps(files, usize::MAX) {
         let examined = folders.iter().zip(&entries);
         let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
-        store.folder_cache(root).store(examined, store.min_age, began);
+        store.store_folders(root, examined, began);
     }
     entries
 }
@@ -119,19 +119,8 @@ enum Slot {
     NoPicture,
 }
 
-fn begin(store: &IndexStore, dataset: &Path) -> Option<(IndexBuilder, Facts)> {
-    store.begin(dataset).unwrap_or_else(|error| {
-        log_not_stored(&error);
-        None
-    })
-}
-
-fn log_not_stored(error: &std::io::Error) {
-    tracing::warn!("{error}; the dataset's files will be read again at the next start");
-}
-
-fn match_files(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
-    let slots_of = |folder: &Folder| -> Vec<Slot> {
+fn match_files(facts: &Facts, root: &Path, folders: &[&Folder]) -> Vec<Vec<Slot>> {
+    let slots_of = |folder: &&Folder| -> Vec<Slot> {
         let mut by_name: HashMap<Vec<u8>, Entry> = HashMap::with_capacity(folder.files.len());
         for block in facts.of(folder.path.as_os_str().as_bytes()) {
             by_name.extend(block.entries.into_iter().map(|entry| (entry.name.clone(), entry)));
@@ -156,22 +145,26 @@ fn is_not_a_picture(path: &Path) -> bool {
 }
 
 /// Reads the unknown pictures in parts, and stores the results.
-fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut builder: Option<IndexBuilder>) {
+fn read_unknown(
+    root: &Path,
+    folders: &[&Folder],
+    known: &mut [Vec<Slot>],
+    mut builder: Option<IndexBuilder>,
+) {
     let unknown_of_folder = |(folder, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
         let unknown = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
         unknown.map(|(file, _)| (folder, file)).collect()
     };
     let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown_of_folder).collect();
     let total: u64 = known.iter().map(|slots| slots.len() as u64).sum();
-    let (mut done, mut has_new_facts) = (total - unknown.len() as u64, false);
+    let mut done = total - unknown.len() as u64;
     for part in unknown.chunks(PART_PICTURES) {
         let examine_file = |&(folder, file): &(usize, usize)| {
-            let Folder { path, files, .. } = &folders[folder];
+            let Folder { path, files, .. } = folders[folder];
             examine(&root.join(path).join(&files[file].name), &files[file])
         };
         let examined: Vec<Entry> = part.par_iter().map(examine_file).collect();
         done += part.len() as u64;
-        has_new_facts |= examined.iter().any(|entry| !entry.is_transient);
         if let Some(index) = &mut builder {
             index.publish(Progress { done, total });
             let mut rest = &examined[..];
@@ -179,14 +172,9 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut bu
                 let (entries, after) = rest.split_at(group.len());
                 rest = after;
                 let container = folders[group[0].0].path.as_os_str().as_bytes();
-                let block = block_of(None, None, entries.iter());
-                if block.entries.is_empty() {
-                    continue;
-                }
-                if let Err(error) = index.append(container, block) {
-                    log_not_stored(&error);
-                    builder = None;
-                    break;
+                let block = Block::of(None, None, entries);
+                if !block.entries.is_empty() {
+                    index.append(container, &block);
                 }
             }
         }
@@ -194,27 +182,15 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut bu
             known[*folder][*file] = Slot::Known(entry);
         }
     }
-    // Files that could not be read are retried at each start, and do not need a new index.
-    if let Some(builder) = builder.filter(|_| has_new_facts) {
-        let blocks = folders.iter().zip(known.iter()).map(|(folder, slots)| {
+    if let Some(builder) = builder {
+        builder.finish(folders.iter().zip(known.iter()).map(|(folder, slots)| {
             let entries = slots.iter().filter_map(|slot| match slot {
                 Slot::Known(entry) => Some(entry),
                 Slot::Unknown | Slot::NoPicture => None,
             });
-            (folder.path.as_os_str().as_bytes(), block_of(None, None, entries))
-        });
-        if let Err(error) = builder.finish(blocks) {
-            log_not_stored(&error);
-        }
+            (folder.path.as_os_str().as_bytes(), Block::of(None, None, entries))
+        }));
     }
-}
-
-fn block_of<'a>(
-    stamp: Option<Stamp>,
-    shard_error: Option<&'a str>,
-    entries: impl Iterator<Item = &'a Entry>,
-) -> BlockRef<'a> {
-    BlockRef { stamp, shard_error, entries: entries.filter(|entry| !entry.is_transient).collect() }
 }
 
 fn examine(path: &Path, found: &FoundFile) -> Entry {
@@ -243,14 +219,15 @@ pub(super) fn describe(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     }
 }
 
-/// Describes the members of each shard (named relative to the dataset's root). `read` reads one shard. `dataset` is the path
-/// to which the index belongs.
+/// Describes the members of each shard (named relative to the dataset's root). `read` reads the shard at an index.
+/// `dataset` is the path to which the index belongs.
 pub(super) fn describe_shards(
     dataset: &Path,
     shards: &[(PathBuf, Stamp)],
     store: &IndexStore,
-    read: impl Fn(&Path) -> Members + Sync,
+    read: impl Fn(usize) -> Members + Sync,
 ) -> Vec<Members> {
+    let block_of = |stamp: Stamp, of: &Members| Block::of(Some(stamp), of.shard_error.clone(), &of.entries);
     let recall = |facts: &Facts| -> Vec<Option<Members>> {
         let stored_members = |(path, stamp): &(PathBuf, Stamp)| {
             let blocks = facts.of(path.as_os_str().as_bytes());
@@ -267,7 +244,7 @@ pub(super) fn describe_shards(
         let missing_bytes = missing.map(|((_, stamp), _)| stamp.size).sum();
         let mut builder = None;
         if store.keeps(estimated_pictures(all_bytes), estimated_pictures(missing_bytes))
-            && let Some((new_builder, facts)) = begin(store, dataset)
+            && let Some((new_builder, facts)) = store.begin(dataset)
         {
             known = recall(&facts);
             builder = Some(new_builder);
@@ -275,33 +252,22 @@ pub(super) fn describe_shards(
         let unknown: Vec<usize> = (0..shards.len()).filter(|i| known[*i].is_none()).collect();
         let mut done = (shards.len() - unknown.len()) as u64;
         for part in unknown.chunks(rayon::current_num_threads().max(1)) {
-            let examined: Vec<Members> = part.par_iter().map(|i| read(&shards[*i].0)).collect();
+            let examined: Vec<Members> = part.par_iter().map(|i| read(*i)).collect();
             done += part.len() as u64;
             for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
                 if let Some(index) = builder.as_mut().filter(|_| !members.is_transient) {
                     index.publish(Progress { done, total: shards.len() as u64 });
-                    let block =
-                        block_of(Some(*stamp), members.shard_error.as_deref(), members.entries.iter());
-                    if let Err(error) = index.append(path.as_os_str().as_bytes(), block) {
-                        log_not_stored(&error);
-                        builder = None;
-                    }
+                    index.append(path.as_os_str().as_bytes(), &block_of(*stamp, &members));
                 }
                 known[*i] = Some(members);
             }
         }
-        let has_new_facts =
-            unknown.iter().any(|i| known[*i].as_ref().is_some_and(|members| !members.is_transient));
-        if let Some(builder) = builder.filter(|_| has_new_facts) {
-            let blocks = shards.iter().zip(&known).filter_map(|((path, stamp), members)| {
+        if let Some(builder) = builder {
+            builder.finish(shards.iter().zip(&known).filter_map(|((path, stamp), members)| {
                 let members = members.as_ref().filter(|members| !members.is_transient)?;
-                let block = block_of(Some(*stamp), members.shard_error.as_deref(), members.entries.iter());
-                Some((path.as_os_str().as_bytes(), block))
-            });
-            if let Err(error) = builder.finish(blocks) {
-                log_not_stored(&error);
-            }
+                Some((path.as_os_str().as_bytes(), block_of(*stamp, members)))
+            }));
         }
     }
     known.into_iter().map(Option::unwrap_or_default).collect()

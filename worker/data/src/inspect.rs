@@ -101,9 +101,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                                 moments.add(&measured);
                             }
                         }
-                        Err(DataError::File { path, detail }) => {
-                            broken.push(BrokenFile { file: path, detail })
-                        }
+                        Err(DataError::File(file)) => broken.push(file),
                         Err(other) => return Err(other),
                     }
                 }
@@ -118,9 +116,13 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         Some(first) if sizes.iter().all(|s| s == first) => *first,
         _ => (0, 0, 3),
     };
+    let count = |split: &Split| {
+        let per_class = class_counts(catalog.classes.len(), split.labels.iter().copied());
+        SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
+    };
     Ok(DatasetInfo {
-        format: catalog.format.name().into(),
-        splits: catalog.splits.iter().map(|s| count(s, catalog.classes.len())).collect(),
+        format: catalog.format.into(),
+        splits: catalog.splits.iter().map(count).collect(),
         classes: catalog.classes,
         height,
         width,
@@ -134,11 +136,6 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         inspected_at: None,
         broken: broken.into_iter().take(MAX_NAMED_FILES).map(BrokenFile::shortened).collect(),
     })
-}
-
-fn count(split: &Split, classes: usize) -> SplitInfo {
-    let per_class = class_counts(classes, split.labels.iter().copied());
-    SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
 }
 
 /// The number of occurrences of each byte value in each channel of equally sized pictures. Counts are exact, so they

@@ -26,6 +26,8 @@ mod random;
 mod shard;
 mod shards;
 mod stored;
+#[cfg(test)]
+mod test_catalog;
 mod transform;
 
 pub use fingerprint::fingerprint;
@@ -57,18 +59,13 @@ pub enum DataError {
     #[error("{0}")]
     Invalid(String),
     /// An error that concerns one file.
-    #[error("{path} {detail}")]
-    File {
-        /// The path with which the file was opened.
-        path: String,
-        /// The reason, as a phrase to follow the path.
-        detail: String,
-    },
+    #[error("{0}")]
+    File(BrokenFile),
 }
 
 impl DataError {
     fn file(path: &Path, detail: impl Into<String>) -> Self {
-        Self::File { path: path.display().to_string(), detail: detail.into() }
+        Self::File(broken_file(path, detail))
     }
 }
 
@@ -86,43 +83,11 @@ pub enum ChangeDetection {
     Folders,
 }
 
-impl ChangeDetection {
-    fn store(self) -> IndexStore {
-        match self {
-            ChangeDetection::Files => IndexStore::of_user(),
-            ChangeDetection::Folders => IndexStore::of_user().trusting_folders(),
-        }
-    }
-}
-
-/// The dataset formats, recognised by the files.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Format {
-    Cifar10,
-    Cifar100,
-    Idx,
-    ImageFolder,
-    Shards,
-    Parquet,
-}
-
-impl Format {
-    fn name(self) -> &'static str {
-        match self {
-            Format::Cifar10 => "cifar10",
-            Format::Cifar100 => "cifar100",
-            Format::Idx => "idx",
-            Format::ImageFolder => "image_folder",
-            Format::Shards => "webdataset",
-            Format::Parquet => "parquet",
-        }
-    }
-}
-
 /// The content of a dataset.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Catalog {
-    format: Format,
+    /// The name of the format: `cifar10`, `image_folder`, `webdataset`.
+    format: &'static str,
     classes: Vec<String>,
     /// The splits, `train` first.
     splits: Vec<Split>,
@@ -168,26 +133,25 @@ pub(crate) struct Measured {
 
 impl Catalog {
     /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other formats, only pictures that are not in the
-    /// user's index are read.
-    fn open(path: &Path) -> Result<Self, DataError> {
-        Self::open_with(path, &IndexStore::of_user())
-    }
-
-    /// As [`Catalog::open`], with the index in `store`.
+    /// index in `store` are read.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
         Self::open_reading(path, store, Reading::Whole)
     }
 
-    /// As [`Catalog::open`], for an inspection: pictures of datasets that jobs keep in memory are only measured.
+    /// As [`Catalog::open_with`], with the user's index, for an inspection: pictures of datasets that jobs keep in memory are only measured.
     fn measure(path: &Path) -> Result<Self, DataError> {
-        Self::open_reading(path, &IndexStore::of_user(), Reading::Measure)
+        Self::open_reading(path, &IndexStore::of_user(ChangeDetection::Files), Reading::Measure)
     }
 
     fn open_reading(path: &Path, store: &IndexStore, reading: Reading) -> Result<Self, DataError> {
         let checked = |catalog: Catalog| {
-            let mistake = match catalog.splits.iter().any(|s| s.name == "train") {
+            let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
+            let mistake = match names.contains(&"train") {
                 true => class_names_mistake(&catalog.classes),
-                false => Some(no_training_split(&catalog)),
+                false => Some(format!(
+                    "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
+                    names.join(", ")
+                )),
             };
             match mistake {
                 None => Ok(catalog),
@@ -286,17 +250,14 @@ impl Catalog {
         )))
     }
 
+    /// All files and folders that were left out.
+    fn all_broken(&self) -> impl Iterator<Item = &BrokenFile> {
+        self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken))
+    }
+
     fn split(&self, name: &str) -> Option<&Split> {
         self.splits.iter().find(|s| s.name == name)
     }
-}
-
-fn no_training_split(catalog: &Catalog) -> String {
-    let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
-    format!(
-        "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
-        names.join(", ")
-    )
 }
 
 /// Maximum number of entries read in a folder that is not a dataset. The first entries are representative.
@@ -358,7 +319,7 @@ pub fn exists(path: &Path) -> bool {
 
 /// The progress of building a dataset's index. `None` if no index is being built, or the dataset is small.
 pub fn index_progress(path: &Path) -> Option<Progress> {
-    IndexStore::of_user().progress(path)
+    IndexStore::of_user(ChangeDetection::Files).progress(path)
 }
 
 /// Size limit of a file of class names. Such a file normally has a few kilobytes.

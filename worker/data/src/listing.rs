@@ -2,14 +2,15 @@
 
 use super::{
     DataError, Picture,
-    index::{Entry, FolderCacheFile, Stamp, content_hash},
+    index::{Entry, Stamp, content_hash},
     parquet::ParquetFile,
     picture,
 };
 use lockstep_host::files;
+use lockstep_protocol::dataset::BrokenFile;
 use std::{
     ffi::OsStr,
-    fs::File,
+    fs::{self, File},
     os::unix::{ffi::OsStrExt, fs::FileExt},
     path::{Path, PathBuf},
     sync::Arc,
@@ -23,8 +24,8 @@ pub(crate) struct Listing {
     /// The names of all pictures, concatenated.
     names: Vec<u8>,
     rows: Vec<Row>,
-    /// The folder cache to invalidate when a file has changed.
-    folder_cache: FolderCacheFile,
+    /// The file of the folder cache, which is removed when a file has changed: the next start then examines all files.
+    pub(super) folder_cache: Option<PathBuf>,
 }
 
 /// A folder or a shard, which contains pictures.
@@ -64,11 +65,6 @@ struct Row {
 impl Listing {
     pub(super) fn new(root: &Path) -> Self {
         Self { root: root.to_owned(), ..Self::default() }
-    }
-
-    /// Sets the folder cache to invalidate when a file has changed.
-    pub(super) fn with_folder_cache(self, folder_cache: FolderCacheFile) -> Self {
-        Self { folder_cache, ..self }
     }
 
     /// Adds a container. Pictures that are pushed next belong to this container.
@@ -145,13 +141,18 @@ impl Listing {
         let row = &self.rows[index];
         let container = &self.containers[row.container as usize];
         let found = match &container.kind {
-            ContainerKind::Folder => read_file(&self.path(index), row, &self.folder_cache),
+            ContainerKind::Folder => read_file(&self.path(index), row),
             ContainerKind::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
             ContainerKind::Parquet(stamp, file) => {
                 read_row(row, &self.root.join(&container.path), *stamp, file)
             }
         };
-        found.map_err(|detail| self.broken(index, detail))
+        found.map_err(|detail| {
+            if let Some(cache) = &self.folder_cache {
+                let _ = fs::remove_file(cache);
+            }
+            self.broken(index, detail)
+        })
     }
 
     /// Whether pictures are rows of Parquet files, which are read fastest in the order of the file.
@@ -194,11 +195,13 @@ impl Listing {
         Picture::decode(&self.read(index)?).map_err(|detail| self.broken(index, detail))
     }
 
-    /// Removes the pictures for which `keep` is false.
-    pub(super) fn retain(&mut self, keep: &[bool]) {
+    /// Removes the pictures for which `keep` is false, with their `labels`.
+    pub(super) fn retain<L>(&mut self, labels: &mut Vec<L>, keep: &[bool]) {
         if keep.iter().all(|keep| *keep) {
             return;
         }
+        let mut kept = keep.iter();
+        labels.retain(|_| kept.next() == Some(&true));
         let (mut names, mut rows) = (Vec::new(), Vec::new());
         for index in (0..self.len()).filter(|index| keep.get(*index) == Some(&true)) {
             names.extend_from_slice(self.name_in_container(index).as_bytes());
@@ -209,7 +212,7 @@ impl Listing {
 
     /// An error about a picture.
     pub(crate) fn broken(&self, index: usize, detail: String) -> DataError {
-        DataError::File { path: self.name(index), detail }
+        DataError::File(BrokenFile { file: self.name(index), detail })
     }
 
     fn name_in_container(&self, index: usize) -> &OsStr {
@@ -259,10 +262,9 @@ fn open(shard: &Path) -> Result<(File, Stamp), String> {
     Ok((file, Stamp { size, modified_ns }))
 }
 
-fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<Vec<u8>, String> {
-    let bytes = files::read(path, picture::MAX_BYTES).inspect_err(|_| folder_cache.forget())?;
+fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {
+    let bytes = files::read(path, picture::MAX_BYTES)?;
     if bytes.len() as u64 != row.size {
-        folder_cache.forget();
         return Err(format!(
             "has changed since it was first inspected: it had {} bytes then, and has {} now",
             row.size,
@@ -272,7 +274,6 @@ fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<V
     // A new modification time (of a link: of its target) with the same content is not a change.
     let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
-        folder_cache.forget();
         return Err("has changed since it was first inspected".into());
     }
     Ok(bytes)

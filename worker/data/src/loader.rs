@@ -8,7 +8,7 @@ use super::{
     transform::{Crop, Transform},
 };
 use lockstep_protocol::spec::ValidationDivision;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 pub use super::shard::EpochPlan;
 pub use batch::{Batch, BatchFormat};
@@ -54,9 +54,6 @@ pub struct DataSource {
     /// Whether the pictures stay in host memory, that is, engines must not copy the pictures to their devices.
     stays_on_host: bool,
     device: Option<Arc<OnDevice>>,
-    /// The threads that make pictures, which keep their buffers from epoch to epoch. The key is the number of
-    /// threads, and whether a device decodes.
-    workers: Mutex<Option<((usize, bool), Arc<Workers>)>>,
 }
 
 /// All pictures of a job as bytes in host memory, for an engine that keeps a copy and augments pictures itself.
@@ -101,7 +98,7 @@ impl DataSource {
     /// as it did at its start.
     pub fn set_normalisation(&mut self, mean: Vec<f32>, std: Vec<f32>) {
         for transform in self.training.iter_mut().chain([&mut self.evaluation]) {
-            Arc::make_mut(transform).set_normalisation(&mean, &std);
+            Arc::make_mut(transform).table = Transform::normalisation(&mean, &std);
         }
         (self.shape.mean, self.shape.std) = (mean, std);
     }
@@ -123,7 +120,7 @@ impl DataSource {
 
     /// The number of training pictures of each class.
     pub fn class_counts(&self) -> Vec<u64> {
-        let labels = self.train.chosen.iter().map(|position| self.train.labels[*position as usize]);
+        let labels = self.train.chosen.iter().map(|position| self.train.split.labels[*position as usize]);
         class_counts(self.shape.classes.len(), labels)
     }
 
@@ -185,8 +182,8 @@ impl DataSource {
     /// ([`BatchFormat::AugmentParams`]).
     pub fn is_prepared_each_step(&self) -> bool {
         self.format != BatchFormat::AugmentParams
-            && (self.train.is_decoded_each_step()
-                || self.validation.is_decoded_each_step()
+            && (self.train.files().is_some()
+                || self.validation.files().is_some()
                 || !self.evaluation.is_padded_crop_and_flip()
                 || self.mixing.is_on())
     }
@@ -194,7 +191,7 @@ impl DataSource {
     /// All pictures, if they are in memory and an engine can augment them itself: by a padded crop, a flip, scaling
     /// and mixing.
     pub fn resident(&self) -> Option<Resident> {
-        let memory = |part: &Part| match &part.pixels {
+        let memory = |part: &Part| match &part.split.pixels {
             Pixels::Memory(bytes) => Some(bytes.clone()),
             Pixels::Files { .. } => None,
         };
@@ -220,12 +217,9 @@ impl DataSource {
         epoch: Option<u32>,
     ) -> Result<(u32, Picture), DataError> {
         let part = if validation { &self.validation } else { &self.train };
-        let chosen = u32::try_from(position).ok().filter(|p| (*p as usize) < part.labels.len());
-        let Some(chosen) = chosen else {
-            return Err(DataError::Invalid(format!(
-                "there is no picture {position}: the split has {}",
-                part.labels.len()
-            )));
+        let count = part.split.labels.len();
+        let Some(chosen) = u32::try_from(position).ok().filter(|p| (*p as usize) < count) else {
+            return Err(DataError::Invalid(format!("there is no picture {position}: the split has {count}")));
         };
         let (transform, workers) = (self.transform(epoch), &Workers::without_threads(1));
         let builder =

@@ -178,18 +178,9 @@ impl ParquetFile {
         if row >= self.rows() {
             return Err(format!("no longer exists: its file now has {} rows", self.rows()));
         }
-        let group = self.first_rows.partition_point(|first| *first <= row) - 1;
-        let rows_before = (row - self.first_rows[group]) as usize;
-        let source = Arc::new(Source::new(file, size));
-        let read = || {
-            let mut column = self.pictures(&source, group)?;
-            column.skip_records(rows_before)?;
-            let (mut levels, mut values) = (Vec::new(), Vec::new());
-            column.read_records(1, Some(&mut levels), None, &mut values)?;
-            Ok(values.pop().map(|value| value.data().to_vec()))
-        };
-        let found = guard(read).map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
-        found.ok_or_else(|| rows::NO_PICTURE.into())
+        let found = self.read_run(file, size, row, 1);
+        let found = found.map_err(|detail| format!("cannot be read, as its file {detail}"))?;
+        found.into_iter().next().flatten().ok_or_else(|| rows::NO_PICTURE.into())
     }
 
     /// As [`ParquetFile::read`], for `count` rows of one row group, from `first` on. An entry is `None` if its

@@ -157,7 +157,9 @@ impl Picture {
     /// # Errors
     /// Why the picture cannot be decoded, as a phrase to follow its name.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        Decoder::default().decode_owned(bytes)
+        let mut decoder = Decoder::default();
+        let PictureRef { width, height, channels, pixels } = decoder.decode(bytes)?;
+        Ok(Self { width, height, channels, pixels: pixels.to_vec() })
     }
 
     pub(super) fn view(&self) -> PictureRef<'_> {

@@ -12,7 +12,8 @@ mod shard;
 mod tests;
 
 use super::{
-    Catalog, DataError, MAX_NAMES_BYTES, Samples, Split,
+    Catalog, ChangeDetection, DataError, MAX_NAMES_BYTES, Samples, Split,
+    copy::Plan,
     index::{IndexStore, Progress},
     listing::Listing,
     pattern, shards,
@@ -21,7 +22,7 @@ use lockstep_host::{files, write_atomically};
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use picture::Encoder;
 use rayon::prelude::*;
-use record::{Destination, Plan};
+use record::Destination;
 use std::{
     ops::{Range, RangeInclusive},
     path::Path,
@@ -84,25 +85,14 @@ pub fn prepare(
     settings: &PrepareSettings,
     report: impl Fn(Progress),
 ) -> Result<Prepared, DataError> {
-    prepare_with(path, to, settings, report, &IndexStore::of_user())
-}
-
-fn prepare_with(
-    path: &Path,
-    to: &Path,
-    settings: &PrepareSettings,
-    report: impl Fn(Progress),
-    store: &IndexStore,
-) -> Result<Prepared, DataError> {
     check_settings(settings)?;
-    let catalog = Catalog::open_with(path, store)?;
+    let catalog = Catalog::open_with(path, &IndexStore::of_user(ChangeDetection::Files))?;
     let sources = sources(path, &catalog)?;
     let names = class_names(path, &catalog.classes)?;
-    let broken_in_splits = catalog.splits.iter().flat_map(|split| &split.broken);
-    let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(broken_in_splits).cloned().collect();
-    if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
+    let mut broken: Vec<BrokenFile> = catalog.all_broken().cloned().collect();
+    if let (BrokenFiles::Fail, Some(first)) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
-            "{file} {detail}{}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)",
+            "{first}{}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)",
             if broken.len() > 1 {
                 format!(" (and {} more are broken)", broken.len() - 1)
             } else {
@@ -112,18 +102,12 @@ fn prepare_with(
     }
     // A file that cannot be read now may be readable later, and a copy without the file would lack the picture permanently.
     if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
-        return Err(DataError::File { path: file.clone(), detail: unread_detail(detail) });
+        return Err(DataError::File(BrokenFile { file: file.clone(), detail: unread_detail(detail) }));
     }
-    let mut destination = Destination::open(path, to)?;
-    let plan = |measured: Vec<u32>| Plan {
-        short_side: settings.short_side,
-        quality: settings.quality,
-        source: catalog.fingerprint(path),
-        per_shard: measured,
-    };
-    if !destination.continues(&plan(Vec::new()))? {
-        destination.begin(plan(sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect()))?;
-    }
+    let PrepareSettings { short_side, quality, .. } = *settings;
+    let plan = Plan { short_side, quality, source: catalog.fingerprint(path), per_shard: Vec::new() };
+    let measure = || sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect();
+    let mut destination = Destination::open(path, to, plan, measure)?;
     let classes = to.join("classes.txt");
     write_atomically(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
     let total: u64 = sources.iter().map(|(_, listing)| listing.len() as u64).sum();
@@ -149,8 +133,7 @@ fn prepare_with(
                 }
             };
             if let (BrokenFiles::Fail, Some(broken)) = (settings.broken_files, finished.broken.first()) {
-                let BrokenFile { file, detail } = broken.clone();
-                return Err(DataError::File { path: file, detail });
+                return Err(DataError::File(broken.clone()));
             }
             done += range.len() as u64;
             report(Progress { done, total });
@@ -187,7 +170,7 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
         Samples::Memory { .. } => Err(DataError::Invalid(format!(
             "{} is {}, whose pictures are small and kept in memory: train on it directly",
             path.display(),
-            catalog.format.name()
+            catalog.format
         ))),
         Samples::Listed(_) if !shards::names_split(&split.name) => Err(DataError::Invalid(format!(
             "{} has a split {:?}, which cannot be the prefix of a shard's name: rename it to val or test, or remove it",

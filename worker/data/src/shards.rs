@@ -67,8 +67,7 @@ fn find_kind(
         return Some(Err(wrong(format!("holds {} shards; at most {MAX_SHARDS} are allowed", shards.len()))));
     }
     if shards.is_empty() {
-        let first = unread.into_iter().next();
-        return first.map(|b| Err(DataError::File { path: b.file, detail: b.detail }));
+        return unread.into_iter().next().map(|first| Err(DataError::File(first)));
     }
     let relative = |path: PathBuf| path.strip_prefix(dir).map(Path::to_owned).unwrap_or(path);
     let shards: Vec<_> = shards.into_iter().map(relative).collect();
@@ -119,25 +118,24 @@ fn read(
     }
     let stamped: Vec<_> = found_shards.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
     // Footers, which are small, contain the names of classes and the offsets of pages.
-    let opened: HashMap<&Path, Result<Arc<ParquetFile>, UnusableFile>> = match kind {
-        Kind::Tar => HashMap::new(),
-        Kind::Parquet => {
-            let open =
-                |(_, shard, _): &(&str, PathBuf, Stamp)| ParquetFile::open(&root.join(shard)).map(Arc::new);
-            let opened: Vec<_> = found_shards.par_iter().map(open).collect();
-            found_shards.iter().map(|(_, shard, _)| shard.as_path()).zip(opened).collect()
-        }
+    let open = |(_, shard, _): &(&str, PathBuf, Stamp)| {
+        (kind == Kind::Parquet).then(|| ParquetFile::open(&root.join(shard)).map(Arc::new))
     };
-    let read_shard = |shard: &Path| match opened.get(shard) {
-        None => members::read_members(&root.join(shard)),
-        Some(Ok(file)) => parquet::read_members(file, &root.join(shard)),
-        Some(Err(error)) => error.clone().into(),
+    let opened: Vec<Option<Result<Arc<ParquetFile>, UnusableFile>>> =
+        found_shards.par_iter().map(open).collect();
+    let read_shard = |index: usize| {
+        let path = root.join(&found_shards[index].1);
+        match &opened[index] {
+            None => members::read_members(&path),
+            Some(Ok(file)) => parquet::read_members(file, &path),
+            Some(Err(error)) => error.clone().into(),
+        }
     };
     let members = index::describe_shards(dataset, &stamped, store, read_shard);
     let mut splits: BTreeMap<&str, SplitContents> = BTreeMap::new();
-    for ((split, shard, stamp), members) in found_shards.iter().zip(members) {
+    for (((split, shard, stamp), opened), members) in found_shards.iter().zip(&opened).zip(members) {
         let found = splits.entry(*split).or_insert_with(|| SplitContents::new(root));
-        match opened.get(shard.as_path()) {
+        match opened {
             None => found.add(root, shard, ContainerKind::Tar(*stamp), members),
             Some(Ok(file)) => {
                 found.add(root, shard, ContainerKind::Parquet(*stamp, Arc::clone(file)), members)
@@ -148,9 +146,8 @@ fn read(
     }
     let names = class_names(
         root,
-        found_shards.iter().filter_map(|(_, shard, _)| {
-            let file = opened.get(shard.as_path())?.as_ref().ok()?;
-            Some((shard.as_path(), file.class_names()?))
+        found_shards.iter().zip(&opened).filter_map(|((_, shard, _), opened)| {
+            Some((shard.as_path(), opened.as_ref()?.as_ref().ok()?.class_names()?))
         }),
     )?;
     let classes = classes(root, names, &splits)?;
@@ -174,7 +171,7 @@ fn read(
     all.sort_by_key(|split| split.name != "train");
     if all.iter().all(|split| split.labels.is_empty()) {
         let why = broken.iter().chain(all.iter().flat_map(|split| &split.broken)).take(5);
-        let why: Vec<_> = why.map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let why: Vec<_> = why.map(ToString::to_string).collect();
         return Err(DataError::Invalid(format!(
             "{} holds no sample that can be used: {}{}{}",
             dataset.display(),
@@ -236,9 +233,7 @@ impl SplitContents {
             self.broken.push(BrokenFile { file: self.listing.name(index), detail });
             self.without_label += 1;
         }
-        self.listing.retain(&keep);
-        let mut keep = keep.into_iter();
-        self.labels.retain(|_| keep.next().unwrap_or(false));
+        self.listing.retain(&mut self.labels, &keep);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Pictures as stored in a dataset, independent of a job.
 
-use super::{Catalog, DataError, Picture, Samples, random::Random};
+use super::{Catalog, ChangeDetection, DataError, Picture, Samples, index::IndexStore, random::Random};
 use std::path::Path;
 
 /// Pictures of a split.
@@ -37,7 +37,7 @@ pub fn read_stored(
     offset: u64,
     limit: usize,
 ) -> Result<StoredPictures, DataError> {
-    let catalog = Catalog::open(path)?;
+    let catalog = Catalog::open_with(path, &IndexStore::of_user(ChangeDetection::Files))?;
     let Some(found) = catalog.split(split) else {
         let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
         return Err(DataError::Invalid(format!(

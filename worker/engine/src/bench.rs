@@ -17,7 +17,7 @@ use lockstep_data::{
     loader::{Batch, DataSource, EpochPlan},
 };
 use lockstep_kernels::synthetic::values;
-use lockstep_protocol::spec::{Arch, Device, ModelSpec, Precision, ShardSpec, Stem};
+use lockstep_protocol::spec::{Arch, Device, ModelSpec, Precision, Stem};
 use serde::Serialize;
 use std::{
     sync::Arc,
@@ -102,44 +102,19 @@ pub struct Measurement {
 /// How a case's network and pictures are divided over ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Division {
+    pub plan: Plan,
     /// Number of classes of the network's head. The pictures have only the first ten classes.
     pub classes: usize,
-    /// Number of ranks that share a copy of the network.
-    pub model: u32,
-    /// Strategies of operators. If empty, a model group divides the classes.
-    pub shards: Vec<ShardSpec>,
-    /// Number of ranks that share the rows of pictures.
-    pub height: u32,
-    /// Number of pipeline stages.
-    pub pipeline: u32,
     /// Number of micro-batches of a step.
     pub accumulate: usize,
-    /// Whether ranks divide the optimizer's state.
-    pub optimizer_sharding: bool,
     /// The fraction of the classes that a step samples; 1 for all.
     pub sample_share: f64,
 }
 
-impl Default for Division {
-    fn default() -> Self {
-        Self {
-            classes: CLASSES,
-            model: 1,
-            shards: Vec::new(),
-            height: 1,
-            pipeline: 1,
-            accumulate: 1,
-            optimizer_sharding: false,
-            sample_share: 1.0,
-        }
-    }
-}
-
 impl Division {
-    fn plan(&self, ranks: u32) -> Plan {
-        let [stage, height, model] = [self.pipeline, self.height, self.model].map(|ranks| ranks as usize);
-        let mesh = Mesh { stage, data: ranks as usize / (stage * height * model), height, model };
-        Plan { optimizer_sharding: self.optimizer_sharding, ..Plan::on(mesh, self.shards.clone()) }
+    /// Data parallelism over `ranks` ranks.
+    pub fn data(ranks: u32) -> Self {
+        Self { plan: Plan::data(ranks), classes: CLASSES, accumulate: 1, sample_share: 1.0 }
     }
 }
 
@@ -157,7 +132,7 @@ pub fn run(
     division: &Division,
     precision: Precision,
 ) -> Result<Measurement, String> {
-    let mesh = division.plan(ranks).mesh;
+    let mesh = division.plan.mesh;
     if ranks == 0 || mesh.ranks() != ranks as usize || !case.batch_size.is_multiple_of(mesh.readers()) {
         return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
     }
@@ -203,12 +178,18 @@ fn run_rank(
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Measurement, String> {
     let Division { classes, accumulate, .. } = *division;
-    let ranks = comm.size();
-    let mesh = division.plan(ranks).mesh;
+    let (ranks, mesh) = (comm.size(), division.plan.mesh);
     let batch_size = case.batch_size / mesh.readers();
     let reader = mesh.reader(comm.rank() as usize);
-    let batch = synthetic_batch(batch_size, case.image_size, classes.min(CLASSES), reader);
-    let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
+    // Speed does not depend on the content of pictures.
+    let batch = Batch {
+        images: values(&format!("bench.{reader}"), batch_size * case.image_size * case.image_size * 3),
+        labels: (0..batch_size).map(|i| (i % classes.min(CLASSES)) as u32).collect(),
+        indices: (0..batch_size as u64).collect(),
+        global_samples: case.batch_size,
+        ..Batch::default()
+    };
+    let micro_batches = vec![batch; accumulate];
     let setup = OnDevice {
         device: registry::device_of(None, Device::Cpu),
         precision,
@@ -283,8 +264,7 @@ pub fn run_on_device(
     comm: Arc<dyn ProcessGroup>,
     setup: OnDevice,
 ) -> Result<Measurement, String> {
-    let (began, mesh, accumulate) =
-        (Instant::now(), setup.division.plan(comm.size()).mesh, setup.division.accumulate);
+    let (began, mesh, accumulate) = (Instant::now(), setup.division.plan.mesh, setup.division.accumulate);
     if case.batch_size * mesh.readers() * accumulate > PICTURES {
         return Err(format!(
             "a step of the benchmark has at most {PICTURES} pictures; give a smaller batch or --accumulate"
@@ -324,7 +304,7 @@ pub fn run_on_device(
 /// The engine cannot be built or the step fails.
 #[cfg(test)]
 pub(super) fn profile(case: &Case, setup: OnDevice) -> Result<Vec<(String, f64)>, String> {
-    let mesh = setup.division.plan(1).mesh;
+    let mesh = setup.division.plan.mesh;
     let (mut engine, data) = build_with_data(case, Arc::new(SingleRank), setup)?;
     let mut batches = batches(&data, case, mesh, 1, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
@@ -357,7 +337,7 @@ fn build(
     weight_decay: f32,
     threads: usize,
 ) -> Result<Box<dyn Engine>, String> {
-    let Division { classes, accumulate, sample_share, .. } = setup.division;
+    let Division { plan, classes, accumulate, sample_share } = setup.division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
     let initial = init::InitialParameters::new(&network, false, 0);
     let config = EngineConfig {
@@ -376,7 +356,7 @@ fn build(
         device: DeviceConfig {
             deterministic: setup.deterministic,
             store: setup.store,
-            ..DeviceConfig::new(setup.device.ordinal, setup.precision, setup.division.plan(comm.size()))
+            ..DeviceConfig::new(setup.device.ordinal, setup.precision, plan)
         },
         comm,
     });
@@ -400,16 +380,6 @@ fn batches<'a>(
         ..EpochPlan::of(case.batch_size)
     };
     (0..).flat_map(move |epoch| data.epoch(EpochPlan { epoch, ..plan }))
-}
-
-/// A batch of synthetic pictures. Speed does not depend on their content.
-fn synthetic_batch(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
-    Batch {
-        images: values(&format!("bench.{reader}"), pictures * image_size * image_size * 3),
-        labels: (0..pictures).map(|i| (i % classes) as u32).collect(),
-        indices: (0..pictures as u64).collect(),
-        ..Batch::default()
-    }
 }
 
 #[cfg(test)]
@@ -437,12 +407,13 @@ mod tests {
 
     #[test]
     fn two_ranks_over_loopback_are_measured() {
-        let data_parallel = Division::default();
+        let data_parallel = Division::data(2);
         let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data_parallel, Precision::Fp32).unwrap();
         assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");
         assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &data_parallel, Precision::Fp32).is_err());
         // Ranks that share rows have the same pictures.
-        let rows = Division { height: 2, accumulate: 2, ..data_parallel };
+        let plan = Plan::on(Mesh { stage: 1, data: 1, height: 2, model: 1 }, Vec::new());
+        let rows = Division { plan, accumulate: 2, ..data_parallel };
         assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &rows, Precision::Fp32).unwrap().step_ms > 0.0);
     }
 }

@@ -248,13 +248,12 @@ mod tests {
         net::{init, resnet},
         test_ranks::on_ranks,
     };
-    use lockstep_protocol::spec::{Arch, ModelSpec, ShardSpec, Split};
+    use lockstep_protocol::spec::{Arch, ShardSpec, Split};
 
     /// Stages, copies of the network, and tensors split over outputs (unevenly) and inputs; one writer and several.
     #[test]
     fn tensors_that_are_scattered_are_gathered_whole_by_their_writers() {
-        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-        let network = resnet::build(&model, 32, 3, 101).unwrap();
+        let network = resnet::of(Arch::ResNet20, 32, 101);
         let mut initial = init::initial_parameters(&network, false, 1);
         initial.get_mut("fc.bias").unwrap().values[100] = -0.0;
         let split = |pattern: &str, split| ShardSpec { pattern: pattern.into(), split };

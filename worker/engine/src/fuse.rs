@@ -261,6 +261,18 @@ impl FusedOp {
         }
     }
 
+    /// The name of the module whose parameters this operation has, and the last parts of the parameters' names.
+    pub(super) fn parameters(&self) -> Option<(&str, &'static [&'static str])> {
+        let (name, suffixes): (_, &[&str]) = match self {
+            FusedOp::Conv(Conv { name, .. }) => (name, &["weight"]),
+            FusedOp::Norm(Norm { name, .. }) | FusedOp::Linear { name, .. } => (name, &["weight", "bias"]),
+            // A GELU's bias has the name of the convolution before it.
+            FusedOp::Gelu { bias, .. } => (bias.as_ref()?, &["bias"]),
+            _ => return None,
+        };
+        Some((name, suffixes))
+    }
+
     /// The activations that this operation reads in evaluation, where only batch norms of shortcuts are deferred.
     pub(super) fn reads(&self) -> Vec<TensorId> {
         match *self {

@@ -152,19 +152,16 @@ mod tests {
     use lockstep_host::gpu::RankGpu;
     use lockstep_protocol::spec::{Arch, Device};
 
+    fn sample(arch: Arch, image_size: usize, pictures: usize) -> Sample {
+        let (model, precision) = (ModelSpec { arch, ..ModelSpec::default() }, Precision::Auto);
+        Sample { model, image_size, pictures, precision, threads: 1, heads: Vec::new() }
+    }
+
     /// ResNet-50 reaches about 10,000 images/s on an H200, and less with a batch of 64.
     #[test]
     #[ignore = "needs a GPU"]
     fn gpu_a_measured_network_has_a_plausible_time() {
-        let model = ModelSpec { arch: Arch::ResNet50, ..ModelSpec::default() };
-        let sample = Sample {
-            model,
-            image_size: 224,
-            pictures: 64,
-            precision: Precision::Auto,
-            threads: 1,
-            heads: Vec::new(),
-        };
+        let sample = sample(Arch::ResNet50, 224, 64);
         let gpu = RankGpu { ordinal: 0, visible: vec!["0".into()] };
         let (device, rates) =
             measure(&sample, registry::device_of(Some(&gpu), Device::Cuda), 1 << 36).unwrap();
@@ -210,15 +207,7 @@ mod tests {
     /// Rates predict the step time of the network from which they were measured.
     #[test]
     fn a_measured_network_has_the_predicted_time() {
-        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-        let sample = Sample {
-            model,
-            image_size: 16,
-            pictures: 8,
-            precision: Precision::Auto,
-            threads: 1,
-            heads: Vec::new(),
-        };
+        let sample = sample(Arch::ResNet20, 16, 8);
         let began = Instant::now();
         let (device, rates) = measure(&sample, registry::device_of(None, Device::Cpu), 0).unwrap();
         let secs = began.elapsed().as_secs_f64();

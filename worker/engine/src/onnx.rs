@@ -295,10 +295,7 @@ mod tests {
 
     #[test]
     fn tensors_of_another_network_are_refused() {
-        let network = |classes| {
-            let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-            resnet::build(&model, 32, 3, classes).unwrap()
-        };
+        let network = |classes| resnet::of(Arch::ResNet20, 32, classes);
         let tensors = initial_parameters(&network(10), false, 0);
         let error = encode(&network(11), &tensors, None, true, &BTreeMap::new()).unwrap_err().to_string();
         assert!(error.contains("fc.weight has shape [10, 64]"), "{error}");

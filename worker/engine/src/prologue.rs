@@ -46,21 +46,13 @@ impl<'a> Prologue<'a> {
             .map_err(EngineError::Parameters)?;
         let divisor = |(batch, count): (&Batch, &usize)| batch.global_weight.unwrap_or(*count as f64);
         let total: f64 = batches.iter().zip(&counts).map(divisor).sum();
-        let mut parts: Vec<StepPart<'_>> = batches
-            .iter()
-            .zip(&counts)
-            .filter(|(_, count)| **count > 0)
-            .map(|(batch, &count)| {
-                let pictures = if config.sync_batch_norm { count } else { batch.labels.len() };
-                StepPart { batch, is_first: false, is_last: false, stat_pictures: pictures as f64 }
-            })
-            .collect();
-        if let Some(part) = parts.first_mut() {
-            part.is_first = true;
-        }
-        if let Some(part) = parts.last_mut() {
-            part.is_last = true;
-        }
+        let non_empty: Vec<_> = batches.iter().zip(&counts).filter(|(_, count)| **count > 0).collect();
+        let part = |(index, &(batch, count)): (usize, &(&'a Batch, &usize))| {
+            let pictures = if config.sync_batch_norm { *count } else { batch.labels.len() };
+            let (is_first, is_last) = (index == 0, index + 1 == non_empty.len());
+            StepPart { batch, is_first, is_last, stat_pictures: pictures as f64 }
+        };
+        let parts = non_empty.iter().enumerate().map(part).collect();
         let factor = if config.gradients_mean { 1.0 } else { f64::from(ranks) };
         Ok(Self { parts, gradient_scale: factor / total })
     }

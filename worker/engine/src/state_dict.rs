@@ -139,12 +139,11 @@ mod tests {
     use super::*;
     use crate::net::resnet;
     use lockstep_host::tensors::HostTensor;
-    use lockstep_protocol::spec::{Arch, ModelSpec};
+    use lockstep_protocol::spec::Arch;
 
     #[test]
     fn every_tensor_has_one_writer_and_writers_have_equal_shares() {
-        let network =
-            resnet::build(&ModelSpec { arch: Arch::ResNet50, ..ModelSpec::default() }, 64, 3, 1000).unwrap();
+        let network = resnet::of(Arch::ResNet50, 64, 1000);
         let tensor =
             |name: String, len: usize| (name, HostTensor { shape: vec![len], values: vec![0.0; len] });
         let parameters: NamedTensors =

@@ -72,8 +72,8 @@ fn broken_files(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     if info.broken_count == 0 || spec.data.broken_files == BrokenFiles::Skip {
         return None;
     }
-    let named = info.broken.iter().take(MAX_NAMED).map(|broken| format!("{} {}", broken.file, broken.detail));
-    let named = named.collect::<Vec<_>>().join("; ");
+    let named: Vec<_> = info.broken.iter().take(MAX_NAMED).map(ToString::to_string).collect();
+    let named = named.join("; ");
     let unnamed_count = info.broken_count.saturating_sub(info.broken.len().min(MAX_NAMED) as u64);
     let more = if unnamed_count > 0 { format!("; and {unnamed_count} more") } else { String::new() };
     let files = plural(info.broken_count, "file");

@@ -71,7 +71,7 @@ pub(crate) struct Stamp {
 }
 
 /// Entries of one container.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Block {
     /// The stamp, if the container is a shard.
     pub(super) stamp: Option<Stamp>,
@@ -80,12 +80,16 @@ pub(super) struct Block {
     pub(super) entries: Vec<Entry>,
 }
 
-/// A [`Block`] to write.
-#[derive(Debug, Serialize)]
-pub(super) struct BlockRef<'a> {
-    pub(super) stamp: Option<Stamp>,
-    pub(super) shard_error: Option<&'a str>,
-    pub(super) entries: Vec<&'a Entry>,
+impl Block {
+    /// A block of the entries that are stored.
+    pub(super) fn of<'a>(
+        stamp: Option<Stamp>,
+        shard_error: Option<String>,
+        entries: impl IntoIterator<Item = &'a Entry>,
+    ) -> Self {
+        let stored = entries.into_iter().filter(|entry| !entry.is_transient);
+        Self { stamp, shard_error, entries: stored.cloned().collect() }
+    }
 }
 
 /// A hash of content: the first eight bytes of its SHA-256.
@@ -162,7 +166,7 @@ fn block_at(bytes: &[u8], at: usize) -> Option<(Range<usize>, Range<usize>)> {
     (name.end <= payload.end).then(|| (name.clone(), name.end..payload.end))
 }
 
-pub(super) fn write_block(to: &mut impl Write, container: &[u8], body: &[u8]) -> io::Result<()> {
+fn write_container(to: &mut impl Write, container: &[u8], body: &[u8]) -> io::Result<()> {
     let in_32_bits = |length: usize| {
         u32::try_from(length).map_err(|_| io::Error::other("a block of a dataset's index has 4 GiB or more"))
     };
@@ -180,9 +184,9 @@ pub(super) fn write_block(to: &mut impl Write, container: &[u8], body: &[u8]) ->
 
 pub(super) fn write_head(to: &mut impl Write, dataset: &Path, reader: u32) -> io::Result<()> {
     to.write_all(MAGIC)?;
-    write_block(to, dataset.as_os_str().as_encoded_bytes(), &reader.to_le_bytes())
+    write_container(to, dataset.as_os_str().as_encoded_bytes(), &reader.to_le_bytes())
 }
 
-pub(super) fn encode(block: &BlockRef<'_>) -> io::Result<Vec<u8>> {
-    rmp_serde::to_vec(block).map_err(io::Error::other)
+pub(super) fn write_block(to: &mut impl Write, container: &[u8], block: &Block) -> io::Result<()> {
+    write_container(to, container, &rmp_serde::to_vec(block).map_err(io::Error::other)?)
 }

@@ -3,7 +3,7 @@
 //!
 //! Adding, removing, renaming or replacing a file changes the times of its folder, so an unchanged folder has the
 //! files that are in the index. Overwriting a file in place does not change its folder. Such a change is noticed when
-//! the file is read, and [`FolderCacheFile::forget`] then makes the next start examine every file.
+//! the file is read. The cache file is then removed, so the next start examines every file.
 
 use super::{Entry, Facts, IndexStore};
 use lockstep_host::files;
@@ -42,13 +42,12 @@ impl FolderStamp {
         })
     }
 
-    /// Whether the folder's last change is more than `min_age` before `now` (always true without `min_age`). A change after `now`
-    /// then certainly changes the stamp.
-    fn is_older_than(self, min_age: Option<Duration>, now: SystemTime) -> bool {
-        let Some(min_age) = min_age else { return true };
+    /// Whether the folder's last change is at least `min_age` before `now`, in whole seconds. A change after `now` then
+    /// certainly changes the stamp.
+    fn is_older_than(self, min_age: Duration, now: SystemTime) -> bool {
         let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let newest = self.modified.max(self.changed).0;
-        u64::try_from(newest).is_ok_and(|secs| secs + min_age.as_secs() < now.as_secs())
+        u64::try_from(newest).is_ok_and(|secs| secs + min_age.as_secs() <= now.as_secs())
     }
 }
 
@@ -99,7 +98,7 @@ impl CachedFolders {
 /// Loads the cached facts about the dataset at `root`. Folders are included only if `store` trusts unchanged folders.
 pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
     let facts = store.load(root);
-    let record = if store.trusts_folders { store.folder_cache(root).read() } else { Record::default() };
+    let record = if store.trusts_folders { store.read_folders(root) } else { None };
     let unchanged = |(path, known): (&String, &Known)| {
         if FolderStamp::of(&root.join(path)) != Some(known.stamp) {
             return None;
@@ -108,7 +107,7 @@ pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
         let is_complete = entries.len() as u64 == known.files && checksum(&entries) == known.check;
         is_complete.then(|| (PathBuf::from(path), (known.stamp, entries)))
     };
-    let folders = record.folders.par_iter().filter_map(unchanged).collect();
+    let folders = record.unwrap_or_default().folders.par_iter().filter_map(unchanged).collect();
     CachedFolders { facts, folders }
 }
 
@@ -126,64 +125,43 @@ fn ordered_entries(facts: &Facts, container: &[u8]) -> Vec<Entry> {
     all.map(|entry| (entry.name.clone(), entry)).collect::<BTreeMap<_, _>>().into_values().collect()
 }
 
-/// The folder cache of a dataset.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct FolderCacheFile {
-    /// `None` if nothing is stored.
-    path: Option<PathBuf>,
-}
-
 impl IndexStore {
-    /// The folder cache of a dataset.
-    pub(crate) fn folder_cache(&self, dataset: &Path) -> FolderCacheFile {
-        FolderCacheFile::at(self.file(dataset, "folders"))
-    }
-}
-
-impl FolderCacheFile {
-    pub(super) fn at(path: Option<PathBuf>) -> Self {
-        Self { path }
+    /// The file of a dataset's folder cache. `None` if nothing is stored.
+    pub(crate) fn folder_cache(&self, dataset: &Path) -> Option<PathBuf> {
+        self.file(dataset, "folders")
     }
 
-    fn read(&self) -> Record {
-        let bytes = self.path.as_ref().and_then(|path| files::read(path, MAX_BYTES).ok());
-        let record: Option<Record> = bytes.and_then(|bytes| rmp_serde::from_slice(&bytes).ok());
-        record.filter(|record| record.version == VERSION).unwrap_or_default()
+    fn read_folders(&self, dataset: &Path) -> Option<Record> {
+        let bytes = files::read(&self.folder_cache(dataset)?, MAX_BYTES).ok()?;
+        rmp_serde::from_slice(&bytes).ok().filter(|record: &Record| record.version == VERSION)
     }
 
     /// Stores the examined folders: their stamps from before they were listed, and all their entries. Folders that
     /// could not be read or have changed recently are left out. `began` is the time when the first stamp was taken.
-    pub(super) fn store<'a>(
+    pub(super) fn store_folders<'a>(
         &self,
+        dataset: &Path,
         examined: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
-        min_age: Option<Duration>,
         began: SystemTime,
     ) {
-        let Some(path) = &self.path else { return };
+        let Some(file) = self.folder_cache(dataset) else { return };
         let known = examined.filter_map(|(path, stamp, entries)| {
             // Folders with broken files are left out: a repair in place changes the file's size and time, but not the
             // folder.
             let is_intact = |entry: &Entry| !entry.is_transient && entry.broken.is_none();
             let is_complete = !entries.is_empty() && entries.iter().all(is_intact);
-            let is_stored = is_complete && stamp.is_older_than(min_age, began);
+            let is_stored = is_complete && stamp.is_older_than(self.min_age, began);
             let known = || Known { stamp, files: entries.len() as u64, check: checksum(entries) };
             Some((path.to_str().filter(|_| is_stored)?.to_owned(), known()))
         });
         let record = Record { version: VERSION, folders: known.collect() };
         let Ok(bytes) = rmp_serde::to_vec(&record) else { return };
-        if fs::read(path).is_ok_and(|before| before == bytes) {
+        if fs::read(&file).is_ok_and(|before| before == bytes) {
             return;
         }
         // The cache only saves time.
-        if let Err(error) = lockstep_host::write_atomically(path, &bytes) {
+        if let Err(error) = lockstep_host::write_atomically(&file, &bytes) {
             tracing::warn!("{error}; the dataset's files will be examined again at the next start");
-        }
-    }
-
-    /// Called when a file differs from the index: the next start examines all files.
-    pub(crate) fn forget(&self) {
-        if let Some(path) = &self.path {
-            let _ = fs::remove_file(path);
         }
     }
 }

@@ -1,7 +1,8 @@
 //! The cache directory of indexes: which files belong to a dataset, which process may write them, and when they are
 //! removed.
 
-use super::file::{BlockRef, Facts, MAGIC, encode, write_block, write_head};
+use super::file::{Block, Facts, MAGIC, write_block, write_head};
+use crate::ChangeDetection;
 use lockstep_host::open_lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -25,9 +26,9 @@ const MAX_INDEXES_PER_PATH: usize = 64;
 /// Age of last use after which an index is removed.
 const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
-/// A folder is trusted only if its last change is at least this old. File systems store times with a granularity of up to two
-/// seconds, so a second change shortly after the first may not change the time.
-const MIN_AGE: Duration = Duration::from_secs(3);
+/// A folder is trusted only if its last change is at least this old, in whole seconds. File systems store times with a granularity of
+/// up to two seconds, so a second change shortly after the first may not change the time.
+const MIN_AGE: Duration = Duration::from_secs(4);
 /// Minimum time between two writes of the progress.
 const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 
@@ -39,43 +40,31 @@ pub(crate) struct IndexStore {
     pub(super) min_pictures: usize,
     pub(super) min_unknown: usize,
     pub(super) reader: u32,
-    /// Whether unchanged folders are trusted, that is, not listed.
+    /// Whether folders that have not changed since all their files were examined are neither listed nor examined (see
+    /// `folders.rs`).
     pub(super) trusts_folders: bool,
-    /// How long a folder must be unchanged to be trusted. `None`: there is no minimum.
-    pub(super) min_age: Option<Duration>,
+    /// How long a folder must be unchanged to be trusted.
+    pub(super) min_age: Duration,
 }
 
 impl IndexStore {
     /// The store in the user's cache directory.
-    pub(crate) fn of_user() -> Self {
-        let dir = lockstep_host::cache::dir().map(|dir| dir.join("datasets"));
+    pub(crate) fn of_user(changes: ChangeDetection) -> Self {
         Self {
-            dir,
+            dir: lockstep_host::cache::dir().map(|dir| dir.join("datasets")),
             min_pictures: MIN_PICTURES,
             min_unknown: MIN_UNKNOWN,
             reader: READER_VERSION,
-            trusts_folders: false,
-            min_age: Some(MIN_AGE),
+            trusts_folders: changes == ChangeDetection::Folders,
+            min_age: MIN_AGE,
         }
-    }
-
-    /// Makes the store trust folders that have not changed since all their files were examined: they are neither
-    /// listed nor examined (see `folders.rs`).
-    pub(crate) fn trusting_folders(self) -> Self {
-        Self { trusts_folders: true, ..self }
     }
 
     /// A store in `dir`, for datasets of at least `min_pictures` pictures.
     #[cfg(test)]
     pub(crate) fn at(dir: &Path, min_pictures: usize) -> Self {
-        Self {
-            dir: Some(dir.to_owned()),
-            min_pictures,
-            min_unknown: 1,
-            reader: READER_VERSION,
-            trusts_folders: false,
-            min_age: None,
-        }
+        let (dir, min_unknown, min_age) = (Some(dir.to_owned()), 1, Duration::ZERO);
+        Self { dir, min_pictures, min_unknown, min_age, ..Self::of_user(ChangeDetection::Files) }
     }
 
     /// Whether results are stored for a dataset with this number of pictures, `unknown` of which are not in the
@@ -101,12 +90,13 @@ impl IndexStore {
         facts
     }
 
-    /// Waits until no other process builds the dataset's index, and starts to build it. `None` if nothing is stored.
-    ///
-    /// # Errors
-    /// The cache directory is not writable.
-    pub(super) fn begin(&self, dataset: &Path) -> io::Result<Option<(IndexBuilder, Facts)>> {
-        let Some(dir) = &self.dir else { return Ok(None) };
+    /// Waits until no other process builds the dataset's index, and starts to build it. `None` if nothing is stored, or if
+    /// the cache directory is not writable.
+    pub(super) fn begin(&self, dataset: &Path) -> Option<(IndexBuilder, Facts)> {
+        self.try_begin(self.dir.as_ref()?, dataset).inspect_err(log_not_stored).ok()
+    }
+
+    fn try_begin(&self, dir: &Path, dataset: &Path) -> io::Result<(IndexBuilder, Facts)> {
         let with_path =
             |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         fs::create_dir_all(dir).map_err(|e| with_path(dir, e))?;
@@ -141,9 +131,11 @@ impl IndexStore {
             part,
             progress_path: file("progress"),
             published: None,
+            has_results: false,
+            has_failed: false,
             _lock: lock,
         };
-        Ok(Some((builder, facts)))
+        Ok((builder, facts))
     }
 
     /// The progress of building a dataset's index. `None` if no index is being built.
@@ -227,15 +219,27 @@ pub(super) struct IndexBuilder {
     part: File,
     progress_path: PathBuf,
     published: Option<Instant>,
+    /// Whether results were stored.
+    has_results: bool,
+    /// Whether results could not be stored.
+    has_failed: bool,
     _lock: File,
 }
 
+fn log_not_stored(error: &io::Error) {
+    tracing::warn!("{error}; the dataset's files will be read again at the next start");
+}
+
 impl IndexBuilder {
-    /// Stores results, so that they survive an interruption.
-    pub(super) fn append(&mut self, container: &[u8], block: BlockRef<'_>) -> io::Result<()> {
+    /// Stores results, so that they survive an interruption. After a failure, no results are stored.
+    pub(super) fn append(&mut self, container: &[u8], block: &Block) {
+        if self.has_failed {
+            return;
+        }
         let mut bytes = Vec::new();
-        write_block(&mut bytes, container, &encode(&block)?)?;
-        self.part.write_all(&bytes)
+        let written = write_block(&mut bytes, container, block).and_then(|()| self.part.write_all(&bytes));
+        self.has_failed = written.inspect_err(log_not_stored).is_err();
+        self.has_results = true;
     }
 
     /// Publishes the progress, at most a few times per second.
@@ -248,13 +252,21 @@ impl IndexBuilder {
         }
     }
 
+    /// Writes the index, unless no results were stored: files that could not be read are retried at each start, and do not
+    /// need a new index.
+    pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], Block)>) {
+        if self.has_results && !self.has_failed {
+            let _ = self.write(blocks).inspect_err(log_not_stored);
+        }
+    }
+
     /// Writes the index atomically.
-    pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], BlockRef<'a>)>) -> io::Result<()> {
+    pub(super) fn write<'a>(&self, blocks: impl Iterator<Item = (&'a [u8], Block)>) -> io::Result<()> {
         let folder = self.index.parent().unwrap_or(Path::new("."));
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);
         write_head(&mut file, &self.dataset, self.reader)?;
         for (container, block) in blocks {
-            write_block(&mut file, container, &encode(&block)?)?;
+            write_block(&mut file, container, &block)?;
         }
         let file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.as_file().sync_all()?;

@@ -3,7 +3,7 @@
 mod folders;
 
 use super::*;
-use crate::{Catalog, DataError, Samples};
+use crate::{Catalog, DataError, test_catalog::listing};
 use std::{
     fs,
     time::{Duration, SystemTime},
@@ -63,22 +63,19 @@ impl Fixture {
 
     fn widths(&self) -> Vec<u32> {
         let catalog = self.open().unwrap();
-        let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
+        let listing = listing(&catalog.splits[0]);
         (0..listing.len()).map(|i| listing.dimensions(i).0).collect()
     }
 }
 
 fn edit_index(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl Fn(&mut Entry)) {
-    let (builder, facts) = store.begin(dataset).unwrap().unwrap();
-    let mut blocks = Vec::new();
-    for path in &containers {
+    let (builder, facts) = store.begin(dataset).unwrap();
+    let altered = |path: &PathBuf| {
         let mut block = facts.of(path.as_os_str().as_bytes()).last().unwrap();
         block.entries.iter_mut().for_each(&alter);
-        blocks.push((path.as_os_str().as_bytes(), block));
-    }
-    let refs =
-        blocks.iter().map(|(name, b)| (*name, block_of(b.stamp, b.shard_error.as_deref(), b.entries.iter())));
-    builder.finish(refs).unwrap();
+        block
+    };
+    builder.write(containers.iter().map(|path| (path.as_os_str().as_bytes(), altered(path)))).unwrap();
 }
 
 /// Writes other content of the same size with the old modification time, as `rsync -t` and `cp -p` do.
@@ -98,12 +95,13 @@ fn touch(path: &Path, ahead_secs: u64) {
 
 fn counts(catalog: &Catalog) -> (usize, Vec<String>) {
     let train = &catalog.splits[0];
-    (train.labels.len(), train.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect())
+    (train.labels.len(), train.broken.iter().map(ToString::to_string).collect())
 }
 
 /// Opens the dataset as ranks do, trusting unchanged folders.
 fn open_trusting_folders(fixture: &Fixture) -> Catalog {
-    Catalog::open_with(fixture.data.path(), &fixture.store().trusting_folders()).unwrap()
+    let store = IndexStore { trusts_folders: true, ..fixture.store() };
+    Catalog::open_with(fixture.data.path(), &store).unwrap()
 }
 
 #[test]
@@ -131,7 +129,7 @@ fn only_changed_files_are_read_again() {
         .unwrap();
     let last = fixture.open().unwrap();
     assert_eq!(counts(&last), (8, vec![]));
-    let Samples::Listed(listing) = &last.splits[0].samples else { panic!("{last:?}") };
+    let listing = listing(&last.splits[0]);
     let all: Vec<_> = (0..8).map(|i| (listing.name(i), listing.dimensions(i))).collect();
     assert_eq!(all[1], (fixture.picture("class-0000/000001.png").display().to_string(), (6, 4)));
     assert_eq!(all[7], (fixture.picture("class-0001/new.png").display().to_string(), (5, 5)));
@@ -309,7 +307,7 @@ fn files_broken_for_another_version_are_checked_again() {
     let newer = IndexStore { reader: u32::MAX, ..fixture.store() };
     let reopened = Catalog::open_with(fixture.data.path(), &newer).unwrap();
     assert_eq!(counts(&reopened), (4, vec![]));
-    let Samples::Listed(listing) = &reopened.splits[0].samples else { panic!("{reopened:?}") };
+    let listing = listing(&reopened.splits[0]);
     let widths: Vec<_> = (0..4).map(|i| listing.dimensions(i).0).collect();
     assert_eq!(widths, [77, 6, 77, 77], "other pictures are not read");
 }
@@ -333,7 +331,7 @@ fn progress_is_reported_only_while_an_index_is_built() {
     fixture.open().unwrap();
     let (store, dataset) = (fixture.store(), fixture.data.path());
     let at = Progress { done: 1, total: 4 };
-    let (mut builder, _) = store.begin(dataset).unwrap().unwrap();
+    let (mut builder, _) = store.begin(dataset).unwrap();
     builder.publish(at);
     assert_eq!(store.progress(dataset), Some(at));
     // A killed process leaves its progress file.
@@ -347,7 +345,7 @@ fn progress_is_reported_only_while_an_index_is_built() {
         assert!(std::time::Instant::now() < deadline, "no index is being built");
         std::thread::yield_now();
     }
-    let (_builder, _) = store.begin(dataset).unwrap().unwrap();
+    let (_builder, _) = store.begin(dataset).unwrap();
     assert_eq!(store.progress(dataset), None, "this build has reported no progress yet");
 }
 

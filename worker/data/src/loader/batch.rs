@@ -120,7 +120,7 @@ impl BatchBuilder<'_> {
             images: vec![0.0; length(BatchFormat::Normalised)],
             bytes: vec![0; length(BatchFormat::Bytes)],
             augment_params: Vec::new(),
-            labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
+            labels: chosen.iter().map(|c| part.split.labels[*c as usize]).collect(),
             indices: chosen.iter().map(|c| u64::from(*c)).collect(),
             global_samples: chosen.len(),
             ..Batch::default()
@@ -179,7 +179,7 @@ impl Pictures<'_> {
     fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
         let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;
-        workers.for_each(work, numbers, |number, scratch| {
+        let made = workers.map(work, numbers, |number, scratch| {
             let begun = begun.get(number).copied().unwrap_or(PartialPicture::Nothing);
             self.make_one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
                 Outputs::Bytes(outputs) => lock(&outputs[number]).copy_from_slice(bytes),
@@ -191,7 +191,8 @@ impl Pictures<'_> {
                     }
                 }
             })
-        })
+        });
+        made.map(drop)
     }
 
     /// Makes one picture, and calls `then` with its pixels and the rectangle to erase.
@@ -207,7 +208,7 @@ impl Pictures<'_> {
         let Scratch { opener, pipeline } = scratch;
         let params = self.epoch.map(|epoch| AugmentParams::new(transform, epoch, position as u64));
         let erased = params.as_ref().and_then(|params| params.erased);
-        let [height, width, _] = part.size.map(|length| length as u32);
+        let [height, width, _] = part.split.size.map(|length| length as u32);
         let channels = transform.channels as u32;
         let picture = match begun {
             PartialPicture::Nothing => part.picture(position, opener)?,

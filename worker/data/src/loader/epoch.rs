@@ -13,21 +13,10 @@ use crate::{
     shard::{self, EpochPlan},
     transform::Transform,
 };
-use lockstep_host::lock;
 use std::{ops::Range, sync::Arc};
 
 /// Batches in the order of steps. The iterator ends after the first error.
 pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
-
-/// The threads that prepare batches, and how far ahead they work.
-struct Preparation {
-    /// Number of threads that put batches together.
-    batch_threads: usize,
-    /// Number of finished batches of each such thread that may wait for the training step.
-    ahead: usize,
-    /// The threads that make the pictures.
-    workers: Arc<Workers>,
-}
 
 impl DataSource {
     /// The micro-batches of the plan's rank in one epoch, in order, prepared ahead.
@@ -70,7 +59,7 @@ impl DataSource {
             let global_positions = shard::global_positions(samples, &plan, step, micro);
             let global_samples = global_positions.len();
             let weight = |position: usize| {
-                let label = part.labels[part.chosen[order[position % samples] as usize] as usize];
+                let label = part.split.labels[part.chosen[order[position % samples] as usize] as usize];
                 weights.as_ref().map(|weights| f64::from(weights[label as usize]))
             };
             let global_weight = global_positions.map(weight).sum();
@@ -86,16 +75,9 @@ impl DataSource {
 
     /// The training pictures in their order, in batches, prepared as for validation.
     pub fn gallery(&self, batch_size: usize, threads: usize) -> Batches {
-        let Part { pixels, files_digest, labels, chosen, size, broken, .. } = &*self.train;
-        let part = Part {
-            pixels: pixels.clone(),
-            files_digest: *files_digest,
-            labels: labels.clone(),
-            chosen: chosen.clone(),
-            size: *size,
-            whole: self.validation.whole,
-            broken: Broken::new(broken.allowed),
-        };
+        let Part { split, chosen, broken, .. } = &*self.train;
+        let (split, chosen, broken) = (split.clone(), chosen.clone(), Broken::new(broken.allowed));
+        let part = Part { split, chosen, whole: self.validation.whole, broken };
         let all = 0..part.chosen.len();
         self.prepare_unaugmented(Arc::new(part), all, batch_size, threads)
     }
@@ -131,36 +113,28 @@ impl DataSource {
         make: impl Fn(&BatchBuilder<'_>, usize) -> Result<Batch, DataError> + Send + Sync + 'static,
     ) -> Batches {
         let (format, device) = (self.format, self.device.clone());
-        let Preparation { batch_threads, ahead, workers } = match self.preparation(threads) {
+        let (batch_threads, ahead, workers) = match self.preparation(threads) {
             Ok(preparation) => preparation,
             Err(error) => return Box::new(std::iter::once(Err(error))),
         };
         prepare_ahead(count, batch_threads, ahead, move |number| {
-            let (part, transform, workers) = (part.as_ref(), transform.as_ref(), workers.as_ref());
+            let (part, transform, workers) = (part.as_ref(), transform.as_ref(), &workers);
             make(&BatchBuilder { part, transform, format, workers, device: device.as_deref() }, number)
         })
     }
 
-    /// How `threads` threads prepare batches.
+    /// How `threads` threads prepare batches: the number of threads that put batches together, the number of finished
+    /// batches of each such thread that may wait for the training step, and the threads that make the pictures.
     ///
     /// Simple pictures are made by the thread that puts the batch together. If there is more work, all threads work
     /// on the pictures of two batches: the second batch keeps them busy at the end of the first, and memory does not
     /// grow with the number of threads. With a decoding device there is a third batch, so that the device can
     /// continue without a pause.
-    fn preparation(&self, threads: usize) -> Result<Preparation, DataError> {
-        const AHEAD: usize = 2;
+    fn preparation(&self, threads: usize) -> Result<(usize, usize, Workers), DataError> {
         if threads <= 1 || !self.is_prepared_each_step() {
-            let workers = Arc::new(Workers::without_threads(threads));
-            return Ok(Preparation { batch_threads: threads, ahead: AHEAD, workers });
+            return Ok((threads, 2, Workers::without_threads(threads)));
         }
-        let mut cached = lock(&self.workers);
         let has_device = self.device.is_some();
-        let key = (threads, has_device);
-        let workers = match cached.as_ref().filter(|(cached_key, _)| *cached_key == key) {
-            Some((_, workers)) => workers.clone(),
-            None => Arc::new(Workers::pool(threads, has_device)?),
-        };
-        *cached = Some((key, workers.clone()));
-        Ok(Preparation { batch_threads: if has_device { 3 } else { 2 }, ahead: 1, workers })
+        Ok((if has_device { 3 } else { 2 }, 1, Workers::pool(threads, has_device)?))
     }
 }

@@ -71,12 +71,12 @@ pub(super) fn make(
     workers: &Workers,
     fill: Fill<'_>,
 ) -> Result<(), DataError> {
-    let numbers = 0..chosen.len();
-    let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers.collect::<Vec<_>>(), &[]) };
+    let numbers: Vec<usize> = (0..chosen.len()).collect();
+    let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers, &[]) };
     let output = OutputSpec::new(part, transform, epoch.is_some());
     let params = |position: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, position.into()));
     let bytes_read = AtomicUsize::new(0);
-    let files = workers.map(chosen.len(), |number| {
+    let files = workers.map(Work::AroundDevice, &numbers, |number, _| {
         let position = chosen[number];
         let bytes = listing.read(position as usize)?;
         if bytes_read.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.max_held_bytes {
@@ -94,7 +94,7 @@ pub(super) fn make(
         })
     })?;
     let is_for_device = |number: &usize| matches!(files[*number], File::OnDevice(..));
-    let (of_device, of_cores): (Vec<usize>, Vec<usize>) = numbers.partition(is_for_device);
+    let (of_device, of_cores): (Vec<usize>, Vec<usize>) = numbers.into_iter().partition(is_for_device);
     let read: Vec<PartialPicture<'_>> = files
         .iter()
         .map(|file| match file {

@@ -4,23 +4,21 @@ use super::{
     DataSource, Mixing,
     batch::BatchFormat,
     broken::Broken,
-    part::{Part, Pixels},
+    part::{Opened, Part, Pixels},
     shape::Shape,
-    splits::{self, Opened, common_size, normalisation, open_splits},
+    splits::{self, common_size, normalisation, open_splits},
 };
 use crate::{
     Catalog, ChangeDetection, DataError, Random,
     held_out::{self, Identity},
+    index::IndexStore,
     label::class_counts,
     transform::{Transform, evaluation_resize},
 };
 use lockstep_protocol::dataset::{lacking_classes, unvalidated_classes};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation, ValidationDivision};
-use std::{
-    path::Path,
-    sync::{Arc, Mutex},
-};
+use std::{path::Path, sync::Arc};
 
 impl DataSource {
     /// Reads the dataset's index and, if they fit in memory, its pictures.
@@ -46,21 +44,17 @@ impl DataSource {
         seed: u64,
         changes: ChangeDetection,
     ) -> Result<Self, DataError> {
-        Self::of_catalog(Catalog::open_with(path, &changes.store())?, path, spec, seed, splits::CACHE_BYTES)
+        Self::of_catalog(
+            Catalog::open_with(path, &IndexStore::of_user(changes))?,
+            path,
+            spec,
+            seed,
+            splits::CACHE_BYTES,
+        )
     }
 
-    /// As [`DataSource::open`], with another limit for decoded pictures in memory: `max_cached_bytes` per split.
-    #[cfg(test)]
-    pub(super) fn open_with_cache(
-        path: &Path,
-        spec: &DataSpec,
-        seed: u64,
-        max_cached_bytes: usize,
-    ) -> Result<Self, DataError> {
-        Self::of_catalog(Catalog::open(path)?, path, spec, seed, max_cached_bytes)
-    }
-
-    fn of_catalog(
+    /// As [`DataSource::open`], for an opened dataset. Splits of up to `max_cached_bytes` decoded pictures are kept in memory.
+    pub(super) fn of_catalog(
         mut catalog: Catalog,
         path: &Path,
         spec: &DataSpec,
@@ -86,9 +80,7 @@ impl DataSource {
         }
         let needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
         catalog.splits.retain(|s| needed(&s.name));
-        let broken_in_splits = catalog.splits.iter().flat_map(|s| &s.broken);
-        let broken = catalog.broken.iter().chain(broken_in_splits);
-        let mut skipped: Vec<String> = broken.map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let mut skipped: Vec<String> = catalog.all_broken().map(ToString::to_string).collect();
         let common_size = common_size(&catalog, &skipped)?;
         let needs_whole = spec.random_resized_crop || spec.resize_size.is_some();
         let opened =
@@ -109,22 +101,22 @@ impl DataSource {
 
     fn assemble(
         catalog: Catalog,
-        opened: Vec<Opened>,
+        opened: Vec<(Opened, Vec<Identity>)>,
         spec: &DataSpec,
         seed: u64,
         has_validation_split: bool,
         skipped: Vec<String>,
     ) -> Result<Self, DataError> {
         let mut opened = opened.into_iter();
-        let Some(train) = opened.next() else {
+        let Some((train, train_identities)) = opened.next() else {
             return Err(DataError::Invalid("the dataset has no training split".into()));
         };
-        let (height, width, channels) = (train.height, train.width, train.channels);
+        let size @ [height, width, channels] = train.size;
         let (training_sizes, side) = network_sizes(spec, height, width)?;
         let all_positions = |count: usize| (0..count as u32).collect::<Vec<_>>();
         let division = ValidationDivision::of(spec);
         let is_held_out = match division.holds_out() {
-            true => held_out::hold_out(&division, &train.identities, &train.labels),
+            true => held_out::hold_out(&division, &train_identities, &train.labels),
             false => vec![false; train.labels.len()],
         };
         let (held_out, train_chosen): (Vec<u32>, Vec<u32>) = all_positions(train.labels.len())
@@ -136,7 +128,7 @@ impl DataSource {
                 check_held_out(&catalog.classes, &train.labels, &held_out, &train_chosen, *fraction)?
             }
             (None, Validation::Split(name)) => match opened.as_slice().first() {
-                Some(split) if has_validation_split => {
+                Some((split, _)) if has_validation_split => {
                     let [training, validation] = [&train, split]
                         .map(|split| class_counts(catalog.classes.len(), split.labels.iter().copied()));
                     unvalidated_classes(&catalog.classes, &training, &validation, name).into_iter().collect()
@@ -144,29 +136,25 @@ impl DataSource {
                 _ => Vec::new(),
             },
         };
-        let (mean, std) = normalisation(spec, &train, channels, height * width * channels);
-        let size = [height, width, channels];
+        let (mean, std) = normalisation(spec, &train);
         let resize = evaluation_resize(spec, side);
-        let part = |pixels, labels, files_digest, chosen, whole| {
+        let part = |split: &Arc<Opened>, chosen: Vec<u32>, whole: bool| {
             let broken = Broken::new(spec.broken_files == BrokenFiles::Skip);
-            Part { pixels, files_digest, labels, chosen, size, whole, broken }
+            Part { split: split.clone(), chosen, whole, broken }
         };
-        let (pixels, labels) = (train.pixels.clone(), train.labels.clone());
+        let train = Arc::new(train);
         let (identities, validation) = match opened.next().filter(|_| has_validation_split) {
-            Some(split) => {
+            Some((split, identities)) => {
                 let chosen = all_positions(split.labels.len());
-                let validation =
-                    part(split.pixels, split.labels, split.files_digest, chosen, resize.is_some());
-                (split.identities, validation)
+                (identities, part(&Arc::new(split), chosen, resize.is_some()))
             }
-            None => (train.identities, part(pixels, labels, train.files_digest, held_out, resize.is_some())),
+            None => (train_identities, part(&train, held_out, resize.is_some())),
         };
-        let train =
-            part(train.pixels, train.labels, train.files_digest, train_chosen, spec.random_resized_crop);
+        let train = part(&train, train_chosen, spec.random_resized_crop);
         let validation_identities: Vec<Identity> =
             validation.chosen.iter().map(|position| identities[*position as usize]).collect();
         let validation_labels =
-            validation.chosen.iter().map(|position| validation.labels[*position as usize]);
+            validation.chosen.iter().map(|position| validation.split.labels[*position as usize]);
         let validation_set =
             held_out::fingerprint(validation_identities.iter().copied().zip(validation_labels));
         let transform = |side: usize| Arc::new(Transform::new(spec, size, side, seed, (&mean, &std)));
@@ -211,7 +199,6 @@ impl DataSource {
             mixing: Mixing::default(),
             stays_on_host: false,
             device: None,
-            workers: Mutex::default(),
         }
     }
 
@@ -223,17 +210,9 @@ impl DataSource {
         let bytes: Vec<u8> = (0..count * size.iter().product::<usize>() / 8)
             .flat_map(|_| random.next_u64().to_le_bytes())
             .collect();
-        let labels = Arc::new((0..count as u32).map(|i| i % 10).collect::<Vec<_>>());
-        let bytes = Arc::new(bytes);
-        let part = |chosen| Part {
-            pixels: Pixels::Memory(bytes.clone()),
-            files_digest: None,
-            labels: labels.clone(),
-            chosen,
-            size,
-            whole: false,
-            broken: Broken::new(false),
-        };
+        let (pixels, labels) = (Pixels::Memory(bytes.into()), (0..count as u32).map(|i| i % 10).collect());
+        let split = Arc::new(Opened { pixels, files_digest: None, labels, size });
+        let part = |chosen| Part { split: split.clone(), chosen, whole: false, broken: Broken::new(false) };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };
         let transform = Arc::new(Transform::new(&spec, size, side, seed, (&mean, &std)));
@@ -243,15 +222,9 @@ impl DataSource {
             channels: size[2],
             classes: (0..10).map(|c| c.to_string()).collect(),
             train_samples: count as u64,
-            validation_samples: 0,
-            validation: None,
-            class_weights: None,
             mean,
             std,
-            skipped: Vec::new(),
-            notes: Vec::new(),
-            whole_pictures: false,
-            resize: None,
+            ..Shape::default()
         };
         let (train, validation) = (part((0..count as u32).collect()), part(Vec::new()));
         Self::new(shape, vec![transform.clone()], transform, train, validation)

@@ -9,28 +9,34 @@ use crate::{
 use std::sync::Arc;
 
 /// Pictures of one size in memory, or files that are decoded to one size.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) enum Pixels {
     Memory(Arc<Vec<u8>>),
     Files {
-        files: Arc<Listing>,
+        files: Listing,
         /// The side to which the centred square of each picture is scaled. `None` if all files already have the size.
         square: Option<u32>,
     },
 }
 
+/// A split whose broken files have been found.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) pixels: Pixels,
+    /// For decoded pictures: a hash of their files, because another machine's decoder may produce slightly different
+    /// pixels.
+    pub(super) files_digest: Option<u32>,
+    pub(super) labels: Vec<u32>,
+    /// Height, width and channels of a picture in memory, or of the square made from a file.
+    pub(super) size: [usize; 3],
+}
+
 /// The pictures used for one purpose: training or validation.
 #[derive(Debug)]
 pub(super) struct Part {
-    pub(super) pixels: Pixels,
-    /// See [`Opened::files_digest`](super::splits::Opened::files_digest).
-    pub(super) files_digest: Option<u32>,
-    /// The labels of the whole split.
-    pub(super) labels: Arc<Vec<u32>>,
+    pub(super) split: Arc<Opened>,
     /// The positions of the part's pictures in the split, in ascending order.
     pub(super) chosen: Vec<u32>,
-    /// Height, width and channels of a picture in memory, or of the square made from a file.
-    pub(super) size: [usize; 3],
     /// Whether the transform receives the whole picture of each file, whatever its size.
     pub(super) whole: bool,
     /// Pictures that can no longer be read.
@@ -48,21 +54,17 @@ pub(super) struct Opener {
 impl Part {
     /// Adds the contents, labels and names of the part's pictures to `hash`, in the order of their positions.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher) {
-        match (&self.pixels, self.files_digest) {
+        match (&self.split.pixels, self.split.files_digest) {
             (_, Some(digest)) => hash.update(&digest.to_le_bytes()),
             (Pixels::Memory(bytes), None) => hash.update(bytes),
             (Pixels::Files { .. }, None) => {}
         }
         for position in &self.chosen {
-            hash.update(&self.labels[*position as usize].to_le_bytes());
-            if let Pixels::Files { files, .. } = &self.pixels {
+            hash.update(&self.split.labels[*position as usize].to_le_bytes());
+            if let Some(files) = self.files() {
                 files.add_to(hash, *position as usize);
             }
         }
-    }
-
-    pub(super) fn is_decoded_each_step(&self) -> bool {
-        self.files().is_some()
     }
 
     /// The picture at `position` of the split, before the transform.
@@ -71,16 +73,12 @@ impl Part {
         position: usize,
         opener: &'a mut Opener,
     ) -> Result<PictureRef<'a>, DataError> {
-        let [height, width, channels] = self.size;
-        let size = height * width * channels;
-        let in_memory = |pixels: &'a [u8]| PictureRef {
-            width: width as u32,
-            height: height as u32,
-            channels: channels as u32,
-            pixels,
-        };
-        match &self.pixels {
-            Pixels::Memory(bytes) => Ok(in_memory(&bytes[position * size..][..size])),
+        let size: usize = self.split.size.iter().product();
+        let [height, width, channels] = self.split.size.map(|length| length as u32);
+        match &self.split.pixels {
+            Pixels::Memory(bytes) => {
+                Ok(PictureRef { width, height, channels, pixels: &bytes[position * size..][..size] })
+            }
             Pixels::Files { files, .. } => self.decode(position, &files.read(position)?, opener),
         }
     }
@@ -97,7 +95,7 @@ impl Part {
             None => DataError::Invalid(detail),
         };
         let decoded = opener.decoder.decode(bytes).map_err(broken)?;
-        let size = self.size.iter().product();
+        let size = self.split.size.iter().product();
         let square = self.square().filter(|_| !self.whole);
         match square.and_then(|side| Some((side, decoded.centre_square(side)?))) {
             Some((side, area)) => {
@@ -113,7 +111,7 @@ impl Part {
 
     /// The files that are read in each step. `None` if the pictures are in memory.
     pub(super) fn files(&self) -> Option<&Listing> {
-        match &self.pixels {
+        match &self.split.pixels {
             Pixels::Files { files, .. } => Some(files),
             Pixels::Memory(_) => None,
         }
@@ -121,7 +119,7 @@ impl Part {
 
     /// The side of the square made from each file.
     pub(super) fn square(&self) -> Option<u32> {
-        match &self.pixels {
+        match &self.split.pixels {
             Pixels::Files { square, .. } => *square,
             Pixels::Memory(_) => None,
         }

@@ -6,7 +6,7 @@
 
 use super::{
     batch::Batch,
-    part::{Opener, Part, Pixels},
+    part::{Opener, Part},
 };
 use crate::{DataError, Random};
 use rayon::prelude::*;
@@ -92,19 +92,19 @@ impl Part {
     /// Records which of `positions` are broken. All of them are examined, because broken pictures often come in runs (a
     /// lost shard), and after each discovery the batch is made again.
     fn record_broken(&self, positions: &[u32], error: DataError) -> Result<(), DataError> {
-        let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &self.pixels) else {
+        let (DataError::File(broken), Some(files)) = (&error, self.files()) else {
             return Err(error);
         };
         let examine = |opener: &mut Opener, position: &u32| match self.picture(*position as usize, opener) {
-            Err(DataError::File { path, detail }) => Some((*position, format!("{path} {detail}"))),
+            Err(DataError::File(broken)) => Some((*position, broken.to_string())),
             _ => None,
         };
         let mut found: Vec<_> =
             positions.par_iter().map_init(Opener::default, examine).filter_map(|found| found).collect();
         if found.is_empty() {
             // The picture could be read this time. It still counts as broken, because every epoch reads it.
-            let named = positions.iter().find(|position| files.name(**position as usize) == *path);
-            found.extend(named.map(|position| (*position, format!("{path} {detail}"))));
+            let named = positions.iter().find(|position| files.name(**position as usize) == broken.file);
+            found.extend(named.map(|position| (*position, broken.to_string())));
         }
         if found.is_empty() {
             return Err(error);
@@ -142,7 +142,10 @@ fn replacement(part: &Part, position: u32, broken: &BTreeSet<u32>) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use crate::loader::{DataSource, EpochPlan};
+    use crate::{
+        loader::{DataSource, EpochPlan},
+        test_catalog,
+    };
     use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
     use std::{collections::BTreeMap, fs, path::Path};
     use tempfile::TempDir;
@@ -179,7 +182,7 @@ mod tests {
             std,
             ..DataSpec::default()
         };
-        DataSource::open_with_cache(dir, &spec, 3, 0).unwrap()
+        DataSource::of_catalog(test_catalog::open(dir).unwrap(), dir, &spec, 3, 0).unwrap()
     }
 
     fn no_validation() -> Validation {

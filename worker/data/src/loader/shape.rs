@@ -4,7 +4,7 @@ use lockstep_protocol::dataset::ValidationSet;
 use std::sync::Arc;
 
 /// The shape of a dataset as used by a job.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Shape {
     /// Side of the network's input in pixels for evaluation and predictions.
     pub image_size: usize,

@@ -1,8 +1,8 @@
 //! Opens the splits of a dataset for a job: finds broken files, and decodes pictures in advance if they fit in memory.
 
-use super::part::Pixels;
+use super::part::{Opened, Pixels};
 use crate::{
-    Catalog, DataError, Samples,
+    Catalog, DataError, Samples, Split,
     held_out::{self, Identity},
     inspect::{Moments, STATISTICS_SAMPLES, Statistics},
     listing::Listing,
@@ -14,44 +14,20 @@ use std::sync::Arc;
 /// Maximum size of a split whose decoded pictures are kept in memory. Larger splits are decoded on demand.
 pub(super) const CACHE_BYTES: usize = 1 << 30;
 
-/// A split whose broken files have been found.
-pub(super) struct Opened {
-    pub(super) pixels: Pixels,
-    /// For decoded pictures: a hash of their files, because another machine's decoder may produce slightly different
-    /// pixels.
-    pub(super) files_digest: Option<u32>,
-    pub(super) labels: Arc<Vec<u32>>,
-    /// The identity of each picture, if the split contains the validation pictures. Otherwise empty.
-    pub(super) identities: Vec<Identity>,
-    pub(super) height: usize,
-    pub(super) width: usize,
-    pub(super) channels: usize,
-}
-
-/// Mean and standard deviation of each channel: the job's values, otherwise measured on training pictures. `size` is the number of
-/// bytes of a picture in memory.
-pub(super) fn normalisation(
-    spec: &DataSpec,
-    train: &Opened,
-    channels: usize,
-    size: usize,
-) -> (Vec<f32>, Vec<f32>) {
+/// Mean and standard deviation of each channel: the job's values, otherwise measured on training pictures.
+pub(super) fn normalisation(spec: &DataSpec, train: &Opened) -> (Vec<f32>, Vec<f32>) {
+    let [height, width, channels] = train.size;
     let (found_mean, found_std) = if spec.mean.is_some() && spec.std.is_some() {
         (Vec::new(), Vec::new())
     } else {
         match &train.pixels {
-            Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels).mean_std(),
+            Pixels::Memory(bytes) => {
+                Statistics::of_packed(bytes, height * width * channels, channels).mean_std()
+            }
             Pixels::Files { files, square } => {
                 // 500 pictures give three digits. Decoding more would delay the first step.
                 let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
-                let moments_of = |i: usize| {
-                    let picture = files.picture(i).ok()?;
-                    let picture = match square {
-                        Some(side) => picture.centre_square(*side),
-                        None => picture,
-                    };
-                    Some(Moments::of(&picture.pixels, channels))
-                };
+                let moments_of = |i: usize| Some(Moments::of(&decode(files, i, *square).ok()?, channels));
                 let counted: Vec<_> =
                     (0..files.len()).into_par_iter().step_by(every).filter_map(moments_of).collect();
                 let mut all = Moments::default();
@@ -93,31 +69,17 @@ fn no_readable_picture(split: &str, skipped: &[String]) -> DataError {
     ))
 }
 
-/// The pixels of each file, or of its centred square scaled to the side `square`.
-fn decode_all(files: &Listing, square: Option<u32>) -> Vec<Result<Vec<u8>, DataError>> {
-    let decode = |index: usize| {
-        files.picture(index).map(|picture| match square {
-            Some(side) => picture.centre_square(side).pixels,
-            None => picture.pixels,
-        })
-    };
-    (0..files.len()).into_par_iter().map(decode).collect()
+/// The pixels of a file, or of its centred square scaled to the side `square`.
+fn decode(files: &Listing, index: usize, square: Option<u32>) -> Result<Vec<u8>, DataError> {
+    let picture = files.picture(index)?;
+    Ok(match square {
+        Some(side) => picture.centre_square(side).pixels,
+        None => picture.pixels,
+    })
 }
 
-fn remove_broken(
-    listing: &mut Listing,
-    labels: &mut Vec<u32>,
-    examined: &[Result<Vec<u8>, DataError>],
-    skipped: &mut Vec<String>,
-) {
-    skipped.extend(examined.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
-    let good: Vec<bool> = examined.iter().map(Result::is_ok).collect();
-    listing.retain(&good);
-    let mut good = good.into_iter();
-    labels.retain(|_| good.next().unwrap_or(false));
-}
-
-/// Opens the splits. Splits that fit in `max_cached_bytes` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
+/// Opens the splits. The split that contains the validation pictures has the identity of each picture. Splits that fit in
+/// `max_cached_bytes` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
 pub(super) fn open_splits(
     catalog: &mut Catalog,
     common_size: Option<(u32, u32)>,
@@ -125,16 +87,12 @@ pub(super) fn open_splits(
     needs_whole: bool,
     max_cached_bytes: usize,
     skipped: &mut Vec<String>,
-) -> Result<Vec<Opened>, DataError> {
+) -> Result<Vec<(Opened, Vec<Identity>)>, DataError> {
     let mut opened = Vec::new();
-    for split in &mut catalog.splits {
-        let mut labels = std::mem::take(&mut split.labels);
+    for Split { name, mut labels, samples, .. } in std::mem::take(&mut catalog.splits) {
         let (mut files_digest, mut identities) = (None, Vec::new());
-        let has_validation = split.name == held_out::validation_split_name(spec);
-        let (pixels, width, height, channels) = match std::mem::replace(
-            &mut split.samples,
-            Samples::Listed(Listing::default()),
-        ) {
+        let has_validation = name == held_out::validation_split_name(spec);
+        let (pixels, width, height, channels) = match samples {
             Samples::Memory { pixels, height, width, channels, .. } => {
                 if has_validation {
                     identities =
@@ -158,9 +116,13 @@ pub(super) fn open_splits(
                 };
                 let size = width as usize * height as usize * 3;
                 let is_kept_decoded = !needs_whole && files.len().saturating_mul(size) <= max_cached_bytes;
-                let decoded = is_kept_decoded.then(|| decode_all(&files, square));
+                let decode = |index: usize| decode(&files, index, square);
+                let decoded: Option<Vec<_>> =
+                    is_kept_decoded.then(|| (0..files.len()).into_par_iter().map(decode).collect());
                 if let Some(decoded) = &decoded {
-                    remove_broken(&mut files, &mut labels, decoded, skipped);
+                    skipped.extend(decoded.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
+                    let is_readable: Vec<bool> = decoded.iter().map(Result::is_ok).collect();
+                    files.retain(&mut labels, &is_readable);
                     let mut hash = crc32fast::Hasher::new();
                     (0..files.len()).for_each(|index| files.add_to(&mut hash, index));
                     files_digest = Some(hash.finalize());
@@ -172,23 +134,16 @@ pub(super) fn open_splits(
                     Some(decoded) => {
                         Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
                     }
-                    None => Pixels::Files { files: Arc::new(files), square },
+                    None => Pixels::Files { files, square },
                 };
                 (pixels, width, height, 3)
             }
         };
         if labels.is_empty() {
-            return Err(no_readable_picture(&split.name, skipped));
+            return Err(no_readable_picture(&name, skipped));
         }
-        opened.push(Opened {
-            pixels,
-            files_digest,
-            labels: Arc::new(labels),
-            identities,
-            height: height as usize,
-            width: width as usize,
-            channels: channels as usize,
-        });
+        let size = [height, width, channels].map(|length| length as usize);
+        opened.push((Opened { pixels, files_digest, labels, size }, identities));
     }
     Ok(opened)
 }

@@ -61,42 +61,24 @@ impl Workers {
         }
     }
 
-    /// Calls `make` with each of `numbers`.
+    /// Calls `make` with each of `numbers`, and returns the results in this order.
     ///
     /// # Errors
     /// The first error in the order of `numbers`, whichever occurred first.
-    pub(super) fn for_each(
+    pub(super) fn map<T: Send>(
         &self,
         work: Work,
         numbers: &[usize],
-        make: impl Fn(usize, &mut Scratch) -> Result<(), DataError> + Sync,
-    ) -> Result<(), DataError> {
+        make: impl Fn(usize, &mut Scratch) -> Result<T, DataError> + Sync,
+    ) -> Result<Vec<T>, DataError> {
         match self.threads(work) {
             None => {
                 let mut scratch = self.scratch();
-                numbers.iter().try_for_each(|number| make(*number, &mut scratch))
+                numbers.iter().map(|number| make(*number, &mut scratch)).collect()
             }
             Some(pool) => pool.install(|| {
                 let all = numbers.par_iter().with_max_len(1);
                 let made: Vec<_> = all.map(|number| make(*number, &mut self.scratch())).collect();
-                made.into_iter().collect()
-            }),
-        }
-    }
-
-    /// Calls `make(0)`, `make(1)`, ... up to `count`, as [`Work::AroundDevice`].
-    ///
-    /// # Errors
-    /// The first error in this order, whichever occurred first.
-    pub(super) fn map<T: Send>(
-        &self,
-        count: usize,
-        make: impl Fn(usize) -> Result<T, DataError> + Sync,
-    ) -> Result<Vec<T>, DataError> {
-        match self.threads(Work::AroundDevice) {
-            None => (0..count).map(&make).collect(),
-            Some(pool) => pool.install(|| {
-                let made: Vec<_> = (0..count).into_par_iter().with_max_len(1).map(&make).collect();
                 made.into_iter().collect()
             }),
         }

@@ -1,6 +1,10 @@
 //! Files written by `datasets` and pyarrow (`tests/data/make_parquet.py`), intact and damaged.
 
-use crate::{Catalog, DataError, Picture, Samples, index::IndexStore, listing::Listing};
+use crate::{
+    Catalog, Picture,
+    index::IndexStore,
+    test_catalog::{broken, listing, open, png},
+};
 use serde_json::Value;
 use std::{
     fs,
@@ -11,29 +15,8 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet")
 }
 
-/// A store that keeps no index.
-fn no_index() -> IndexStore {
-    IndexStore::at(Path::new("/nowhere"), usize::MAX)
-}
-
-fn open(path: &Path) -> Result<Catalog, DataError> {
-    Catalog::open_with(path, &no_index())
-}
-
 fn open_error(path: &Path) -> String {
     open(path).unwrap_err().to_string()
-}
-
-fn listing(catalog: &Catalog, split: usize) -> &Listing {
-    match &catalog.splits[split].samples {
-        Samples::Listed(listing) => listing,
-        Samples::Memory { .. } => panic!("{catalog:?}"),
-    }
-}
-
-fn broken(catalog: &Catalog) -> Vec<String> {
-    let broken_in_splits = catalog.splits.iter().flat_map(|split| &split.broken);
-    catalog.broken.iter().chain(broken_in_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
 }
 
 /// A folder with a copy of a fixture.
@@ -49,8 +32,8 @@ fn assert_samples(catalog: &Catalog, part: &str) {
     let text = fs::read(fixtures().join("expected.json")).expect("the fixture");
     let expected: Value = serde_json::from_slice(&text).expect("JSON");
     let mut wanted = expected[part].as_array().expect("a list").iter();
-    for (number, split) in catalog.splits.iter().enumerate() {
-        let listing = listing(catalog, number);
+    for split in &catalog.splits {
+        let listing = listing(split);
         for (i, label) in split.labels.iter().enumerate() {
             let wanted = wanted.next().expect("no more rows than were written");
             assert_eq!(split.name, wanted["split"].as_str().expect("a name"));
@@ -76,7 +59,7 @@ fn files_of_datasets_are_read_with_class_names() {
     // The repository's folder, the folder of its files, and a pattern.
     for path in ["hub", "hub/data", "hub/data/{train,validation}-0000{0..1}-of-0000{1..2}.parquet"] {
         let catalog = open(&fixtures().join(path)).expect("opens");
-        assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("parquet", "cat dog fox".into()));
+        assert_eq!((catalog.format, catalog.classes.join(" ")), ("parquet", "cat dog fox".into()));
         assert_samples(&catalog, "hub");
         // Three of the pattern's eight files exist.
         assert_eq!(broken(&catalog).len(), if path.contains('{') { 5 } else { 0 }, "{:?}", broken(&catalog));
@@ -99,8 +82,8 @@ fn invalid_rows_are_reported_and_other_rows_are_read() {
     let (dir, _) = copy_fixture("odd/rows.parquet");
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels, [0, 2]);
-    assert!(listing(&catalog, 0).name(1).ends_with("train.parquet/6"));
-    assert!(listing(&catalog, 0).picture(1).is_ok());
+    assert!(listing(&catalog.splits[0]).name(1).ends_with("train.parquet/6"));
+    assert!(listing(&catalog.splits[0]).picture(1).is_ok());
     let messages = broken(&catalog);
     for (row, detail) in [
         (1, "has no picture: its bytes are null"),
@@ -226,7 +209,7 @@ fn read_damaged_files(step: usize) {
             damaged[at] ^= 1 << (at % 8);
             fs::write(&file, &damaged).unwrap();
             if let Ok(catalog) = open(dir.path()) {
-                let listing = listing(&catalog, 0);
+                let listing = listing(&catalog.splits[0]);
                 (0..listing.len()).for_each(|i| drop(listing.read(i)));
             }
         }
@@ -249,7 +232,7 @@ mod full {
 fn changed_files_are_detected_and_touched_files_are_accepted() {
     let (dir, file) = copy_fixture("plain/train-none.parquet");
     let catalog = open(dir.path()).expect("opens");
-    let listing = listing(&catalog, 0);
+    let listing = listing(&catalog.splits[0]);
     let before: Picture = listing.picture(20).expect("decodes");
     fs::remove_file(&file).unwrap();
     assert!(listing.read(20).unwrap_err().to_string().contains("cannot be read"));
@@ -278,7 +261,7 @@ fn the_footer_of_a_touched_file_is_read_once_per_stamp() {
     let twice = known.reopen(&file, second).unwrap();
     assert!(!std::sync::Arc::ptr_eq(&once, &twice));
     assert!(std::sync::Arc::ptr_eq(&twice, &known.reopen(&file, second).unwrap()));
-    let listing = listing(&catalog, 0);
+    let listing = listing(&catalog.splits[0]);
     assert!((0..listing.len()).all(|i| listing.read(i).is_ok()));
 }
 
@@ -305,9 +288,7 @@ fn write(path: &Path, labels: &[i64]) {
         file::{properties::WriterProperties, writer::SerializedFileWriter},
         schema::parser::parse_message_type,
     };
-    let mut png = std::io::Cursor::new(Vec::new());
-    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
-    let picture = ByteArray::from(png.into_inner());
+    let picture = ByteArray::from(png());
     let schema = parse_message_type("message rows { required binary image; required int64 label; }").unwrap();
     let file = fs::File::create(path).unwrap();
     let mut writer =
@@ -352,28 +333,6 @@ fn an_unlabelled_test_split_is_omitted_and_reported() {
     let info = inspect(dir.path()).expect("opens");
     assert_eq!((info.splits.len(), info.broken_count, info.unlabelled_note()), (3, 2, None));
     write(&path_of("train"), &[-1, -1]);
-    let catalog = Catalog::open_with(dir.path(), &no_index()).expect("opens");
+    let catalog = crate::test_catalog::open(dir.path()).expect("opens");
     assert_eq!((broken(&catalog).len(), catalog.unlabelled.len()), (4, 0));
-}
-
-/// Measures how long reading a picture takes, in random order. Run by hand: `LOCKSTEP_PARQUET=FILE cargo test -p
-/// lockstep-data --lib -- --ignored --nocapture reading_speed`.
-#[test]
-#[ignore = "needs a large file"]
-fn reading_speed() {
-    let path = PathBuf::from(std::env::var_os("LOCKSTEP_PARQUET").expect("a file"));
-    let began = std::time::Instant::now();
-    let catalog = open(&path).expect("opens");
-    let listing = listing(&catalog, 0);
-    let read_secs = began.elapsed().as_secs_f64();
-    let order = crate::Random::new(&[1]).permutation(listing.len());
-    let began = std::time::Instant::now();
-    let some = &order[..order.len().min(300)];
-    let bytes: usize = some.iter().map(|i| listing.read(*i as usize).expect("is read").len()).sum();
-    let each = began.elapsed().as_secs_f64() * 1e3 / some.len() as f64;
-    let mean = bytes / some.len();
-    eprintln!(
-        "{} pictures of {mean} bytes: read in {read_secs:.2} s; {each:.3} ms per picture",
-        listing.len()
-    );
 }

@@ -197,16 +197,6 @@ impl Decoder {
         self.pixels_of(Header::read(bytes)?)
     }
 
-    /// As [`Decoder::decode`], but returns an owned picture.
-    pub(super) fn decode_owned(mut self, bytes: &[u8]) -> Result<super::Picture, String> {
-        let header = Header::read(bytes)?;
-        let (width, height) = header.dimensions();
-        let upright = header.orientation == Orientation::NoTransforms;
-        self.pixels_of(header)?;
-        let pixels = if upright { self.pixels } else { self.turned };
-        Ok(super::Picture { width, height, channels: 3, pixels })
-    }
-
     pub(super) fn pixels_of(&mut self, header: Header<'_>) -> Result<PictureRef<'_>, String> {
         for buffer in [&mut self.stored, &mut self.pixels, &mut self.turned] {
             if buffer.capacity() > MAX_KEPT_BYTES {

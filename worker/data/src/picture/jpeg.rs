@@ -320,7 +320,7 @@ impl<'a> Frame<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::picture::decode::for_hardware;
+    use crate::{picture::decode::for_hardware, test_catalog::encode};
 
     /// The head of a file: optionally JFIF, further segments, the frame and the scan.
     fn head(marker: u8, frame: &[u8], before: &[&[u8]], scan: u8) -> Vec<u8> {
@@ -406,11 +406,7 @@ mod tests {
 
     #[test]
     fn real_files_are_accepted_with_any_orientation_up_to_the_size_limit() {
-        let encoded = |width, height| {
-            let mut bytes = std::io::Cursor::new(Vec::new());
-            image::RgbImage::new(width, height).write_to(&mut bytes, image::ImageFormat::Jpeg).unwrap();
-            bytes.into_inner()
-        };
+        let encoded = |width, height| encode(&image::RgbImage::new(width, height), image::ImageFormat::Jpeg);
         let file = encoded(24, 16);
         let subsampling = Subsampling { columns: 1, rows: 1 };
         assert_eq!(for_hardware(&file), Ok(Stored { width: 24, height: 16, orientation: 1, subsampling }));

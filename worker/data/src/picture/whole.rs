@@ -69,14 +69,11 @@ fn webp(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Cursor;
 
     fn encode(format: ImageFormat) -> Vec<u8> {
         let picture =
             image::RgbImage::from_fn(40, 30, |x, y| image::Rgb([(x * y) as u8, x as u8 * 3, 255 - y as u8]));
-        let mut bytes = Cursor::new(Vec::new());
-        picture.write_to(&mut bytes, format).unwrap();
-        bytes.into_inner()
+        crate::test_catalog::encode(&picture, format)
     }
 
     #[test]

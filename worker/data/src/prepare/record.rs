@@ -1,13 +1,11 @@
-//! The record in the folder of a copy: `unfinished.json` until the copy is complete, then `prepared.json`.
+//! The folder of a copy that is written, with its record.
 
 use super::DataError;
 use crate::{
-    copy::{MAX_BYTES, PREPARED, UNFINISHED},
+    copy::{Finished, MAX_BYTES, PREPARED, Plan, Record, UNFINISHED},
     pattern,
 };
 use lockstep_host::{files, write_atomically};
-use lockstep_protocol::dataset::{BrokenFile, PicturesFingerprint};
-use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
     fs::{self, File, TryLockError},
@@ -18,27 +16,6 @@ use std::{
 
 /// The version of the copy's content. Another version may produce other bytes from the same pictures.
 const VERSION: u32 = 1;
-
-/// Everything that determines the bytes of a copy.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Plan {
-    pub(super) short_side: u32,
-    pub(super) quality: u8,
-    pub(super) source: PicturesFingerprint,
-    /// Number of pictures in a shard, for each split.
-    pub(super) per_shard: Vec<u32>,
-}
-
-/// A complete shard.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(super) struct Finished {
-    pub(super) pictures: u64,
-    pub(super) bytes: u64,
-    /// See [`sample_checksum`].
-    pub(super) sampled: u32,
-    /// Pictures that were left out.
-    pub(super) broken: Vec<BrokenFile>,
-}
 
 /// Number of pieces of a shard that are checked, including the first and the last piece. The last piece shows whether a
 /// file was truncated and extended again (an interrupted copy, a disk that lost writes).
@@ -57,29 +34,50 @@ pub(super) fn sample_checksum(file: &File) -> io::Result<u32> {
     Ok(sum.finalize())
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct Record {
-    version: u32,
-    plan: Plan,
-    /// The shards by file name.
-    shards: BTreeMap<String, Finished>,
+/// Fails if a copy was begun with other settings or of another dataset than in `plan`.
+fn check_same(Record { version, plan: begun, .. }: &Record, plan: &Plan) -> Result<(), String> {
+    let advice = "give another folder, or remove this one";
+    if *version != VERSION {
+        return Err(format!("was begun by another version of lockstep; {advice}"));
+    }
+    for (what, begun, given) in [
+        ("a short side", begun.short_side, plan.short_side),
+        ("a quality", begun.quality.into(), plan.quality.into()),
+    ] {
+        if begun != given {
+            return Err(format!(
+                "contains a copy with {what} of {begun}, not {given}: give {begun} to continue it, or another folder"
+            ));
+        }
+    }
+    if begun.source != plan.source {
+        return Err(format!(
+            "contains a copy of another dataset, or the dataset's files have changed; {advice}"
+        ));
+    }
+    Ok(())
 }
 
 /// The folder of a copy, locked against other processes.
 pub(super) struct Destination {
     dir: PathBuf,
-    record: Option<Record>,
-    /// Names of the files in the folder when it was opened.
-    found: Vec<String>,
+    record: Record,
     _lock: File,
 }
 
 impl Destination {
-    /// Opens or creates the folder `to`, for a copy of the dataset at `source`.
+    /// Opens or creates the folder `to`, for a copy of the dataset at `source`. A copy in the folder, complete or not, is
+    /// continued. `per_shard` returns [`Plan::per_shard`] of a new copy.
     ///
     /// # Errors
-    /// The folder is inside the dataset, another process is writing to it, or it cannot be used.
-    pub(super) fn open(source: &Path, to: &Path) -> Result<Self, DataError> {
+    /// The folder is inside the dataset, another process is writing to it, or it cannot be used. The folder has other
+    /// content, or a copy with other settings or of another dataset; the error names the difference.
+    pub(super) fn open(
+        source: &Path,
+        to: &Path,
+        plan: Plan,
+        per_shard: impl FnOnce() -> Vec<u32>,
+    ) -> Result<Self, DataError> {
         let wrong = |detail: String| DataError::file(to, detail);
         let io = |error| wrong(format!("cannot be used: {error}"));
         let is_new = !to.exists();
@@ -97,76 +95,42 @@ impl Destination {
         if matches!(lock.try_lock(), Err(TryLockError::WouldBlock)) {
             return Err(wrong("is being written by another `lockstep dataset prepare`".into()));
         }
-        let mut found = Vec::new();
-        for entry in fs::read_dir(&dir).map_err(io)? {
-            found.push(entry.map_err(io)?.file_name().to_string_lossy().into_owned());
-        }
-        let mut record = None;
-        for name in [UNFINISHED, PREPARED] {
-            if record.is_none() && found.iter().any(|found| found == name) {
+        let begun = [UNFINISHED, PREPARED].into_iter().find(|name| dir.join(name).exists());
+        let record = match begun {
+            Some(name) => {
                 let bytes = files::read(&dir.join(name), MAX_BYTES).map_err(wrong)?;
-                let read = serde_json::from_slice::<Record>(&bytes);
-                let read = read.map_err(|error| {
+                let record = serde_json::from_slice::<Record>(&bytes).map_err(|error| {
                     wrong(format!("has a {name} that cannot be read ({error}); give another folder"))
                 })?;
-                record = Some(read);
+                check_same(&record, &plan).map_err(wrong)?;
+                record
             }
-        }
-        Ok(Self { dir, record, found, _lock: lock })
-    }
-
-    /// Whether the folder has a copy, complete or not, with the same settings and source as `plan`.
-    ///
-    /// # Errors
-    /// The folder has other content; the error names the difference.
-    pub(super) fn continues(&self, plan: &Plan) -> Result<bool, DataError> {
-        let wrong = |detail: String| Err(DataError::file(&self.dir, detail));
-        let Some(Record { version, plan: begun, .. }) = &self.record else {
-            return match self
-                .found
-                .iter()
-                .find(|name| !name.starts_with('.') && !name.starts_with(UNFINISHED))
-            {
-                None => Ok(false),
-                Some(name) => wrong(format!(
-                    "contains other files ({name}) and no copy of a dataset; give an empty folder"
-                )),
-            };
+            None => {
+                for entry in fs::read_dir(&dir).map_err(io)? {
+                    let name = entry.map_err(io)?.file_name().to_string_lossy().into_owned();
+                    if !name.starts_with('.') && !name.starts_with(UNFINISHED) {
+                        let detail = "and no copy of a dataset; give an empty folder";
+                        return Err(wrong(format!("contains other files ({name}) {detail}")));
+                    }
+                }
+                let plan = Plan { per_shard: per_shard(), ..plan };
+                Record { version: VERSION, plan, shards: BTreeMap::new() }
+            }
         };
-        let advice = "give another folder, or remove this one";
-        if *version != VERSION {
-            return wrong(format!("was begun by another version of lockstep; {advice}"));
+        let destination = Self { dir, record, _lock: lock };
+        if begun.is_none() {
+            destination.save()?;
         }
-        for (what, begun, given) in [
-            ("a short side", begun.short_side, plan.short_side),
-            ("a quality", begun.quality.into(), plan.quality.into()),
-        ] {
-            if begun != given {
-                return wrong(format!(
-                    "contains a copy with {what} of {begun}, not {given}: give {begun} to continue it, or another folder"
-                ));
-            }
-        }
-        if begun.source != plan.source {
-            return wrong(format!(
-                "contains a copy of another dataset, or the dataset's files have changed; {advice}"
-            ));
-        }
-        Ok(true)
-    }
-
-    pub(super) fn begin(&mut self, plan: Plan) -> Result<(), DataError> {
-        self.record = Some(Record { version: VERSION, plan, shards: BTreeMap::new() });
-        self.save()
+        Ok(destination)
     }
 
     pub(super) fn per_shard(&self, split: usize) -> u32 {
-        self.record.as_ref().and_then(|record| record.plan.per_shard.get(split).copied()).unwrap_or(1)
+        self.record.plan.per_shard.get(split).copied().unwrap_or(1)
     }
 
     /// The record of a shard, if the shard exists and is complete.
     pub(super) fn find_finished(&self, file: &str) -> Option<Finished> {
-        let found = self.record.as_ref()?.shards.get(file)?;
+        let found = self.record.shards.get(file)?;
         let shard = File::open(self.dir.join(file)).ok()?;
         let has_size = shard.metadata().is_ok_and(|status| status.is_file() && status.len() == found.bytes);
         let has_checksum = || sample_checksum(&shard).is_ok_and(|sampled| sampled == found.sampled);
@@ -174,9 +138,7 @@ impl Destination {
     }
 
     pub(super) fn add(&mut self, file: &str, shard: Finished) -> Result<(), DataError> {
-        if let Some(record) = &mut self.record {
-            record.shards.insert(file.to_owned(), shard);
-        }
+        self.record.shards.insert(file.to_owned(), shard);
         self.save()
     }
 

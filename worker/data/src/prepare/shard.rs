@@ -3,10 +3,10 @@
 use super::{
     Encoder, PrepareSettings, cannot_be_written,
     order::{WINDOW, runs},
-    record::{Finished, sample_checksum},
+    record::sample_checksum,
     unread_detail,
 };
-use crate::{DataError, listing::Listing, loader::replaced::too_many};
+use crate::{DataError, copy::Finished, listing::Listing, loader::replaced::too_many};
 use lockstep_host::files;
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use rayon::prelude::*;
@@ -91,11 +91,11 @@ impl Task<'_> {
             for sample in made {
                 match sample {
                     Ok(sample) => waiting.push(sample),
-                    Err(DataError::File { path, detail }) if files::is_unread(&detail) => {
-                        return Err(DataError::File { path, detail: unread_detail(&detail) });
+                    Err(DataError::File(BrokenFile { file, detail })) if files::is_unread(&detail) => {
+                        return Err(DataError::File(BrokenFile { file, detail: unread_detail(&detail) }));
                     }
-                    Err(DataError::File { path, detail }) if settings.broken_files == BrokenFiles::Skip => {
-                        finished.broken.push(BrokenFile { file: path, detail });
+                    Err(DataError::File(broken)) if settings.broken_files == BrokenFiles::Skip => {
+                        finished.broken.push(broken);
                     }
                     Err(error) => return Err(error),
                 }

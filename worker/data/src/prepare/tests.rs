@@ -6,6 +6,7 @@ use super::*;
 use crate::{
     Picture,
     loader::{DataSource, EpochPlan, replaced::too_many},
+    test_catalog::{encode, listing, open},
 };
 use image::{ImageFormat, Rgb, RgbImage};
 use lockstep_protocol::spec::{DataSpec, Validation};
@@ -25,12 +26,6 @@ fn picture(width: u32, height: u32, number: u32) -> RgbImage {
     })
 }
 
-fn encode(picture: &RgbImage, format: ImageFormat) -> Vec<u8> {
-    let mut to = Cursor::new(Vec::new());
-    picture.write_to(&mut to, format).unwrap();
-    to.into_inner()
-}
-
 /// A dataset with `train` and `val`, classes `cat` and `a dog`, and pictures of 60 x 40 pixels.
 fn folder(each: u32) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
@@ -47,32 +42,16 @@ fn folder(each: u32) -> TempDir {
     dir
 }
 
-/// A store that keeps no index.
-fn no_index() -> IndexStore {
-    IndexStore::at(Path::new("/nowhere"), usize::MAX)
-}
-
 fn settings(short_side: u32) -> PrepareSettings {
     PrepareSettings { short_side, ..PrepareSettings::default() }
 }
 
 fn run(from: &Path, to: &Path, settings: &PrepareSettings) -> Result<Prepared, DataError> {
-    prepare_with(from, to, settings, |_| {}, &no_index())
+    prepare(from, to, settings, |_| {})
 }
 
 fn prepare_error(from: &Path, to: &Path, settings: &PrepareSettings) -> String {
     run(from, to, settings).unwrap_err().to_string()
-}
-
-fn open(dir: &Path) -> Result<Catalog, DataError> {
-    Catalog::open_with(dir, &no_index())
-}
-
-fn listing(split: &Split) -> &Listing {
-    match &split.samples {
-        Samples::Listed(listing) => listing,
-        Samples::Memory { .. } => panic!("{split:?}"),
-    }
 }
 
 /// The name and content of every file.
@@ -101,8 +80,7 @@ fn small_shards() -> PrepareSettings {
 fn a_copy_is_read_like_its_source() {
     let (from, to) = (folder(20), tempfile::tempdir().unwrap());
     let reported = RefCell::new(Vec::new());
-    let prepared =
-        prepare_with(from.path(), to.path(), &settings(20), |p| reported.borrow_mut().push(p), &no_index());
+    let prepared = prepare(from.path(), to.path(), &settings(20), |p| reported.borrow_mut().push(p));
     let prepared = prepared.unwrap();
     assert_eq!(prepared.splits, [("train".into(), 40), ("val".into(), 4)]);
     assert_eq!((prepared.shards, prepared.kept_shards, prepared.broken.len()), (2, 0, 0));
@@ -309,8 +287,7 @@ fn a_lost_disk_is_not_reported_as_broken_pictures() {
         let _ = fs::remove_dir_all(from.path().join("val"));
     };
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
-    let message =
-        prepare_with(from.path(), to.path(), &skip, remove_split, &no_index()).unwrap_err().to_string();
+    let message = prepare(from.path(), to.path(), &skip, remove_split).unwrap_err().to_string();
     assert!(
         message.contains("cannot be read: No such file") && message.contains("Check the dataset's disk"),
         "{message}"

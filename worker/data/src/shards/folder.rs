@@ -1,6 +1,6 @@
 //! Finds the shards in a folder, and the split of each shard.
 
-use crate::{Format, broken_file, image_folder::entries};
+use crate::{broken_file, image_folder::entries};
 use lockstep_host::files;
 use lockstep_protocol::dataset::BrokenFile;
 use std::path::{Path, PathBuf};
@@ -24,10 +24,10 @@ impl Kind {
         kinds.into_iter().find(|(name, _)| extension.eq_ignore_ascii_case(name)).map(|(_, kind)| kind)
     }
 
-    pub(super) fn format(self) -> Format {
+    pub(super) fn format(self) -> &'static str {
         match self {
-            Kind::Tar => Format::Shards,
-            Kind::Parquet => Format::Parquet,
+            Kind::Tar => "webdataset",
+            Kind::Parquet => "parquet",
         }
     }
 

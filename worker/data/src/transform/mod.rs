@@ -100,11 +100,8 @@ impl Transform {
         }
     }
 
-    pub(super) fn set_normalisation(&mut self, mean: &[f32], std: &[f32]) {
-        self.table = Self::normalisation(mean, std);
-    }
-
-    fn normalisation(mean: &[f32], std: &[f32]) -> Vec<[f32; 256]> {
+    /// The [`Transform::table`] for these means and standard deviations of the channels.
+    pub(super) fn normalisation(mean: &[f32], std: &[f32]) -> Vec<[f32; 256]> {
         mean.iter().zip(std).map(|(m, s)| std::array::from_fn(|v| (v as f32 / 255.0 - m) / s)).collect()
     }
 

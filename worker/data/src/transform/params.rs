@@ -29,7 +29,7 @@ pub(crate) struct AugmentParams {
     /// The first column of a padded crop in the padded picture.
     pub(super) left: usize,
     /// Whether the picture is mirrored left to right.
-    pub(super) flip: bool,
+    pub(crate) flip: bool,
     /// Whether the picture is mirrored top to bottom.
     pub(super) vertical_flip: bool,
     resized_crop: Random,
@@ -73,11 +73,6 @@ impl AugmentParams {
     /// The region that `RandomResizedCrop` takes of a picture of `size` (width, height).
     pub(crate) fn region(&self, size: (u32, u32), scale: [f64; 2], ratio: [f64; 2]) -> Region {
         random_resized_crop(&mut self.resized_crop.clone(), size, scale, ratio)
-    }
-
-    /// Whether the picture is mirrored left to right.
-    pub(crate) fn is_flipped(&self) -> bool {
-        self.flip
     }
 
     /// The padded crop and the horizontal flip in 31 bits, for an engine that does both: 15 bits for the row, 15 for

@@ -53,7 +53,7 @@ impl Executor {
         let network = self.network.clone();
         let shapes = &network.tensors;
         let op = self.ops[index].clone();
-        let group_pictures = self.pictures.clone();
+        let group_pictures = self.current.pictures.clone();
         let count = |tensor: usize| group_pictures.count(network.placement(tensor));
         // With few rows, some ranks of a height group have none.
         let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
@@ -72,14 +72,14 @@ impl Executor {
             let parameters = self.parameter_indices(name)?;
             let [gamma, beta] =
                 parameters.map(|s| &self.state.weights[self.layout.parameters[s].range.clone()]);
-            let affine = Affine { statistics: &self.norms[*norm].statistics, gamma, beta };
-            let x = &self.activations[*input][..len(*input)];
+            let affine = Affine { statistics: &self.current.statistics[*norm], gamma, beta };
+            let x = &self.current.activations[*input][..len(*input)];
             let frozen = self.network.frozen_norm;
             let keep = second.is_some() || shortcut.is_some();
             let mask = match (relu, shortcut) {
                 (false, _) => Mask::None,
                 (true, None) => Mask::Input,
-                (true, Some(_)) => Mask::Output(&self.activations[*output][..len(*output)]),
+                (true, Some(_)) => Mask::Output(&self.current.activations[*output][..len(*output)]),
             };
             // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero.
             let mut sums = vec![0.0; 2 * gamma.len()];
@@ -150,7 +150,7 @@ impl Executor {
                 return Ok(());
             }
             FusedOp::Relu { input, output } => {
-                elementwise::relu_backward(&self.activations[*output][..len(*output)], &mut dy);
+                elementwise::relu_backward(&self.current.activations[*output][..len(*output)], &mut dy);
                 self.gradient_parts[*input].push(dy);
                 return Ok(());
             }
@@ -161,7 +161,7 @@ impl Executor {
                     Some(parameter) => &self.state.weights[self.layout.parameters[parameter].range.clone()],
                     None => &[0.0][..],
                 };
-                elementwise::gelu_backward(&self.activations[*input][..len(*input)], values, &mut dy);
+                elementwise::gelu_backward(&self.current.activations[*input][..len(*input)], values, &mut dy);
                 if let Some(parameter) = parameter {
                     let channels = shapes[*input].channels;
                     let sums = batch_norm::sums(&dy, channels);
@@ -195,7 +195,7 @@ impl Executor {
                     return Ok(());
                 }
                 // Follows the last use of the weights, because they may change as soon as their gradient is complete.
-                let x = std::mem::take(&mut self.activations[*input]);
+                let x = std::mem::take(&mut self.current.activations[*input]);
                 let (from, to) = (shapes[*input].len(), shapes[*output].len());
                 self.add_gradient(parameter, micro_batch, pictures, |share, out, scratch| {
                     let shape = ConvShape { batch: share.len(), ..shape };
@@ -203,13 +203,13 @@ impl Executor {
                     let dy = &dy[share.start * to..share.end * to];
                     conv::backward_weight(&shape, x, dy, out, scratch);
                 });
-                self.activations[*input] = x;
+                self.current.activations[*input] = x;
             }
             FusedOp::MaxPool { input, output, kernel, stride, padding } => {
                 let mut dx = self.pool.alloc(len(*input));
                 if pictures > 0 {
                     let pool = max_pool(&network, [*input, *output], [*kernel, *stride, *padding]);
-                    pool.backward(&dy, &self.argmax[*output][..len(*output)], &mut dx);
+                    pool.backward(&dy, &self.current.argmax[*output][..len(*output)], &mut dx);
                 }
                 self.gradient_parts[*input].push(dx);
             }
@@ -226,7 +226,7 @@ impl Executor {
                 let inputs = shapes[*input].len();
                 let outputs = sample.as_ref().map_or(shapes[*output].len(), |sample| sample.rows.len());
                 let mut dx = self.pool.alloc(len(*input));
-                let x = std::mem::take(&mut self.activations[*input]);
+                let x = std::mem::take(&mut self.current.activations[*input]);
                 let weight = &self.state.weights[self.layout.parameters[parameters[0]].range.clone()];
                 let rows = sample.as_ref().map(|sample| sample.copy_rows(weight, inputs));
                 let weight = rows.as_deref().unwrap_or(weight);
@@ -276,7 +276,7 @@ impl Executor {
                         Some(sample) => sample.fill_rows(out, 1, compute),
                     }
                 });
-                self.activations[*input] = x;
+                self.current.activations[*input] = x;
             }
         }
         self.pool.free(dy);

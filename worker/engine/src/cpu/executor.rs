@@ -43,8 +43,6 @@ pub(super) struct Norm {
     pub(super) is_split: bool,
     /// Running mean and variance.
     pub(super) running: [Vec<f32>; 2],
-    /// Statistics of the latest forward pass.
-    pub(super) statistics: Statistics,
 }
 
 /// Reusable buffers for the gradients of activations. Only the first step allocates.
@@ -67,23 +65,15 @@ impl BufferPool {
 }
 
 /// What a forward pass keeps for the backward pass of the same micro-batch.
+#[derive(Clone)]
 pub(super) struct InFlight {
+    /// By tensor: its values, with space for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
+    /// By output tensor of a max pooling: the window position of each maximum.
     pub(super) argmax: Vec<Vec<u8>>,
+    /// By batch norm.
     pub(super) statistics: Vec<Statistics>,
     pub(super) pictures: Pictures,
-}
-
-impl InFlight {
-    /// Empty buffers for a network with this number of tensors and of batch norms.
-    pub(super) fn new(tensors: usize, norms: usize) -> Self {
-        Self {
-            activations: vec![Vec::new(); tensors],
-            argmax: vec![Vec::new(); tensors],
-            statistics: vec![Statistics::default(); norms],
-            pictures: Pictures::default(),
-        }
-    }
 }
 
 pub(super) struct Executor {
@@ -94,8 +84,6 @@ pub(super) struct Executor {
     pub(super) all_ranks: Arc<dyn ProcessGroup>,
     /// The groups of ranks that share copies of the network; `None` if each rank has a whole copy.
     pub(super) groups: Option<Groups>,
-    /// Pictures of the current micro-batch.
-    pub(super) pictures: Pictures,
     /// The sampled classes of the current step, if the step samples classes.
     pub(super) sample: Option<Arc<Sample>>,
     pub(super) ops: Vec<FusedOp>,
@@ -109,16 +97,14 @@ pub(super) struct Executor {
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
-    /// By tensor: its values, with space for the largest batch so far.
-    pub(super) activations: Vec<Vec<f32>>,
+    /// The current micro-batch.
+    pub(super) current: InFlight,
+    /// Micro-batches between their forward and backward passes, except the current one.
+    pub(super) in_flight: Vec<InFlight>,
     /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
     pub(super) sums: Vec<Vec<f64>>,
     /// By tensor: gradients from each operation that reads the tensor.
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
-    /// By output tensor of a max pooling: the window position of each maximum.
-    pub(super) argmax: Vec<Vec<u8>>,
-    /// Micro-batches between their forward and backward passes, except the current one, whose buffers are the fields above.
-    pub(super) in_flight: Vec<InFlight>,
     /// Gradient of a stage's input that has not been sent to the preceding stage yet.
     pub(super) input_gradient: Option<Vec<f32>>,
     pub(super) pool: BufferPool,
@@ -151,7 +137,6 @@ impl Executor {
         let data_ranks = plan.mesh.readers() as u32;
         let (stage, stages) = network.stage();
         let max_in_flight = (stages - stage).min(config.accumulate.max(1));
-        let in_flight = (1..max_in_flight).map(|_| InFlight::new(tensors, norms.len())).collect();
         let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
         let memory_group: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
@@ -174,17 +159,23 @@ impl Executor {
                 Pictures::of_group(counts, groups.model.rank() as usize)
             }
         };
+        let statistics = |norm: &Norm| Statistics::from_running(&norm.running[0], &norm.running[1]);
+        let current = InFlight {
+            activations: vec![Vec::new(); tensors],
+            argmax: vec![Vec::new(); tensors],
+            statistics: norms.iter().map(statistics).collect(),
+            pictures,
+        };
         let mut executor = Self {
             state,
             shm_unavailable_reason,
             f64_gradients,
             scratches: Vec::new(),
             complete_buckets: Vec::new(),
-            activations: vec![Vec::new(); tensors],
+            in_flight: vec![current.clone(); max_in_flight - 1],
+            current,
             sums: vec![Vec::new(); tensors],
             gradient_parts: vec![Vec::new(); tensors],
-            argmax: vec![Vec::new(); tensors],
-            in_flight,
             input_gradient: None,
             pool: BufferPool::default(),
             scratch: conv::Scratch::default(),
@@ -193,7 +184,6 @@ impl Executor {
             data_ranks,
             all_ranks: comm.clone(),
             groups,
-            pictures,
             sample: None,
             ops,
             capabilities,
@@ -216,22 +206,22 @@ impl Executor {
 
     /// Number of values that this rank has of an activation.
     pub(super) fn value_count(&self, tensor: TensorId) -> usize {
-        self.pictures.count(self.network.placement(tensor)) * self.network.tensors[tensor].len()
+        self.current.pictures.count(self.network.placement(tensor)) * self.network.tensors[tensor].len()
     }
 
-    /// Allocates activations for [`Executor::pictures`]; never shrinks.
+    /// Allocates activations for the current pictures; never shrinks.
     pub(super) fn reserve(&mut self) {
         let outputs = self.ops.iter().map(FusedOp::output);
         for tensor in std::iter::once(self.network.input()).chain(outputs) {
             let len = self.value_count(tensor);
-            if self.activations[tensor].len() < len {
-                self.activations[tensor] = vec![0.0; len];
+            if self.current.activations[tensor].len() < len {
+                self.current.activations[tensor] = vec![0.0; len];
             }
         }
         for op in &self.ops {
             if let FusedOp::MaxPool { output, .. } = *op {
                 let len = self.value_count(output);
-                let argmax = &mut self.argmax[output];
+                let argmax = &mut self.current.argmax[output];
                 argmax.resize(len.max(argmax.len()), 0);
             }
         }
@@ -337,11 +327,11 @@ impl Executor {
     /// Collective in the model group: exchanges each rank's number of pictures and labels for this micro-batch.
     fn exchange_labels(&mut self, batch: &Batch) -> Result<Labels, EngineError> {
         let Some(groups) = &self.groups else {
-            self.pictures = Pictures::of_one_rank(batch.labels.len());
+            self.current.pictures = Pictures::of_one_rank(batch.labels.len());
             return Ok(Labels::default());
         };
         let (pictures, labels) = split_loss::gather_labels(&groups.model, batch)?;
-        self.pictures = pictures;
+        self.current.pictures = pictures;
         Ok(labels)
     }
 
@@ -354,9 +344,9 @@ impl Executor {
     ) -> Result<loss::Loss, EngineError> {
         let (tensor, all_classes) = (self.network.logits(), self.network.classes);
         let classes = Classes { own: self.own_classes(), sample: self.sample.as_deref() };
-        let len = self.pictures.count(self.network.placement(tensor)) * classes.len();
+        let len = self.current.pictures.count(self.network.placement(tensor)) * classes.len();
         let mut gradient = self.pool.alloc(len);
-        let mut values = std::mem::take(&mut self.activations[tensor]);
+        let mut values = std::mem::take(&mut self.current.activations[tensor]);
         let logits = &mut values[..len];
         let add_margin = |logits: &mut [f32], labels: &[u32]| {
             let labels = labels.iter().map(|label| classes.position(*label as usize));
@@ -367,14 +357,14 @@ impl Executor {
         let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
         // Accuracy is computed without the margin.
         let (loss, margin_slopes) = match (own, &self.groups) {
-            (Some(_), Some(_)) if self.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
+            (Some(_), Some(_)) if self.current.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
             (Some(_), Some(groups)) => {
                 let best = split_loss::largest_logits(&groups.model, logits, &classes)?;
                 let slopes = add_margin(logits, &labels.first);
                 let loss = split_loss::cross_entropy(
                     &groups.model,
                     logits,
-                    (&self.pictures, labels),
+                    (&self.current.pictures, labels),
                     (&classes, all_classes),
                     &best,
                     smoothing,
@@ -401,7 +391,7 @@ impl Executor {
             }
         };
         margin_slopes.into_iter().for_each(|(index, slope)| gradient[index] *= slope as f32);
-        self.activations[tensor] = values;
+        self.current.activations[tensor] = values;
         self.gradient_parts[tensor].push(gradient);
         Ok(loss)
     }
@@ -456,10 +446,10 @@ impl Executor {
         if !self.network.is_last_stage() {
             return Ok(Vec::new());
         }
-        let (tensor, own) = (self.network.logits(), self.pictures.own_range().len());
+        let (tensor, own) = (self.network.logits(), self.current.pictures.own_range().len());
         let placement = self.network.placement(tensor);
         let len = self.value_count(tensor);
-        let logits = &self.activations[tensor][..len];
+        let logits = &self.current.activations[tensor][..len];
         if *placement == Placement::Batch {
             return Ok(logits.to_vec());
         }
@@ -477,8 +467,7 @@ fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
                 let channels = network.tensors[*input].channels;
                 let is_split = network.part.as_ref().is_some_and(|part| part.channels(*input).is_some());
                 let running = [vec![0.0; channels], vec![1.0; channels]];
-                let statistics = Statistics::from_running(&running[0], &running[1]);
-                Some((*norm, Norm { name: name.clone(), is_split, running, statistics }))
+                Some((*norm, Norm { name: name.clone(), is_split, running }))
             }
             _ => None,
         })

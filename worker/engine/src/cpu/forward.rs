@@ -18,7 +18,7 @@ use crate::{
 use std::{ops::Range, time::Instant};
 
 impl Executor {
-    /// Runs the network, or this rank's stage, over the images (NHWC) of [`Executor::pictures`], and keeps all activations for backward.
+    /// Runs the network, or this rank's stage, over the images (NHWC) of the current pictures, and keeps all activations for backward.
     ///
     /// `stat_pictures`: in training, the number of pictures in batch norm's statistics. `None` normalises with the running
     /// statistics.
@@ -29,11 +29,11 @@ impl Executor {
         }
         for index in 0..self.ops.len() {
             let output = self.ops[index].output();
-            let mut y = std::mem::take(&mut self.activations[output]);
+            let mut y = std::mem::take(&mut self.current.activations[output]);
             let began = Instant::now();
             let result = self.op_forward(index, stat_pictures, &mut y);
             self.add_time(index, began);
-            self.activations[output] = y;
+            self.current.activations[output] = y;
             result?;
         }
         self.send_output()
@@ -47,11 +47,11 @@ impl Executor {
     ) -> Result<(), EngineError> {
         let shapes = &self.network.tensors;
         let op = &self.ops[index];
-        let count = |tensor: TensorId| self.pictures.count(self.network.placement(tensor));
+        let count = |tensor: TensorId| self.current.pictures.count(self.network.placement(tensor));
         // With few rows, some ranks of a height group have none.
         let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
         let y = &mut y[..pictures * shapes[op.output()].len()];
-        let x = |tensor: TensorId| &self.activations[tensor][..count(tensor) * shapes[tensor].len()];
+        let x = |tensor: TensorId| &self.current.activations[tensor][..count(tensor) * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| -> Result<&[f32], EngineError> {
             let parameter = self.layout.parameter(&format!("{name}.{suffix}"))?;
             Ok(&self.state.weights[self.layout.parameters[parameter].range.clone()])
@@ -89,7 +89,7 @@ impl Executor {
             FusedOp::MaxPool { input, output, kernel, stride, padding } => {
                 let (len, window) = (y.len(), [*kernel, *stride, *padding]);
                 let pool = max_pool(&self.network, [*input, *output], window);
-                pool.forward(x(*input), y, &mut self.argmax[*output][..len]);
+                pool.forward(x(*input), y, &mut self.current.argmax[*output][..len]);
             }
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
             FusedOp::Linear { name, input, is_head, .. } => {
@@ -100,8 +100,8 @@ impl Executor {
                     return Ok(());
                 }
                 // Of the ranks that compute parts of a sum, only the first one adds the bias.
-                let adds_bias =
-                    *self.network.placement(op.output()) != Placement::Partial || self.pictures.rank == 0;
+                let adds_bias = *self.network.placement(op.output()) != Placement::Partial
+                    || self.current.pictures.rank == 0;
                 let zeros = if adds_bias { Vec::new() } else { vec![0.0; bias.len()] };
                 linear::forward(x(*input), weight(name, "weight")?, if adds_bias { bias } else { &zeros }, y);
             }
@@ -119,8 +119,8 @@ impl Executor {
             return Ok(());
         };
         let shapes = &self.network.tensors;
-        let pictures = self.pictures.count(self.network.placement(*input));
-        let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
+        let pictures = self.current.pictures.count(self.network.placement(*input));
+        let x = |tensor: TensorId| &self.current.activations[tensor][..pictures * shapes[tensor].len()];
         let channels = shapes[*input].channels;
         let statistics = match stat_pictures.filter(|_| !self.network.frozen_norm) {
             None => {
@@ -152,7 +152,7 @@ impl Executor {
         };
         let affine = Affine { statistics: &statistics, gamma: weight("weight")?, beta: weight("bias")? };
         batch_norm::forward(x(*input), affine, shortcut.map(|s| x(s.tensor)), *relu, y);
-        self.norms[*norm].statistics = statistics;
+        self.current.statistics[*norm] = statistics;
         Ok(())
     }
 }
@@ -164,7 +164,7 @@ impl Executor {
         if self.config.sync_batch_norm {
             return pictures * self.network.whole_pixels(tensor) as f64;
         }
-        let own = self.pictures.count(self.network.placement(tensor));
+        let own = self.current.pictures.count(self.network.placement(tensor));
         own as f64 * self.network.tensors[tensor].pixels() as f64
     }
 
@@ -176,16 +176,16 @@ impl Executor {
         x: &[f32],
         y: &mut [f32],
     ) -> Result<(), EngineError> {
-        let (Some(groups), true) = (&self.groups, self.pictures.total() > 0) else { return Ok(()) };
+        let (Some(groups), true) = (&self.groups, self.current.pictures.total() > 0) else { return Ok(()) };
         let shape = self.network.tensors[tensor];
         let shape = (shape.pixels(), exchange::channels(self.network.placement(tensor), shape));
-        Ok(self.pictures.redistribute(&groups.model, placements, shape, x, y)?)
+        Ok(self.current.pictures.redistribute(&groups.model, placements, shape, x, y)?)
     }
 
     /// Copies this rank's rows of all images.
     fn copy_pictures(&mut self, images: &[f32]) {
         let (network, input) = (&self.network, self.network.input());
-        let to = &mut self.activations[input];
+        let to = &mut self.current.activations[input];
         let Some((part, rows)) = network.part.as_ref().zip(network.rows(input)) else {
             return to[..images.len()].copy_from_slice(images);
         };
@@ -200,7 +200,7 @@ impl Executor {
     /// By rank of the height group: the region of an activation that the rank has.
     pub(super) fn row_regions(&self, tensor: TensorId) -> Vec<Region> {
         let (shape, pictures) =
-            (self.network.tensors[tensor], self.pictures.count(self.network.placement(tensor)));
+            (self.network.tensors[tensor], self.current.pictures.count(self.network.placement(tensor)));
         let of_rank = |rows: &Range<isize>| {
             // Windows may reach rows above the picture, so rows are counted from `ABOVE` rows above it.
             let [start, end] = [rows.start, rows.end].map(|row| (row + ABOVE) as usize * shape.width);

@@ -4,7 +4,7 @@
 use super::conv::{self, ConvShape};
 use crate::{
     EngineError,
-    fuse::{Conv, FusedOp, Norm},
+    fuse::FusedOp,
     net::{Axes, Network, Parameter},
     optimizer::{ParameterKind, kind, tensor_name},
 };
@@ -97,21 +97,8 @@ impl Layout {
         let mut bucket = 0..0;
         let mut axes = Axes::default();
         for op in ops.iter().rev() {
-            let (name, suffixes, conv): (_, &[&str], _) = match op {
-                FusedOp::Conv(Conv { name, shape, .. }) => (name, &["weight"], Some(*shape)),
-                FusedOp::Norm(Norm { name, .. }) | FusedOp::Linear { name, .. } => {
-                    (name, &["weight", "bias"], None)
-                }
-                FusedOp::Gelu { bias: Some(name), .. } => (name, &["bias"], None),
-                FusedOp::Gelu { bias: None, .. }
-                | FusedOp::Relu { .. }
-                | FusedOp::Add { .. }
-                | FusedOp::MaxPool { .. }
-                | FusedOp::GlobalAveragePool { .. }
-                | FusedOp::Redistribute { .. }
-                | FusedOp::Halo { .. }
-                | FusedOp::MeanOfRows { .. } => continue,
-            };
+            let Some((name, suffixes)) = op.parameters() else { continue };
+            let conv = if let FusedOp::Conv(conv) = op { Some(conv.shape) } else { None };
             // All parameters of a bucket are summed over the same group.
             let op_axes = network.axes(op.output());
             if op_axes != axes && !bucket.is_empty() {

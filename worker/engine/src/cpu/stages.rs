@@ -6,7 +6,6 @@
 
 use super::{executor::Executor, groups::Groups};
 use crate::EngineError;
-use std::mem::swap;
 
 impl Executor {
     /// Swaps the current activations with those kept for the micro-batch at index `micro_batch`; a second call swaps them back.
@@ -17,12 +16,7 @@ impl Executor {
         let Some(saved) = buffer.checked_sub(1).and_then(|index| self.in_flight.get_mut(index)) else {
             return;
         };
-        swap(&mut self.activations, &mut saved.activations);
-        swap(&mut self.argmax, &mut saved.argmax);
-        swap(&mut self.pictures, &mut saved.pictures);
-        for (norm, statistics) in self.norms.iter_mut().zip(&mut saved.statistics) {
-            swap(&mut norm.statistics, statistics);
-        }
+        std::mem::swap(&mut self.current, saved);
     }
 
     /// The groups, and the index of the preceding stage, if there is one.
@@ -39,10 +33,11 @@ impl Executor {
     /// Receives the input of a forward pass from the preceding stage. Returns false on the first stage.
     pub(super) fn receive_input(&mut self) -> Result<bool, EngineError> {
         let input = self.network.input();
-        let (len, mut values) = (self.value_count(input), std::mem::take(&mut self.activations[input]));
+        let (len, mut values) =
+            (self.value_count(input), std::mem::take(&mut self.current.activations[input]));
         let received =
             self.preceding_stage().map(|(groups, from)| groups.stage.recv((&mut values[..len]).into(), from));
-        self.activations[input] = values;
+        self.current.activations[input] = values;
         let Some(received) = received else { return Ok(false) };
         received?;
         self.send_input_gradient()?;
@@ -53,7 +48,7 @@ impl Executor {
     pub(super) fn send_output(&self) -> Result<(), EngineError> {
         let Some((groups, to)) = self.next_stage() else { return Ok(()) };
         let output = self.network.logits();
-        Ok(groups.stage.send((&self.activations[output][..self.value_count(output)]).into(), to)?)
+        Ok(groups.stage.send((&self.current.activations[output][..self.value_count(output)]).into(), to)?)
     }
 
     /// Receives the gradient of the stage's output from the next stage, if there is one.

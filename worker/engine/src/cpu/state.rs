@@ -109,15 +109,6 @@ pub(super) struct State {
     steps: u64,
 }
 
-/// The buffers of a [`State`], in shared memory or in private memory.
-struct Buffers {
-    weights: SharedSlice<f32>,
-    optimizer_slots: Vec<SharedSlice<f32>>,
-    gradients: Vec<Vec<Bucket>>,
-    counts: SharedSlice<Counts>,
-    squares: [SharedSlice<AtomicU64>; 3],
-}
-
 impl State {
     /// State filled with zeros, and the reason if several ranks do not share memory. `model_group`: the ranks that have other parts of
     /// split parameters. `sharding`: how ranks divide the optimizer's state if they do not share memory.
@@ -182,7 +173,7 @@ impl State {
             let range = &mut parameter_pieces[piece.parameter];
             *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
         }
-        let buffers = match &memory {
+        let (weights, optimizer_slots, gradients, counts, squares) = match &memory {
             // SAFETY: all bit patterns of numbers are valid; the order in the module's documentation prevents data races.
             Some(memory) => unsafe {
                 let bucket = |(at, range): (&usize, &Range<usize>)| match f64_gradients {
@@ -190,13 +181,13 @@ impl State {
                     false => Bucket::F32(memory.view(*at, range.len())),
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
-                Buffers {
-                    weights: memory.view(weights_at, len),
-                    optimizer_slots: slots_at.iter().map(|at| memory.view(*at, len)).collect(),
-                    gradients: buckets_at.iter().map(of_rank).collect(),
-                    counts: memory.view(counts_at, world),
-                    squares: squares_at.map(|at| memory.view(at, pieces.len())),
-                }
+                (
+                    memory.view(weights_at, len),
+                    slots_at.iter().map(|at| memory.view(*at, len)).collect(),
+                    buckets_at.iter().map(of_rank).collect(),
+                    memory.view(counts_at, world),
+                    squares_at.map(|at| memory.view(at, pieces.len())),
+                )
             },
             None => {
                 // Padded to parts of equal length.
@@ -209,16 +200,15 @@ impl State {
                 };
                 let own_len = pieces.last().map_or(0, |piece| piece.in_slots.end);
                 let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-                Buffers {
-                    weights: vec![0.0; len].into(),
-                    optimizer_slots: slots_at.iter().map(|_| vec![0.0; own_len].into()).collect(),
-                    gradients: vec![layout.buckets.iter().zip(&shares).map(bucket).collect()],
-                    counts: vec![Counts::default()].into(),
-                    squares: [0; 3].map(|_| zeros().into()),
-                }
+                (
+                    vec![0.0; len].into(),
+                    slots_at.iter().map(|_| vec![0.0; own_len].into()).collect(),
+                    vec![layout.buckets.iter().zip(&shares).map(bucket).collect()],
+                    vec![Counts::default()].into(),
+                    [0; 3].map(|_| zeros().into()),
+                )
             }
         };
-        let Buffers { weights, optimizer_slots, gradients, counts, squares } = buffers;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
         let state = Self {
             weights,

@@ -7,11 +7,10 @@ mod gradients;
 mod undo;
 
 use crate::net::{Network, resnet};
-use lockstep_protocol::spec::{Arch, ModelSpec};
+use lockstep_protocol::spec::Arch;
 use std::sync::Arc;
 
 /// ResNet-20 for pictures of `side` pixels and ten classes.
 fn resnet20(side: usize) -> Arc<Network> {
-    let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-    Arc::new(resnet::build(&model, side, 3, 10).unwrap())
+    Arc::new(resnet::of(Arch::ResNet20, side, 10))
 }

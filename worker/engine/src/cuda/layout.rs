@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     EngineError,
-    fuse::{Conv, FusedOp, Norm},
+    fuse::{Conv, FusedOp},
     net::{Network, Role},
     optimizer::{ParameterKind, kind, tensor_name},
     sharding::Share,
@@ -149,20 +149,8 @@ impl Layout {
         };
         let (mut matrices, mut vectors, mut frozen) = (Vec::new(), Vec::new(), Vec::new());
         for op in ops.iter().rev() {
-            let (FusedOp::Conv(Conv { name, .. })
-            | FusedOp::Norm(Norm { name, .. })
-            | FusedOp::Gelu { bias: Some(name), .. }
-            | FusedOp::Linear { name, .. }) = op
-            else {
-                continue;
-            };
+            let Some((name, suffixes)) = op.parameters() else { continue };
             let reads_pictures = matches!(op, FusedOp::Conv(Conv { needs_input_gradient: false, .. }));
-            // A GELU's bias has the name of the convolution before it.
-            let suffixes: &[&str] = match op {
-                FusedOp::Conv(_) => &["weight"],
-                FusedOp::Gelu { .. } => &["bias"],
-                _ => &["weight", "bias"],
-            };
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let (order, len) = match (p.role, &p.shape[..]) {
                     (Role::ConvWeight, [out, ..]) if folded && reads_pictures => {

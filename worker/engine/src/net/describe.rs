@@ -102,14 +102,9 @@ mod tests {
     use lockstep_protocol::spec::{Arch, ModelSpec};
     use std::collections::BTreeSet;
 
-    fn network(model: ModelSpec, side: usize) -> Network {
-        resnet::build(&model, side, 3, 10).unwrap()
-    }
-
     #[test]
     fn resnet18_is_described_layer_by_layer() {
-        let (found, outputs) =
-            network(ModelSpec { arch: Arch::ResNet18, ..ModelSpec::default() }, 224).describe();
+        let (found, outputs) = resnet::of(Arch::ResNet18, 224, 10).describe();
         let text = |layer: &LayerDescription| {
             let shape: Vec<_> = layer.output_shape.iter().map(u32::to_string).collect();
             format!("{} {} [{}] {}", layer.name, layer.kind, shape.join(" "), layer.parameters)

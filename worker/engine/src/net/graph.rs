@@ -384,8 +384,8 @@ impl Network {
             let (from, to) = (tensors[op.inputs()[0]], &mut tensors[op.output()]);
             (to.height, to.width) = match *op {
                 Op::Conv { kernel, stride, padding, .. } | Op::MaxPool { kernel, stride, padding, .. } => {
-                    let side = |side| Self::window(side, kernel, stride, padding);
-                    (side(from.height), side(from.width))
+                    let shape = Self::windows(from, [kernel, stride, padding], to.channels);
+                    (shape.height, shape.width)
                 }
                 Op::BatchNorm { .. }
                 | Op::Relu { .. }
@@ -407,9 +407,10 @@ impl Network {
         output
     }
 
-    /// Side length of the output of square windows of `kernel` pixels that move by `stride` over `side` pixels with padding.
-    fn window(side: usize, kernel: usize, stride: usize, padding: usize) -> usize {
-        (side + 2 * padding).saturating_sub(kernel) / stride + 1
+    /// Shape of the output of square windows of `kernel` pixels that move by `stride` over an activation with padding.
+    fn windows(from: TensorShape, [kernel, stride, padding]: [usize; 3], channels: usize) -> TensorShape {
+        let side = |side: usize| (side + 2 * padding).saturating_sub(kernel) / stride + 1;
+        TensorShape { height: side(from.height), width: side(from.width), channels }
     }
 
     /// Appends a convolution with "same" padding, `kernel / 2`.
@@ -452,17 +453,8 @@ impl Network {
             "{name}: {groups} groups of {} -> {channels} channels",
             from.channels
         );
-        let height = Self::window(from.height, kernel, stride, padding);
-        let width = Self::window(from.width, kernel, stride, padding);
-        self.push(TensorShape { height, width, channels }, |output| Op::Conv {
-            name,
-            input,
-            output,
-            kernel,
-            stride,
-            padding,
-            groups,
-        })
+        let shape = Self::windows(from, [kernel, stride, padding], channels);
+        self.push(shape, |output| Op::Conv { name, input, output, kernel, stride, padding, groups })
     }
 
     /// Appends a batch norm.
@@ -501,9 +493,7 @@ impl Network {
         padding: usize,
     ) -> TensorId {
         let from = self.tensors[input];
-        let height = Self::window(from.height, kernel, stride, padding);
-        let width = Self::window(from.width, kernel, stride, padding);
-        let shape = TensorShape { height, width, channels: from.channels };
+        let shape = Self::windows(from, [kernel, stride, padding], from.channels);
         self.push(shape, |output| Op::MaxPool { input, output, kernel, stride, padding })
     }
 
@@ -515,11 +505,7 @@ impl Network {
 
     /// Appends a linear layer.
     pub fn linear(&mut self, name: impl Into<String>, input: TensorId, outputs: usize) -> TensorId {
-        let name = name.into();
-        self.push(TensorShape { height: 1, width: 1, channels: outputs }, |output| Op::Linear {
-            name,
-            input,
-            output,
-        })
+        let (name, shape) = (name.into(), TensorShape { height: 1, width: 1, channels: outputs });
+        self.push(shape, |output| Op::Linear { name, input, output })
     }
 }

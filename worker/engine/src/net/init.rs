@@ -72,10 +72,10 @@ pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64
 mod tests {
     use super::*;
     use crate::net::resnet;
-    use lockstep_protocol::spec::{Arch, ModelSpec};
+    use lockstep_protocol::spec::Arch;
 
     fn network() -> Network {
-        resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 32, 3, 10).unwrap()
+        resnet::of(Arch::ResNet20, 32, 10)
     }
 
     #[test]
@@ -96,8 +96,7 @@ mod tests {
     /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, for any number of groups.
     #[test]
     fn grouped_convolutions_are_initialised_as_in_torchvision() {
-        let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, ..ModelSpec::default() };
-        let parameters = initial_parameters(&resnet::build(&model, 32, 3, 10).unwrap(), true, 7);
+        let parameters = initial_parameters(&resnet::of(Arch::ResNeXt50_32x4d, 32, 10), true, 7);
         for (name, outputs) in [("layer1.0.conv2.weight", 128), ("layer4.2.conv2.weight", 1024)] {
             let w = &parameters[name].values;
             let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / w.len() as f64).sqrt();
@@ -108,8 +107,7 @@ mod tests {
 
     #[test]
     fn zero_init_residual_zeroes_only_the_last_gamma_of_each_branch() {
-        let bottlenecks =
-            resnet::build(&ModelSpec { arch: Arch::ResNet50, ..ModelSpec::default() }, 32, 3, 10).unwrap();
+        let bottlenecks = resnet::of(Arch::ResNet50, 32, 10);
         for (network, last, count) in [(network(), "bn2.weight", 9), (bottlenecks, "bn3.weight", 16)] {
             let parameters = initial_parameters(&network, true, 7);
             let is_zero =

@@ -27,12 +27,11 @@ impl Network {
 #[cfg(test)]
 mod tests {
     use crate::net::resnet;
-    use lockstep_protocol::spec::{Arch, ModelSpec};
+    use lockstep_protocol::spec::Arch;
 
     #[test]
     fn kept_values_grow_with_the_number_of_pixels() {
-        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-        let network = |side: usize| resnet::build(&model, side, 3, 10).unwrap();
+        let network = |side: usize| resnet::of(Arch::ResNet20, side, 10);
         // By hand: 1 + 6 convolutions of 16 channels at 32 x 32, 6 and a shortcut of 32 channels at 16 x 16, 6 and a shortcut of
         // 64 channels at 8 x 8; a ReLU after each convolution that is not a shortcut.
         let convolutions = 7 * 16 * 1024 + 7 * 32 * 256 + 7 * 64 * 64;

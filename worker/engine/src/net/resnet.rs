@@ -139,6 +139,12 @@ fn push_block(
     net.relu(sum)
 }
 
+/// A network of a test, for pictures with three channels.
+#[cfg(test)]
+pub(crate) fn of(arch: Arch, image_size: usize, classes: usize) -> Network {
+    build(&ModelSpec { arch, ..ModelSpec::default() }, image_size, 3, classes).unwrap()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -141,11 +141,11 @@ mod tests {
         net::resnet,
         plan::{Mesh, Plan, lower},
     };
-    use lockstep_protocol::spec::{Arch, ModelSpec, ShardSpec, Split};
+    use lockstep_protocol::spec::{Arch, ShardSpec, Split};
     use std::collections::VecDeque;
 
     fn network(arch: Arch) -> Network {
-        resnet::build(&ModelSpec { arch, ..ModelSpec::default() }, 32, 3, 10).unwrap()
+        resnet::of(arch, 32, 10)
     }
 
     #[test]

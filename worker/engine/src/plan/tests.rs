@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{LayerTime, net::resnet};
-use lockstep_protocol::spec::{Arch, ModelSpec};
+use lockstep_protocol::spec::Arch;
 
 /// Approximately a machine with eight H200 GPUs.
 fn gpus() -> Machine {
@@ -33,7 +33,7 @@ fn gpus() -> Machine {
 }
 
 fn resnet(arch: Arch, classes: usize) -> Network {
-    resnet::build(&ModelSpec { arch, ..ModelSpec::default() }, 224, 3, classes).unwrap()
+    resnet::of(arch, 224, classes)
 }
 
 fn work(pictures: u64) -> Workload {

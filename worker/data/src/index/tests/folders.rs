@@ -25,7 +25,7 @@ fn unchanged_folders_are_skipped_until_a_change_is_found() {
     fs::write(&odd, "I am no picture any more").unwrap();
     let catalog = open_trusting_folders(&fixture);
     assert_eq!((counts(&catalog), fingerprint_of(&catalog)), ((9, vec![]), before.clone()));
-    let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
+    let listing = listing(&catalog.splits[0]);
     assert!((0..9).all(|i| listing.dimensions(i).0 == 77), "no file was read");
     assert!((0..8).all(|i| listing.read(i).is_ok()));
     assert_eq!(counts(&open_trusting_folders(&fixture)).0, 9, "unchanged folders are not examined");
@@ -73,18 +73,13 @@ fn changes_of_files_are_detected_by_their_folders() {
 #[test]
 fn recently_changed_or_unknown_folders_are_checked() {
     let fixture = Fixture::new(2, 4);
-    let store = IndexStore { min_age: Some(Duration::from_secs(3600)), ..fixture.store() };
+    let store = IndexStore { min_age: Duration::from_secs(3600), ..fixture.store() };
     Catalog::open_with(fixture.data.path(), &store).unwrap();
     let odd = fixture.picture("class-0000/000001.png");
     let rewrite = |side: u32| {
-        let mut bytes = std::io::Cursor::new(Vec::new());
-        image::RgbImage::new(side, 3).write_to(&mut bytes, image::ImageFormat::Png).unwrap();
-        fs::write(&odd, bytes.into_inner()).unwrap();
+        image::RgbImage::new(side, 3).save(&odd).unwrap();
     };
-    let first = || match &open_trusting_folders(&fixture).splits[0].samples {
-        Samples::Listed(listing) => listing.dimensions(1).0,
-        Samples::Memory { .. } => panic!("files are listed"),
-    };
+    let first = || listing(&open_trusting_folders(&fixture).splits[0]).dimensions(1).0;
     // A folder that changed just now could change again with the same time, so it is not cached.
     rewrite(20);
     assert_eq!(first(), 20);

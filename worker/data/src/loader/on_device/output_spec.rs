@@ -35,7 +35,7 @@ impl OutputSpec {
     /// Selects the same steps as [`Part::picture`] and [`crate::transform::Pipeline`].
     pub(super) fn new(part: &Part, transform: &Transform, training: bool) -> Self {
         let side = transform.side as u32;
-        let [height, width, _] = part.size.map(|length| length as u32);
+        let [height, width, _] = part.split.size.map(|length| length as u32);
         let input = |kind| Self { kind, size: (side, side), is_input: true };
         match (transform.crop, transform.resize, part.square()) {
             (Crop::RandomResized { scale, ratio }, ..) if training => {
@@ -60,7 +60,7 @@ impl OutputSpec {
         let (area, flip) = match self.kind {
             Kind::RandomResizedCrop { scale, ratio } => {
                 let params = params.ok_or(CpuDecodeReason::Damaged)?;
-                (Area::Cut(params.region((width, height), scale, ratio)), params.is_flipped())
+                (Area::Cut(params.region((width, height), scale, ratio)), params.flip)
             }
             Kind::CentreCrop { resize } => (picture.centre_crop(resize, transform.side as u32), false),
             Kind::CentreSquare => (picture.centre_square(self.size.0).unwrap_or(Area::Whole), false),

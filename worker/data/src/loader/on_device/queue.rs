@@ -49,10 +49,8 @@ impl Queue {
     }
 
     pub(super) fn into_outcome(self) -> Result<(), DataError> {
-        match self.first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some((_, error)) => Err(error),
-            None => Ok(()),
-        }
+        let first = self.first_error.into_inner().unwrap_or_else(PoisonError::into_inner);
+        first.map_or(Ok(()), |(_, error)| Err(error))
     }
 }
 

@@ -16,8 +16,7 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
             std::os::unix::fs::symlink("/dev/full", to.path().join("train-000002.tar.part")).unwrap();
         }
     };
-    let error =
-        prepare_with(from.path(), to.path(), &small_shards(), full, &no_index()).unwrap_err().to_string();
+    let error = prepare(from.path(), to.path(), &small_shards(), full).unwrap_err().to_string();
     assert!(error.contains("train-000002.tar.part cannot be written: No space left"), "{error}");
     fs::remove_file(&marker).unwrap();
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
@@ -115,6 +114,7 @@ fn other_settings_sources_or_files_are_refused_with_the_difference() {
     assert!(message.contains("contains other files (letter.txt)"), "{message}");
     assert_eq!(files_of(mine.path()).len(), 1);
     // Two copies to one folder at the same time.
-    let _first = Destination::open(from.path(), to.path()).unwrap();
+    let lock = fs::File::open(to.path()).unwrap();
+    lock.lock().unwrap();
     assert!(prepare_error(from.path(), to.path(), &settings(16)).contains("being written by another"));
 }

@@ -21,9 +21,7 @@ fn names_of_files_or_folders_determine_splits() {
     // A class that occurs only in the validation split.
     let only = tempfile::tempdir().unwrap();
     fs::copy(fixtures().join("names.tar"), only.path().join("train.tar")).unwrap();
-    let mut png = std::io::Cursor::new(Vec::new());
-    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
-    write(&only.path().join("val.tar"), &[("a.png", png.get_ref()), ("a.cls", b"fox")]);
+    write(&only.path().join("val.tar"), &[("a.png", &png()), ("a.cls", b"fox")]);
     let message = open(only.path()).unwrap_err().to_string();
     assert!(message.contains("split \"val\" has the class \"fox\""), "{message}");
 }

@@ -96,7 +96,7 @@ fn gpu_calls_of_a_step_are_timed() {
             precision: Precision::Fp16,
             deterministic: true,
             sync_batch_norm: true,
-            division: bench::Division::default(),
+            division: bench::Division::data(1),
             store: None,
         };
         let calls = bench::profile(&case.parse().unwrap(), how).unwrap();

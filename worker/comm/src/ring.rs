@@ -27,7 +27,6 @@ pub(crate) use header::{Call, Operation};
 use lockstep_host::lock;
 use mesh::Mesh;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-pub(crate) use split::SplitGroup;
 use std::{
     net::{IpAddr, TcpStream},
     sync::{Arc, Mutex, OnceLock, atomic::AtomicU64},

@@ -113,7 +113,7 @@ impl PendingRing<'_> {
         let Listeners { main, concurrent, mesh } = listeners;
         let addresses = self.addresses.iter().map(|a| a.mesh).collect();
         let mesh = Mesh::start(&self.identity, self.rank, mesh, addresses, self.timeout, end.clone());
-        let mesh = Arc::new(mesh.map_err(protocol)?);
+        let mesh = mesh.map_err(protocol)?;
         let sockets = self.ring_sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
         let identity =
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };

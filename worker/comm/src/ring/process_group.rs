@@ -1,6 +1,6 @@
 //! The ring as a [`ProcessGroup`].
 
-use super::{Call, Operation, Ring, SplitGroup};
+use super::{Call, Operation, Ring};
 use crate::{CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check};
 use std::{sync::Arc, time::Duration};
 
@@ -71,10 +71,10 @@ impl ProcessGroup for Ring {
     }
 
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
-        self.split_with(color, |group| {
-            Ok(match group {
-                SplitGroup::Single => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
-                SplitGroup::Ring(ring) => ring,
+        self.split_with(color, |ring| {
+            Ok(match ring {
+                None => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
+                Some(ring) => ring,
             })
         })
     }

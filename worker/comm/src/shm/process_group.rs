@@ -9,7 +9,7 @@ use super::{
 use crate::{
     CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
     rendezvous::{RendezvousError, Store},
-    ring::{Call, Operation, Ring, SplitGroup},
+    ring::{Call, Operation, Ring},
     values::check,
 };
 use lockstep_host::lock;
@@ -314,11 +314,9 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     /// The ranks of each new group share separate memory, if they can.
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        self.ring.split_with(color, |group| match group {
-            SplitGroup::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
-            SplitGroup::Ring(ring) => {
-                ShmProcessGroup::share_or_use_ring(&ring, |_, value| ring.all_gather_bytes(value))
-            }
+        self.ring.split_with(color, |ring| match ring {
+            None => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
+            Some(ring) => ShmProcessGroup::share_or_use_ring(&ring, |_, value| ring.all_gather_bytes(value)),
         })
     }
 

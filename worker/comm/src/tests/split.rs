@@ -1,7 +1,6 @@
 //! Groups split from groups, and the effects of an abort or failure.
 
 use super::*;
-use crate::ring::SplitGroup;
 use std::sync::Barrier;
 
 /// The sum of `value` over the ranks of `group`.
@@ -133,11 +132,8 @@ fn if_one_rank_cannot_join_a_split_all_fail_with_the_reason() {
                 let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
                 let ring = Ring::connect(&store, TIMEOUT).unwrap();
                 store.barrier("connected").unwrap();
-                let build = |group: SplitGroup| match rank {
-                    1 => {
-                        drop(group);
-                        Err(CommError::Failed { operation: "NCCL start", detail: "no GPU 9".into() })
-                    }
+                let build = |_: Option<Arc<Ring>>| match rank {
+                    1 => Err(CommError::Failed { operation: "NCCL start", detail: "no GPU 9".into() }),
                     _ => Ok(()),
                 };
                 let error = ring.split_with(rank % 2, build).unwrap_err();

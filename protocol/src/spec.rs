@@ -24,7 +24,7 @@ mod train;
 
 pub use check::{from_json, from_toml, key_mistakes, read, read_leniently};
 pub use data::{Augment, BrokenFiles, DataSpec, Validation, ValidationDivision};
-pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
+pub use device::{DEVICE_KINDS, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section};

@@ -3,13 +3,14 @@
 use super::{
     MAX_SERVER_WAIT, RendezvousConfig, RendezvousError,
     message::{Reply, Request, receive, send},
-    server::Listener,
+    server::listen,
 };
 use crate::handshake::HandshakeTerms;
 use lockstep_host::lock;
+use socket2::SockRef;
 use std::{
     io,
-    net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
+    net::{IpAddr, Shutdown, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Mutex,
         atomic::{AtomicBool, Ordering},
@@ -20,13 +21,14 @@ use std::{
 /// Interval between two attempts to connect to rank 0, whose process may still be starting.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// A rank's connection to the store. On rank 0, this value also owns the server.
+/// A rank's connection to the store.
 #[derive(Debug)]
 pub struct Store {
     config: RendezvousConfig,
     stream: Mutex<TcpStream>,
     local_ip: IpAddr,
-    listener: Option<Listener>,
+    /// Rank 0's socket, on which the store is served.
+    listener: Option<TcpListener>,
     stops_are_voted_on: AtomicBool,
 }
 
@@ -36,7 +38,7 @@ impl Store {
     /// # Errors
     /// The port is taken, rank 0 does not respond in time, or the secrets differ.
     pub fn join(config: RendezvousConfig) -> Result<Self, RendezvousError> {
-        let listener = if config.rank == 0 { Some(Listener::open(&config)?) } else { None };
+        let listener = if config.rank == 0 { Some(listen(&config)?) } else { None };
         let began = Instant::now();
         let terms = HandshakeTerms { secret: &config.secret, purpose: "store" };
         let stream = loop {
@@ -181,8 +183,8 @@ impl Drop for Store {
     fn drop(&mut self) {
         // Other ranks may still send requests, so only the port is closed now. Connections stay open until the process
         // ends.
-        if let Some(listener) = self.listener.take() {
-            listener.close();
+        if let Some(listener) = &self.listener {
+            let _ = SockRef::from(listener).shutdown(Shutdown::Both);
         }
     }
 }

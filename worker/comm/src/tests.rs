@@ -29,34 +29,31 @@ fn on_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
-    let connect = |store: &Store, ring: Arc<Ring>| -> Arc<dyn ProcessGroup> {
+    on_connected_ranks(size, timeout, |store, ring| {
         let group: Arc<dyn ProcessGroup> = match kind {
             Kind::Ring => ring,
             Kind::Shm => ShmProcessGroup::meet(store, ring).unwrap(),
         };
         store.barrier("met").unwrap();
-        group
-    };
-    on_connected_ranks(size, timeout, connect, body)
+        body(group)
+    })
 }
 
-/// Runs `body` on the group that `connect` creates from each rank's ring, one thread each, and returns their results by
-/// rank.
-pub(super) fn on_connected_ranks<G, T: Send>(
+/// Runs `body` on ranks whose rings are connected, one thread each, and returns their results by rank.
+pub(super) fn on_connected_ranks<T: Send>(
     size: u32,
     timeout: Duration,
-    connect: impl Fn(&Store, Arc<Ring>) -> G + Sync,
-    body: impl Fn(G) -> T + Sync,
+    body: impl Fn(&Store, Arc<Ring>) -> T + Sync,
 ) -> Vec<T> {
     let port = unused_port();
     std::thread::scope(|scope| {
-        let (connect, body) = (&connect, &body);
+        let body = &body;
         let rank = |rank| {
             scope.spawn(move || {
                 let store = Store::join(rendezvous_config(port, rank, size)).unwrap();
                 let ring = Ring::connect(&store, timeout).unwrap();
                 store.barrier("connected").unwrap();
-                body(connect(&store, ring))
+                body(&store, ring)
             })
         };
         let ranks: Vec<_> = (0..size).map(rank).collect();

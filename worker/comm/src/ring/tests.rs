@@ -16,7 +16,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Runs `body` on `world` ranks, one thread each, and returns their results by rank.
 fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Ring>) -> T + Sync) -> Vec<T> {
-    on_connected_ranks(world, timeout, |_, ring| ring, body)
+    on_connected_ranks(world, timeout, |_, ring| body(ring))
 }
 
 /// Checks the sum of all ranks' values, and that its bits are the same on every rank and in two runs.

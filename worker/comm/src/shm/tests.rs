@@ -1,15 +1,7 @@
 //! Shared memory of ranks that are threads, each of which maps the memory.
 
 use super::*;
-use crate::{
-    ProcessGroup,
-    rendezvous::{
-        Store,
-        loopback::{rendezvous_config, unused_port},
-    },
-    ring::Ring,
-    tests::on_connected_ranks,
-};
+use crate::{ProcessGroup, tests::on_connected_ranks};
 use std::{
     sync::atomic::{AtomicU64, Ordering},
     time::Instant,
@@ -22,10 +14,9 @@ fn on_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
-    let connect = |store: &Store, ring: Arc<Ring>| {
-        ShmProcessGroup::connect(&ring, |name, value| store.exchange(name, value)).unwrap().unwrap()
-    };
-    on_connected_ranks(world, timeout, connect, body)
+    on_connected_ranks(world, timeout, |store, ring| {
+        body(ShmProcessGroup::connect(&ring, |name, value| store.exchange(name, value)).unwrap().unwrap())
+    })
 }
 
 #[test]
@@ -156,23 +147,16 @@ fn abort_ends_a_wait_from_another_thread() {
 
 #[test]
 fn if_one_rank_cannot_open_the_memory_none_share_it() {
-    let port = unused_port();
     let why = "runs on another machine than rank 0";
-    std::thread::scope(|scope| {
-        for rank in 0..3 {
-            scope.spawn(move || {
-                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
-                let ring = Ring::connect(&store, TIMEOUT).unwrap();
-                if rank == 2 {
-                    store.exchange("shm/descriptor", b"").unwrap();
-                    store.exchange("shm/joined", why.as_bytes()).unwrap();
-                } else {
-                    let comm = ShmProcessGroup::meet(&store, ring).unwrap();
-                    let reported = comm.shared_memory(1000).unwrap().unwrap_err();
-                    assert_eq!(reported, format!("rank 2: {why}"));
-                }
-                store.barrier("reported").unwrap();
-            });
+    on_connected_ranks(3, TIMEOUT, |store, ring| {
+        if ring.rank() == 2 {
+            store.exchange("shm/descriptor", b"").unwrap();
+            store.exchange("shm/joined", why.as_bytes()).unwrap();
+        } else {
+            let comm = ShmProcessGroup::meet(store, ring).unwrap();
+            let reported = comm.shared_memory(1000).unwrap().unwrap_err();
+            assert_eq!(reported, format!("rank 2: {why}"));
         }
+        store.barrier("reported").unwrap();
     });
 }

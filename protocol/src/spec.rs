@@ -282,7 +282,7 @@ impl JobSpec {
     pub fn non_default(&self) -> Map<String, Value> {
         let (mut own, mut defaults) = (self.settings(), JobSpec::default().settings());
         // A recipe's values replace defaults, so a setting that equals its default may differ from the recipe.
-        let recipe = self.train.recipe.map(Recipe::keys).unwrap_or_default();
+        let recipe = self.train.recipe.map(|recipe| recipe.settings().keys).unwrap_or_default();
         for (section, keys) in recipe.as_object().into_iter().flatten() {
             if let Some(defaults) = defaults.get_mut(section).and_then(Value::as_object_mut) {
                 defaults.retain(|key, _| key != "lr" && keys.get(key).is_none());

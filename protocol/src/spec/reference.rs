@@ -85,13 +85,13 @@ pub fn sweep_reference() -> SectionReference {
 /// Every recipe.
 pub fn recipes() -> Vec<RecipeReference> {
     let of_recipe = |recipe: Recipe| {
-        let keys = recipe.keys();
-        let sections = keys.as_object().into_iter().flatten();
+        let settings = recipe.settings();
+        let sections = settings.keys.as_object().into_iter().flatten();
         let keys = sections.flat_map(|(section, table)| {
             let table = table.as_object().into_iter().flatten();
             table.map(move |(key, value)| (format!("{section}.{key}"), toml_value(value)))
         });
-        RecipeReference { name: recipe.as_str(), lr: recipe.reference_lr(), keys: keys.collect() }
+        RecipeReference { name: recipe.as_str(), lr: settings.lr, keys: keys.collect() }
     };
     Recipe::ALL.into_iter().map(of_recipe).collect()
 }

@@ -1,7 +1,7 @@
 //! The server of the key-value store. It runs in the process of rank 0.
 
 use super::{
-    MAX_SERVER_WAIT, RendezvousConfig, RendezvousError,
+    MAX_SERVER_WAIT, RendezvousConfig, RendezvousError, bind,
     message::{Reply, Request, receive, send},
 };
 use crate::handshake::HandshakeTerms;
@@ -36,9 +36,7 @@ pub(super) fn listen(config: &RendezvousConfig) -> Result<TcpListener, Rendezvou
             RendezvousError::Listen { addr: addr.clone(), port, error }
         }
     };
-    let socket = match TcpListener::bind((config.addr.as_str(), port)) {
-        // The address may belong to a router or service in front of this machine.
-        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
+    let socket = match bind(&config.addr, port) {
         // Debian maps a machine's own name to a loopback address, which other machines cannot reach.
         Ok(socket) if is_own_name(&config.addr, &socket) => {
             drop(socket);

@@ -90,7 +90,7 @@ impl End {
 
     /// Ends the group because of `error`. Returns `error`, or the reason why the group had already ended.
     pub(super) fn fail_with(&self, mut error: CommError) -> CommError {
-        if let Err(aborted) = self.check_not_ended(*error.operation()) {
+        if let Err(aborted) = self.check_not_ended(error.operation()) {
             // An abort shuts down connections, which a call sees as lost. Return the reason of the abort instead.
             return aborted;
         }

@@ -144,7 +144,7 @@ impl ShmProcessGroup {
     ) -> Result<Duration, CommError> {
         let limit = self.ring.timeout();
         let watch = |quiet: Duration| {
-            self.ring.check_neighbours(operation)?;
+            self.ring.check(operation)?;
             if quiet > limit {
                 let (peer, secs) = (behind() as u32, limit.as_secs_f64());
                 return Err(CommError::TimedOut { operation, peer, secs });
@@ -326,7 +326,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     }
 
     fn check(&self, operation: &'static str) -> Result<(), CommError> {
-        self.ring.check_neighbours(operation)
+        self.ring.check(operation)
     }
 
     fn timeout(&self) -> Duration {

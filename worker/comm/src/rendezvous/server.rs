@@ -28,19 +28,19 @@ fn is_own_name(address: &str, socket: &TcpListener) -> bool {
 
 /// Serves the store until the returned socket is shut down.
 pub(super) fn listen(config: &RendezvousConfig) -> Result<TcpListener, RendezvousError> {
-    let (addr, port) = (config.addr.clone(), config.port);
+    let RendezvousConfig { addr, port, .. } = config;
     let listen_error = |error: io::Error| {
-        if error.kind() == io::ErrorKind::AddrInUse {
-            RendezvousError::PortTaken { addr: addr.clone(), port }
-        } else {
-            RendezvousError::Listen { addr: addr.clone(), port, error }
-        }
+        RendezvousError::Failed(match error.kind() {
+            // The next attempt gets another port.
+            io::ErrorKind::AddrInUse => format!("port {port} of {addr} is taken by another program"),
+            _ => format!("rank 0 cannot listen on {addr}:{port}: {error}"),
+        })
     };
-    let socket = match bind(&config.addr, port) {
+    let socket = match bind(addr, *port) {
         // Debian maps a machine's own name to a loopback address, which other machines cannot reach.
-        Ok(socket) if is_own_name(&config.addr, &socket) => {
+        Ok(socket) if is_own_name(addr, &socket) => {
             drop(socket);
-            TcpListener::bind(("0.0.0.0", port))
+            TcpListener::bind(("0.0.0.0", *port))
         }
         other => other,
     }

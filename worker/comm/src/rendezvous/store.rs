@@ -53,12 +53,9 @@ impl Store {
             match attempt {
                 Ok(stream) => break stream,
                 Err(e) if remaining.is_zero() || e.kind() == io::ErrorKind::PermissionDenied => {
-                    return Err(RendezvousError::Unreachable {
-                        addr: config.addr.clone(),
-                        port: config.port,
-                        secs: began.elapsed().as_secs_f64(),
-                        detail: e.to_string(),
-                    });
+                    let (addr, port, secs) = (&config.addr, config.port, began.elapsed().as_secs_f64());
+                    let text = format!("rank 0 does not answer at {addr}:{port} after {secs:.0} s: {e}");
+                    return Err(RendezvousError::Failed(text));
                 }
                 Err(_) => std::thread::sleep(RETRY.min(remaining)),
             }
@@ -105,7 +102,7 @@ impl Store {
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
         match self.request_reply(&Request::Set { key: key.into(), value: value.into() })? {
             Reply::Done => Ok(()),
-            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+            other => Err(RendezvousError::protocol(format_args!("unexpected {other:?}"))),
         }
     }
 
@@ -121,7 +118,7 @@ impl Store {
     /// an attempt.
     ///
     /// # Errors
-    /// [`RendezvousError::Missing`] names the ranks that did not arrive in time.
+    /// Ranks did not arrive in time. The error names them.
     pub fn exchange(&self, name: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
         self.exchange_within(name, value, self.config.timeout)
     }
@@ -152,7 +149,7 @@ impl Store {
         if missing.is_empty() {
             return Ok(values.into_iter().flatten().collect());
         }
-        Err(RendezvousError::Missing { ranks: missing, secs: timeout.as_secs_f64(), what: name.into() })
+        Err(RendezvousError::missing(&missing, timeout, name))
     }
 
     /// Collective: returns when every rank has called it. `name` must be unique within an attempt.
@@ -168,7 +165,7 @@ impl Store {
         let wait_ms = wait.as_millis() as u64;
         match self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms })? {
             Reply::Values(values) => Ok(values),
-            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+            other => Err(RendezvousError::protocol(format_args!("unexpected {other:?}"))),
         }
     }
 

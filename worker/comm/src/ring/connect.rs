@@ -78,7 +78,7 @@ impl Ring {
             .zip(&all)
             .map(|(rank, bytes): (u32, _)| {
                 serde_json::from_slice(bytes)
-                    .map_err(|_| RendezvousError::Protocol(format!("rank {rank} sent no valid address")))
+                    .map_err(|_| RendezvousError::protocol(format_args!("rank {rank} sent no valid address")))
             })
             .collect::<Result<Vec<Addresses>, _>>()?;
         let pending = PendingRing {
@@ -184,12 +184,11 @@ impl PendingRing<'_> {
             let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
             let called = TcpStream::connect_timeout(&next, self.connect_timeout)
                 .and_then(|mut stream| terms.initiate(&mut stream, rank).map(|()| stream))
-                .map_err(|e| RendezvousError::Protocol(format!("rank {next_rank} at {next}: {e}")));
+                .map_err(|e| RendezvousError::protocol(format_args!("rank {next_rank} at {next}: {e}")));
             (called, accepting.join())
         });
         let next = called?;
-        let previous =
-            accepted.map_err(|_| RendezvousError::Protocol("the accepting thread died".into()))??;
+        let previous = accepted.map_err(|_| RendezvousError::protocol("the accepting thread died"))??;
         for stream in [&next, &previous] {
             stream.set_nonblocking(true).map_err(protocol)?;
             end.add(stream).map_err(protocol)?;
@@ -224,14 +223,12 @@ impl PendingRing<'_> {
                 return Err(RendezvousError::Stopped);
             }
             if began.elapsed() > self.connect_timeout {
-                let secs = self.connect_timeout.as_secs_f64();
-                let what = terms.purpose.into();
-                return Err(RendezvousError::Missing { ranks: vec![expected], secs, what });
+                return Err(RendezvousError::missing(&[expected], self.connect_timeout, terms.purpose));
             }
         }
     }
 }
 
 fn protocol(error: io::Error) -> RendezvousError {
-    RendezvousError::Protocol(format!("ring: {error}"))
+    RendezvousError::protocol(format_args!("ring: {error}"))
 }

@@ -45,7 +45,7 @@ fn number(path: PathBuf) -> Option<u64> {
 }
 
 /// The value of `key` in text with lines such as `usage_usec 17`.
-fn value(text: &str, key: &str) -> Option<u64> {
+pub(crate) fn value(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '))?;
     line.trim().parse().ok()
 }

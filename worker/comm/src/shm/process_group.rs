@@ -73,10 +73,10 @@ impl ShmProcessGroup {
         let size = ring.size() as usize;
         let allocated = (ring.rank() == 0).then(|| descriptor::make(size));
         let message = match &allocated {
-            Some(Ok((descriptor, _))) => serde_json::to_vec(&Ok::<_, String>(descriptor)).unwrap_or_default(),
-            Some(Err(reason)) => serde_json::to_vec(&Err::<(), _>(reason)).unwrap_or_default(),
-            None => Vec::new(),
+            Some(allocated) => serde_json::to_vec(&allocated.as_ref().map(|(descriptor, _)| descriptor)),
+            None => Ok(Vec::new()),
         };
+        let message = message.unwrap_or_default();
         let messages = exchange("shm/descriptor", &message)?;
         let opened = match allocated {
             Some(allocated) => allocated.map(|(_, opened)| opened),
@@ -92,14 +92,9 @@ impl ShmProcessGroup {
             Err(reason) => reason,
         };
         let messages = exchange("shm/joined", message.as_bytes())?;
-        let refused = (0..).zip(&messages).find(|(_, message)| message.as_slice() != b"joined");
-        Ok(match (refused, opened) {
-            (None, Ok((file, memory))) => Ok(Arc::new(Self::new(ring.clone(), file, &memory))),
-            (Some((rank, reason)), _) => {
-                let rank: u32 = rank;
-                Err(format!("rank {rank}: {}", String::from_utf8_lossy(reason)))
-            }
-            (None, Err(reason)) => Err(reason),
+        Ok(match messages.iter().position(|message| message != b"joined") {
+            Some(rank) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&messages[rank]))),
+            None => opened.map(|(file, memory)| Arc::new(Self::new(ring.clone(), file, &memory))),
         })
     }
 

@@ -113,7 +113,9 @@ impl NetworkDescription {
         for layer in &self.layers {
             let name = &layer.name;
             if !is_line(name, LAYER_NAME_BYTES) || !is_line(&layer.kind, LAYER_NAME_BYTES) {
-                return Err(format!("a layer's name or kind is not a line of at most {LAYER_NAME_BYTES} bytes"));
+                return Err(format!(
+                    "a layer's name or kind is not a line of at most {LAYER_NAME_BYTES} bytes"
+                ));
             }
             if layer.output_shape.len() > DIMENSIONS {
                 let count = layer.output_shape.len();

@@ -112,13 +112,10 @@ impl NetworkDescription {
         }
         for layer in &self.layers {
             let name = &layer.name;
-            if name.len() > LAYER_NAME_BYTES || layer.kind.len() > LAYER_NAME_BYTES {
+            if !is_line(name, LAYER_NAME_BYTES) || !is_line(&layer.kind, LAYER_NAME_BYTES) {
                 return Err(format!(
-                    "a layer's name or kind is longer than {LAYER_NAME_BYTES} bytes, the limit"
+                    "a layer's name or kind is not a line of at most {LAYER_NAME_BYTES} bytes"
                 ));
-            }
-            if name.chars().chain(layer.kind.chars()).any(char::is_control) {
-                return Err("a layer's name or kind has control characters".into());
             }
             if layer.output_shape.len() > DIMENSIONS {
                 let count = layer.output_shape.len();
@@ -130,7 +127,7 @@ impl NetworkDescription {
                 return Err(format!("the time of {name} is negative or not finite"));
             }
             if let Some(plan) = &layer.plan {
-                if plan.placement.len() > LAYER_NAME_BYTES || plan.placement.chars().any(char::is_control) {
+                if !is_line(&plan.placement, LAYER_NAME_BYTES) {
                     return Err(format!(
                         "the placement of {name} is not a line of at most {LAYER_NAME_BYTES} bytes"
                     ));
@@ -148,10 +145,10 @@ impl PlanDescription {
     fn check(&self) -> Result<(), String> {
         let predicted = self.predicted.as_ref();
         let texts = predicted.into_iter().flat_map(|plan| [&plan.limited_by, &plan.why]).chain([&self.words]);
-        if texts.into_iter().any(|text| text.len() > PLAN_TEXT_BYTES || text.chars().any(char::is_control)) {
+        if texts.into_iter().any(|text| !is_line(text, PLAN_TEXT_BYTES)) {
             return Err(format!("a text of the plan is not a line of at most {PLAN_TEXT_BYTES} bytes"));
         }
-        let is_name = |name: &String| name.len() <= LAYER_NAME_BYTES && !name.chars().any(char::is_control);
+        let is_name = |name: &String| is_line(name, LAYER_NAME_BYTES);
         if self.later_stages.len() > NETWORK_LAYERS || !self.later_stages.iter().all(is_name) {
             return Err("the plan has too many stages, or a stage with an invalid name".into());
         }
@@ -164,6 +161,10 @@ impl PlanDescription {
         }
         Ok(())
     }
+}
+
+fn is_line(text: &str, max_bytes: usize) -> bool {
+    text.len() <= max_bytes && !text.chars().any(char::is_control)
 }
 
 fn is_time(time: f32) -> bool {

@@ -1,7 +1,7 @@
 //! Why a job, or one of its attempts, is in its state: a code on which programs may decide, the facts of the code, and
 //! an English sentence made of both. Programs must not decide on the sentence.
 
-use crate::spec::Device;
+use crate::{numbers::plural, spec::Device};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::IgnoredAny};
 use serde_json::{Map, Value};
 use std::{fmt, ops::Deref};
@@ -435,8 +435,7 @@ pub fn undrain_advice(names: &str) -> String {
 }
 
 fn slots(device: Device, count: u32) -> String {
-    let unit = device.kind().map_or("slot", |kind| kind.slot_name);
-    if count == 1 { format!("1 {unit}") } else { format!("{count} {unit}s") }
+    plural(count.into(), device.kind().map_or("slot", |kind| kind.slot_name))
 }
 
 impl SlotWait {

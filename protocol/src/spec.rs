@@ -24,7 +24,7 @@ mod train;
 
 pub use check::{from_json, from_toml, key_mistakes, read, read_leniently};
 pub use data::{Augment, BrokenFiles, DataSpec, Validation, ValidationDivision};
-pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
+pub use device::{DEVICE_KINDS, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section};
@@ -270,17 +270,19 @@ fn remove_defaults(own: &mut Map<String, Value>, defaults: &Map<String, Value>) 
 }
 
 impl JobSpec {
+    /// All settings as JSON. The conversion goes through text, so that the float32 0.01 stays 0.01 and does not become
+    /// 0.009999999776.
+    fn settings(&self) -> Map<String, Value> {
+        let text = serde_json::to_string(self).unwrap_or_default();
+        serde_json::from_str(&text).unwrap_or_default()
+    }
+
     /// The job's settings, nested as in a specification, without settings that equal their defaults. Keys that the job's recipe sets are
     /// always kept.
     pub fn non_default(&self) -> Map<String, Value> {
-        // Every specification has a JSON form. The conversion goes through text, so that 0.1 in single precision stays 0.1.
-        let settings = |spec: &JobSpec| -> Map<String, Value> {
-            let text = serde_json::to_string(spec).unwrap_or_default();
-            serde_json::from_str(&text).unwrap_or_default()
-        };
-        let (mut own, mut defaults) = (settings(self), settings(&JobSpec::default()));
+        let (mut own, mut defaults) = (self.settings(), JobSpec::default().settings());
         // A recipe's values replace defaults, so a setting that equals its default may differ from the recipe.
-        let recipe = self.train.recipe.map(Recipe::keys).unwrap_or_default();
+        let recipe = self.train.recipe.map(|recipe| recipe.settings().keys).unwrap_or_default();
         for (section, keys) in recipe.as_object().into_iter().flatten() {
             if let Some(defaults) = defaults.get_mut(section).and_then(Value::as_object_mut) {
                 defaults.retain(|key, _| key != "lr" && keys.get(key).is_none());

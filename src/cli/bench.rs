@@ -11,7 +11,7 @@ use lockstep_engine::{
     registry,
 };
 use lockstep_host::{cores, gpu::RankGpu};
-use lockstep_protocol::spec::{DEVICE_NAMES, Device, ParallelSpec, Precision, ShardSpec, Split};
+use lockstep_protocol::spec::{Device, ParallelSpec, Precision, ShardSpec, Split};
 use lockstep_worker::local_group::{self, JoinedGroup, Member};
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
@@ -97,14 +97,12 @@ fn parse_shard(text: &str) -> Result<ShardSpec, String> {
 
 /// Parses the name of a kind of device, or `auto`.
 fn device_parser() -> impl TypedValueParser<Value = Device> {
-    let device = |name: String| Device::named(&name).ok_or("no kind of device");
-    PossibleValuesParser::new(DEVICE_NAMES).try_map(device)
+    PossibleValuesParser::new(Device::NAMES).try_map(|name: String| name.parse::<Device>())
 }
 
 /// Parses a precision by its name in a job file.
 fn precision_parser() -> impl TypedValueParser<Value = Precision> {
-    let precision = |name: String| serde_json::from_value::<Precision>(name.into());
-    PossibleValuesParser::new(["auto", "fp32", "bf16", "fp16"]).try_map(precision)
+    PossibleValuesParser::new(Precision::NAMES).try_map(|name: String| name.parse::<Precision>())
 }
 
 /// Runs the cases one after the other.

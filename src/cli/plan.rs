@@ -335,7 +335,7 @@ fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) 
         let why = offer.why_no_gpus.unwrap_or_default();
         return Err(usage_error(format!(
             "parallel.device = {:?}: {why}; give --machine FILE",
-            requested.name()
+            requested.as_str()
         )));
     }
     let devices: Vec<String> = offer.slots.into_iter().filter_map(|slot| slot.uuid).collect();

@@ -206,7 +206,7 @@ impl FieldView {
     fn options(&self) -> Vec<(&'static str, String, bool)> {
         let options: &[&str] = if let Kind::Choice(options) = self.field.kind { options } else { &[] };
         let text = |option: &str| match option.parse::<Recipe>() {
-            Ok(recipe) if self.is_recipe() => format!("{option}: {}", recipe.about()),
+            Ok(recipe) if self.is_recipe() => format!("{option}: {}", recipe.settings().about),
             _ if option.is_empty() => "none".to_owned(),
             _ => option.to_owned(),
         };

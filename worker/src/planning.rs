@@ -275,7 +275,7 @@ fn with_plan(spec: &JobSpec, plan: &Plan, machine: &Machine) -> JobSpec {
     resolved.parallel = spec.parallel.with_mesh(mesh, plan.shards.clone());
     resolved.parallel.optimizer_sharding = plan.optimizer_sharding;
     if resolved.parallel.is_hybrid() {
-        resolved.parallel.device = Device::named(&machine.backend).unwrap_or(spec.parallel.device);
+        resolved.parallel.device = machine.backend.parse::<Device>().unwrap_or(spec.parallel.device);
     }
     let pictures = spec.global_batch_size();
     if resolved.global_batch_size() != pictures {

@@ -326,7 +326,6 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
                 .into(),
         );
     }
-    let no_validation = spec.data.validation == super::Validation::Split("none".into());
     check_folds(spec, &mut mistake);
     check_sizes(spec, &mut mistake);
     check_muon(spec, &mut mistake);
@@ -347,7 +346,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         mistake("/recovery/min_ranks", detail);
     }
     // By default the best checkpoint by val_accuracy is kept, which is harmless without validation.
-    if no_validation && spec.data.folds.is_none() && spec.checkpoint.keep_best == "val_loss" {
+    if !spec.data.is_validated() && spec.checkpoint.keep_best == "val_loss" {
         mistake(
             "/checkpoint/keep_best",
             "there is no val_loss without validation: set data.validation, or \"none\" here".into(),

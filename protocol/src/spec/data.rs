@@ -1,6 +1,6 @@
 //! `[data]`: the dataset, and how a picture becomes an input.
 
-use super::image_size::ImageSize;
+use super::{image_size::ImageSize, named::words};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -121,6 +121,8 @@ pub enum Augment {
     Rand,
 }
 
+words!(Augment, "augmentation policy": None = "none", Trivial = "trivial", Rand = "rand");
+
 /// Where validation pictures come from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
@@ -138,6 +140,8 @@ pub enum BrokenFiles {
     Fail,
     Skip,
 }
+
+words!(BrokenFiles, "policy": Fail = "fail", Skip = "skip");
 
 impl Default for DataSpec {
     fn default() -> Self {
@@ -170,6 +174,11 @@ impl Default for DataSpec {
 }
 
 impl DataSpec {
+    /// Whether pictures validate the job.
+    pub fn is_validated(&self) -> bool {
+        self.folds.is_some() || self.validation != Validation::Split("none".into())
+    }
+
     /// Height and width of the input in validation and in predictions: `validation_size`, otherwise the last `image_size`.
     /// `None`: the dataset's own size.
     pub fn effective_validation_size(&self) -> Option<u32> {

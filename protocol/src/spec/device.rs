@@ -1,7 +1,7 @@
 //! The kinds of devices on which ranks compute. The engines know more about each kind
 //! (`worker/engine/src/{cpu,cuda}/backend.rs`).
 
-use super::Precision;
+use super::{Precision, named::words};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -14,11 +14,13 @@ pub enum Device {
     Cpu,
 }
 
+words!(Device, "device": Auto = "auto", Cuda = "cuda", Cpu = "cpu");
+
 /// A kind of device.
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceKind {
     pub device: Device,
-    /// Name in job files and in slots.
+    /// The word of `device`, also in slots.
     pub name: &'static str,
     /// Name in sentences.
     pub display_name: &'static str,
@@ -55,32 +57,10 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
     },
 ];
 
-/// Values of `parallel.device`: `auto` and all kinds.
-pub const DEVICE_NAMES: [&str; DEVICE_KINDS.len() + 1] = [AUTO, DEVICE_KINDS[0].name, DEVICE_KINDS[1].name];
-
-const AUTO: &str = "auto";
-
-impl DeviceKind {
-    /// The kind with this name, as a slot's `device` has it; `None` for a kind of another version.
-    pub fn named(name: &str) -> Option<&'static Self> {
-        DEVICE_KINDS.iter().find(|kind| kind.name == name)
-    }
-}
-
 impl Device {
     /// None for `auto`.
     pub fn kind(self) -> Option<&'static DeviceKind> {
         DEVICE_KINDS.iter().find(|kind| kind.device == self)
-    }
-
-    /// Name in a job file.
-    pub fn name(self) -> &'static str {
-        self.kind().map_or(AUTO, |kind| kind.name)
-    }
-
-    /// The device with this name in a job file.
-    pub fn named(name: &str) -> Option<Self> {
-        if name == AUTO { Some(Self::Auto) } else { DeviceKind::named(name).map(|kind| kind.device) }
     }
 
     /// Whether slots of this kind are devices of a machine; false for `auto`.
@@ -107,16 +87,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kind_is_named_as_in_a_job_file() {
-        for name in DEVICE_NAMES {
-            let device: Device = serde_json::from_value(name.into()).unwrap();
-            assert_eq!((device.name(), Device::named(name)), (name, Some(device)));
-        }
-        assert_eq!(Device::named("tpu"), None);
-    }
-
-    #[test]
     fn cpu_ranks_may_take_gpu_slots() {
+        assert!(DEVICE_KINDS.iter().all(|kind| kind.name == kind.device.as_str()));
         let names = |device: Device| device.slot_kinds().iter().map(|kind| kind.name).collect::<Vec<_>>();
         assert_eq!(names(Device::Auto), ["cuda", "cpu"]);
         assert_eq!(names(Device::Cuda), ["cuda"]);

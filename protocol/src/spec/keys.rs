@@ -1,7 +1,8 @@
 //! The table of keys: the values that each key accepts, and the error for any other value.
 
 use super::{
-    Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe, ScheduleKind, Stem, image_size, loss,
+    Arch, Augment, BrokenFiles, Device, LossKind, OptimizerKind, Precision, Recipe, ScheduleKind, Stem,
+    SweepMethod, image_size, loss,
     mistake::{describe_value, shortened},
     nearest::nearest,
     shard, stop,
@@ -153,12 +154,12 @@ pub const KEYS: &[Section] = &[
             ("alternating_flip", Kind::Bool),
             ("vertical_flip", Kind::Bool),
             ("color_jitter", Kind::ColorJitter),
-            ("augment", Kind::Word(&["none", "trivial", "rand"])),
+            ("augment", Kind::Word(&Augment::NAMES)),
             ("random_erasing", number(0.0, 1.0)),
             ("mean", Kind::Channels { positive: false }),
             ("std", Kind::Channels { positive: true }),
             ("drop_remainder", Kind::Bool),
-            ("broken_files", Kind::Word(&["fail", "skip"])),
+            ("broken_files", Kind::Word(&BrokenFiles::NAMES)),
         ],
     },
     Section {
@@ -193,7 +194,7 @@ pub const KEYS: &[Section] = &[
             ("ema_decay", below(0.0, 1.0)),
             ("ema_steps", whole(1, MAX_STEPS)),
             ("accumulate", whole(1, 4096)),
-            ("precision", Kind::Word(&["auto", "fp32", "bf16", "fp16"])),
+            ("precision", Kind::Word(&Precision::NAMES)),
             ("loss_scale", Kind::LossScale),
             ("deterministic", Kind::Bool),
             ("seed", Kind::Seed),
@@ -213,7 +214,7 @@ pub const KEYS: &[Section] = &[
         name: "parallel",
         keys: &[
             ("ranks", whole(1, 1024)),
-            ("device", Kind::Word(&DEVICE_NAMES)),
+            ("device", Kind::Word(&Device::NAMES)),
             ("mode", Kind::Word(&shard::MODES)),
             ("model", whole(1, 1024)),
             ("height", whole(1, 1024)),
@@ -264,7 +265,7 @@ pub const KEYS: &[Section] = &[
 pub(super) const SWEEP: Section = Section {
     name: "sweep",
     keys: &[
-        ("method", Kind::Word(&["grid", "random", "asha"])),
+        ("method", Kind::Word(&SweepMethod::NAMES)),
         ("seed", Kind::Seed),
         ("max_trials", whole(1, MAX_TRIALS)),
         ("max_concurrent", whole(1, MAX_TRIALS)),

@@ -50,7 +50,10 @@ mod tests {
         histograms::HistogramKind,
         job::JobState,
         people::Role,
-        spec::{Arch, LossKind, OptimizerKind, Recipe, ScheduleKind, Split, Stem},
+        spec::{
+            Arch, Augment, BrokenFiles, Device, LossKind, OptimizerKind, Precision, Recipe, ScheduleKind,
+            Split, Stem,
+        },
         sweep::SweepState,
     };
     use serde_json::{from_value, json};
@@ -68,6 +71,7 @@ mod tests {
         }
         compare!(Scope, Role, JobState, AttemptState, SweepState, HistogramKind);
         compare!(Arch, Stem, OptimizerKind, ScheduleKind, Recipe, Split, LossKind);
+        compare!(Device, Augment, BrokenFiles, Precision);
         let error = "root".parse::<Role>().unwrap_err();
         assert_eq!(error, "no role is called \"root\"; the roles are viewer, member, admin");
     }

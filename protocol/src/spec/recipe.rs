@@ -37,13 +37,14 @@ pub enum Recipe {
 }
 
 /// The settings of a recipe.
-struct Settings {
+#[derive(Debug)]
+pub struct Settings {
     /// What the recipe is for, in a line.
-    about: &'static str,
+    pub about: &'static str,
     /// The learning rate, and the pictures of a step to which it applies. A job's learning rate is scaled in proportion.
-    lr: (f64, f64),
-    /// All other keys.
-    keys: Value,
+    pub lr: (f64, f64),
+    /// All other keys, nested as in a specification.
+    pub keys: Value,
 }
 
 /// Mean of ImageNet's pictures. Trained weights of torchvision and timm expect it.
@@ -70,7 +71,7 @@ words!(Recipe, "recipe":
 );
 
 impl Recipe {
-    fn settings(self) -> Settings {
+    pub fn settings(self) -> Settings {
         match self {
             Recipe::Imagenet => Settings {
                 about: "torchvision's first recipe for ImageNet: 90 epochs at 224 pixels",
@@ -192,7 +193,7 @@ impl Recipe {
     /// If the job gives another number of epochs, milestones, epochs of sizes and the warm-up keep their share of the run, but
     /// the warm-up is never longer than the recipe's.
     pub(super) fn fill(self, document: &mut Map<String, Value>) {
-        let mut keys = self.keys();
+        let mut keys = self.settings().keys;
         let given = |section: &str, key: &str| document.get(section).is_some_and(|s| s.get(key).is_some());
         if let Some(epochs) = document.get("train").and_then(|train| train["epochs"].as_u64()) {
             let recipe_epochs = keys["train"]["epochs"].as_u64().unwrap_or(epochs);
@@ -225,21 +226,6 @@ impl Recipe {
                 target.entry(key).or_insert(value);
             }
         }
-    }
-
-    /// Every key that the recipe sets except the learning rate, nested as in a specification.
-    pub fn keys(self) -> Value {
-        self.settings().keys
-    }
-
-    /// The learning rate, and the number of pictures in a step to which it applies.
-    pub fn reference_lr(self) -> (f64, f64) {
-        self.settings().lr
-    }
-
-    /// What the recipe is for, in a line.
-    pub fn about(self) -> &'static str {
-        self.settings().about
     }
 
     /// The recipe's learning rate, scaled to the number of pictures in a step of the job.

@@ -47,7 +47,7 @@ pub struct RecipeReference {
 
 /// Every table with every key, in the order of [`KEYS`].
 pub fn reference() -> Vec<SectionReference> {
-    let defaults = defaults();
+    let defaults = Value::Object(JobSpec::default().settings());
     let of_section = |section: &super::Section| {
         let schema = schema(section.name);
         let table = if section.name.is_empty() { &defaults } else { &defaults[section.name] };
@@ -85,21 +85,15 @@ pub fn sweep_reference() -> SectionReference {
 /// Every recipe.
 pub fn recipes() -> Vec<RecipeReference> {
     let of_recipe = |recipe: Recipe| {
-        let keys = recipe.keys();
-        let sections = keys.as_object().into_iter().flatten();
+        let settings = recipe.settings();
+        let sections = settings.keys.as_object().into_iter().flatten();
         let keys = sections.flat_map(|(section, table)| {
             let table = table.as_object().into_iter().flatten();
             table.map(move |(key, value)| (format!("{section}.{key}"), toml_value(value)))
         });
-        RecipeReference { name: recipe.as_str(), lr: recipe.reference_lr(), keys: keys.collect() }
+        RecipeReference { name: recipe.as_str(), lr: settings.lr, keys: keys.collect() }
     };
     Recipe::ALL.into_iter().map(of_recipe).collect()
-}
-
-/// The default job as JSON. It goes through text, so that the float32 0.01 stays 0.01 and does not become 0.009999999776.
-fn defaults() -> Value {
-    let text = serde_json::to_string(&JobSpec::default()).unwrap_or_default();
-    serde_json::from_str(&text).unwrap_or_default()
 }
 
 /// The OpenAPI schema of a section's type.

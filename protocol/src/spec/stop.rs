@@ -1,6 +1,6 @@
 //! `[stop]`: early stopping.
 
-use super::{JobSpec, Validation};
+use super::JobSpec;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -66,7 +66,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         }
         return;
     }
-    if spec.data.validation == Validation::Split("none".into()) && spec.data.folds.is_none() {
+    if !spec.data.is_validated() {
         mistake("/stop/patience", "counts validations, and data.validation = \"none\" disables them".into());
     }
     if spec.evaluate.every_epochs == 0 {

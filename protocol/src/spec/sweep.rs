@@ -1,11 +1,12 @@
 //! The section `sweep` of a job file: several settings of one job, and how their trials are compared.
 
 use super::{
-    JobSpec, Validation,
+    JobSpec,
     check::check_section,
     document::{key_parts, set_key},
     keys::{self, KEYS, SWEEP, Section},
     mistake::{SpecError, describe_value, escaped, shortened, type_of},
+    named::words,
     stop::{GOALS, maximizes},
 };
 use serde_json::{Map, Value, json};
@@ -32,6 +33,8 @@ pub enum SweepMethod {
     Random,
     Asha,
 }
+
+words!(SweepMethod, "method": Grid = "grid", Random = "random", Asha = "asha");
 
 /// The metric by which trials are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,17 +124,13 @@ pub fn read_sweep(section: &Value) -> Result<SweepSpec, Vec<SpecError>> {
     let known_keys: Vec<&str> =
         SWEEP.keys.iter().map(|(key, _)| *key).chain(["metric", "parameters"]).collect();
     check_section(&mut table, &SWEEP, &known_keys, &mut errors);
-    let method = match table.get("method").and_then(Value::as_str) {
-        Some("random") => SweepMethod::Random,
-        Some("asha") => SweepMethod::Asha,
-        _ => SweepMethod::Grid,
-    };
+    let method = table.get("method").and_then(Value::as_str).and_then(|word| word.parse().ok());
     if !table.contains_key("method") && !errors.iter().any(|error| error.pointer == "/sweep/method") {
         errors.push(mistake("/method", "is missing: give \"grid\", \"random\" or \"asha\"".into()));
     }
     let number = |key: &str| table.get(key).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
     let sweep = SweepSpec {
-        method,
+        method: method.unwrap_or(SweepMethod::Grid),
         metric: read_metric(table.get("metric"), &mut errors),
         parameters: read_parameters(table.get("parameters"), &mut errors),
         seed: table.get("seed").and_then(Value::as_u64).unwrap_or(0),
@@ -311,7 +310,7 @@ impl SweepSpec {
         if self.method != SweepMethod::Asha {
             return errors;
         }
-        if trial.data.validation == Validation::Split("none".into()) && trial.data.folds.is_none() {
+        if !trial.data.is_validated() {
             let detail = "nothing is validated, so trials cannot be compared: set data.validation";
             errors.push(mistake("/metric", detail.into()));
         }

@@ -163,6 +163,8 @@ pub enum Precision {
     Fp16,
 }
 
+words!(Precision, "precision": Auto = "auto", Fp32 = "fp32", Bf16 = "bf16", Fp16 = "fp16");
+
 /// Loss scaling for fp16.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]

@@ -2,6 +2,7 @@
 
 mod fewer_ranks;
 mod limits;
+mod recipes;
 
 use lockstep_protocol::{
     limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},

@@ -15,6 +15,8 @@ are in the metadata of the safetensors file.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -63,26 +65,9 @@ class CifarResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-def resnet20(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-20; `channels` is 1 for grey pictures."""
-    return CifarResNet(3, num_classes, channels)
-
-
-def resnet32(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-32, like `resnet20`."""
-    return CifarResNet(5, num_classes, channels)
-
-
-def resnet44(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-44, like `resnet20`."""
-    return CifarResNet(7, num_classes, channels)
-
-
-def resnet56(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-56, like `resnet20`."""
-    return CifarResNet(9, num_classes, channels)
-
-
-def resnet110(num_classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-110, like `resnet20`."""
-    return CifarResNet(18, num_classes, channels)
+# With `channels=1` for grey pictures.
+resnet20 = functools.partial(CifarResNet, 3)
+resnet32 = functools.partial(CifarResNet, 5)
+resnet44 = functools.partial(CifarResNet, 7)
+resnet56 = functools.partial(CifarResNet, 9)
+resnet110 = functools.partial(CifarResNet, 18)

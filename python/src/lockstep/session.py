@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import re
@@ -10,19 +11,21 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from .client import Client
 from .errors import LockstepError, Problem, RunDeleted, Unreachable
 from .output import say, warn_once
 from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, may_succeed_later, no_runs, read_run, send_folder
-from .tracking import SEND_SECS, AlertLevel, Mode, Run, outcome, warn_unsent
-from .values import Artifact, Json, to_dict, to_json
+from .tracking import SEND_SECS, Mode, Run, outcome, warn_unsent
+from .values import Json, to_dict, to_json
 
 Resume = Literal["allow", "must", "never", "auto"]
 PathLike = str | os.PathLike[str]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Seconds for which `init` waits to learn whether the server has a run.
 BEGIN_SECS = 60.0
@@ -240,21 +243,20 @@ def active() -> Run:
     return run
 
 
-def log(
-    data: Mapping[str, Any], step: int | None = None, commit: bool | None = None, sync: bool | None = None
-) -> None:
-    """See `Run.log`."""
-    active().log(data, step, commit)
+def _of_active(method: Callable[Concatenate[Run, P], T]) -> Callable[P, T]:
+    """The function with the parameters of a run's method that calls the method of the active run."""
+
+    @functools.wraps(method)
+    def function(*args: P.args, **kwargs: P.kwargs) -> T:
+        return method(active(), *args, **kwargs)
+
+    # `help` shows the signature without `self`.
+    function.__wrapped__ = functools.partial(method, None)  # type: ignore[arg-type]
+    return function
 
 
-def define_metric(name: str, step_metric: str | None = None, summary: str | None = None, **more: Any) -> None:
-    """See `Run.define_metric`."""
-    active().define_metric(name, step_metric, summary, **more)
-
-
-def alert(title: str, text: str = "", level: str | AlertLevel | None = None, wait_duration: Any = None) -> None:
-    """See `Run.alert`."""
-    active().alert(title, text, level, wait_duration)
+log, define_metric, alert = _of_active(Run.log), _of_active(Run.define_metric), _of_active(Run.alert)
+save, log_artifact, watch = _of_active(Run.save), _of_active(Run.log_artifact), _of_active(Run.watch)
 
 
 def finish(exit_code: int | None = None, quiet: bool | None = None) -> None:
@@ -263,27 +265,8 @@ def finish(exit_code: int | None = None, quiet: bool | None = None) -> None:
         run.finish(exit_code)
 
 
-def watch(*args: Any, **kwargs: Any) -> None:
-    """See `Run.watch`."""
-    active().watch()
-
-
 def unwatch(*args: Any, **kwargs: Any) -> None:
     """See `Run.unwatch`."""
-
-
-def save(
-    glob_str: PathLike, base_path: PathLike | None = None, policy: str | None = None, glob: bool = True
-) -> list[str]:
-    """See `Run.save`."""
-    return active().save(glob_str, base_path, policy, glob)
-
-
-def log_artifact(
-    artifact_or_path: Artifact | PathLike, name: str | None = None, type: str | None = None, **ignored: Any
-) -> Artifact:
-    """See `Run.log_artifact`."""
-    return active().log_artifact(artifact_or_path, name, type, **ignored)
 
 
 def login(*args: Any, **kwargs: Any) -> bool:

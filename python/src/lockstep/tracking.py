@@ -297,6 +297,7 @@ class Run:
 
     def define_metric(
         self,
+        /,
         name: str,
         step_metric: str | None = None,
         summary: str | None = None,
@@ -381,6 +382,7 @@ class Run:
 
     def log_artifact(
         self,
+        /,
         artifact_or_path: Artifact | str | os.PathLike[str],
         name: str | None = None,
         type: str | None = None,

@@ -163,7 +163,7 @@ impl<'a> Round<'a> {
 
     /// The kind of a job; `None` if the job has its own agents, so that other jobs of the kind have other candidates.
     pub(super) fn kind(&self, job: &Job) -> Option<JobKind> {
-        let device = device_for(&job.spec).name();
+        let device = device_for(&job.spec).as_str();
         (!self.served.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
     }
 }

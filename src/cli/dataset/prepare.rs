@@ -51,8 +51,7 @@ pub(super) fn side_parser() -> clap::builder::RangedI64ValueParser<u32> {
 }
 
 fn policy_parser() -> impl TypedValueParser<Value = BrokenFiles> {
-    let policy = |name: String| serde_json::from_value::<BrokenFiles>(name.into());
-    PossibleValuesParser::new(["fail", "skip"]).try_map(policy)
+    PossibleValuesParser::new(BrokenFiles::NAMES).try_map(|name: String| name.parse::<BrokenFiles>())
 }
 
 /// Writes the copy and prints what it contains.

@@ -1,6 +1,8 @@
 //! The fields of the form: every key of a specification, in groups.
 
-use lockstep_protocol::spec::{Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe};
+use lockstep_protocol::spec::{
+    Arch, Augment, BrokenFiles, Device, LossKind, OptimizerKind, Precision, Recipe,
+};
 use serde_json::{Value, json};
 
 /// The type of a field, which determines how the field's text is converted to JSON.
@@ -133,7 +135,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
             ),
             more("data.mean", "Mean", Kind::Numbers, "one per channel; empty: the dataset's"),
             more("data.std", "Standard deviation", Kind::Numbers, "one per channel; empty: the dataset's"),
-            more("data.broken_files", "Broken files", Kind::Choice(&["fail", "skip"]), ""),
+            more("data.broken_files", "Broken files", Kind::Choice(&BrokenFiles::NAMES), ""),
             more("data.drop_remainder", "Leave out an epoch's last, smaller batch", Kind::Switch, ""),
         ],
     ),
@@ -164,7 +166,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 Kind::Numbers,
                 "brightness, contrast, saturation, hue; 0: none",
             ),
-            more("data.augment", "Automatic augmentation", Kind::Choice(&["none", "trivial", "rand"]), ""),
+            more("data.augment", "Automatic augmentation", Kind::Choice(&Augment::NAMES), ""),
             more("data.random_erasing", "Random erasing", Kind::Number, "probability, 0 to 1"),
             more("train.mixup", "Mixup", Kind::Number, "alpha, such as 0.2; 0: off"),
             more("train.cutmix", "Cutmix", Kind::Number, "alpha, such as 1; 0: off"),
@@ -196,7 +198,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
             field("train.optimizer", "Optimizer", Kind::Choice(&OptimizerKind::NAMES), ""),
             more("train.steps", "Steps", Kind::Integer, "instead of epochs"),
             more("train.accumulate", "Accumulate", Kind::Integer, "micro-batches per step"),
-            more("train.precision", "Precision", Kind::Choice(&["auto", "fp32", "bf16", "fp16"]), ""),
+            more("train.precision", "Precision", Kind::Choice(&Precision::NAMES), ""),
             more("train.loss_scale", "Loss scale", Kind::NumberOrText, "fp16: dynamic or a number"),
             more("train.seed", "Seed", Kind::Integer, ""),
             more("train.deterministic", "Same bits in every run (GPUs: a few % slower)", Kind::Switch, ""),
@@ -283,7 +285,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
         "Ranks",
         &[
             field("parallel.ranks", "Ranks", Kind::Integer, "processes that train together, one per slot"),
-            field("parallel.device", "Device", Kind::Choice(&DEVICE_NAMES), ""),
+            field("parallel.device", "Device", Kind::Choice(&Device::NAMES), ""),
             more(
                 "parallel.mode",
                 "Mode",

@@ -149,7 +149,7 @@ fn item_text(value: &Value) -> String {
 pub(super) fn recipe_values(recipe: &str) -> BTreeMap<String, String> {
     let Ok(recipe) = recipe.parse::<Recipe>() else { return BTreeMap::new() };
     let mut form = Form::default();
-    form.flatten("", &recipe.keys());
+    form.flatten("", &recipe.settings().keys);
     form.set("train.lr", "");
     form.values
 }

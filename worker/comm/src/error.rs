@@ -3,7 +3,7 @@
 use super::rendezvous::RendezvousError;
 
 /// Why a call of a process group failed. Except after [`CommError::Invalid`], the group is unusable.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum CommError {
     /// A rank did not respond within the group's time-out.
     #[error("{operation}: no answer from rank {peer} for {secs:.0} s")]
@@ -31,7 +31,7 @@ pub enum CommError {
 
 impl CommError {
     /// The name of the call that failed.
-    pub fn operation(&self) -> &'static str {
+    pub(super) fn operation(&mut self) -> &mut &'static str {
         match self {
             CommError::TimedOut { operation, .. }
             | CommError::Disconnected { operation, .. }

@@ -43,12 +43,15 @@ pub struct RendezvousConfig {
 /// # Errors
 /// No port is free.
 pub fn free_port(addr: &str) -> io::Result<u16> {
-    let listener = match TcpListener::bind((addr, 0)) {
+    Ok(bind(addr, 0)?.local_addr()?.port())
+}
+
+fn bind(addr: &str, port: u16) -> io::Result<TcpListener> {
+    match TcpListener::bind((addr, port)) {
         // The address may belong to a router or service in front of this machine.
-        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", 0)),
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
         other => other,
-    };
-    Ok(listener?.local_addr()?.port())
+    }
 }
 
 #[cfg(test)]

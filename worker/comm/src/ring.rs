@@ -26,8 +26,6 @@ use end::End;
 pub(crate) use header::{Call, Operation};
 use lockstep_host::lock;
 use mesh::Mesh;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-pub(crate) use split::SplitGroup;
 use std::{
     net::{IpAddr, TcpStream},
     sync::{Arc, Mutex, OnceLock, atomic::AtomicU64},
@@ -121,27 +119,6 @@ impl Ring {
     /// Fails if the group has ended on this rank.
     pub(super) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
         self.end.check_not_ended(operation)
-    }
-
-    /// Checks that the connections to both neighbours are open, for callers that wait for ranks by other means than a
-    /// call.
-    ///
-    /// # Errors
-    /// A neighbour has closed its connection, or the group has ended.
-    pub(super) fn check_neighbours(&self, operation: &'static str) -> Result<(), CommError> {
-        self.check_not_ended(operation)?;
-        // A call in progress notices a closed connection itself.
-        let Ok(sockets) = self.sockets.try_lock() else { return Ok(()) };
-        for (stream, peer) in [(&sockets.next, self.next_rank()), (&sockets.previous, self.previous_rank())] {
-            let mut ready = [PollFd::new(stream, PollFlags::RDHUP)];
-            let polled = poll(&mut ready, Some(&Timespec::default()));
-            let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-            if polled.is_ok() && ready[0].revents().intersects(gone) {
-                let detail = "it closed the connection".into();
-                return Err(CommError::Disconnected { operation, peer, detail });
-            }
-        }
-        Ok(())
     }
 
     /// Ends the group because of `error`. The neighbours notice at once, rather than after their time-outs.

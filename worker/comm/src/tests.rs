@@ -29,34 +29,31 @@ fn on_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
-    let connect = |store: &Store, ring: Arc<Ring>| -> Arc<dyn ProcessGroup> {
+    on_connected_ranks(size, timeout, |store, ring| {
         let group: Arc<dyn ProcessGroup> = match kind {
             Kind::Ring => ring,
             Kind::Shm => ShmProcessGroup::meet(store, ring).unwrap(),
         };
         store.barrier("met").unwrap();
-        group
-    };
-    on_connected_ranks(size, timeout, connect, body)
+        body(group)
+    })
 }
 
-/// Runs `body` on the group that `connect` creates from each rank's ring, one thread each, and returns their results by
-/// rank.
-pub(super) fn on_connected_ranks<G, T: Send>(
+/// Runs `body` on ranks whose rings are connected, one thread each, and returns their results by rank.
+pub(super) fn on_connected_ranks<T: Send>(
     size: u32,
     timeout: Duration,
-    connect: impl Fn(&Store, Arc<Ring>) -> G + Sync,
-    body: impl Fn(G) -> T + Sync,
+    body: impl Fn(&Store, Arc<Ring>) -> T + Sync,
 ) -> Vec<T> {
     let port = unused_port();
     std::thread::scope(|scope| {
-        let (connect, body) = (&connect, &body);
+        let body = &body;
         let rank = |rank| {
             scope.spawn(move || {
                 let store = Store::join(rendezvous_config(port, rank, size)).unwrap();
                 let ring = Ring::connect(&store, timeout).unwrap();
                 store.barrier("connected").unwrap();
-                body(connect(&store, ring))
+                body(&store, ring)
             })
         };
         let ranks: Vec<_> = (0..size).map(rank).collect();
@@ -106,7 +103,8 @@ fn parts_are_scattered_and_gathered() {
     for (kind, size) in [(Kind::Ring, 1), (Kind::Ring, 2), (Kind::Ring, 5), (Kind::Shm, 3)] {
         on_ranks(kind, size, TIMEOUT, |group| {
             let (rank, n) = (group.rank(), size as usize);
-            for part in [0, 1, 3, 50_001] {
+            // The longest part is passed along the ring in several blocks.
+            for part in [0, 1, 3, 300_001] {
                 let own = bytes(rank, n * part);
                 let mut got = vec![0u8; n * part];
                 group.all_to_all((&own).into(), (&mut got).into()).unwrap();

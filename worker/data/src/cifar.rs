@@ -59,7 +59,7 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
         }
         // Memory for all pixels, plus the largest file while it is read. Unreadable files are reported below.
         let size = |path: &PathBuf| match files::stat(path) {
-            Ok(FileKind::File { size_bytes }) => size_bytes,
+            Ok(FileKind::File { size_bytes, .. }) => size_bytes,
             _ => 0,
         };
         let (sum, largest) =

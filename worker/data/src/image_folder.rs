@@ -338,14 +338,14 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         Err(detail) => return (Vec::new(), vec![broken_file(folder, detail)]),
     };
     let opened = files::Folder::open(folder);
-    let examine = |path: &PathBuf| match opened.stat_with_time(path)? {
-        (FileKind::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
+    let examine = |path: &PathBuf| match opened.stat(path)? {
+        FileKind::File { size_bytes, modified_ns } => Ok(path.file_name().map(|name| FoundFile {
             name: name.to_owned(),
             size: size_bytes,
             modified_ns,
             needs_check: !has_picture_extension(path),
         })),
-        (FileKind::Folder, _) => match entries(path)?.len() {
+        FileKind::Folder => match entries(path)?.len() {
             0 => Ok(None),
             inside => Err(format!(
                 "is a folder inside a class folder ({} in it); move its pictures up, or move the folder out of the dataset",

@@ -6,7 +6,7 @@ use super::{
     parquet::ParquetFile,
     picture,
 };
-use lockstep_host::files;
+use lockstep_host::files::{self, FileKind};
 use lockstep_protocol::dataset::BrokenFile;
 use std::{
     ffi::OsStr,
@@ -272,7 +272,8 @@ fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {
         ));
     }
     // A new modification time (of a link: of its target) with the same content is not a change.
-    let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
+    let same_time =
+        matches!(files::stat(path), Ok(FileKind::File { modified_ns, .. }) if modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
         return Err("has changed since it was first inspected".into());
     }

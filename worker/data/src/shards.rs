@@ -238,8 +238,8 @@ impl SplitContents {
 }
 
 fn stamp(path: &Path) -> Result<Stamp, String> {
-    match files::stat_with_time(path)? {
-        (files::FileKind::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
-        (files::FileKind::Folder, _) => Err("is a folder, not a file".into()),
+    match files::stat(path)? {
+        files::FileKind::File { size_bytes, modified_ns } => Ok(Stamp { size: size_bytes, modified_ns }),
+        files::FileKind::Folder => Err("is a folder, not a file".into()),
     }
 }

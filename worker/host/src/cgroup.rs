@@ -32,11 +32,9 @@ struct MemoryLimit {
     bytes: u64,
     /// The limit of swap. Version 1 does not limit swap separately from memory.
     swap_bytes: Option<u64>,
-    /// The file with the number of bytes in use.
+    /// The file with the number of bytes in use. Beside it, `memory.stat` has statistics.
     used: PathBuf,
-    /// The file with statistics of the memory.
-    stat: PathBuf,
-    /// The key of `stat` that counts the memory the kernel reclaims first.
+    /// The key of `memory.stat` that counts the memory the kernel reclaims first.
     inactive: &'static str,
 }
 
@@ -45,7 +43,7 @@ fn number(path: PathBuf) -> Option<u64> {
 }
 
 /// The value of `key` in text with lines such as `usage_usec 17`.
-fn value(text: &str, key: &str) -> Option<u64> {
+pub(crate) fn value(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '))?;
     line.trim().parse().ok()
 }
@@ -95,9 +93,8 @@ impl ControlGroups {
             self.add_cpu(quota / period, Usage::Microseconds(folder.join("cpu.stat")));
         }
         if let Some(bytes) = number(folder.join("memory.max")) {
-            let (used, stat) = (folder.join("memory.current"), folder.join("memory.stat"));
-            let swap_bytes = number(folder.join("memory.swap.max"));
-            self.memory.push(MemoryLimit { bytes, swap_bytes, used, stat, inactive: "inactive_file" });
+            let (used, swap_bytes) = (folder.join("memory.current"), number(folder.join("memory.swap.max")));
+            self.memory.push(MemoryLimit { bytes, swap_bytes, used, inactive: "inactive_file" });
         }
     }
 
@@ -114,9 +111,8 @@ impl ControlGroups {
 
     fn add_v1_memory(&mut self, folder: &Path) {
         if let Some(bytes) = number(folder.join("memory.limit_in_bytes")) {
-            let (used, stat) = (folder.join("memory.usage_in_bytes"), folder.join("memory.stat"));
-            let inactive = "total_inactive_file";
-            self.memory.push(MemoryLimit { bytes, swap_bytes: None, used, stat, inactive });
+            let used = folder.join("memory.usage_in_bytes");
+            self.memory.push(MemoryLimit { bytes, swap_bytes: None, used, inactive: "total_inactive_file" });
         }
     }
 
@@ -157,7 +153,7 @@ impl ControlGroups {
     /// version 1 reports a number above the memory of any machine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         let limit = self.tightest_memory()?;
-        let stat = fs::read_to_string(&limit.stat).unwrap_or_default();
+        let stat = fs::read_to_string(limit.used.with_file_name("memory.stat")).unwrap_or_default();
         let used = number(limit.used.clone())?.saturating_sub(value(&stat, limit.inactive).unwrap_or(0));
         Some((limit.bytes, used))
     }
@@ -165,7 +161,8 @@ impl ControlGroups {
     /// Bytes of cached files that the kernel reclaims last.
     pub(crate) fn files_in_use(&self) -> Option<u64> {
         let limit = self.tightest_memory()?;
-        value(&fs::read_to_string(&limit.stat).ok()?, &limit.inactive.replace("inactive", "active"))
+        let stat = fs::read_to_string(limit.used.with_file_name("memory.stat")).ok()?;
+        value(&stat, &limit.inactive.replace("inactive", "active"))
     }
 }
 

@@ -21,9 +21,10 @@ use std::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileKind {
     Folder,
-    /// A regular file.
+    /// A regular file. `modified_ns` is the time of its last change, see [`modified_ns`].
     File {
         size_bytes: u64,
+        modified_ns: i64,
     },
 }
 
@@ -32,26 +33,17 @@ pub enum FileKind {
 /// # Errors
 /// Why the path cannot be used, as a phrase to follow its name.
 pub fn stat(path: &Path) -> Result<FileKind, String> {
-    stat_with_time(path).map(|(found, _)| found)
-}
-
-/// As [`stat`], and the time of the last change (see [`modified_ns`]), in one system call.
-///
-/// # Errors
-/// Why the path cannot be used, as a phrase to follow its name.
-pub fn stat_with_time(path: &Path) -> Result<(FileKind, i64), String> {
     let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
-    let modified = modified_ns(&found);
     if found.is_dir() {
         return if is_link_to_ancestor(path) {
             Err("is a link to a folder that contains the link, so the path has no end; remove the link"
                 .into())
         } else {
-            Ok((FileKind::Folder, modified))
+            Ok(FileKind::Folder)
         };
     }
     check_regular(&found)?;
-    Ok((FileKind::File { size_bytes: found.len() }, modified))
+    Ok(FileKind::File { size_bytes: found.len(), modified_ns: modified_ns(&found) })
 }
 
 /// An open folder. Its files are examined relative to the folder, which avoids resolving the whole path for each file.
@@ -65,21 +57,21 @@ impl Folder {
         Self(rustix::fs::open(path, flags, Mode::empty()).ok())
     }
 
-    /// As [`stat_with_time`], for a path in this folder.
+    /// As [`stat`], for a path in this folder.
     ///
     /// # Errors
     /// Why the path cannot be used, as a phrase to follow its name.
-    pub fn stat_with_time(&self, path: &Path) -> Result<(FileKind, i64), String> {
+    pub fn stat(&self, path: &Path) -> Result<FileKind, String> {
         let found = self.0.as_ref().zip(path.file_name());
         let found = found.and_then(|(folder, name)| rustix::fs::statat(folder, name, AtFlags::empty()).ok());
         let regular = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
         // Anything other than a regular file is examined by its full path.
-        let Some(found) = regular else { return stat_with_time(path) };
-        let changed = newest(
+        let Some(found) = regular else { return stat(path) };
+        let modified_ns = newest(
             (found.st_mtime, found.st_mtime_nsec as i64),
             (found.st_ctime, found.st_ctime_nsec as i64),
         );
-        Ok((FileKind::File { size_bytes: found.st_size.cast_unsigned() }, changed))
+        Ok(FileKind::File { size_bytes: found.st_size.cast_unsigned(), modified_ns })
     }
 }
 
@@ -230,7 +222,7 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         fs::write(at("file"), "four").unwrap();
         symlink("file", at("link")).unwrap();
-        assert_eq!(stat(&at("link")), Ok(FileKind::File { size_bytes: 4 }));
+        assert!(matches!(stat(&at("link")), Ok(FileKind::File { size_bytes: 4, .. })));
         assert_eq!(stat(dir.path()), Ok(FileKind::Folder));
         assert_eq!(read(&at("link"), 4).unwrap(), b"four");
         assert_eq!(read(&at("file"), 3).unwrap_err(), "has 4 bytes; at most 3 are allowed");

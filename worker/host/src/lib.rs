@@ -82,8 +82,7 @@ pub fn cores() -> u32 {
 
 /// The number of processes that the kernel has killed so far because memory ran out.
 pub fn oom_kills() -> Option<u64> {
-    let text = fs::read_to_string("/proc/vmstat").ok()?;
-    text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
+    cgroup::value(&fs::read_to_string("/proc/vmstat").ok()?, "oom_kill")
 }
 
 /// The boot id of the running kernel. It is the same in all containers of a machine, and changes with each boot.

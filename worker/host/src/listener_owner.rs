@@ -1,10 +1,7 @@
 //! Finds the account that listens on a loopback port. A token for the user's own server must not be sent to a program
 //! that another account has started in its place.
 
-use std::{
-    fs,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
-};
+use std::{fs, net::IpAddr};
 
 /// The value of `st` in `/proc/net/tcp` for a listening socket.
 const LISTEN: &str = "0A";
@@ -31,22 +28,17 @@ fn owners(table: &str, address: IpAddr, port: u16) -> Vec<u32> {
 
 /// Parses an address, which the kernel prints as 32-bit words in the machine's byte order.
 fn parse(text: &str) -> Option<IpAddr> {
-    let word = |at: usize| u32::from_str_radix(text.get(at * 8..at * 8 + 8)?, 16).ok().map(u32::to_ne_bytes);
-    match text.len() {
-        8 => Some(IpAddr::V4(Ipv4Addr::from(word(0)?))),
-        32 => {
-            let words = [word(0)?, word(1)?, word(2)?, word(3)?];
-            let bytes: [u8; 16] = words.concat().try_into().ok()?;
-            Some(IpAddr::V6(Ipv6Addr::from(bytes)))
-        }
-        _ => None,
-    }
+    let words = hex::decode(text).ok()?;
+    let bytes: Vec<u8> =
+        words.as_chunks::<4>().0.iter().flat_map(|word| u32::from_be_bytes(*word).to_ne_bytes()).collect();
+    let v4 = <[u8; 4]>::try_from(bytes.as_slice()).map(IpAddr::from);
+    v4.or_else(|_| <[u8; 16]>::try_from(bytes.as_slice()).map(IpAddr::from)).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::TcpListener;
+    use std::net::{Ipv4Addr, TcpListener};
 
     #[test]
     fn a_listener_of_this_account_is_found_and_a_free_port_has_no_owner() {

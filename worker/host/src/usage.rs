@@ -1,6 +1,8 @@
 //! Usage of this machine's CPUs, memory, disks and network, read from `/proc`.
 
 use super::cgroup::ControlGroups;
+use jiff::Timestamp;
+use lockstep_protocol::agent::MachineSample;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use std::{
     fs, io,
@@ -12,41 +14,6 @@ use std::{
 const SECTOR_BYTES: u64 = 512;
 /// Names of block devices that are not disks, or consist of disks that are counted.
 const NOT_DISKS: [&str; 7] = ["loop", "ram", "zram", "dm-", "md", "sr", "fd"];
-
-/// A measurement. Rates are relative to the previous measurement, so the first has none.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Usage {
-    /// The number of CPUs that this process may use.
-    pub cpus: f64,
-    /// The number of CPUs of the machine.
-    pub host_cpus: u32,
-    /// Busy fraction of `cpus`, 0 to 1.
-    pub cpu_utilization: Option<f64>,
-    /// Load average of the last minute.
-    pub load: Option<f64>,
-    pub memory: Memory,
-    pub disk_used_bytes: u64,
-    pub disk_bytes: u64,
-    pub rates: Rates,
-}
-
-/// Memory of this machine, or of this container if it has a limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Memory {
-    pub used_bytes: u64,
-    pub bytes: u64,
-    /// The memory of the machine.
-    pub host_bytes: u64,
-}
-
-/// Rates in bytes per second.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Rates {
-    pub disk_read: Option<f64>,
-    pub disk_written: Option<f64>,
-    pub network_received: Option<f64>,
-    pub network_sent: Option<f64>,
-}
 
 /// Monotonic counters, and the time at which they were read.
 #[derive(Debug, Clone, Copy)]
@@ -79,7 +46,8 @@ impl UsageSampler {
         Self { groups, allowed, disk_dir: disk_dir.to_owned(), last: None }
     }
 
-    pub fn sample(&mut self) -> Usage {
+    /// A measurement without GPUs. Rates are relative to the previous measurement, so the first has none.
+    pub fn sample(&mut self) -> MachineSample {
         let stat = read("/proc/stat");
         let host_cpus = stat.lines().filter(|line| cpu_line(line).is_some()).count();
         let usable = if self.allowed.is_empty() { host_cpus } else { self.allowed.len() }.max(1) as f64;
@@ -96,15 +64,28 @@ impl UsageSampler {
         let before = self.last.replace(now);
         let cpus = limit.unwrap_or(usable);
         let (disk_used_bytes, disk_bytes) = disk_space(&self.disk_dir);
-        Usage {
-            cpus,
+        let (memory_used_bytes, memory_bytes, host_memory_bytes) = memory(&self.groups);
+        let rate = |count: fn(&Counters) -> Option<u64>| rate(&before?, &now, count);
+        MachineSample {
+            at: Timestamp::now(),
+            cpus: cpus as f32,
             host_cpus: u32::try_from(host_cpus).unwrap_or(u32::MAX),
-            cpu_utilization: before.and_then(|before| utilization(&before, &now, cpus)),
+            cpu_utilization: before
+                .and_then(|before| utilization(&before, &now, cpus))
+                .map(|share| share as f32),
             load: read("/proc/loadavg").split(' ').next().and_then(|load| load.parse().ok()),
-            memory: memory(&self.groups),
+            memory_used_bytes,
+            memory_bytes,
+            host_memory_bytes,
             disk_used_bytes,
             disk_bytes,
-            rates: before.map(|before| rates(&before, &now)).unwrap_or_default(),
+            disk_read_bytes_per_second: rate(|counters| counters.disk.map(|(read, _)| read)),
+            disk_written_bytes_per_second: rate(|counters| counters.disk.map(|(_, written)| written)),
+            network_received_bytes_per_second: rate(|counters| {
+                counters.network.map(|(received, _)| received)
+            }),
+            network_sent_bytes_per_second: rate(|counters| counters.network.map(|(_, sent)| sent)),
+            gpus: Vec::new(),
         }
     }
 }
@@ -127,19 +108,12 @@ fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
     share.is_finite().then(|| share.clamp(0.0, 1.0))
 }
 
-fn rates(before: &Counters, now: &Counters) -> Rates {
-    let secs = (now.at - before.at).as_secs_f64();
-    let rate = |count: fn(&Counters) -> Option<u64>| {
-        // A disk or an interface that has disappeared reduces the sum.
-        let per_second = count(now)?.checked_sub(count(before)?)? as f64 / secs;
-        per_second.is_finite().then_some(per_second)
-    };
-    Rates {
-        disk_read: rate(|counters| counters.disk.map(|(read, _)| read)),
-        disk_written: rate(|counters| counters.disk.map(|(_, written)| written)),
-        network_received: rate(|counters| counters.network.map(|(received, _)| received)),
-        network_sent: rate(|counters| counters.network.map(|(_, sent)| sent)),
-    }
+/// Bytes per second.
+fn rate(before: &Counters, now: &Counters, count: fn(&Counters) -> Option<u64>) -> Option<u64> {
+    // A disk or an interface that has disappeared reduces the sum.
+    let bytes = count(now)?.checked_sub(count(before)?)?;
+    let per_second = bytes as f64 / (now.at - before.at).as_secs_f64();
+    per_second.is_finite().then_some(per_second as u64)
 }
 
 /// The number and the times in a line `cpu7 ...` of `/proc/stat`.
@@ -168,14 +142,14 @@ fn meminfo(text: &str, key: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The memory of this machine or container.
-fn memory(groups: &ControlGroups) -> Memory {
+/// Bytes of memory: used by and of this machine or container, and of the machine.
+fn memory(groups: &ControlGroups) -> (u64, u64, u64) {
     let text = read("/proc/meminfo");
     let bytes = |key: &str| meminfo(&text, key).unwrap_or(0);
     let (host_bytes, available) = (bytes("MemTotal:"), bytes("MemAvailable:"));
     match groups.memory().filter(|(limit, _)| *limit < host_bytes) {
-        Some((limit, used)) => Memory { used_bytes: used.min(limit), bytes: limit, host_bytes },
-        None => Memory { used_bytes: host_bytes.saturating_sub(available), bytes: host_bytes, host_bytes },
+        Some((limit, used)) => (used.min(limit), limit, host_bytes),
+        None => (host_bytes.saturating_sub(available), host_bytes, host_bytes),
     }
 }
 
@@ -202,8 +176,8 @@ pub fn memory_and_swap() -> Option<u64> {
 
 /// Free and total memory of this machine or container, in bytes.
 pub fn memory_free() -> (u64, u64) {
-    let memory = memory(&ControlGroups::of_this_process());
-    (memory.bytes - memory.used_bytes.min(memory.bytes), memory.bytes)
+    let (used, bytes, _) = memory(&ControlGroups::of_this_process());
+    (bytes.saturating_sub(used), bytes)
 }
 
 /// The largest size of this process's memory so far, in bytes. `None` if the system does not report it.
@@ -285,14 +259,14 @@ mod tests {
     fn usage_of_this_machine_is_plausible_and_a_busy_loop_raises_cpu_utilization() {
         let mut sampler = UsageSampler::new(Path::new("/"));
         let first = sampler.sample();
-        assert!(first.cpus > 0.0 && first.cpus <= f64::from(first.host_cpus), "{first:?}");
-        assert!(first.memory.used_bytes > 0 && first.memory.used_bytes < first.memory.bytes, "{first:?}");
-        assert!(first.memory.bytes <= first.memory.host_bytes, "{first:?}");
-        assert!(memory_and_swap().is_some_and(|bytes| bytes >= first.memory.bytes), "{first:?}");
+        assert!(first.cpus > 0.0 && first.cpus <= first.host_cpus as f32, "{first:?}");
+        assert!(first.memory_used_bytes > 0 && first.memory_used_bytes < first.memory_bytes, "{first:?}");
+        assert!(first.memory_bytes <= first.host_memory_bytes, "{first:?}");
+        assert!(memory_and_swap().is_some_and(|bytes| bytes >= first.memory_bytes), "{first:?}");
         assert!(first.disk_used_bytes > 0 && first.disk_used_bytes < first.disk_bytes, "{first:?}");
         assert_eq!(
-            (first.cpu_utilization, first.rates),
-            (None, Rates::default()),
+            (first.cpu_utilization, first.disk_read_bytes_per_second, first.network_sent_bytes_per_second),
+            (None, None, None),
             "there is no previous measurement"
         );
         let stop = AtomicBool::new(false);
@@ -334,11 +308,11 @@ mod tests {
             network: Some((1, 1)),
         };
         assert_eq!(utilization(&before, &now, 4.0), Some(0.25));
-        let found = rates(&before, &now);
-        assert_eq!((found.disk_read, found.disk_written), (Some(0.0), Some(1000.0)));
-        assert_eq!((found.network_received, found.network_sent), (None, None));
+        let written: fn(&Counters) -> Option<u64> = |counters| counters.disk.map(|(_, written)| written);
+        assert_eq!(rate(&before, &now, written), Some(1000));
+        assert_eq!(rate(&before, &now, |counters| counters.network.map(|(_, sent)| sent)), None);
         // A disk was removed, or two measurements have the same time.
-        assert_eq!(rates(&now, &Counters { disk: Some((0, 0)), ..now }).disk_read, None);
+        assert_eq!(rate(&now, &Counters { disk: Some((0, 0)), ..now }, written), None);
         assert_eq!(utilization(&now, &now, 4.0), None);
         // A container with a limit of one and a half CPUs.
         let limited = |at, secs| Counters { at, group_cpu_secs: Some(secs), ..before };

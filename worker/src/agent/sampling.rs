@@ -1,11 +1,7 @@
 //! The machine's usage, measured every few seconds, even while no rank runs.
 
 use super::cpu_slots;
-use jiff::Timestamp;
-use lockstep_host::{
-    gpu::metrics::Reader,
-    usage::{Usage, UsageSampler},
-};
+use lockstep_host::{gpu::metrics::Reader, usage::UsageSampler};
 use lockstep_protocol::agent::{GpuSample, MachineSample, Slot};
 use std::{path::PathBuf, time::Duration};
 use tokio::sync::watch;
@@ -31,9 +27,9 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
                 nvml = Reader::open().ok();
             }
             let gpu_samples = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();
-            let used = usage.sample();
-            let slot_samples = [gpu_samples, shares.measure(used.cpus)].concat();
-            if sender.send(Some(sample(used, slot_samples))).is_err() {
+            let sample = usage.sample();
+            let gpus = [gpu_samples, shares.measure(f64::from(sample.cpus))].concat();
+            if sender.send(Some(MachineSample { gpus, ..sample })).is_err() {
                 return;
             }
             std::thread::sleep(if index == 0 { SECOND_AFTER } else { SAMPLE_EVERY });
@@ -65,27 +61,6 @@ fn measure_gpus(nvml: &Reader, gpus: &[(u32, String)]) -> Vec<GpuSample> {
         })
     };
     gpus.iter().filter_map(of_gpu).collect()
-}
-
-fn sample(usage: Usage, gpus: Vec<GpuSample>) -> MachineSample {
-    let to_integer = |rate: Option<f64>| rate.map(|rate| rate as u64);
-    MachineSample {
-        at: Timestamp::now(),
-        cpus: usage.cpus as f32,
-        host_cpus: usage.host_cpus,
-        cpu_utilization: usage.cpu_utilization.map(|share| share as f32),
-        load: usage.load.map(|load| load as f32),
-        memory_used_bytes: usage.memory.used_bytes,
-        memory_bytes: usage.memory.bytes,
-        host_memory_bytes: usage.memory.host_bytes,
-        disk_used_bytes: usage.disk_used_bytes,
-        disk_bytes: usage.disk_bytes,
-        disk_read_bytes_per_second: to_integer(usage.rates.disk_read),
-        disk_written_bytes_per_second: to_integer(usage.rates.disk_written),
-        network_received_bytes_per_second: to_integer(usage.rates.network_received),
-        network_sent_bytes_per_second: to_integer(usage.rates.network_sent),
-        gpus,
-    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 
 use super::RankConfig;
 use crate::report::{Observer, Sampler};
-use lockstep_host::usage::{Usage, UsageSampler};
+use lockstep_host::usage::UsageSampler;
+use lockstep_protocol::agent::MachineSample;
 use std::{
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
@@ -44,18 +45,17 @@ pub(super) fn start_device(
     measure.map(start).transpose().map_err(|e| e.to_string())
 }
 
-fn metrics(usage: &Usage) -> Vec<(&'static str, f32)> {
-    let rates = &usage.rates;
-    let measured = [
-        ("cpu_utilization", usage.cpu_utilization),
-        ("memory_used_bytes", Some(usage.memory.used_bytes as f64)),
-        ("disk_used_bytes", Some(usage.disk_used_bytes as f64)),
-        ("disk_read_bytes_per_second", rates.disk_read),
-        ("disk_written_bytes_per_second", rates.disk_written),
-        ("network_received_bytes_per_second", rates.network_received),
-        ("network_sent_bytes_per_second", rates.network_sent),
+fn metrics(sample: &MachineSample) -> Vec<(&'static str, f32)> {
+    let bytes = [
+        ("memory_used_bytes", Some(sample.memory_used_bytes)),
+        ("disk_used_bytes", Some(sample.disk_used_bytes)),
+        ("disk_read_bytes_per_second", sample.disk_read_bytes_per_second),
+        ("disk_written_bytes_per_second", sample.disk_written_bytes_per_second),
+        ("network_received_bytes_per_second", sample.network_received_bytes_per_second),
+        ("network_sent_bytes_per_second", sample.network_sent_bytes_per_second),
     ];
-    measured.into_iter().filter_map(|(name, value)| Some((name, value? as f32))).collect()
+    let bytes = bytes.into_iter().filter_map(|(name, value)| Some((name, value? as f32)));
+    sample.cpu_utilization.map(|share| ("cpu_utilization", share)).into_iter().chain(bytes).collect()
 }
 
 #[cfg(test)]

@@ -473,7 +473,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     }
     let device = device_for(spec);
     let mut slots = online.iter().flat_map(|agent| &agent.row.slots);
-    let is_cpu = device == Device::Cpu || slots.all(|slot| slot.device == Device::Cpu.name());
+    let is_cpu = device == Device::Cpu || slots.all(|slot| slot.device == Device::Cpu.as_str());
     let capacity = max_capacity_of(online.into_iter().map(|agent| agent.row), device);
     let max_slots = capacity.slots;
     if max_slots >= spec.parallel.ranks as usize {

@@ -1,7 +1,7 @@
 //! The server of the key-value store. It runs in the process of rank 0.
 
 use super::{
-    MAX_SERVER_WAIT, RendezvousConfig, RendezvousError,
+    MAX_SERVER_WAIT, RendezvousConfig, RendezvousError, bind,
     message::{Reply, Request, receive, send},
 };
 use crate::handshake::HandshakeTerms;
@@ -10,10 +10,7 @@ use std::{
     collections::BTreeMap,
     io,
     net::{TcpListener, TcpStream},
-    sync::{
-        Arc, Condvar, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Condvar, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -23,67 +20,52 @@ struct SharedValues {
     changed: Condvar,
 }
 
-#[derive(Debug)]
-pub(super) struct Listener {
-    closed: Arc<AtomicBool>,
-    address: std::net::SocketAddr,
-}
-
 /// Whether `address` is a name other than `localhost` that resolves to a loopback address on this machine.
 fn is_own_name(address: &str, socket: &TcpListener) -> bool {
     let is_name = address.parse::<std::net::IpAddr>().is_err() && !address.eq_ignore_ascii_case("localhost");
     is_name && socket.local_addr().is_ok_and(|at| at.ip().is_loopback())
 }
 
-impl Listener {
-    pub(super) fn open(config: &RendezvousConfig) -> Result<Self, RendezvousError> {
-        let (addr, port) = (config.addr.clone(), config.port);
-        let listen_error = |error: io::Error| {
-            if error.kind() == io::ErrorKind::AddrInUse {
-                RendezvousError::PortTaken { addr: addr.clone(), port }
-            } else {
-                RendezvousError::Listen { addr: addr.clone(), port, error }
-            }
-        };
-        let socket = match TcpListener::bind((config.addr.as_str(), port)) {
-            // The address may belong to a router or service in front of this machine.
-            Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
-            // Debian maps a machine's own name to a loopback address, which other machines cannot reach.
-            Ok(socket) if is_own_name(&config.addr, &socket) => {
-                drop(socket);
-                TcpListener::bind(("0.0.0.0", port))
-            }
-            other => other,
+/// Serves the store until the returned socket is shut down.
+pub(super) fn listen(config: &RendezvousConfig) -> Result<TcpListener, RendezvousError> {
+    let RendezvousConfig { addr, port, .. } = config;
+    let listen_error = |error: io::Error| {
+        RendezvousError::Failed(match error.kind() {
+            // The next attempt gets another port.
+            io::ErrorKind::AddrInUse => format!("port {port} of {addr} is taken by another program"),
+            _ => format!("rank 0 cannot listen on {addr}:{port}: {error}"),
+        })
+    };
+    let socket = match bind(addr, *port) {
+        // Debian maps a machine's own name to a loopback address, which other machines cannot reach.
+        Ok(socket) if is_own_name(addr, &socket) => {
+            drop(socket);
+            TcpListener::bind(("0.0.0.0", *port))
         }
-        .map_err(&listen_error)?;
-        let address = socket.local_addr().map_err(&listen_error)?;
-        let closed = Arc::new(AtomicBool::new(false));
-        let shared = Arc::new(SharedValues::default());
-        let secret: Arc<[u8]> = config.secret.as_slice().into();
-        let is_closed = closed.clone();
-        let serve = move || {
-            for stream in socket.incoming().flatten() {
-                if is_closed.load(Ordering::Relaxed) {
-                    return;
-                }
-                let (shared, secret) = (shared.clone(), secret.clone());
-                // One thread per rank. If no thread can be started, the connection is closed, and the rank tries
-                // again.
-                let _ = std::thread::Builder::new()
-                    .name("rendezvous".into())
-                    .stack_size(128 << 10)
-                    .spawn(move || serve_rank(stream, &secret, &shared));
-            }
-        };
-        std::thread::Builder::new().name("rendezvous".into()).spawn(serve).map_err(&listen_error)?;
-        Ok(Self { closed, address })
+        other => other,
     }
-
-    pub(super) fn close(&self) {
-        self.closed.store(true, Ordering::Relaxed);
-        // Wakes the serving thread, which waits for a connection.
-        let _ = TcpStream::connect_timeout(&self.address, Duration::from_millis(200));
-    }
+    .map_err(&listen_error)?;
+    let listener = socket.try_clone().map_err(&listen_error)?;
+    let shared = Arc::new(SharedValues::default());
+    let secret: Arc<[u8]> = config.secret.as_slice().into();
+    let serve = move || {
+        for stream in socket.incoming() {
+            let stream = match stream {
+                Ok(stream) => stream,
+                // The socket has been shut down.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => return,
+                Err(_) => continue,
+            };
+            let (shared, secret) = (shared.clone(), secret.clone());
+            // One thread per rank. If no thread can be started, the connection is closed, and the rank tries again.
+            let _ = std::thread::Builder::new()
+                .name("rendezvous".into())
+                .stack_size(128 << 10)
+                .spawn(move || serve_rank(stream, &secret, &shared));
+        }
+    };
+    std::thread::Builder::new().name("rendezvous".into()).spawn(serve).map_err(&listen_error)?;
+    Ok(listener)
 }
 
 fn serve_rank(mut stream: TcpStream, secret: &[u8], shared: &SharedValues) {

@@ -3,13 +3,14 @@
 use super::{
     MAX_SERVER_WAIT, RendezvousConfig, RendezvousError,
     message::{Reply, Request, receive, send},
-    server::Listener,
+    server::listen,
 };
 use crate::handshake::HandshakeTerms;
 use lockstep_host::lock;
+use socket2::SockRef;
 use std::{
     io,
-    net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
+    net::{IpAddr, Shutdown, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Mutex,
         atomic::{AtomicBool, Ordering},
@@ -20,13 +21,14 @@ use std::{
 /// Interval between two attempts to connect to rank 0, whose process may still be starting.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// A rank's connection to the store. On rank 0, this value also owns the server.
+/// A rank's connection to the store.
 #[derive(Debug)]
 pub struct Store {
     config: RendezvousConfig,
     stream: Mutex<TcpStream>,
     local_ip: IpAddr,
-    listener: Option<Listener>,
+    /// Rank 0's socket, on which the store is served.
+    listener: Option<TcpListener>,
     stops_are_voted_on: AtomicBool,
 }
 
@@ -36,7 +38,7 @@ impl Store {
     /// # Errors
     /// The port is taken, rank 0 does not respond in time, or the secrets differ.
     pub fn join(config: RendezvousConfig) -> Result<Self, RendezvousError> {
-        let listener = if config.rank == 0 { Some(Listener::open(&config)?) } else { None };
+        let listener = if config.rank == 0 { Some(listen(&config)?) } else { None };
         let began = Instant::now();
         let terms = HandshakeTerms { secret: &config.secret, purpose: "store" };
         let stream = loop {
@@ -51,12 +53,9 @@ impl Store {
             match attempt {
                 Ok(stream) => break stream,
                 Err(e) if remaining.is_zero() || e.kind() == io::ErrorKind::PermissionDenied => {
-                    return Err(RendezvousError::Unreachable {
-                        addr: config.addr.clone(),
-                        port: config.port,
-                        secs: began.elapsed().as_secs_f64(),
-                        detail: e.to_string(),
-                    });
+                    let (addr, port, secs) = (&config.addr, config.port, began.elapsed().as_secs_f64());
+                    let text = format!("rank 0 does not answer at {addr}:{port} after {secs:.0} s: {e}");
+                    return Err(RendezvousError::Failed(text));
                 }
                 Err(_) => std::thread::sleep(RETRY.min(remaining)),
             }
@@ -103,7 +102,7 @@ impl Store {
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
         match self.request_reply(&Request::Set { key: key.into(), value: value.into() })? {
             Reply::Done => Ok(()),
-            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+            other => Err(RendezvousError::protocol(format_args!("unexpected {other:?}"))),
         }
     }
 
@@ -119,7 +118,7 @@ impl Store {
     /// an attempt.
     ///
     /// # Errors
-    /// [`RendezvousError::Missing`] names the ranks that did not arrive in time.
+    /// Ranks did not arrive in time. The error names them.
     pub fn exchange(&self, name: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
         self.exchange_within(name, value, self.config.timeout)
     }
@@ -150,7 +149,7 @@ impl Store {
         if missing.is_empty() {
             return Ok(values.into_iter().flatten().collect());
         }
-        Err(RendezvousError::Missing { ranks: missing, secs: timeout.as_secs_f64(), what: name.into() })
+        Err(RendezvousError::missing(&missing, timeout, name))
     }
 
     /// Collective: returns when every rank has called it. `name` must be unique within an attempt.
@@ -166,7 +165,7 @@ impl Store {
         let wait_ms = wait.as_millis() as u64;
         match self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms })? {
             Reply::Values(values) => Ok(values),
-            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+            other => Err(RendezvousError::protocol(format_args!("unexpected {other:?}"))),
         }
     }
 
@@ -181,8 +180,8 @@ impl Drop for Store {
     fn drop(&mut self) {
         // Other ranks may still send requests, so only the port is closed now. Connections stay open until the process
         // ends.
-        if let Some(listener) = self.listener.take() {
-            listener.close();
+        if let Some(listener) = &self.listener {
+            let _ = SockRef::from(listener).shutdown(Shutdown::Both);
         }
     }
 }

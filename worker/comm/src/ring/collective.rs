@@ -202,11 +202,6 @@ impl Ring {
 
 /// Borrows two ranges of a slice, which must not overlap: one to read, one to write.
 fn borrow_two<T>(values: &mut [T], read: Range<usize>, write: Range<usize>) -> (&[T], &mut [T]) {
-    if read.end <= write.start {
-        let (left, right) = values.split_at_mut(write.start);
-        (&left[read], &mut right[..write.end - write.start])
-    } else {
-        let (left, right) = values.split_at_mut(read.start);
-        (&right[..read.end - read.start], &mut left[write])
-    }
+    let [read, write] = values.get_disjoint_mut([read, write]).expect("the ranges do not overlap");
+    (read, write)
 }

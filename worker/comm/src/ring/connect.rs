@@ -78,7 +78,7 @@ impl Ring {
             .zip(&all)
             .map(|(rank, bytes): (u32, _)| {
                 serde_json::from_slice(bytes)
-                    .map_err(|_| RendezvousError::Protocol(format!("rank {rank} sent no valid address")))
+                    .map_err(|_| RendezvousError::protocol(format_args!("rank {rank} sent no valid address")))
             })
             .collect::<Result<Vec<Addresses>, _>>()?;
         let pending = PendingRing {
@@ -113,51 +113,40 @@ impl PendingRing<'_> {
         let Listeners { main, concurrent, mesh } = listeners;
         let addresses = self.addresses.iter().map(|a| a.mesh).collect();
         let mesh = Mesh::start(&self.identity, self.rank, mesh, addresses, self.timeout, end.clone());
-        let mesh = Arc::new(mesh.map_err(protocol)?);
-        let sockets = self.ring_sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
+        let mesh = mesh.map_err(protocol)?;
+        let neighbours = self.connect_neighbours("concurrent", &concurrent, |a| a.concurrent, end)?;
         let identity =
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
-        let concurrent = self.build_ring(identity, sockets, mesh.clone(), end, None);
-        let sockets = self.ring_sockets("main", &main, |a| a.main, end)?;
+        let concurrent = Arc::new(self.build_ring(identity, neighbours, mesh.clone(), end, None));
+        let neighbours = self.connect_neighbours("main", &main, |a| a.main, end)?;
         let is_elsewhere = |a: &Addresses| a.main.ip() != self.addresses[0].main.ip();
         if self.addresses.iter().any(is_elsewhere) {
             self.watch_neighbours(&main, end)?;
         }
-        Ok(Arc::new(self.build_ring(self.identity.clone(), sockets, mesh, end, Some(Arc::new(concurrent)))))
+        Ok(Arc::new(self.build_ring(self.identity.clone(), neighbours, mesh, end, Some(concurrent))))
     }
 
     fn build_ring(
         &self,
         identity: Identity,
-        sockets: RingSockets,
+        (next, previous): (TcpStream, TcpStream),
         mesh: Arc<Mesh>,
         end: &Arc<End>,
         concurrent: Option<Arc<Ring>>,
     ) -> Ring {
+        let block = vec![0.0; BLOCK_BYTES / 8];
         Ring {
             rank: self.rank,
             size: self.addresses.len() as u32,
             timeout: self.timeout,
             identity,
-            sockets: Mutex::new(sockets),
+            sockets: Mutex::new(RingSockets { next, previous, sequence: 0, block, sent_bytes: 0 }),
             mesh,
             end: end.clone(),
             concurrent,
             splits: AtomicU64::new(0),
             shm_unavailable_reason: OnceLock::new(),
         }
-    }
-
-    /// The connections to the neighbours, for collectives.
-    fn ring_sockets(
-        &self,
-        name: &str,
-        listener: &TcpListener,
-        address: impl Fn(&Addresses) -> SocketAddr,
-        end: &End,
-    ) -> Result<RingSockets, RendezvousError> {
-        let (next, previous) = self.connect_neighbours(name, listener, address, end)?;
-        Ok(RingSockets { next, previous, sequence: 0, block: vec![0.0; BLOCK_BYTES / 8], sent_bytes: 0 })
     }
 
     /// Watches for neighbours' machines that do not respond. Used only if the ranks run on several machines.
@@ -195,12 +184,11 @@ impl PendingRing<'_> {
             let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
             let called = TcpStream::connect_timeout(&next, self.connect_timeout)
                 .and_then(|mut stream| terms.initiate(&mut stream, rank).map(|()| stream))
-                .map_err(|e| RendezvousError::Protocol(format!("rank {next_rank} at {next}: {e}")));
+                .map_err(|e| RendezvousError::protocol(format_args!("rank {next_rank} at {next}: {e}")));
             (called, accepting.join())
         });
         let next = called?;
-        let previous =
-            accepted.map_err(|_| RendezvousError::Protocol("the accepting thread died".into()))??;
+        let previous = accepted.map_err(|_| RendezvousError::protocol("the accepting thread died"))??;
         for stream in [&next, &previous] {
             stream.set_nonblocking(true).map_err(protocol)?;
             end.add(stream).map_err(protocol)?;
@@ -235,14 +223,12 @@ impl PendingRing<'_> {
                 return Err(RendezvousError::Stopped);
             }
             if began.elapsed() > self.connect_timeout {
-                let secs = self.connect_timeout.as_secs_f64();
-                let what = terms.purpose.into();
-                return Err(RendezvousError::Missing { ranks: vec![expected], secs, what });
+                return Err(RendezvousError::missing(&[expected], self.connect_timeout, terms.purpose));
             }
         }
     }
 }
 
 fn protocol(error: io::Error) -> RendezvousError {
-    RendezvousError::Protocol(format!("ring: {error}"))
+    RendezvousError::protocol(format_args!("ring: {error}"))
 }

@@ -13,7 +13,8 @@ use std::{
 /// time) share this state, and calls in progress check it.
 #[derive(Debug, Default)]
 pub(super) struct End {
-    cause: OnceLock<Cause>,
+    /// The error of the call that ended the group. Other calls get the same error with their own operation.
+    cause: OnceLock<CommError>,
     /// The reason of an abort. The group may have ended earlier for another cause.
     abort_reason: OnceLock<String>,
     streams: Mutex<Vec<TcpStream>>,
@@ -23,30 +24,15 @@ pub(super) struct End {
     split: Mutex<Vec<Weak<End>>>,
 }
 
-/// Why a group has ended.
-#[derive(Debug)]
-enum Cause {
-    /// An abort, a failed call, or the end of the group on this rank.
-    Closed(String),
-    /// The machines of `peers` do not respond.
-    Unreachable { peers: Vec<u32>, detail: String },
-    /// Rank `peer` closed a connection. `detail` is the error of the connection.
-    Disconnected { peer: u32, detail: String },
-}
-
 impl End {
     /// Ends this group, unless it has already ended.
     pub(super) fn close(&self, reason: String) {
-        self.close_with(Cause::Closed(reason));
+        self.close_with(CommError::Aborted { operation: "", reason });
     }
 
-    /// Ends this group because the machines of `peers` do not respond.
-    pub(super) fn close_unreachable(&self, peers: Vec<u32>, detail: String) {
-        self.close_with(Cause::Unreachable { peers, detail });
-    }
-
-    /// Closes the connections, so that calls that wait on these connections return. The first cause is kept.
-    fn close_with(&self, cause: Cause) {
+    /// Ends this group because of `cause`, and closes the connections, so that calls that wait on them return. The first
+    /// cause is kept.
+    pub(super) fn close_with(&self, cause: CommError) {
         let _ = self.cause.set(cause);
         for stream in lock(&self.streams).iter() {
             let _ = stream.shutdown(Shutdown::Both);
@@ -97,31 +83,22 @@ impl End {
     }
 
     pub(super) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
-        let Some(cause) = self.cause.get() else { return Ok(()) };
-        Err(match cause {
-            Cause::Unreachable { peers, detail } => {
-                CommError::Unreachable { operation, peers: peers.clone(), detail: detail.clone() }
-            }
-            Cause::Disconnected { peer, detail } => {
-                CommError::Disconnected { operation, peer: *peer, detail: detail.clone() }
-            }
-            Cause::Closed(reason) => CommError::Aborted { operation, reason: reason.clone() },
-        })
+        let Some(mut error) = self.cause.get().cloned() else { return Ok(()) };
+        *error.operation() = operation;
+        Err(error)
     }
 
     /// Ends the group because of `error`. Returns `error`, or the reason why the group had already ended.
-    pub(super) fn fail_with(&self, error: CommError) -> CommError {
+    pub(super) fn fail_with(&self, mut error: CommError) -> CommError {
         if let Err(aborted) = self.check_not_ended(error.operation()) {
             // An abort shuts down connections, which a call sees as lost. Return the reason of the abort instead.
             return aborted;
         }
-        self.close_with(match &error {
+        match &error {
             // Other calls in progress report this rank as lost, too.
-            CommError::Disconnected { peer, detail, .. } => {
-                Cause::Disconnected { peer: *peer, detail: detail.clone() }
-            }
-            other => Cause::Closed(other.to_string()),
-        });
+            CommError::Disconnected { .. } => self.close_with(error.clone()),
+            other => self.close(other.to_string()),
+        }
         error
     }
 }

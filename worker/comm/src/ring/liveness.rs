@@ -6,7 +6,7 @@
 //! are not suitable: a rank that does not read lets its receive window close, and the kernel's time-out counts a
 //! closed window as silence. A lost packet is retransmitted several times within the time-out.
 
-use super::{End, link::is_temporary};
+use super::{CommError, End, link::is_temporary};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use socket2::SockRef;
 use std::{
@@ -66,7 +66,7 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
                 lost.dedup_by_key(|(rank, _)| *rank);
                 let (peers, details): (Vec<_>, Vec<_>) = lost.into_iter().unzip();
                 let detail = format!("lost the connection to {}", details.join(", and to "));
-                return end.close_unreachable(peers, detail);
+                return end.close_with(CommError::Unreachable { operation: "", peers, detail });
             }
             // An error on a connection ends the wait, although no events are requested.
             let watched = neighbours.iter().filter(|neighbour| !neighbour.has_left);

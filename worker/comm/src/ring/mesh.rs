@@ -34,26 +34,18 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(super) struct Mesh {
     rank: u32,
-    terms: OwnedHandshakeTerms,
+    secret: Vec<u8>,
+    /// The purpose of the connections, see [`HandshakeTerms`].
+    purpose: String,
     timeout: Duration,
     /// By rank: the address at which the rank listens.
     addresses: Vec<SocketAddr>,
     /// By rank: the connection over which this rank sends messages to that rank.
     outgoing: Vec<Mutex<Option<Connection>>>,
-    incoming: Arc<Incoming>,
+    /// The connections that other ranks have made, by rank.
+    incoming: Mutex<BTreeMap<u32, Arc<Mutex<Connection>>>>,
+    incoming_changed: Condvar,
     end: Arc<End>,
-}
-
-#[derive(Debug, Clone)]
-struct OwnedHandshakeTerms {
-    secret: Vec<u8>,
-    purpose: String,
-}
-
-impl OwnedHandshakeTerms {
-    fn borrowed(&self) -> HandshakeTerms<'_> {
-        HandshakeTerms { secret: &self.secret, purpose: &self.purpose }
-    }
 }
 
 /// A connection for messages in one direction.
@@ -62,13 +54,6 @@ struct Connection {
     stream: TcpStream,
     /// The number of messages so far.
     messages: u64,
-}
-
-/// The connections that other ranks have made, by rank.
-#[derive(Debug, Default)]
-struct Incoming {
-    connections: Mutex<BTreeMap<u32, Arc<Mutex<Connection>>>>,
-    changed: Condvar,
 }
 
 impl Mesh {
@@ -80,24 +65,27 @@ impl Mesh {
         addresses: Vec<SocketAddr>,
         timeout: Duration,
         end: Arc<End>,
-    ) -> io::Result<Self> {
-        let terms = OwnedHandshakeTerms {
+    ) -> io::Result<Arc<Self>> {
+        end.add_listener(&listener)?;
+        let mesh = Arc::new(Self {
+            rank,
             secret: identity.secret.clone(),
             purpose: format!("{}/mesh", identity.name),
-        };
-        let incoming = Arc::new(Incoming::default());
-        let outgoing = addresses.iter().map(|_| Mutex::default()).collect();
-        end.add_listener(&listener)?;
-        let acceptor = Acceptor {
-            listener,
-            terms: terms.clone(),
-            size: addresses.len() as u32,
-            incoming: incoming.clone(),
-            end: end.clone(),
-        };
-        let accept = move || acceptor.run();
+            timeout,
+            outgoing: addresses.iter().map(|_| Mutex::default()).collect(),
+            addresses,
+            incoming: Mutex::default(),
+            incoming_changed: Condvar::new(),
+            end,
+        });
+        let accepting = mesh.clone();
+        let accept = move || accepting.accept(&listener);
         std::thread::Builder::new().name("messages".into()).stack_size(128 << 10).spawn(accept)?;
-        Ok(Self { rank, terms, timeout, addresses, outgoing, incoming, end })
+        Ok(mesh)
+    }
+
+    fn terms(&self) -> HandshakeTerms<'_> {
+        HandshakeTerms { secret: &self.secret, purpose: &self.purpose }
     }
 
     /// `to` must be another rank of the group.
@@ -154,7 +142,7 @@ impl Mesh {
         let timeout = self.timeout.min(CONNECT_TIMEOUT);
         let mut stream = TcpStream::connect_timeout(&self.addresses[to as usize], timeout)?;
         self.end.add(&stream)?;
-        self.terms.borrowed().initiate(&mut stream, self.rank)?;
+        self.terms().initiate(&mut stream, self.rank)?;
         stream.set_nonblocking(true)?;
         Ok(Connection { stream, messages: 0 })
     }
@@ -167,7 +155,7 @@ impl Mesh {
         check: impl Fn() -> Result<(), CommError>,
     ) -> Result<Arc<Mutex<Connection>>, CommError> {
         let began = Instant::now();
-        let mut connections = lock(&self.incoming.connections);
+        let mut connections = lock(&self.incoming);
         loop {
             if let Some(connection) = connections.get(&from) {
                 return Ok(connection.clone());
@@ -178,8 +166,7 @@ impl Mesh {
             }
             let remaining = self.timeout.saturating_sub(began.elapsed());
             connections = self
-                .incoming
-                .changed
+                .incoming_changed
                 .wait_timeout(connections, remaining.min(CHECK_EVERY))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
@@ -189,21 +176,11 @@ impl Mesh {
             }
         }
     }
-}
 
-/// The state of the acceptor thread.
-struct Acceptor {
-    listener: TcpListener,
-    terms: OwnedHandshakeTerms,
-    size: u32,
-    incoming: Arc<Incoming>,
-    end: Arc<End>,
-}
-
-impl Acceptor {
-    fn run(self) {
+    /// Accepts connections until the group has ended.
+    fn accept(&self, listener: &TcpListener) {
         while !self.end.has_ended() {
-            match self.listener.accept() {
+            match listener.accept() {
                 // Connections are accepted one at a time: an unknown peer that sends nothing delays the others by at
                 // most the handshake's time limit.
                 Ok((stream, _)) => {
@@ -219,17 +196,17 @@ impl Acceptor {
 
     /// Registers a connection whose peer belongs to the group.
     fn admit(&self, mut stream: TcpStream) -> io::Result<()> {
-        let rank = self.terms.borrowed().answer(&mut stream)?;
-        if rank >= self.size {
+        let rank = self.terms().answer(&mut stream)?;
+        if rank as usize >= self.addresses.len() {
             return Ok(());
         }
         stream.set_nonblocking(true)?;
         self.end.add(&stream)?;
-        let mut connections = lock(&self.incoming.connections);
+        let mut connections = lock(&self.incoming);
         // A rank connects only once.
         connections.entry(rank).or_insert_with(|| Arc::new(Mutex::new(Connection { stream, messages: 0 })));
         drop(connections);
-        self.incoming.changed.notify_all();
+        self.incoming_changed.notify_all();
         Ok(())
     }
 }

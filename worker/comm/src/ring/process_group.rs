@@ -1,7 +1,8 @@
 //! The ring as a [`ProcessGroup`].
 
-use super::{Call, Operation, Ring, SplitGroup};
+use super::{Call, Operation, Ring};
 use crate::{CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{sync::Arc, time::Duration};
 
 impl ProcessGroup for Ring {
@@ -67,14 +68,14 @@ impl ProcessGroup for Ring {
 
     fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
         check::peer("recv", from, self.rank, self.size)?;
-        self.mesh.recv(values, from, || self.check_neighbours("recv"))
+        self.mesh.recv(values, from, || self.check("recv"))
     }
 
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
-        self.split_with(color, |group| {
-            Ok(match group {
-                SplitGroup::Single => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
-                SplitGroup::Ring(ring) => ring,
+        self.split_with(color, |ring| {
+            Ok(match ring {
+                None => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
+                Some(ring) => ring,
             })
         })
     }
@@ -84,7 +85,19 @@ impl ProcessGroup for Ring {
     }
 
     fn check(&self, operation: &'static str) -> Result<(), CommError> {
-        self.check_neighbours(operation)
+        self.check_not_ended(operation)?;
+        // A call in progress notices a closed connection itself.
+        let Ok(sockets) = self.sockets.try_lock() else { return Ok(()) };
+        for (stream, peer) in [(&sockets.next, self.next_rank()), (&sockets.previous, self.previous_rank())] {
+            let mut ready = [PollFd::new(stream, PollFlags::RDHUP)];
+            let polled = poll(&mut ready, Some(&Timespec::default()));
+            let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+            if polled.is_ok() && ready[0].revents().intersects(gone) {
+                let detail = "it closed the connection".into();
+                return Err(CommError::Disconnected { operation, peer, detail });
+            }
+        }
+        Ok(())
     }
 
     fn timeout(&self) -> Duration {

@@ -24,20 +24,13 @@ struct SplitRequest {
     addresses: Result<Addresses, String>,
 }
 
-/// The new group of a rank after a split.
-pub(crate) enum SplitGroup {
-    /// This rank is the only one of its color.
-    Single,
-    Ring(Arc<Ring>),
-}
-
 impl Ring {
-    /// Collective: as [`ProcessGroup::split`]. `build` makes a group from the connected ranks. If it fails on one
-    /// rank, the split fails on all ranks.
+    /// Collective: as [`ProcessGroup::split`]. `build` makes a group from the connected ranks; `None` if this rank is the
+    /// only one of its color. If it fails on one rank, the split fails on all ranks.
     pub(crate) fn split_with<T>(
         &self,
         color: u32,
-        build: impl FnOnce(SplitGroup) -> Result<T, CommError>,
+        build: impl FnOnce(Option<Arc<Ring>>) -> Result<T, CommError>,
     ) -> Result<T, CommError> {
         self.announce(Call::empty(Operation::Split))?;
         let split_index = self.splits.fetch_add(1, Ordering::Relaxed);
@@ -78,14 +71,14 @@ impl Ring {
         all.iter().enumerate().map(parse).collect()
     }
 
-    /// Connects the ranks of `color`.
+    /// Connects the ranks of `color`; `None` if this rank is the only one.
     fn join(
         &self,
         requests: &[SplitRequest],
         color: u32,
         split_index: u64,
         listeners: Listeners,
-    ) -> Result<SplitGroup, CommError> {
+    ) -> Result<Option<Arc<Ring>>, CommError> {
         let members: Vec<(u32, Addresses)> = (0..)
             .zip(requests)
             .filter(|(_, request)| request.color == color)
@@ -93,7 +86,7 @@ impl Ring {
             .collect();
         let rank = members.iter().position(|(rank, _)| *rank == self.rank).unwrap_or(0) as u32;
         if members.len() == 1 {
-            return Ok(SplitGroup::Single);
+            return Ok(None);
         }
         let end = self.end.clone();
         let pending = PendingRing {
@@ -109,7 +102,7 @@ impl Ring {
         };
         let ring = pending.connect(listeners).map_err(|error| failed(error.to_string()))?;
         self.end.propagate_abort_to(&ring.end);
-        Ok(SplitGroup::Ring(ring))
+        Ok(Some(ring))
     }
 }
 

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
     rendezvous::{RendezvousError, Store},
-    ring::{Call, Operation, Ring, SplitGroup},
+    ring::{Call, Operation, Ring},
     values::check,
 };
 use lockstep_host::lock;
@@ -73,10 +73,10 @@ impl ShmProcessGroup {
         let size = ring.size() as usize;
         let allocated = (ring.rank() == 0).then(|| descriptor::make(size));
         let message = match &allocated {
-            Some(Ok((descriptor, _))) => serde_json::to_vec(&Ok::<_, String>(descriptor)).unwrap_or_default(),
-            Some(Err(reason)) => serde_json::to_vec(&Err::<(), _>(reason)).unwrap_or_default(),
-            None => Vec::new(),
+            Some(allocated) => serde_json::to_vec(&allocated.as_ref().map(|(descriptor, _)| descriptor)),
+            None => Ok(Vec::new()),
         };
+        let message = message.unwrap_or_default();
         let messages = exchange("shm/descriptor", &message)?;
         let opened = match allocated {
             Some(allocated) => allocated.map(|(_, opened)| opened),
@@ -92,14 +92,9 @@ impl ShmProcessGroup {
             Err(reason) => reason,
         };
         let messages = exchange("shm/joined", message.as_bytes())?;
-        let refused = (0..).zip(&messages).find(|(_, message)| message.as_slice() != b"joined");
-        Ok(match (refused, opened) {
-            (None, Ok((file, memory))) => Ok(Arc::new(Self::new(ring.clone(), file, &memory))),
-            (Some((rank, reason)), _) => {
-                let rank: u32 = rank;
-                Err(format!("rank {rank}: {}", String::from_utf8_lossy(reason)))
-            }
-            (None, Err(reason)) => Err(reason),
+        Ok(match messages.iter().position(|message| message != b"joined") {
+            Some(rank) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&messages[rank]))),
+            None => opened.map(|(file, memory)| Arc::new(Self::new(ring.clone(), file, &memory))),
         })
     }
 
@@ -144,7 +139,7 @@ impl ShmProcessGroup {
     ) -> Result<Duration, CommError> {
         let limit = self.ring.timeout();
         let watch = |quiet: Duration| {
-            self.ring.check_neighbours(operation)?;
+            self.ring.check(operation)?;
             if quiet > limit {
                 let (peer, secs) = (behind() as u32, limit.as_secs_f64());
                 return Err(CommError::TimedOut { operation, peer, secs });
@@ -314,11 +309,9 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     /// The ranks of each new group share separate memory, if they can.
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        self.ring.split_with(color, |group| match group {
-            SplitGroup::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
-            SplitGroup::Ring(ring) => {
-                ShmProcessGroup::share_or_use_ring(&ring, |_, value| ring.all_gather_bytes(value))
-            }
+        self.ring.split_with(color, |ring| match ring {
+            None => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
+            Some(ring) => ShmProcessGroup::share_or_use_ring(&ring, |_, value| ring.all_gather_bytes(value)),
         })
     }
 
@@ -328,7 +321,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     }
 
     fn check(&self, operation: &'static str) -> Result<(), CommError> {
-        self.ring.check_neighbours(operation)
+        self.ring.check(operation)
     }
 
     fn timeout(&self) -> Duration {

@@ -1,7 +1,7 @@
 //! Invalid calls, ranks that disagree, and ranks that do not arrive.
 
 use super::*;
-use std::sync::Barrier;
+use std::{sync::Barrier, time::Instant};
 
 #[test]
 fn invalid_calls_are_refused_and_the_group_continues() {
@@ -119,6 +119,42 @@ fn receivers_refuse_messages_of_another_length_or_type() {
                 assert!(message.contains(&sent) && message.contains("send of 2 float32 values"), "{message}");
                 done.wait();
             });
+        }
+    }
+}
+
+#[test]
+fn a_silent_rank_times_out_and_a_dead_rank_is_detected_sooner() {
+    for kind in KINDS {
+        let done = Barrier::new(3);
+        let errors = on_ranks(kind, 3, Duration::from_millis(300), |group| {
+            if group.rank() == 1 {
+                done.wait();
+                return None;
+            }
+            let error = group.all_reduce((&mut [0.0f64; 10]).into()).unwrap_err();
+            done.wait();
+            Some(error)
+        });
+        // In a ring, rank 0 waits for rank 2, which waits for rank 1.
+        let timed_out = errors.iter().flatten().any(|error| {
+            let CommError::TimedOut { peer, secs, .. } = error else { return false };
+            *secs == 0.3 && (kind == Kind::Ring || *peer == 1)
+        });
+        assert!(timed_out, "{kind:?}: {errors:?}");
+
+        let errors = on_ranks(kind, 3, Duration::from_secs(600), |group| {
+            if group.rank() == 1 {
+                return None;
+            }
+            let began = Instant::now();
+            let error = group.all_reduce((&mut vec![0.0f64; 20_000]).into()).unwrap_err();
+            assert!(began.elapsed() < Duration::from_secs(5));
+            assert!(group.barrier().is_err(), "the group has ended");
+            Some(error)
+        });
+        for error in errors.iter().flatten() {
+            assert!(matches!(error, CommError::Disconnected { .. }), "{kind:?}: {error}");
         }
     }
 }

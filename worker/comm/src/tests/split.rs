@@ -1,7 +1,6 @@
 //! Groups split from groups, and the effects of an abort or failure.
 
 use super::*;
-use crate::ring::SplitGroup;
 use std::sync::Barrier;
 
 /// The sum of `value` over the ranks of `group`.
@@ -126,48 +125,31 @@ fn a_failed_subgroup_does_not_end_the_group() {
 
 #[test]
 fn if_one_rank_cannot_join_a_split_all_fail_with_the_reason() {
-    let port = unused_port();
-    std::thread::scope(|scope| {
-        for rank in 0..3 {
-            scope.spawn(move || {
-                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
-                let ring = Ring::connect(&store, TIMEOUT).unwrap();
-                store.barrier("connected").unwrap();
-                let build = |group: SplitGroup| match rank {
-                    1 => {
-                        drop(group);
-                        Err(CommError::Failed { operation: "NCCL start", detail: "no GPU 9".into() })
-                    }
-                    _ => Ok(()),
-                };
-                let error = ring.split_with(rank % 2, build).unwrap_err();
-                assert_eq!(error.to_string(), "split: rank 1 could not join its group: NCCL start: no GPU 9");
-                assert_eq!(sum_of(ring.as_ref(), 1), 3.0);
-                store.barrier("done").unwrap();
-            });
-        }
+    on_connected_ranks(3, TIMEOUT, |store, ring| {
+        let build = |_: Option<Arc<Ring>>| match ring.rank() {
+            1 => Err(CommError::Failed { operation: "NCCL start", detail: "no GPU 9".into() }),
+            _ => Ok(()),
+        };
+        let error = ring.split_with(ring.rank() % 2, build).unwrap_err();
+        assert_eq!(error.to_string(), "split: rank 1 could not join its group: NCCL start: no GPU 9");
+        assert_eq!(sum_of(ring.as_ref(), 1), 3.0);
+        store.barrier("done").unwrap();
     });
 }
 
 #[test]
 fn subgroups_connect_over_their_parent_group() {
-    let port = unused_port();
-    std::thread::scope(|scope| {
-        for rank in 0..3 {
-            scope.spawn(move || {
-                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
-                let ring = Ring::connect(&store, TIMEOUT).unwrap();
-                assert!(matches!(Exchange::of(ring.as_ref(), Some(&store)), Exchange::Store(..)));
-                let part = ring.split(u32::from(rank > 0)).unwrap();
-                if rank > 0 {
-                    let exchange = Exchange::of(part.as_ref(), Some(&store));
-                    assert!(matches!(exchange, Exchange::Group(_)));
-                    let name = format!("rank {rank}");
-                    let all = exchange.exchange("test", "names", name.as_bytes()).unwrap();
-                    assert_eq!(all, [b"rank 1", b"rank 2"]);
-                }
-                store.barrier("done").unwrap();
-            });
+    on_connected_ranks(3, TIMEOUT, |store, ring| {
+        let rank = ring.rank();
+        assert!(matches!(Exchange::of(ring.as_ref(), Some(store)), Exchange::Store(..)));
+        let part = ring.split(u32::from(rank > 0)).unwrap();
+        if rank > 0 {
+            let exchange = Exchange::of(part.as_ref(), Some(store));
+            assert!(matches!(exchange, Exchange::Group(_)));
+            let name = format!("rank {rank}");
+            let all = exchange.exchange("test", "names", name.as_bytes()).unwrap();
+            assert_eq!(all, [b"rank 1", b"rank 2"]);
         }
+        store.barrier("done").unwrap();
     });
 }

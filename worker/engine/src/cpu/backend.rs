@@ -21,7 +21,7 @@ pub(crate) struct Cpu;
 
 impl Backend for Cpu {
     fn name(&self) -> &'static str {
-        Device::Cpu.name()
+        Device::Cpu.as_str()
     }
 
     /// One slot per core, or the requested number of slots. The ranks of an attempt divide this machine's cores evenly among

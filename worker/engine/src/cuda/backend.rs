@@ -48,7 +48,7 @@ pub(super) fn skip_exit_handlers() {
 
 impl Backend for Cuda {
     fn name(&self) -> &'static str {
-        Device::Cuda.name()
+        Device::Cuda.as_str()
     }
 
     /// One slot per GPU, numbered as in `nvidia-smi`.

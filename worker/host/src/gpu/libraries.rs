@@ -147,24 +147,20 @@ impl Libraries {
     fn find_in(folders: &Folders, asks_linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Library::ALL {
-            let in_folders = |list: &[PathBuf], file: &str| {
-                list.iter().map(|dir| dir.join(file)).find(|path| path.is_file())
-            };
-            let library = which.files().iter().find_map(|file| {
-                let in_folder = |path| FoundLibrary { which, path, by_itself: false };
-                in_folders(&folders.setting, file)
-                    .map(in_folder)
-                    .or_else(|| {
-                        let path = asks_linker.then(|| by_linker(file)).flatten()?;
-                        Some(FoundLibrary { which, path, by_itself: true })
-                    })
-                    .or_else(|| in_folders(&folders.usual, file).map(in_folder))
+            let library = |path, by_itself| FoundLibrary { which, path, by_itself };
+            let by_name = which.files().iter().find_map(|file| {
+                let in_folders = |list: &[PathBuf]| {
+                    let path = list.iter().map(|dir| dir.join(file)).find(|path| path.is_file())?;
+                    Some(library(path, false))
+                };
+                let of_linker = || Some(library(asks_linker.then(|| by_linker(file)).flatten()?, true));
+                in_folders(&folders.setting).or_else(of_linker).or_else(|| in_folders(&folders.usual))
             });
-            let copied = || {
-                let path = (which == Library::Nvjpeg).then(|| folders.copied_nvjpeg()).flatten()?;
-                Some(FoundLibrary { which, path, by_itself: false })
+            let copied = || match which {
+                Library::Nvjpeg => folders.copied_nvjpeg().map(|path| library(path, false)),
+                _ => None,
             };
-            found.extend(library.or_else(copied));
+            found.extend(by_name.or_else(copied));
         }
         Self { found }
     }

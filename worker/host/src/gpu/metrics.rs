@@ -49,7 +49,18 @@ impl Reader {
     /// # Errors
     /// NVML's error: the GPU is unknown or does not respond.
     pub fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
-        sample(&self.0, uuid)
+        let device = self.0.device_by_uuid(uuid)?;
+        let optional = |value: Result<f32, NvmlError>| match value {
+            Ok(value) => Ok(Some(value)),
+            Err(NvmlError::NotSupported) => Ok(None),
+            Err(error) => Err(error),
+        };
+        Ok(Sample {
+            utilization: optional(device.utilization_rates().map(|u| u.gpu as f32 / 100.0))?,
+            memory_bytes: device.memory_info()?.used,
+            power_watts: optional(device.power_usage().map(|milliwatts| milliwatts as f32 / 1e3))?,
+            temperature_celsius: optional(device.temperature(TemperatureSensor::Gpu).map(|t| t as f32))?,
+        })
     }
 
     /// Whether NVML reports that two GPUs are connected by NVLink, directly or through switches.
@@ -65,21 +76,6 @@ impl Reader {
         let mode = self.0.device_by_uuid(uuid).and_then(|device| device.compute_mode());
         matches!(mode, Ok(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread))
     }
-}
-
-fn sample(nvml: &Nvml, uuid: &str) -> Result<Sample, NvmlError> {
-    let device = nvml.device_by_uuid(uuid)?;
-    let optional = |value: Result<f32, NvmlError>| match value {
-        Ok(value) => Ok(Some(value)),
-        Err(NvmlError::NotSupported) => Ok(None),
-        Err(error) => Err(error),
-    };
-    Ok(Sample {
-        utilization: optional(device.utilization_rates().map(|u| u.gpu as f32 / 100.0))?,
-        memory_bytes: device.memory_info()?.used,
-        power_watts: optional(device.power_usage().map(|milliwatts| milliwatts as f32 / 1e3))?,
-        temperature_celsius: optional(device.temperature(TemperatureSensor::Gpu).map(|t| t as f32))?,
-    })
 }
 
 #[cfg(test)]
@@ -104,13 +100,10 @@ mod tests {
     #[test]
     #[ignore = "needs a GPU"]
     fn gpu_metrics_are_plausible() {
-        let libraries = Libraries::find();
-        let gpu = crate::gpu::devices::visible(&libraries).unwrap().remove(0);
-        let nvml =
-            Nvml::builder().lib_path(libraries.get(Library::Nvml).unwrap().path.as_os_str()).init().unwrap();
+        let gpu = crate::gpu::devices::visible(&Libraries::find()).unwrap().remove(0);
         // A CUDA context takes some memory, even if nothing else runs on the GPU.
         let _context = cudarc::driver::CudaContext::new(0).unwrap();
-        let seen = sample(&nvml, &gpu.uuid).unwrap();
+        let seen = Reader::open().unwrap().sample(&gpu.uuid).unwrap();
         assert!(seen.memory_bytes > 0 && seen.memory_bytes <= gpu.memory_bytes, "{seen:?}");
         assert!(seen.utilization.is_none_or(|u| (0.0..=1.0).contains(&u)), "{seen:?}");
         assert!(seen.power_watts.is_none_or(|w| (1.0..2000.0).contains(&w)), "{seen:?}");

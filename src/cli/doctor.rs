@@ -77,7 +77,7 @@ struct Report {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     if let Some(member) = Member::of_this_process().map_err(usage_error)? {
-        let gathered = gather(&member)?;
+        let gathered = gather(&member).map_err(anyhow::Error::msg)?;
         return if member.rank == 0 { output::json(&gathered) } else { Ok(()) };
     }
     if args.peer {

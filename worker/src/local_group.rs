@@ -7,11 +7,7 @@ use lockstep_comm::{
     ring::Ring,
 };
 use lockstep_engine::registry;
-use lockstep_host::{
-    NCCL_INTERFACE,
-    gpu::{RankGpu, devices::Gpu},
-    own_program,
-};
+use lockstep_host::{NCCL_INTERFACE, gpu::RankGpu, own_program};
 use lockstep_protocol::spec::Device;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
@@ -84,21 +80,12 @@ impl Member {
     }
 }
 
-/// The members of a group, on the first `world_size` of `gpus`, or on CPU cores if `gpus` is empty.
-///
-/// # Errors
-/// No port is free.
-pub fn members(world_size: u32, gpus: &[Gpu]) -> io::Result<Vec<Member>> {
-    let gpus: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-    members_on(world_size, &gpus)
-}
-
 /// The members of a group, on the first `world_size` of `devices` (UUIDs of a
 /// [`Slot`](lockstep_protocol::agent::Slot)), or on CPU cores if `devices` is empty.
 ///
 /// # Errors
 /// No port is free.
-pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>> {
+pub fn members(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>> {
     let port = free_port("127.0.0.1")?;
     let secret = uuid::Uuid::new_v4().simple().to_string();
     let visible: Vec<_> = devices.iter().take(world_size as usize).cloned().collect();

@@ -101,6 +101,11 @@ impl AttemptContext {
         let devices = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
         devices.collect::<Option<_>>().unwrap_or_default()
     }
+
+    /// Releases the copy of the dataset after the end of an attempt.
+    fn release_copy(&self, attempt: &AttemptRef) {
+        self.copies.iter().for_each(|copies| copies.release(attempt));
+    }
 }
 
 impl Attempt {
@@ -120,7 +125,7 @@ impl Attempt {
         let gang = stored.start.is_shared().then(Gang::new);
         if matches!(mode, StartMode::Adopt) && recorded_ending(&stored).is_some() {
             over.store(true, Ordering::Release);
-            release(context.copies.as_ref(), &stored.start.attempt);
+            context.release_copy(&stored.start.attempt);
         } else {
             let over = over.clone();
             let (mut stored, gang) = (stored.clone(), gang.clone());
@@ -135,7 +140,7 @@ impl Attempt {
                 };
                 let (watch, ranks) = Watch::begin(stored, &context, received, mode).await;
                 watch.run(ranks).await;
-                release(context.copies.as_ref(), &attempt);
+                context.release_copy(&attempt);
                 over.store(true, Ordering::Release);
                 context.wake.notify_one();
                 context.spares.release(&slots);
@@ -246,13 +251,6 @@ fn add_machine_name(refusal: Refusal, name: &str) -> Refusal {
             Refusal::DatasetUnusable(format!("on the machine {name}: {why} ({DATASET_PATH_HINT})"))
         }
         other => other,
-    }
-}
-
-/// Releases the copy of the dataset after the end of the attempt.
-fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
-    if let Some(copies) = copies {
-        copies.release(attempt);
     }
 }
 

@@ -77,7 +77,7 @@ struct Report {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     if let Some(member) = Member::of_this_process().map_err(usage_error)? {
-        let gathered = gather(&member)?;
+        let gathered = gather(&member).map_err(anyhow::Error::msg)?;
         return if member.rank == 0 { output::json(&gathered) } else { Ok(()) };
     }
     if args.peer {
@@ -215,7 +215,8 @@ fn check_certificates(args: &Args) -> Vec<Finding> {
 
 /// Starts the ranks of the all-gather and returns rank 0's result.
 fn run_all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
-    let members = local_group::members(world_size, gpus).map_err(|e| e.to_string())?;
+    let devices: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+    let members = local_group::members(world_size, &devices).map_err(|e| e.to_string())?;
     let printed = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;
     serde_json::from_slice(&printed).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
 }

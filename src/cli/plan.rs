@@ -352,7 +352,7 @@ fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) 
     check_sample(spec, &sample, device.backend.needs(), ranks)
         .map_err(|error| usage_error(format!("this machine cannot be measured: {error}")))?;
     output::warn(format_args!("measuring this machine with {}", plural(ranks.into(), "rank")));
-    let members = local_group::members_on(ranks, &devices)?;
+    let members = local_group::members(ranks, &devices)?;
     let sample_option = format!("--sample={}", serde_json::to_string(&sample)?);
     let arguments = ["plan".into(), args.job.clone().into_os_string(), sample_option.into()];
     let printed = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;

@@ -9,12 +9,11 @@ pub use facts::Facts;
 pub use link::{LinkMeasurement, listen, probe};
 
 use crate::{
-    agent::machine,
     links,
     local_group::{JoinedGroup, Member},
 };
-use lockstep_comm::{CommError, rendezvous::RendezvousError};
 use lockstep_host::{
+    cores, cpu_name,
     gpu::libraries::{self, Library},
     usage::{disk_free, memory_free},
 };
@@ -74,9 +73,8 @@ pub fn examine(dir: &Path, quick: bool) -> Vec<Finding> {
 }
 
 fn cpu() -> Finding {
-    let description = machine::describe(Path::new("/"));
-    let found = format!("{}, {} cores for this process", description.cpu, description.cores);
-    if description.cores == 1 {
+    let found = format!("{}, {} cores for this process", cpu_name(), cores());
+    if cores() == 1 {
         let advice = "Ranks share one core: more ranks do not train faster.";
         return finding("CPU", Grade::Note, found, advice);
     }
@@ -184,27 +182,17 @@ fn loopback() -> Finding {
     }
 }
 
-/// Why the ranks of a group cannot reach each other.
-#[derive(Debug, thiserror::Error)]
-pub enum GatherError {
-    #[error(transparent)]
-    Rendezvous(#[from] RendezvousError),
-    #[error(transparent)]
-    Comm(#[from] CommError),
-    #[error("{0}")]
-    Libraries(String),
-}
-
 /// Meets the other ranks and runs an all-gather, over NCCL if this rank has a GPU.
 ///
 /// # Errors
 /// A rank does not arrive or does not respond.
-pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
+pub fn gather(member: &Member) -> Result<Gathered, String> {
     if member.gpu.is_some() {
-        libraries::ready(&[Library::Driver, Library::Nccl]).map_err(GatherError::Libraries)?;
+        libraries::ready(&[Library::Driver, Library::Nccl])?;
     }
-    let JoinedGroup { comm, store } = member.meet(CONNECT_TIMEOUT)?;
-    Ok(links::measure(comm.as_ref(), store.as_deref(), member.gpu.as_ref().map(|gpu| gpu.ordinal))?)
+    let JoinedGroup { comm, store } = member.meet(CONNECT_TIMEOUT).map_err(|e| e.to_string())?;
+    let ordinal = member.gpu.as_ref().map(|gpu| gpu.ordinal);
+    links::measure(comm.as_ref(), store.as_deref(), ordinal).map_err(|e| e.to_string())
 }
 
 #[cfg(test)]

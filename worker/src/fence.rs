@@ -50,12 +50,11 @@ impl Fence {
     }
 }
 
-/// The ranks' side: the time since the deadline, if it has passed. An unreadable file does not end ranks: a removed
-/// folder does not mean that the job was started elsewhere.
-pub(crate) fn overdue(path: &Path) -> Option<Duration> {
-    let deadline: u64 = fs::read_to_string(path).ok()?.trim().parse().ok()?;
-    let past = uptime().checked_sub(deadline).filter(|past| *past > 0)?;
-    Some(Duration::from_millis(past * 10))
+/// The ranks' side: whether the deadline has passed. An unreadable file does not end ranks: a removed folder does not mean
+/// that the job was started elsewhere.
+pub(crate) fn has_passed(path: &Path) -> bool {
+    let deadline = fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok());
+    deadline.is_some_and(|deadline: u64| uptime() > deadline)
 }
 
 #[cfg(test)]
@@ -66,17 +65,17 @@ mod tests {
     fn a_deadline_can_be_set_extended_and_missed() {
         let dir = tempfile::tempdir().unwrap();
         let fence = Fence::open(dir.path()).unwrap();
-        assert_eq!(overdue(fence.path()), None, "no deadline was set");
+        assert!(!has_passed(fence.path()), "no deadline was set");
         fence.set(Duration::from_secs(100)).unwrap();
-        assert_eq!(overdue(fence.path()), None);
+        assert!(!has_passed(fence.path()));
         fence.set(Duration::ZERO).unwrap();
         let until = std::time::Instant::now() + Duration::from_secs(10);
-        while overdue(fence.path()).is_none() {
+        while !has_passed(fence.path()) {
             assert!(std::time::Instant::now() < until);
             std::thread::yield_now();
         }
         fence.set(Duration::from_secs(100)).unwrap();
-        assert_eq!(overdue(fence.path()), None, "the deadline was extended");
-        assert_eq!(overdue(Path::new("/nowhere")), None);
+        assert!(!has_passed(fence.path()), "the deadline was extended");
+        assert!(!has_passed(Path::new("/nowhere")));
     }
 }

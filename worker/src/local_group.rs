@@ -7,19 +7,16 @@ use lockstep_comm::{
     ring::Ring,
 };
 use lockstep_engine::registry;
-use lockstep_host::{
-    NCCL_INTERFACE,
-    gpu::{RankGpu, devices::Gpu},
-    own_program,
-};
+use lockstep_host::{NCCL_INTERFACE, gpu::RankGpu, own_program};
 use lockstep_protocol::spec::Device;
+use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 use std::{
     ffi::OsString,
-    io::{self, Read},
+    fs::File,
+    io::{self, Read, Seek},
     process::{Command, Stdio},
     sync::Arc,
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -83,21 +80,12 @@ impl Member {
     }
 }
 
-/// The members of a group, on the first `world_size` of `gpus`, or on CPU cores if `gpus` is empty.
-///
-/// # Errors
-/// No port is free.
-pub fn members(world_size: u32, gpus: &[Gpu]) -> io::Result<Vec<Member>> {
-    let gpus: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-    members_on(world_size, &gpus)
-}
-
 /// The members of a group, on the first `world_size` of `devices` (UUIDs of a
 /// [`Slot`](lockstep_protocol::agent::Slot)), or on CPU cores if `devices` is empty.
 ///
 /// # Errors
 /// No port is free.
-pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>> {
+pub fn members(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>> {
     let port = free_port("127.0.0.1")?;
     let secret = uuid::Uuid::new_v4().simple().to_string();
     let visible: Vec<_> = devices.iter().take(world_size as usize).cloned().collect();
@@ -135,33 +123,28 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
         }
         std::thread::sleep(POLL_EVERY);
         ranks.poll();
-        for (end, output) in ranks.ends().zip(&mut outputs) {
+        for (end, (_, stderr)) in ranks.ends().zip(&outputs) {
             if let Some(exit) = end.exit.filter(|exit| *exit != Exit::Status(0)) {
-                let stderr = output.stderr.take().map_or_else(Vec::new, join_output);
-                let stderr = String::from_utf8_lossy(&stderr).trim().to_owned();
+                let stderr = String::from_utf8_lossy(&content(stderr)).trim().to_owned();
                 let why = if stderr.is_empty() { exit.to_string() } else { stderr };
                 return Err(format!("rank {}: {why}", end.rank));
             }
         }
     }
-    let first = outputs.first_mut().and_then(|output| output.stdout.take());
-    Ok(first.map_or_else(Vec::new, join_output))
+    Ok(outputs.first().map_or_else(Vec::new, |(stdout, _)| content(stdout)))
 }
 
-/// The threads that read the output of a member.
-struct OutputThreads {
-    stdout: Option<JoinHandle<Vec<u8>>>,
-    stderr: Option<JoinHandle<Vec<u8>>>,
-}
-
-fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, OutputThreads)> {
+/// Starts a member. Also returns its standard output and its standard error, which are files in memory.
+fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, (File, File))> {
+    let memory_file = || Ok::<_, io::Error>(File::from(memfd_create("output", MemfdFlags::CLOEXEC)?));
+    let (stdout, stderr) = (memory_file()?, memory_file()?);
     let mut command = Command::new(own_program()?);
     command
         .args(arguments)
         .env(MEMBER_VARIABLE, serde_json::to_string(member)?)
         .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+        .stdout(stdout.try_clone()?)
+        .stderr(stderr.try_clone()?);
     let gpu = member.gpu.as_ref();
     command.envs(registry::device_of(gpu, Device::Auto).backend.environment(gpu)?);
     if let Some(interface) = &member.interface {
@@ -169,21 +152,13 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
         command.env(NCCL_INTERFACE, format!("={interface}"));
     }
     // The members are in this process's group, so that Ctrl-C ends them too.
-    let mut process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;
-    let (stdout, stderr) = process.take_output();
-    let (stdout, stderr) = (stdout.map(read).transpose()?, stderr.map(read).transpose()?);
-    Ok((process, OutputThreads { stdout, stderr }))
+    let process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;
+    Ok((process, (stdout, stderr)))
 }
 
-fn read(mut from: impl Read + Send + 'static) -> io::Result<JoinHandle<Vec<u8>>> {
-    std::thread::Builder::new().name("output".into()).spawn(move || {
-        let mut bytes = Vec::new();
-        // Keep the output before a failure.
-        let _ = from.read_to_end(&mut bytes);
-        bytes
-    })
-}
-
-fn join_output(thread: JoinHandle<Vec<u8>>) -> Vec<u8> {
-    thread.join().unwrap_or_default()
+/// What has been written to a file, as far as it can be read.
+fn content(mut file: &File) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let _ = file.rewind().and_then(|()| file.read_to_end(&mut bytes));
+    bytes
 }

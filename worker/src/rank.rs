@@ -203,16 +203,7 @@ fn run_attempt(
         true => Some(watch(config, state, reporter, store.clone(), stall)?),
         false => None,
     };
-    let device_metrics = machine_metrics::start_device(config, reporter.clone(), state.progress.clone());
-    let _device_metrics = device_metrics.unwrap_or_else(|why| {
-        reporter.log(&why);
-        None
-    });
-    let machine_metrics = machine_metrics::start(config, reporter.clone(), state.progress.clone());
-    let _machine_metrics = machine_metrics.unwrap_or_else(|why| {
-        reporter.log(&format!("no metrics of the machine: {why}"));
-        None
-    });
+    let _metrics = machine_metrics::start(config, reporter, &state.progress);
     let checkpoints = config.checkpoints_dir();
     let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
     let dataset = lockstep_data::resolve(Path::new(&start.dataset_path), start.files.dataset_in.as_ref());

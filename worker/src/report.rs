@@ -41,11 +41,6 @@ pub fn events_path(attempt_dir: &Path, rank: u32) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.events"))
 }
 
-/// The plain text log of `rank` in an attempt's folder.
-pub fn log_path(attempt_dir: &Path, rank: u32) -> PathBuf {
-    attempt_dir.join(format!("rank.{rank}.log"))
-}
-
 /// The writer of a file of records. A file has only one writer.
 #[derive(Debug)]
 pub struct Records {
@@ -177,7 +172,7 @@ impl Reporter {
         let events = events_path(attempt_dir, rank);
         File::create_new(&events).map_err(|e| with_path(&events, e))?;
         let records = Records::append_to(&events).map_err(|e| with_path(&events, e))?;
-        let log = log_path(attempt_dir, rank);
+        let log = attempt_dir.join(format!("rank.{rank}.log"));
         let log = OpenOptions::new().append(true).create(true).open(&log).map_err(|e| with_path(&log, e))?;
         let state = State {
             rank,

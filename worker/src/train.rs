@@ -358,4 +358,4 @@ impl Run<'_> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

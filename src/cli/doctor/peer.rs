@@ -2,7 +2,10 @@
 //! other machines, and connects to other machines on request. Messages are lines of JSON over standard input and output.
 
 use super::super::usage_error;
-use lockstep_host::{gpu::devices, nccl_variable, own_program};
+use lockstep_host::{
+    gpu::{RankGpu, devices},
+    nccl_variable, own_program,
+};
 use lockstep_worker::{
     doctor::{Facts, Gathered, LinkMeasurement, listen, probe},
     local_group::{self, Member},
@@ -131,9 +134,8 @@ fn run_all_reduces(
     addr: String,
     port: u16,
 ) -> Result<Option<Gathered>, String> {
-    let gpus = devices::usable(None)?.gpus;
-    let gpu =
-        local_group::members(1, &gpus[..gpus.len().min(1)]).map_err(|e| e.to_string())?.swap_remove(0).gpu;
+    let first = devices::usable(None)?.gpus.into_iter().next();
+    let gpu = first.map(|gpu| RankGpu { ordinal: 0, visible: vec![gpu.uuid] });
     let interface = facts.interface.clone().filter(|_| nccl_variable().is_none());
     let member = Member { rank, world_size: 2, addr, port, secret: secret.into(), gpu, interface };
     let printed = local_group::run(&["doctor".into()], &[member], ALL_REDUCE_TIMEOUT)?;

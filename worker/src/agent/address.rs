@@ -86,23 +86,6 @@ fn is_loopback(host: &str) -> bool {
         || host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
-/// Checks that the processes that listen at the server's address belong to the server's account, or to root. Another
-/// account of this machine may have taken the port of a stopped server, and must not get the token. It is also an error
-/// if nothing listens, because another program could start to listen before the connection is made.
-pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
-    const ROOT: u32 = 0;
-    if listeners.is_empty() && !owners.is_empty() {
-        return Err("nothing listens at the server's address".into());
-    }
-    match listeners.iter().find(|uid| **uid != ROOT && !owners.is_empty() && !owners.contains(uid)) {
-        None => Ok(()),
-        Some(uid) => {
-            let why = "listens at the server's address; the token is not sent to it";
-            Err(format!("another account (user id {uid}) {why}"))
-        }
-    }
-}
-
 impl Address {
     /// The TLS settings of a connection. Their files are read for each connection, so a new CA certificate or a renewed
     /// client certificate needs no restart.
@@ -134,16 +117,30 @@ impl Address {
         Ok((client, format!("{scheme}://{authority}{path}")))
     }
 
-    /// Records the accounts that listened when the server accepted this agent.
-    pub(super) fn note_owners(&self, listeners: &[u32]) {
+    /// Records the accounts that listened when the server accepted this agent. Only the first call counts.
+    pub(super) fn note_owners(&self, listeners: Vec<u32>) {
         if !listeners.is_empty() {
-            let _ = self.owners.set(listeners.to_vec());
+            let _ = self.owners.set(listeners);
         }
     }
 
-    /// Checks that no other account has taken the server's port on this machine.
-    pub(super) fn check_listeners(&self) -> Result<(), String> {
-        same_account(&self.listeners(), self.owners.get().map_or(&[], Vec::as_slice))
+    /// Checks that the processes that listen at the server's address belong to the server's account, or to root, and
+    /// returns their accounts. Another account of this machine may have taken the port of a stopped server, and must not
+    /// get the token. It is also an error if nothing listens, because another program could start to listen before the
+    /// connection is made.
+    pub(super) fn check_listeners(&self) -> Result<Vec<u32>, String> {
+        const ROOT: u32 = 0;
+        let listeners = self.listeners();
+        let Some(owners) = self.owners.get() else { return Ok(listeners) };
+        if listeners.is_empty() {
+            return Err("nothing listens at the server's address".into());
+        }
+        match listeners.iter().copied().find(|uid| *uid != ROOT && !owners.contains(uid)) {
+            None => Ok(listeners),
+            Some(uid) => Err(format!(
+                "another account (user id {uid}) listens at the server's address; the token is not sent to it"
+            )),
+        }
     }
 
     /// A description of why a request got no response.
@@ -179,7 +176,7 @@ impl Address {
 
     /// The accounts that listen at the server's address, if it is a loopback address. Empty if nothing listens, or
     /// the server is on another machine.
-    pub(super) fn listeners(&self) -> Vec<u32> {
+    fn listeners(&self) -> Vec<u32> {
         let (host, port) = self.host_and_port();
         let addresses: Vec<IpAddr> = match host {
             // The connection may use either address.

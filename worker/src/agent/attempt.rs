@@ -24,7 +24,7 @@ use std::{
     },
 };
 use tokio::sync::{Notify, mpsc, oneshot};
-use watch::Watch;
+use watch::{Watch, refusal_ending};
 
 mod conclusion;
 mod gang;
@@ -69,7 +69,7 @@ pub(super) type Check = fn(
     program: &Path,
     devices: &[String],
     cancelled: &AtomicBool,
-    machine: Option<&str>,
+    machine: &str,
 ) -> Result<(), Refusal>;
 
 /// State that the attempts of an agent share.
@@ -83,8 +83,8 @@ pub(super) struct AttemptContext {
     pub(super) check: Check,
     /// Notified when an attempt has ended.
     pub(super) wake: Arc<Notify>,
-    /// The client for files of the server. `None` without a server.
-    pub(super) remote: Option<Arc<Remote>>,
+    /// The client for files of the server.
+    pub(super) remote: Arc<Remote>,
     /// Copies of the server's datasets on this machine. `None` if datasets are not copied.
     pub(super) copies: Option<Arc<Copies>>,
     /// Time for ranks to finish their step and checkpoint, if this agent is about to end as well.
@@ -101,12 +101,17 @@ impl AttemptContext {
         let devices = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
         devices.collect::<Option<_>>().unwrap_or_default()
     }
+
+    /// Releases the copy of the dataset after the end of an attempt.
+    fn release_copy(&self, attempt: &AttemptRef) {
+        self.copies.iter().for_each(|copies| copies.release(attempt));
+    }
 }
 
 impl Attempt {
-    /// Starts the ranks. `refusal` is the reason if they cannot be started.
-    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, context: AttemptContext) -> Self {
-        Self::begin_watch(stored, context, StartMode::Launch { refusal })
+    /// Checks whether the ranks can be started, and starts them.
+    pub(super) fn start(stored: StoredAttempt, context: AttemptContext) -> Self {
+        Self::begin_watch(stored, context, StartMode::Launch)
     }
 
     /// Adopts an attempt of an earlier agent, whose ranks may be alive, dead or never started.
@@ -120,17 +125,22 @@ impl Attempt {
         let gang = stored.start.is_shared().then(Gang::new);
         if matches!(mode, StartMode::Adopt) && recorded_ending(&stored).is_some() {
             over.store(true, Ordering::Release);
-            release(context.copies.as_ref(), &stored.start.attempt);
+            context.release_copy(&stored.start.attempt);
         } else {
             let over = over.clone();
             let (mut stored, gang) = (stored.clone(), gang.clone());
             let StartAttempt { attempt, ranks: slots, .. } = stored.start.clone();
             context.spares.reserve(&slots);
             tokio::spawn(async move {
-                let mode = run_checks(mode, &mut stored, &context, gang.as_ref(), &mut received).await;
+                let mode = match mode {
+                    StartMode::Launch => {
+                        run_checks(&mut stored, &context, gang.as_ref(), &mut received).await
+                    }
+                    mode => mode,
+                };
                 let (watch, ranks) = Watch::begin(stored, &context, received, mode).await;
                 watch.run(ranks).await;
-                release(context.copies.as_ref(), &attempt);
+                context.release_copy(&attempt);
                 over.store(true, Ordering::Release);
                 context.wake.notify_one();
                 context.spares.release(&slots);
@@ -167,37 +177,35 @@ impl Attempt {
     }
 }
 
-/// Runs the preflight check, and waits for the check on the attempt's other machines, before any rank is started.
-/// Examining a large dataset takes time; an order ends the wait at once, even if a file system does not respond.
+/// Runs the preflight check, waits for the check on the attempt's other machines, and sets the port of rank 0, before any
+/// rank is started. Examining a large dataset takes time; an order ends the wait at once, even if a file system does not
+/// respond.
 async fn run_checks(
-    mode: StartMode,
     stored: &mut StoredAttempt,
     context: &AttemptContext,
     gang: Option<&Gang>,
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> StartMode {
-    let StartMode::Launch { refusal: None } = mode else { return mode };
     let cancelled = Arc::new(AtomicBool::new(false));
-    let port = {
-        let ready = async {
-            check_with_files(&mut *stored, context, &cancelled).await?;
-            match gang {
-                Some(gang) => gang.wait_for_machines(&stored.start).await,
-                None => Ok(stored.start.master_port),
-            }
+    let ready = async {
+        check_with_files(stored, context, &cancelled).await?;
+        stored.start.master_port = match gang {
+            Some(gang) => gang.wait_for_machines(&stored.start).await?,
+            None if stored.start.master_port == 0 => gang::choose_port(&stored.start)?,
+            None => stored.start.master_port,
         };
-        tokio::select! {
-            port = ready => port,
-            Some(order) = orders.recv() => {
-                cancelled.store(true, Ordering::Relaxed);
-                return StartMode::Over(order.ending());
-            }
-        }
+        Ok::<(), Refusal>(())
     };
-    if let Ok(port) = port {
-        stored.start.master_port = port;
+    tokio::select! {
+        checked = ready => match checked {
+            Ok(()) => StartMode::Launch,
+            Err(refusal) => StartMode::Over(refusal_ending(refusal)),
+        },
+        Some(order) = orders.recv() => {
+            cancelled.store(true, Ordering::Relaxed);
+            StartMode::Over(order.ending())
+        }
     }
-    StartMode::Launch { refusal: port.err() }
 }
 
 /// Runs the preflight check. An agent with its own disk first notifies the server and fetches missing files, and
@@ -207,13 +215,13 @@ async fn check_with_files(
     context: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
-    let on_own_disk = context.remote.as_ref().filter(|_| is_own_disk(stored));
+    let (remote, on_own_disk) = (&context.remote, is_own_disk(stored));
     // The report precedes the copy of the dataset, which may take hours, so that the server knows at once which machine has
     // the checkpoints on this disk.
-    if let Some(remote) = on_own_disk {
+    if on_own_disk {
         fetch::begin(stored, remote).await?;
     }
-    if let (Some(remote), Some(copies)) = (&context.remote, &context.copies) {
+    if let Some(copies) = &context.copies {
         let registered_path = stored.start.dataset_path.clone();
         dataset_copy::ensure(stored, remote, copies).await?;
         if stored.start.dataset_path != registered_path {
@@ -221,20 +229,18 @@ async fn check_with_files(
             stored.start.files.registered = None;
         }
     }
-    let Some(remote) = on_own_disk else {
-        let checked = check_before_start(stored, context, cancelled).await;
-        return match &context.remote {
-            Some(remote) if stored.start.files.registered.is_some() => {
-                checked.map_err(|refusal| add_machine_name(refusal, &remote.name))
-            }
-            _ => checked,
-        };
-    };
-    fetch::prepare(stored, remote).await?;
-    check_before_start(stored, context, cancelled)
-        .await
-        .map_err(|refusal| add_machine_name(refusal, &remote.name))?;
-    fetch::publish_dataset(stored, remote).await.map_err(|refusal| add_machine_name(refusal, &remote.name))
+    if on_own_disk {
+        fetch::prepare(stored, remote).await?;
+    }
+    let mut checked = check_before_start(stored, context, cancelled).await;
+    if on_own_disk && checked.is_ok() {
+        checked = fetch::publish_dataset(stored, remote).await;
+    }
+    // Machines that use the server's own files have the same state of the dataset.
+    if on_own_disk || stored.start.files.registered.is_some() {
+        return checked.map_err(|refusal| add_machine_name(refusal, &remote.name));
+    }
+    checked
 }
 
 /// Adds the machine's name to a refusal about the dataset, because other machines of the job may have another state of
@@ -248,13 +254,6 @@ fn add_machine_name(refusal: Refusal, name: &str) -> Refusal {
     }
 }
 
-/// Releases the copy of the dataset after the end of the attempt.
-fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
-    if let Some(copies) = copies {
-        copies.release(attempt);
-    }
-}
-
 async fn check_before_start(
     stored: &StoredAttempt,
     context: &AttemptContext,
@@ -265,9 +264,9 @@ async fn check_before_start(
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
             (context.check, context.program.clone(), context.devices_of(&stored.start));
-        let machine = context.remote.as_ref().map(|remote| remote.name.clone());
+        let machine = context.remote.name.clone();
         // Sending fails if the caller no longer waits; the result is then not needed.
-        move || drop(sender.send(check(&stored, &program, &devices, &cancelled, machine.as_deref())))
+        move || drop(sender.send(check(&stored, &program, &devices, &cancelled, &machine)))
     };
     // Not a thread of the async runtime, because the runtime would wait for its end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(checking);
@@ -306,9 +305,7 @@ fn recorded_ending(stored: &StoredAttempt) -> Option<Ending> {
 }
 
 enum StartMode {
-    Launch {
-        refusal: Option<Refusal>,
-    },
+    Launch,
     Adopt,
     /// The attempt ended before any rank was started.
     Over(Ending),

@@ -1,12 +1,10 @@
 //! The attempts of an agent: starts them, and drops them when the server has all of their records.
 
 use super::{
-    Agent, AttemptKey, Shutdown,
+    Agent, Shutdown,
     attempt::{Attempt, Order},
     place,
-    preflight::Refusal,
 };
-use lockstep_comm::rendezvous::free_port;
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     job::JobId,
@@ -31,17 +29,13 @@ fn next_attempt_within(recovery: &RecoverySpec) -> Duration {
     MIN_ATTEMPT_WAIT + Duration::from_secs(wait_seconds.into())
 }
 
-fn key(attempt: &AttemptRef) -> AttemptKey {
-    (attempt.fencing_token, attempt.job.clone(), attempt.attempt)
-}
-
 impl Agent {
     pub(super) fn add_attempt(&mut self, attempt: Attempt) {
-        self.attempts.insert(key(attempt.attempt()), attempt);
+        self.attempts.insert(attempt.attempt().fencing_token, attempt);
     }
 
     pub(super) fn find_attempt(&self, attempt: &AttemptRef) -> Option<&Attempt> {
-        self.attempts.get(&key(attempt))
+        self.attempts.get(&attempt.fencing_token)
     }
 
     /// Every attempt whose end the server has not acknowledged.
@@ -51,24 +45,14 @@ impl Agent {
 
     /// Handles the server's order to start ranks.
     pub(super) fn start(&mut self, mut start: StartAttempt) {
-        if self.attempts.contains_key(&key(&start.attempt)) {
+        if self.attempts.contains_key(&start.attempt.fencing_token) {
             return;
         }
         if self.leaving.is_some() {
             return self.declined.push((start.attempt, "the agent is shutting down".into()));
         }
-        let mut no_port = None;
-        // With several machines, the port is chosen when all of them are ready.
-        if start.master_port == 0 && !start.is_shared() {
-            match free_port(&start.master_addr) {
-                Ok(port) => start.master_port = port,
-                Err(error) => {
-                    no_port = Some(format!("{} has no free port for the ranks: {error}", start.master_addr))
-                }
-            }
-        }
         let mut context = self.context.clone();
-        let mapped = self.datasets.local_path(&start.spec.data.dataset, &start.dataset_path);
+        let mapped = self.options.datasets.local_path(&start.spec.data.dataset, &start.dataset_path);
         let is_mapped = mapped.is_some();
         if let Some(local_path) = mapped {
             start.dataset_path = local_path.to_string_lossy().into_owned();
@@ -91,13 +75,12 @@ impl Agent {
             let reason = self.refuse_work(&error);
             return self.declined.push((stored.start.attempt, reason));
         }
-        let refusal = no_port.map(Refusal::NotStarted);
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.waiting_since = None;
         // A job that had finished may be retried while its last checkpoint is being uploaded.
         self.only_job_is_final = None;
-        self.add_attempt(Attempt::start(stored, refusal, context));
+        self.add_attempt(Attempt::start(stored, context));
     }
 
     /// Probes the agent's folder, and accepts new work only while the folder is writable. An agent without a writable folder would
@@ -135,7 +118,7 @@ impl Agent {
     /// Called when a job has finished or was deleted. An agent that serves only this job then ends, even if it never
     /// ran an attempt of the job.
     pub(super) fn job_is_final(&mut self, job: &JobId) {
-        if self.only_job.as_ref() == Some(job) {
+        if self.options.only_job.as_ref() == Some(job) {
             self.only_job_is_final.get_or_insert_with(Instant::now);
         }
     }
@@ -165,8 +148,8 @@ impl Agent {
     /// Drops an attempt that has ended, when the server has all of its records or refuses them. `is_refused`:
     /// the server accepts no more reports of the attempt, for example because another agent has it.
     pub(super) fn forget(&mut self, attempt: &AttemptRef, is_refused: bool) {
-        if let Some(attempt) = self.attempts.remove(&key(attempt)) {
-            if self.only_job.as_ref() == Some(&attempt.attempt().job) {
+        if let Some(attempt) = self.attempts.remove(&attempt.fencing_token) {
+            if self.options.only_job.as_ref() == Some(&attempt.attempt().job) {
                 let start = &attempt.stored().start;
                 self.only_job_failed = attempt.has_failed();
                 // Another attempt may follow if this attempt has failed, was stopped because its ranks on another
@@ -194,7 +177,7 @@ impl Agent {
             ranks.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
         };
         let bytes: u64 = self.attempts.values().map(size).sum();
-        if bytes > self.spool_bytes {
+        if bytes > self.options.spool_bytes {
             let (agent, size_bytes) = (self.name.as_str().into(), bytes);
             let reason: Reason = ReasonKind::SpoolFull { agent, size_bytes }.into();
             tracing::error!(%reason, "the ranks write a checkpoint and end");

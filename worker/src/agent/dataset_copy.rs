@@ -14,7 +14,6 @@ use super::{
     remote::{Failed, Remote},
     state_dir::StoredAttempt,
 };
-use cache::About;
 use lockstep_protocol::{agent::ANEW_BYTES, backoff::Backoff};
 use reqwest::StatusCode;
 use std::{
@@ -46,7 +45,7 @@ pub(super) fn open(
     let dir = options.dataset_cache.clone().unwrap_or_else(|| state_dir.join("datasets"));
     let live: Vec<_> = adopted.iter().map(|stored| &stored.start.attempt).collect();
     let copies = Copies::open(&dir, options.dataset_cache_bytes, &live);
-    copies.map(|copies| Some(Arc::new(copies))).map_err(|error| AgentError::Wrong(error.to_string()))
+    copies.map(|copies| Some(Arc::new(copies))).map_err(AgentError::Wrong)
 }
 
 /// Why an attempt to copy failed.
@@ -183,29 +182,22 @@ async fn copy(
 ) -> Result<Option<PathBuf>, CopyError> {
     let start = &stored.start;
     let client = remote.client(&start.attempt)?;
-    let list = match list::fetch(&client, copies.dir(), &start.dataset_path, progress).await {
+    let list = match list::fetch(&client, copies.dir(), start, progress).await {
         Err(CopyError::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
             tracing::info!(why, "the server does not have the dataset either");
             return Ok(None);
         }
         other => other?,
     };
-    let about = About {
-        dataset: start.spec.data.dataset.clone(),
-        path: start.dataset_path.clone(),
-        within: list.within.clone(),
-        files: list.files,
-        bytes: list.bytes,
-    };
-    let key = list.key.clone();
-    let (entry, evicted) = copies.reserve(list, &about, &start.attempt)?;
+    let (key, about) = (list.key.clone(), list.about.clone());
+    let (entry, evicted) = copies.reserve(list, &start.attempt)?;
     blocking(move || cache::remove(&evicted)).await?;
     // If several jobs need this copy, one job pulls it, and the other jobs then find it complete.
     let copy_lock = copies.lock_copy(&entry).await;
     if pull::complete(&client, (&entry, &copy_lock), &about, copies, (progress, restart_reason)).await? {
         // The server notices that a file changes while it is sent, but not later changes or new files. So the lists are
         // compared.
-        let current = list::fetch(&client, copies.dir(), &start.dataset_path, progress).await?;
+        let current = list::fetch(&client, copies.dir(), start, progress).await?;
         if current.key != key {
             return Err(CopyError::Changed(
                 "its files have changed since they were listed for the copy".into(),

@@ -48,10 +48,10 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
 /// # Errors
 /// The server refuses the report, and a retry would not help.
 pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
-    let mut tries = Retries::of(remote);
+    let mut backoff = RETRY;
     let begin = || async { remote.client(&stored.start.attempt)?.begin().await };
     while let Err(failed) = begin().await {
-        tries.wait(failed.into()).await?;
+        wait(remote, &mut backoff, failed.into()).await?;
     }
     Ok(())
 }
@@ -97,12 +97,12 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     let own = read_note(&path).ok_or_else(|| refusal(remote, &unread()))?;
     // The server knows which machine sends the fingerprint.
     let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::NotStarted(e.to_string()))?;
-    let mut tries = Retries::of(remote);
+    let mut backoff = RETRY;
     let other = loop {
         match report(stored, remote, &note).await {
             Ok(None) => return Ok(()),
             Ok(Some(other)) => break other,
-            Err(error) => tries.wait(error).await?,
+            Err(error) => wait(remote, &mut backoff, error).await?,
         }
     };
     // Removed, so that the next start compares with the server's fingerprint.
@@ -125,24 +125,22 @@ async fn ensure_checkpoint(
         return Ok(());
     }
     tracing::info!(checkpoint = id, "fetching a checkpoint from the server");
-    let mut tries = Retries::of(remote);
-    let mut refetches = 0;
+    let (mut backoff, mut refetches) = (RETRY, 0);
     while let Err(error) = fetch(stored, remote, id, target).await {
-        tries
-            .wait(match error {
-                FetchError::Damaged(why) if refetches < MAX_REFETCHES => {
-                    refetches += 1;
-                    Failed::Later(why).into()
-                }
-                // The server has set the checkpoint aside. A checkpoint of another job has no replacement.
-                FetchError::Server(Failed::Never(StatusCode::UNPROCESSABLE_ENTITY, why))
-                    if stored.start.resume.is_some() =>
-                {
-                    return Err(Refusal::CheckpointDamaged(format!("on the machine {}: {why}", remote.name)));
-                }
-                error => error,
-            })
-            .await?;
+        let error = match error {
+            FetchError::Damaged(why) if refetches < MAX_REFETCHES => {
+                refetches += 1;
+                FetchError::Server(Failed::Later(why))
+            }
+            // The server has set the checkpoint aside. A checkpoint of another job has no replacement.
+            FetchError::Server(Failed::Never(StatusCode::UNPROCESSABLE_ENTITY, why))
+                if stored.start.resume.is_some() =>
+            {
+                return Err(Refusal::CheckpointDamaged(format!("on the machine {}: {why}", remote.name)));
+            }
+            error => error,
+        };
+        wait(remote, &mut backoff, error).await?;
     }
     tracing::info!(checkpoint = id, "fetched");
     Ok(())
@@ -238,29 +236,15 @@ async fn fetch_manifest(client: &AttemptClient<'_>, id: &str) -> Result<Vec<u8>,
     Ok(content)
 }
 
-/// Requests that are repeated while their errors may be temporary.
-struct Retries<'a> {
-    remote: &'a Remote,
-    backoff: Backoff,
-}
-
-impl<'a> Retries<'a> {
-    fn of(remote: &'a Remote) -> Self {
-        Self { remote, backoff: RETRY }
-    }
-
-    /// Waits until it is time for another attempt.
-    ///
-    /// # Errors
-    /// The error is permanent.
-    async fn wait(&mut self, error: FetchError) -> Result<(), Refusal> {
-        let FetchError::Server(Failed::Later(why)) = error else {
-            return Err(refusal(self.remote, &error));
-        };
-        tracing::warn!(why, "waiting for the server before ranks can start");
-        tokio::time::sleep(self.backoff.pause()).await;
-        Ok(())
-    }
+/// Waits until it is time for another attempt after `error`.
+///
+/// # Errors
+/// The error is permanent.
+async fn wait(remote: &Remote, backoff: &mut Backoff, error: FetchError) -> Result<(), Refusal> {
+    let FetchError::Server(Failed::Later(why)) = error else { return Err(refusal(remote, &error)) };
+    tracing::warn!(why, "waiting for the server before ranks can start");
+    tokio::time::sleep(backoff.pause()).await;
+    Ok(())
 }
 
 fn refusal(remote: &Remote, error: &FetchError) -> Refusal {

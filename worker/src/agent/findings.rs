@@ -1,6 +1,7 @@
 //! Findings of `lockstep doctor`'s quick checks on this machine. The checks run in a separate process, because NVIDIA's
 //! libraries should not stay loaded in the agent.
 
+use crate::doctor::{Finding, Grade};
 use lockstep_host::SECRETS;
 use lockstep_protocol::{
     agent::MachineWarning,
@@ -19,14 +20,6 @@ const GPU_FINDINGS: [&str; 2] = ["GPUs", "/dev/shm"];
 #[derive(Deserialize)]
 struct Report {
     findings: Vec<Finding>,
-}
-
-#[derive(Deserialize)]
-struct Finding {
-    what: String,
-    grade: String,
-    found: String,
-    advice: Option<String>,
 }
 
 /// The findings that need attention. Empty if the checks cannot run, which must not prevent the agent from working.
@@ -56,7 +49,7 @@ pub(super) async fn find(program: &Path, dir: &Path, idle: bool) -> Vec<MachineW
 
 fn to_warnings(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<MachineWarning> {
     let matters = |finding: &Finding| {
-        finding.grade != "ok"
+        finding.grade != Grade::Ok
             && (has_driver || !GPU_FINDINGS.contains(&finding.what.as_str()))
             && (idle || !finding.what.starts_with("GPU "))
     };
@@ -64,7 +57,7 @@ fn to_warnings(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<Mach
         let advice = finding.advice.map(|advice| format!(". {advice}")).unwrap_or_default();
         let text = format!("{}, when the agent started: {}{advice}", finding.what, finding.found);
         MachineWarning {
-            problem: finding.grade == "problem",
+            problem: finding.grade == Grade::Problem,
             text: text.chars().take(FINDING_CHARS).collect(),
         }
     };
@@ -75,22 +68,26 @@ fn to_warnings(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<Mach
 mod tests {
     use super::*;
 
-    fn finding(name: &str, grade: &str) -> Finding {
-        let advice = (grade != "ok").then(|| "Do something.".to_owned());
-        Finding { what: name.into(), grade: grade.into(), found: "it is so".into(), advice }
+    fn finding(name: &str, grade: Grade) -> Finding {
+        let advice = (grade != Grade::Ok).then(|| "Do something.".to_owned());
+        Finding { what: name.into(), grade, found: "it is so".into(), advice }
     }
 
     #[test]
     fn relevant_findings_are_reported_with_advice() {
-        let all = || {
-            let findings = [("CPU", "ok"), ("memory", "problem"), ("GPUs", "note"), ("GPU 0", "note")];
-            findings.map(|(name, grade)| finding(name, grade)).into()
+        let all = || -> Vec<Finding> {
+            let grades = [Grade::Ok, Grade::Problem, Grade::Note, Grade::Note];
+            ["CPU", "memory", "GPUs", "GPU 0"]
+                .into_iter()
+                .zip(grades)
+                .map(|(name, grade)| finding(name, grade))
+                .collect()
         };
         let found = to_warnings(all(), false, false);
         let text = "memory, when the agent started: it is so. Do something.".to_owned();
         assert_eq!(found, [MachineWarning { problem: true, text }]);
         assert_eq!(to_warnings(all(), true, true).len(), 3);
-        let many = (0..=FINDINGS).map(|_| finding(&"x".repeat(FINDING_CHARS), "note")).collect();
+        let many = (0..=FINDINGS).map(|_| finding(&"x".repeat(FINDING_CHARS), Grade::Note)).collect();
         let many = to_warnings(many, true, true);
         assert_eq!((many.len(), many[0].text.len()), (FINDINGS, FINDING_CHARS));
     }

@@ -3,10 +3,7 @@
 use crate::fence::Fence;
 use lockstep_host::lock;
 use std::{
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -26,7 +23,6 @@ const FENCE_EVERY: Duration = Duration::from_millis(500);
 pub(super) struct Lease {
     state: Mutex<State>,
     fence: Fence,
-    has_logged_error: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -36,13 +32,15 @@ struct State {
     length: Duration,
     /// Whether there was contact with the server since this agent started.
     renewed: bool,
+    has_logged_error: bool,
 }
 
 impl Lease {
     /// `fence` is the file in which ranks read their deadline.
     pub(super) fn new(fence: Fence) -> Self {
-        let state = State { last_contact: Instant::now(), length: DEFAULT_LENGTH, renewed: false };
-        Self { state: Mutex::new(state), fence, has_logged_error: AtomicBool::new(false) }
+        let (last_contact, length) = (Instant::now(), DEFAULT_LENGTH);
+        let state = State { last_contact, length, renewed: false, has_logged_error: false };
+        Self { state: Mutex::new(state), fence }
     }
 
     /// Renews the lease. `sent` is when the agent sent the message to which the server has responded, so the server's own
@@ -71,7 +69,7 @@ impl Lease {
     /// ranks have ended when the server gives the work to other agents. `None` before the first contact: the ranks of an
     /// earlier agent keep their deadline. Otherwise, they could train forever if the agent is restarted repeatedly.
     fn remaining(&self) -> Option<Duration> {
-        let State { last_contact, length, renewed } = *lock(&self.state);
+        let State { last_contact, length, renewed, .. } = *lock(&self.state);
         let length = length.saturating_sub((length / 5).min(MARGIN));
         length.checked_sub(last_contact.elapsed()).filter(|_| renewed)
     }
@@ -80,7 +78,7 @@ impl Lease {
     fn extend(&self) {
         if let Some(remaining) = self.remaining()
             && let Err(error) = self.fence.set(remaining)
-            && !self.has_logged_error.swap(true, Ordering::Relaxed)
+            && !std::mem::replace(&mut lock(&self.state).has_logged_error, true)
         {
             tracing::error!(%error, path = %self.fence.path().display(), "cannot extend the lease that ranks read");
         }

@@ -8,7 +8,7 @@ use lockstep_protocol::agent::Machine;
 use std::path::Path;
 
 /// Describes this machine. Free disk space is measured at `dir`.
-pub fn describe(dir: &Path) -> Machine {
+pub(super) fn describe(dir: &Path) -> Machine {
     Machine {
         hostname: hostname(),
         cpu: cpu_name(),

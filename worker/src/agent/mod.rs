@@ -10,7 +10,7 @@ mod dataset_copy;
 mod fetch;
 mod findings;
 mod lease;
-pub mod machine;
+mod machine;
 mod network;
 mod options;
 mod outbox;
@@ -33,13 +33,13 @@ pub use options::{AgentError, Options, Warm};
 pub use place::Datasets;
 
 use crate::{fence::Fence, supervisor::RankProcess, tls::IdentityFiles};
-use address::{Address, same_account};
+use address::Address;
 use attempt::{Attempt, AttemptContext};
 use lease::Lease;
+use lockstep_host::lock;
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, MachineSample, MachineWarning, Slot},
     backoff::Backoff,
-    job::JobId,
 };
 use network::Network;
 use remote::Remote;
@@ -52,11 +52,10 @@ use state_dir::StateDir;
 use std::{
     collections::BTreeMap,
     ops::ControlFlow,
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 use tokio::sync::{Notify, OnceCell, watch};
-use uploads::Progress;
 
 /// Pauses before connecting again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(3));
@@ -87,7 +86,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let network = Network::of(&options)?;
-    let state_dir = StateDir::open(&options.dir)?;
+    let state_dir = StateDir::open(&options.dir).map_err(AgentError::Wrong)?;
     let fence = Fence::open(state_dir.dir())?;
     let fence_path = fence.path().to_owned();
     let lease = Arc::new(Lease::new(fence));
@@ -97,7 +96,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         agent_id: state_dir.agent_id().to_owned(),
         name: name.clone(),
     });
-    let uploaded = Arc::new(Progress::default());
+    let uploaded = Arc::new(Mutex::new(None));
     let adopted = state_dir.stored_attempts();
     let copies = dataset_copy::open(&options, state_dir.dir(), &adopted)?;
     let program = options.program.clone().map_or_else(lockstep_host::own_program, Ok)?;
@@ -108,7 +107,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         fence: fence_path,
         check: preflight::check,
         wake: Arc::new(Notify::new()),
-        remote: Some(remote.clone()),
+        remote: remote.clone(),
         copies,
         stop_within_secs: options.stop_within_secs(),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
@@ -122,8 +121,6 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         process: uuid::Uuid::new_v4().simple().to_string(),
         nvlink_groups: nvlink_groups(&slots),
         slots,
-        only_job: options.only_job.clone(),
-        until_final: options.until_final,
         network,
         state_dir,
         context,
@@ -131,7 +128,6 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         leaving: None,
         no_work: None,
         declined: Vec::new(),
-        spool_bytes: options.spool_bytes,
         spool_measured_at: Instant::now(),
         samples,
         findings: Arc::default(),
@@ -139,17 +135,17 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         only_job_failed: false,
         waiting_since: None,
         last_attempt_over: None,
-        datasets: options.datasets.clone(),
         uploaded,
         only_job_is_final: None,
         next_attempt_wait: Duration::ZERO,
+        options,
     };
     for stored in adopted {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
         agent.add_attempt(Attempt::adopt(stored, agent.context.clone()));
     }
     agent.context.spares.fill();
-    let result = agent.serve(&options.server, &address).await;
+    let result = agent.serve(&address).await;
     fencing.abort();
     uploading.abort();
     result
@@ -160,26 +156,23 @@ const MAX_LOGGED_REASONS: usize = 16;
 
 /// The state of the agent, connected or not.
 struct Agent {
+    options: Options,
     name: String,
     /// Random id of this agent process, see `Hello`.
     process: String,
     slots: Vec<Slot>,
     nvlink_groups: Vec<Vec<u32>>,
-    only_job: Option<JobId>,
-    /// Whether to end when the agent's only job has finished, rather than after an attempt of the job.
-    until_final: bool,
     network: Network,
     state_dir: StateDir,
     context: AttemptContext,
-    /// Ordered by fencing token, which is the order of starts.
-    attempts: BTreeMap<AttemptKey, Attempt>,
+    /// By fencing token, which is the order of starts.
+    attempts: BTreeMap<FencingToken, Attempt>,
     /// The orderly stop in progress.
     leaving: Option<Shutdown>,
     /// Why the agent accepts no work: its folder is not writable.
     no_work: Option<String>,
     /// Attempts that this agent did not start although the server had ordered it, and the reasons.
     declined: Vec<(AttemptRef, String)>,
-    spool_bytes: u64,
     spool_measured_at: Instant,
     /// The newest measurement of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
@@ -192,17 +185,13 @@ struct Agent {
     waiting_since: Option<Instant>,
     /// When the last attempt on this machine ended.
     last_attempt_over: Option<Instant>,
-    datasets: Datasets,
-    /// The progress of uploading checkpoints from this agent's own disk.
-    uploaded: Arc<Progress>,
+    /// The last time at which all checkpoints on this agent's own disk had been uploaded.
+    uploaded: Arc<Mutex<Option<Instant>>>,
     /// When the server reported that the only job has finished.
     only_job_is_final: Option<Instant>,
     /// How long to wait for another attempt after the last one.
     next_attempt_wait: Duration,
 }
-
-/// Fencing token, job and number of an attempt.
-type AttemptKey = (FencingToken, JobId, u32);
 
 struct Shutdown {
     /// The reason, as sent to the server.
@@ -214,23 +203,20 @@ struct Shutdown {
 }
 
 impl Agent {
-    async fn serve(&mut self, server: &str, address: &Address) -> Result<(), AgentError> {
+    async fn serve(&mut self, address: &Address) -> Result<(), AgentError> {
+        let server = address.server();
         let mut signals = Signals::new()?;
         let mut backoff = RETRY;
         // Reasons for failed connections since the last welcome. Each is logged once.
         let mut logged_reasons = Vec::new();
-        // If the server is on this machine: the accounts that listened when it first accepted this agent.
-        let mut owners = Vec::new();
         loop {
             let began = Instant::now();
-            let mut listeners = address.listeners();
+            let mut listeners = Vec::new();
             let connecting = async {
-                let is_safe = |listeners: &[u32]| same_account(listeners, &owners);
-                is_safe(&listeners)?;
+                address.check_listeners()?;
                 let stream = socket::reach(address).await?;
                 // The listener may have changed since the first check. Nothing has been sent on this connection yet.
-                listeners = address.listeners();
-                is_safe(&listeners)?;
+                listeners = address.check_listeners()?;
                 Session::connect(address, stream).await
             };
             // A leaving agent does not wait long for a connection.
@@ -261,29 +247,28 @@ impl Agent {
                             if began.elapsed() > RETRY.longest {
                                 backoff = RETRY;
                             }
-                            if owners.is_empty() {
-                                address.note_owners(&listeners);
-                                owners = listeners;
-                            }
+                            address.note_owners(listeners);
                         }
                         reason
                     }
                 },
                 // The token has expired, or was revoked by the `lockstep launch` that created it, so retrying is useless.
                 // A certificate may be replaced, and is read again for each connection.
-                Err(NoSession::Unauthorized(reason))
-                    if self.only_job.is_some() && self.attempts.is_empty() && !address.has_certificate() =>
+                Err(NoSession { reason, is_unauthorized: true })
+                    if self.options.only_job.is_some()
+                        && self.attempts.is_empty()
+                        && !address.has_certificate() =>
                 {
                     return Err(AgentError::Refused { server: server.to_owned(), reason });
                 }
-                Err(reason) => {
+                Err(NoSession { reason, .. }) => {
                     // A server that has ended cannot have given the work to other agents, and the next server first
                     // grants a full lease. A server that is only unreachable may have given the work away, so the lease is not
                     // renewed.
-                    if self.state_dir.server_is_gone() {
+                    if self.state_dir.server_holds_lock() == Some(false) {
                         self.context.lease.renew(began);
                     }
-                    reason.to_string()
+                    reason
                 }
             };
             if logged_reasons.len() < MAX_LOGGED_REASONS && !logged_reasons.contains(&lost) {
@@ -297,7 +282,7 @@ impl Agent {
     }
 
     fn result(&mut self) -> Result<(), AgentError> {
-        if self.until_final && self.only_job_is_final.is_none() {
+        if self.options.until_final && self.only_job_is_final.is_none() {
             return Err(AgentError::Signalled);
         }
         if self.only_job_failed { Err(AgentError::JobFailed) } else { Ok(()) }
@@ -340,7 +325,7 @@ impl Agent {
 
     /// Whether all checkpoints that were written before `moment` are on the server.
     fn is_uploaded(&self, moment: Instant) -> bool {
-        self.uploaded.is_done_since(moment) || uploads::is_empty(self.state_dir.dir())
+        lock(&self.uploaded).is_some_and(|done| done > moment) || uploads::is_empty(self.state_dir.dir())
     }
 
     /// Breaks if it is time to end. Without a connection, it also limits the spool.
@@ -380,7 +365,7 @@ impl Agent {
         let timeout = self.next_attempt_timeout(is_connected);
         match self.waiting_since {
             Some(since)
-                if !self.until_final
+                if !self.options.until_final
                     && self.attempts.is_empty()
                     && since.elapsed() >= timeout
                     && self.is_uploaded(since) =>

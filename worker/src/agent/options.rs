@@ -1,6 +1,6 @@
 //! The options of an agent, and the reasons why it ends.
 
-use super::{place::Datasets, state_dir::StateDirError};
+use super::place::Datasets;
 use crate::{rank::TO_LEAVE_SECS, tls::IdentityFiles};
 use lockstep_protocol::{agent::Slot, job::JobId};
 use std::path::PathBuf;
@@ -89,12 +89,9 @@ impl Options {
 /// Why an agent ended.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// The options are invalid.
+    /// The options are invalid, or name a folder that cannot be used.
     #[error("{0}")]
     Wrong(String),
-    /// The agent's folder cannot be used.
-    #[error(transparent)]
-    StateDir(#[from] StateDirError),
     /// The server refused this agent.
     #[error("the server at {server} refused this agent: {reason}")]
     Refused { server: String, reason: String },
@@ -112,6 +109,6 @@ pub enum AgentError {
 impl AgentError {
     /// Whether the options were wrong, rather than something failed while running.
     pub fn is_wrong_request(&self) -> bool {
-        matches!(self, AgentError::Wrong(_) | AgentError::StateDir(_))
+        matches!(self, AgentError::Wrong(_))
     }
 }

@@ -197,14 +197,24 @@ mod tests {
         attempt
     }
 
-    fn sources(reports: &[FromAgent]) -> Vec<(Source, u64, usize)> {
-        reports
-            .iter()
-            .map(|r| match r {
-                FromAgent::Report { source, first, events, .. } => (*source, *first, events.len()),
-                other => panic!("{other:?}"),
-            })
-            .collect()
+    /// The source, the first record and the number of records of each report that is sent now.
+    fn sent(outbox: &mut Outbox, attempt: &StoredAttempt, over: bool) -> Vec<(Source, u64, usize)> {
+        sent_at(outbox, attempt, over, Instant::now())
+    }
+
+    fn sent_at(
+        outbox: &mut Outbox,
+        attempt: &StoredAttempt,
+        over: bool,
+        now: Instant,
+    ) -> Vec<(Source, u64, usize)> {
+        let mut reports = Vec::new();
+        outbox.fill(attempt, over, now, &mut reports);
+        let report = |report: FromAgent| match report {
+            FromAgent::Report { source, first, events, .. } => (source, first, events.len()),
+            other => panic!("{other:?}"),
+        };
+        reports.into_iter().map(report).collect()
     }
 
     fn stored(attempt: &StoredAttempt, source: Source, records: u64) -> Acknowledged {
@@ -223,18 +233,14 @@ mod tests {
             }
         }
         let mut outbox = Outbox::new(&attempt, &[]);
-        let mut reports = Vec::new();
-        outbox.fill(&attempt, false, Instant::now(), &mut reports);
-        assert_eq!(sources(&reports), [(Source::Rank(0), 0, 3), (Source::Rank(1), 0, 3)]);
+        assert_eq!(sent(&mut outbox, &attempt, false), [(Source::Rank(0), 0, 3), (Source::Rank(1), 0, 3)]);
 
         let mut records = Records::append_to(&agent_events_path(&attempt)).unwrap();
         records.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
         // The agent reconnects to a server that has two records of rank 1 and none of rank 0.
         let mut outbox = Outbox::new(&attempt, &[stored(&attempt, Source::Rank(1), 2)]);
-        let mut reports = Vec::new();
-        outbox.fill(&attempt, true, Instant::now(), &mut reports);
         assert_eq!(
-            sources(&reports),
+            sent(&mut outbox, &attempt, true),
             [(Source::Rank(0), 0, 3), (Source::Rank(1), 2, 1), (Source::Agent, 0, 1)]
         );
         for (source, records) in [(Source::Rank(0), 3), (Source::Agent, 1)] {
@@ -259,14 +265,11 @@ mod tests {
         std::fs::rename(&path, &aside).unwrap();
         std::fs::create_dir(&path).unwrap();
         let mut outbox = Outbox::new(&attempt, &[]);
-        let mut reports = Vec::new();
-        outbox.fill(&attempt, true, Instant::now(), &mut reports);
-        assert_eq!(sources(&reports), [], "the end waits for earlier reports");
+        assert_eq!(sent(&mut outbox, &attempt, true), [], "the end waits for earlier reports");
 
         std::fs::remove_dir(&path).unwrap();
         std::fs::rename(&aside, &path).unwrap();
-        outbox.fill(&attempt, true, Instant::now(), &mut reports);
-        assert_eq!(sources(&reports), [(Source::Rank(0), 0, 1), (Source::Agent, 0, 1)]);
+        assert_eq!(sent(&mut outbox, &attempt, true), [(Source::Rank(0), 0, 1), (Source::Agent, 0, 1)]);
     }
 
     #[test]
@@ -275,19 +278,15 @@ mod tests {
         let attempt = stored_attempt(dir.path());
         let mut records = Records::append_to(&events_path(&attempt.attempt_dir(), 0)).unwrap();
         let mut outbox = Outbox::new(&attempt, &[]);
-        let mut sent = 0;
+        let mut count = 0;
         for step in 0..20 {
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
-            let mut reports = Vec::new();
-            outbox.fill(&attempt, true, Instant::now(), &mut reports);
-            sent += reports.len();
+            count += sent(&mut outbox, &attempt, true).len();
         }
-        assert_eq!(sent, MAX_IN_FLIGHT);
+        assert_eq!(count, MAX_IN_FLIGHT);
         outbox.acknowledge(&stored(&attempt, Source::Rank(0), 8));
-        let mut reports = Vec::new();
-        outbox.fill(&attempt, true, Instant::now(), &mut reports);
         // Records that arrived meanwhile are sent together.
-        assert_eq!(sources(&reports), [(Source::Rank(0), 8, 12)]);
+        assert_eq!(sent(&mut outbox, &attempt, true), [(Source::Rank(0), 8, 12)]);
     }
 
     #[test]
@@ -302,9 +301,11 @@ mod tests {
         let mut sent = |outbox: &mut Outbox, after: u64| {
             step += 1;
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
-            let mut reports = Vec::new();
-            outbox.fill(&attempt, false, begin + Duration::from_millis(after), &mut reports);
-            sources(&reports).into_iter().map(|(_, first, records)| (first, records)).collect::<Vec<_>>()
+            let now = begin + Duration::from_millis(after);
+            sent_at(outbox, &attempt, false, now)
+                .into_iter()
+                .map(|(_, first, records)| (first, records))
+                .collect::<Vec<_>>()
         };
         assert_eq!(sent(&mut outbox, 0), [(0, 1)], "the first at once");
         assert_eq!(sent(&mut outbox, 20), []);
@@ -341,21 +342,17 @@ mod tests {
             }
         }
         let mut outbox = Outbox::new(&attempt, &[]);
-        let fill = |outbox: &mut Outbox| {
-            let mut reports = Vec::new();
-            outbox.fill(&attempt, true, Instant::now(), &mut reports);
-            sources(&reports)
-        };
-        let sent = fill(&mut outbox);
+        let first = sent(&mut outbox, &attempt, true);
         // Each is a little larger than a mebibyte.
-        assert_eq!(sent.len() as u64, MAX_IN_FLIGHT_BYTES >> 20);
-        assert_eq!(sent.last(), Some(&(Source::Rank(2), 3, 1)));
-        assert_eq!(fill(&mut outbox), []);
+        assert_eq!(first.len() as u64, MAX_IN_FLIGHT_BYTES >> 20);
+        assert_eq!(first.last(), Some(&(Source::Rank(2), 3, 1)));
+        assert_eq!(sent(&mut outbox, &attempt, true), []);
         outbox.acknowledge(&stored(&attempt, Source::Rank(0), 2));
-        assert_eq!(fill(&mut outbox), [(Source::Rank(2), 4, 1), (Source::Rank(2), 5, 1)]);
+        let next = sent(&mut outbox, &attempt, true);
+        assert_eq!(next, [(Source::Rank(2), 4, 1), (Source::Rank(2), 5, 1)]);
         for rank in 0..3 {
             outbox.acknowledge(&stored(&attempt, Source::Rank(rank), 6));
         }
-        assert_eq!(fill(&mut outbox).len(), 6, "no report is left out");
+        assert_eq!(sent(&mut outbox, &attempt, true).len(), 6, "no report is left out");
     }
 }

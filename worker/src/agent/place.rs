@@ -79,7 +79,7 @@ fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) ->
     match mark {
         Some(mark) => fs::read_to_string(job_dir.join(MARK)).is_ok_and(|found| found == mark),
         // The server could not write the mark, because its disk is full.
-        None => state_dir.server_is_here(),
+        None => state_dir.server_holds_lock() == Some(true),
     }
 }
 

@@ -35,7 +35,7 @@ pub(super) fn check(
     program: &Path,
     devices: &[String],
     cancelled: &AtomicBool,
-    machine: Option<&str>,
+    machine: &str,
 ) -> Result<(), Refusal> {
     let start = &stored.start;
     dataset::check(stored, program, cancelled, machine).map_err(Refusal::DatasetUnusable)?;

@@ -73,6 +73,10 @@ mod tests {
     use super::*;
     use crate::checkpoint::{MODEL, folder_name, tests::snapshot, write};
 
+    fn running(start_step: u64) -> AttemptEvent {
+        AttemptEvent::Running { total_steps: 200, steps_per_epoch: 200, start_step, train_samples: 0 }
+    }
+
     #[test]
     fn unreported_checkpoints_are_found_if_complete_and_recorded() {
         let dir = tempfile::tempdir().unwrap();
@@ -82,13 +86,7 @@ mod tests {
         }
         let mut reported = Reported::default();
         assert_eq!(reported.unreported(&checkpoints, 1000), [], "the attempt never ran");
-        let running = AttemptEvent::Running {
-            total_steps: 200,
-            steps_per_epoch: 200,
-            start_step: 20,
-            train_samples: 0,
-        };
-        reported.note(&running);
+        reported.note(&running(20));
         reported.note(&AttemptEvent::Checkpoint(
             checkpoint::verified_info(&checkpoints.join(folder_name(1, 40))).unwrap(),
         ));
@@ -107,12 +105,7 @@ mod tests {
     fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
         let mut reported = Reported::default();
         assert_eq!(reported.describe_lost_steps(7, &[]), None, "the attempt never ran");
-        reported.note(&AttemptEvent::Running {
-            total_steps: 200,
-            steps_per_epoch: 200,
-            start_step: 0,
-            train_samples: 0,
-        });
+        reported.note(&running(0));
         assert_eq!(reported.describe_lost_steps(0, &[]), None);
         let message = reported.describe_lost_steps(7, &[]).unwrap();
         assert!(message.contains("no checkpoint yet, steps 1 to 7 are lost"), "{message}");

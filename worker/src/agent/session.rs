@@ -89,7 +89,7 @@ impl Session {
             machine,
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
-            only_job: agent.only_job.clone(),
+            only_job: agent.options.only_job.clone(),
             no_work: agent.no_work.clone(),
         };
         let sent = Instant::now();
@@ -97,11 +97,8 @@ impl Session {
             send(&mut self.socket, &hello).await?;
             receive(&mut self.socket, &mut PartialMessages::default()).await
         };
-        let welcome = match time::timeout(CONNECT_TIMEOUT, answer).await {
-            Err(_) => Err("the server does not answer".to_owned()),
-            Ok(answer) => answer,
-        };
-        match welcome {
+        let welcome = time::timeout(CONNECT_TIMEOUT, answer).await;
+        let reason = match welcome.unwrap_or_else(|_| Err("the server does not answer".into())) {
             Ok(Some(ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock })) => {
                 agent.state_dir.note_server(server_lock.as_deref().map(Path::new));
                 agent.context.lease.set_length(seconds(lease_secs));
@@ -125,21 +122,15 @@ impl Session {
                     split_messages: 0,
                     parts: VecDeque::new(),
                 };
-                connected.serve(agent, signals, revoked).await
+                return connected.serve(agent, signals, revoked).await;
             }
-            Ok(Some(ToAgent::Refused { reason, may_pass: true })) => {
-                Outcome::Lost { reason, welcomed: false }
-            }
-            Ok(Some(ToAgent::Refused { reason, .. })) => Outcome::Refused(reason),
-            Ok(Some(_)) => {
-                let reason = "the first message of the server is not Welcome".into();
-                Outcome::Lost { reason, welcomed: false }
-            }
-            Ok(None) => {
-                Outcome::Lost { reason: "the server sent an unknown message".into(), welcomed: false }
-            }
-            Err(reason) => Outcome::Lost { reason, welcomed: false },
-        }
+            Ok(Some(ToAgent::Refused { reason, may_pass: true })) => reason,
+            Ok(Some(ToAgent::Refused { reason, .. })) => return Outcome::Refused(reason),
+            Ok(Some(_)) => "the first message of the server is not Welcome".into(),
+            Ok(None) => "the server sent an unknown message".into(),
+            Err(reason) => reason,
+        };
+        Outcome::Lost { reason, welcomed: false }
     }
 }
 

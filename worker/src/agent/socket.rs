@@ -39,11 +39,10 @@ pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
 
 /// Why there is no connection.
 #[derive(Debug)]
-pub(super) enum NoSession {
-    /// The server itself reports that the agent's token is not valid.
-    Unauthorized(String),
-    /// Another reason, which may be temporary.
-    Other(String),
+pub(super) struct NoSession {
+    pub(super) reason: String,
+    /// Whether the server itself reports that the agent's token is not valid. Any other reason may be temporary.
+    pub(super) is_unauthorized: bool,
 }
 
 impl NoSession {
@@ -53,25 +52,15 @@ impl NoSession {
         let problem: Value = serde_json::from_slice(body).unwrap_or_default();
         let text = |key: &str| problem.get(key).and_then(Value::as_str);
         let body = String::from_utf8_lossy(body);
-        let words =
+        let reason =
             format!("the server answered {} {}", answer.status(), text("detail").unwrap_or(body.trim()));
-        match text("code") {
-            Some("unauthorized") => Self::Unauthorized(words),
-            _ => Self::Other(words),
-        }
+        Self { reason, is_unauthorized: text("code") == Some("unauthorized") }
     }
 }
 
 impl From<String> for NoSession {
-    fn from(words: String) -> Self {
-        Self::Other(words)
-    }
-}
-
-impl std::fmt::Display for NoSession {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Self::Unauthorized(words) | Self::Other(words)) = self;
-        f.write_str(words)
+    fn from(reason: String) -> Self {
+        Self { reason, is_unauthorized: false }
     }
 }
 

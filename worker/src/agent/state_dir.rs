@@ -28,10 +28,10 @@ pub struct StateDir {
     _lock: File,
 }
 
-/// An attempt as stored on disk. The port and folder that the server left open are filled in.
+/// An attempt as stored on disk.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StoredAttempt {
-    /// The order to start, with a port and a job folder.
+    /// The server's order to start.
     pub start: StartAttempt,
     /// The job's folder.
     pub job_dir: PathBuf,
@@ -44,28 +44,15 @@ impl StoredAttempt {
     }
 }
 
-/// Why the folder cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum StateDirError {
-    /// The folder cannot be created, read or written.
-    #[error("the agent's folder {}: {error}", path.display())]
-    Io { path: PathBuf, error: io::Error },
-    /// Another agent uses the folder.
-    #[error("the agent's folder {} is in use by another agent{}; stop that agent, or choose another folder with --data-dir",
-        path.display(), pid.map(|p| format!(" (process {p})")).unwrap_or_default())]
-    Taken { path: PathBuf, pid: Option<i32> },
-}
-
 impl StateDir {
     /// Creates or opens the folder, and locks it until this process ends.
     ///
     /// # Errors
-    /// See [`StateDirError`].
-    pub fn open(dir: &Path) -> Result<Self, StateDirError> {
-        let failed = |path: &Path| {
-            let path = path.to_owned();
-            move |error| StateDirError::Io { path, error }
-        };
+    /// The folder cannot be created, read or written, or another agent uses it.
+    pub fn open(dir: &Path) -> Result<Self, String> {
+        fn failed(path: &Path) -> impl Fn(io::Error) -> String + '_ {
+            move |error| format!("the agent's folder {}: {error}", path.display())
+        }
         fs::create_dir_all(dir.join("attempts")).map_err(failed(dir))?;
         let dir = dir.canonicalize().map_err(failed(dir))?;
         let lock_path = dir.join("agent.lock");
@@ -85,7 +72,12 @@ impl StateDir {
                 }
             }
             Err(TryLockError::WouldBlock) => {
-                return Err(StateDirError::Taken { path: dir, pid: pid_in(&lock) });
+                let process = pid_in(&lock).map(|pid| format!(" (process {pid})")).unwrap_or_default();
+                return Err(format!(
+                    "the agent's folder {} is in use by another agent{process}; stop that agent, or choose another folder with \
+                     --data-dir",
+                    dir.display()
+                ));
             }
             Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
         }
@@ -142,16 +134,11 @@ impl StateDir {
 
     /// The attempts that an earlier agent stored.
     pub fn stored_attempts(&self) -> Vec<StoredAttempt> {
-        let stored = attempt_files(&self.dir).filter_map(|(path, read)| match read {
-            Ok(Ok(stored)) => Some(stored),
-            Ok(Err(error)) => {
-                tracing::warn!(%error, path = %path.display(), "the file is not a stored attempt of this version; it is skipped");
-                None
-            }
-            Err(error) => {
-                tracing::warn!(%error, path = %path.display(), "the file of an attempt cannot be read; it is skipped");
-                None
-            }
+        let stored = attempt_files(&self.dir).filter_map(|(path, read)| {
+            read.inspect_err(|error| {
+                tracing::warn!(%error, path = %path.display(), "the file of an attempt cannot be read, or is not of this version; it is skipped");
+            })
+            .ok()
         });
         let mut all: Vec<_> = stored.collect();
         all.sort_by_key(|stored| stored.start.attempt.fencing_token);
@@ -178,17 +165,11 @@ impl StateDir {
         }
     }
 
-    /// Whether the server of the last connection has certainly ended: it ran on this machine, and its lock is free. A
-    /// refused connection proves less, because the connection may go through a tunnel.
-    pub fn server_is_gone(&self) -> bool {
-        let noted = fs::read_to_string(self.dir.join("server"));
-        noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(false))
-    }
-
-    /// Whether the server of this connection runs on this machine and holds its lock.
-    pub(super) fn server_is_here(&self) -> bool {
-        let noted = fs::read_to_string(self.dir.join("server"));
-        noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(true))
+    /// Whether the server of the last connection, which ran on this machine, holds its lock. If it does not, it has
+    /// certainly ended. A refused connection proves less, because the connection may go through a tunnel. `None` if the
+    /// server is on another machine.
+    pub fn server_holds_lock(&self) -> Option<bool> {
+        is_locked(Path::new(&fs::read_to_string(self.dir.join("server")).ok()?))
     }
 }
 
@@ -198,21 +179,19 @@ pub(super) fn attempt_path(dir: &Path, attempt: &AttemptRef) -> PathBuf {
 }
 
 /// The files of attempts in an agent's folder, with the result of reading each.
-fn attempt_files(
-    dir: &Path,
-) -> impl Iterator<Item = (PathBuf, io::Result<serde_json::Result<StoredAttempt>>)> {
+fn attempt_files(dir: &Path) -> impl Iterator<Item = (PathBuf, io::Result<StoredAttempt>)> {
     let entries = fs::read_dir(dir.join("attempts")).into_iter().flatten().flatten();
     let paths =
         entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
     paths.map(|path| {
-        let read = fs::read(&path).map(|json| serde_json::from_slice(&json));
+        let read = fs::read(&path).and_then(|json| Ok(serde_json::from_slice(&json)?));
         (path, read)
     })
 }
 
 /// The attempts in the folder of a running agent. Any of them may disappear at any moment.
 pub(super) fn attempts_now(dir: &Path) -> impl Iterator<Item = StoredAttempt> {
-    attempt_files(dir).filter_map(|(_, read)| read.ok()?.ok())
+    attempt_files(dir).filter_map(|(_, read)| read.ok())
 }
 
 /// The id of the agents that use a folder. It is created if there is none.
@@ -289,23 +268,24 @@ mod tests {
         let id = state_dir.agent_id().to_owned();
         assert_eq!(running_agent(dir.path()), Some(std::process::id().cast_signed()));
         let error = StateDir::open(dir.path()).unwrap_err();
-        assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
+        assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
         // A server on this machine, then a server on another machine.
         let lock = dir.path().join("server.lock");
         let server = File::create(&lock).unwrap();
         server.lock().unwrap();
-        assert!(!state_dir.server_is_gone(), "no server is known");
+        assert_eq!(state_dir.server_holds_lock(), None, "no server is known");
         state_dir.note_server(Some(&lock));
-        assert!(!state_dir.server_is_gone());
+        assert_eq!(state_dir.server_holds_lock(), Some(true));
         server.unlock().unwrap();
-        assert!(state_dir.server_is_gone());
+        assert_eq!(state_dir.server_holds_lock(), Some(false));
         state_dir.note_server(Some(&lock));
-        assert!(
-            !state_dir.server_is_gone(),
+        assert_eq!(
+            state_dir.server_holds_lock(),
+            None,
             "the file was not locked when the server was noted, so another machine may have a lock of this name"
         );
         state_dir.note_server(Some(Path::new("/nowhere/server.lock")));
-        assert!(!state_dir.server_is_gone());
+        assert_eq!(state_dir.server_holds_lock(), None);
         drop(state_dir);
         // A process forked by another test may still hold the lock, until it executes another program.
         let since = std::time::Instant::now();

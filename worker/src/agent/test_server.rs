@@ -36,8 +36,13 @@ pub(super) fn server_with(responses: Responses) -> (Remote, RecordedRequests) {
             let _ = respond(stream.unwrap(), &recorded, responses);
         }
     });
-    let address = Arc::new(address::parse(&options(&url)).unwrap());
-    (Remote { address, agent_id: "id-a".into(), name: "a".into() }, requests)
+    (remote(&url), requests)
+}
+
+/// An agent's client of the server at `url`.
+pub(super) fn remote(url: &str) -> Remote {
+    let address = Arc::new(address::parse(&options(url)).unwrap());
+    Remote { address, agent_id: "id-a".into(), name: "a".into() }
 }
 
 fn respond(mut stream: TcpStream, requests: &RecordedRequests, responses: Responses) -> std::io::Result<()> {

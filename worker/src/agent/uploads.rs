@@ -37,21 +37,6 @@ const ASK_UNKNOWN_EVERY: Duration = Duration::from_secs(3600);
 /// able to save files from it.
 const DAMAGED: &str = "DAMAGED";
 
-/// The last time at which everything on the disk had been uploaded.
-#[derive(Debug, Default)]
-pub(super) struct Progress(Mutex<Option<Instant>>);
-
-impl Progress {
-    /// Whether all checkpoints from before `moment` are on the server, or the server has refused them.
-    pub(super) fn is_done_since(&self, moment: Instant) -> bool {
-        lock(&self.0).is_some_and(|done| done > moment)
-    }
-
-    fn set(&self, began: Instant) {
-        *lock(&self.0) = Some(began);
-    }
-}
-
 /// Whether the agent's own disk contains no job, so that nothing has to be uploaded.
 pub(super) fn is_empty(dir: &Path) -> bool {
     let Ok(entries) = fs::read_dir(dir.join("jobs")) else { return true };
@@ -77,13 +62,14 @@ struct Uploads {
     jobs: HashMap<JobId, JobUploads>,
 }
 
-/// Uploads as long as the agent runs. `dir` is the agent's folder.
-pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progress>) {
+/// Uploads as long as the agent runs. `dir` is the agent's folder. Sets `uploaded` to a time whenever all checkpoints from
+/// before this time are on the server, or the server has refused them.
+pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, uploaded: Arc<Mutex<Option<Instant>>>) {
     let mut uploads = Uploads { dir, remote, jobs: HashMap::new() };
     loop {
         let began = Instant::now();
         if uploads.round().await {
-            progress.set(began);
+            *lock(&uploaded) = Some(began);
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }

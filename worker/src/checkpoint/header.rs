@@ -25,11 +25,15 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    /// The type, if it is known.
+    pub(super) fn dtype(&self) -> Option<Dtype> {
+        serde_json::from_value(Value::String(self.dtype.clone())).ok()
+    }
+
     /// The size in bytes according to type and shape. `None` if the bits do not fill whole bytes, or if the type is
     /// unknown.
     pub(super) fn bytes(&self) -> Option<u64> {
-        let dtype: Dtype = serde_json::from_value(Value::String(self.dtype.clone())).ok()?;
-        let mut bits = u64::try_from(dtype.bitsize()).ok()?;
+        let mut bits = u64::try_from(self.dtype()?.bitsize()).ok()?;
         for side in &self.shape {
             bits = bits.checked_mul(u64::try_from(*side).ok()?)?;
         }

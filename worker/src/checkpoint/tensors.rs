@@ -11,7 +11,7 @@ use lockstep_host::{
     tensors::{HostTensor, NamedTensors},
 };
 use lockstep_protocol::pickle;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::{
@@ -100,16 +100,20 @@ fn write_all(
 /// # Errors
 /// As [`read`], or the new file cannot be written.
 pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
-    let read = |file: &PathBuf| read_bytes(file, open(file)?);
-    let bytes: Vec<Vec<u8>> = files.iter().map(read).collect::<Result<_, _>>()?;
     let (mut all, mut metadata) = (BTreeMap::new(), BTreeMap::new());
-    for (file, bytes) in files.iter().zip(&bytes) {
-        let (header, tensors) = parse(file, bytes)?;
+    for file in files {
+        let (opened, file_bytes) = open(file)?;
+        let header = checked_header(file, &opened, file_bytes)?;
         metadata.extend(header.metadata);
-        all.extend(tensors.tensors().into_iter().map(|(name, view)| {
-            let (dtype, shape, bytes) = (view.dtype(), view.shape().to_vec(), Cow::Borrowed(view.data()));
-            (name, Data { dtype, shape, bytes })
-        }));
+        for (name, entry) in header.tensors {
+            let [begin, end] = entry.data_offsets;
+            let mut bytes = vec![0; (end - begin) as usize];
+            let read = opened.read_exact_at(&mut bytes, file_bytes - header.data_bytes + begin);
+            read.map_err(|e| format!("{}: {name}: {e}", file.display()))?;
+            let dtype =
+                entry.dtype().ok_or_else(|| layout_error(file, format!("{name} has no known type")))?;
+            all.insert(name, Data { dtype, shape: entry.shape, bytes: bytes.into() });
+        }
     }
     write_all(path, &all, &metadata).map_err(|e| format!("{}: {e}", path.display()))
 }
@@ -202,17 +206,6 @@ pub(super) fn read_selected(
         tensors.insert(name, HostTensor { shape, values });
     }
     Ok(tensors)
-}
-
-fn read_bytes(path: &Path, opened: (File, u64)) -> Result<Vec<u8>, String> {
-    files::read_opened(opened, MAX_TENSOR_BYTES).map_err(|detail| format!("{} {detail}", path.display()))
-}
-
-/// The header and the tensors of a file. Fails if a tensor's type is not supported.
-fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(Header, SafeTensors<'a>), String> {
-    let header = checked_header(path, bytes, bytes.len() as u64)?;
-    let tensors = SafeTensors::deserialize(bytes).map_err(|e| layout_error(path, e))?;
-    Ok((header, tensors))
 }
 
 fn halves(data: &[u8]) -> impl Iterator<Item = u16> {

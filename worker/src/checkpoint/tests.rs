@@ -51,6 +51,13 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
     Snapshot { state, parameters, optimizer, average: None, batches: step, metadata: metadata.into() }
 }
 
+/// Changes the last byte of a file.
+fn damage(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
 #[test]
 fn checkpoints_are_read_back_and_deterministic() {
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -124,10 +131,7 @@ fn averaged_weights_are_in_a_separate_file_and_verified() {
     let file = folder.join(AVERAGE);
     assert_eq!(metadata(&file).unwrap(), metadata(&folder.join(MODEL)).unwrap());
     assert_eq!(model_files(&file).unwrap(), std::slice::from_ref(&file));
-    let mut bytes = fs::read(&file).unwrap();
-    let last = bytes.len() - 1;
-    bytes[last] ^= 1;
-    fs::write(&file, bytes).unwrap();
+    damage(&file);
     for error in [model_files(&file).unwrap_err(), validate(&folder).unwrap_err()] {
         let message = "checkpoint 1-4 is damaged: ema.safetensors: its checksum does not match";
         assert_eq!(error.to_string(), message);
@@ -150,11 +154,7 @@ fn errors_name_damaged_checkpoints_and_the_newest_intact_one_is_found() {
         write(dir.path(), &snapshot(1, step, None), None).unwrap();
     }
     fs::create_dir(dir.path().join(".tmp-1-200")).unwrap();
-    let path = dir.path().join("1-100").join(MODEL);
-    let mut bytes = fs::read(&path).unwrap();
-    let last = bytes.len() - 1;
-    bytes[last] ^= 1;
-    fs::write(&path, bytes).unwrap();
+    damage(&dir.path().join("1-100").join(MODEL));
     fs::remove_file(dir.path().join("1-11").join(MANIFEST)).unwrap();
     let (found, damaged) = newest(dir.path()).unwrap();
     assert_eq!(found.unwrap().file_name().unwrap(), "1-10");
@@ -226,10 +226,7 @@ fn the_weights_of_a_checkpoint_are_verified_before_they_are_used() {
     // The optimizer's file is not needed.
     fs::write(folder.join(OPTIMIZER), "").unwrap();
     model_files(&folder).unwrap();
-    let mut bytes = fs::read(&file).unwrap();
-    let last = bytes.len() - 1;
-    bytes[last] ^= 1;
-    fs::write(&file, bytes).unwrap();
+    damage(&file);
     let message = model_files(&folder).unwrap_err().to_string();
     assert_eq!(message, "checkpoint 1-9 is damaged: model.safetensors: its checksum does not match");
     fs::remove_file(folder.join(MANIFEST)).unwrap();

@@ -316,6 +316,15 @@ mod tests {
         all
     }
 
+    /// The step of each written checkpoint, and whether it was the best.
+    fn written(events: &[CheckpointEvent]) -> Vec<(u64, bool)> {
+        let written = |event: &CheckpointEvent| match event {
+            CheckpointEvent::Written(info) => Some((info.step, info.best)),
+            _ => None,
+        };
+        events.iter().filter_map(written).collect()
+    }
+
     #[test]
     fn the_newest_and_the_best_checkpoints_are_kept() {
         let dir = tempfile::tempdir().unwrap();
@@ -323,14 +332,7 @@ mod tests {
         let accuracies = [(10, Some(0.5)), (20, Some(0.9)), (30, None), (40, Some(0.7)), (50, Some(0.8))];
         let events = keep_all(dir.path(), &spec, &accuracies);
         assert_eq!(list(dir.path()).unwrap(), [(1, 20), (1, 40), (1, 50)]);
-        let best: Vec<_> = events
-            .iter()
-            .filter_map(|k| match k {
-                CheckpointEvent::Written(info) => Some((info.step, info.best)),
-                _ => None,
-            })
-            .collect();
-        assert_eq!(best, [(10, true), (20, true), (30, false), (40, false), (50, false)]);
+        assert_eq!(written(&events), [(10, true), (20, true), (30, false), (40, false), (50, false)]);
         assert!(events.contains(&CheckpointEvent::Removed { epoch: 1, step: 10 }));
         let state = super::super::load(&dir.path().join("1-50")).unwrap().state;
         assert_eq!(state.best.unwrap().step, 20);
@@ -358,11 +360,7 @@ mod tests {
             wrong.state.val_loss = loss;
             writer.save(wrong, LONG).unwrap();
             writer.save(snapshot(1, 2, Some(0.5)), LONG).unwrap();
-            let best = |event: CheckpointEvent| match event {
-                CheckpointEvent::Written(info) => Some((info.step, info.best)),
-                _ => None,
-            };
-            let reported: Vec<_> = finish_and_collect_events(writer).into_iter().filter_map(best).collect();
+            let reported = written(&finish_and_collect_events(writer));
             assert_eq!(reported, [(1, false), (2, true)], "{metric} {accuracy:?} {loss:?}");
         }
     }

@@ -26,10 +26,7 @@ impl RankError {
     pub(super) fn is_retriable(&self) -> bool {
         match self {
             RankError::Train(error) => error.is_retriable(),
-            RankError::Rendezvous(_)
-            | RankError::System(_)
-            | RankError::Stalled(_)
-            | RankError::Interrupted { .. } => true,
+            _ => true,
         }
     }
 

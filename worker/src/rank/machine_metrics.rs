@@ -2,7 +2,7 @@
 //! metrics, and metrics of each rank's device.
 
 use super::RankConfig;
-use crate::report::{Observer, Sampler};
+use crate::report::{Observer, Reporter, Sampler};
 use lockstep_host::usage::UsageSampler;
 use lockstep_protocol::agent::MachineSample;
 use std::{
@@ -13,8 +13,26 @@ use std::{
 const MACHINE_EVERY: Duration = Duration::from_secs(2);
 const DEVICE_EVERY: Duration = Duration::from_secs(1);
 
-/// Reports metrics of the machine until the result is dropped. `None` if another rank of this machine reports them.
+/// Reports the metrics of the machine and of the rank's device until the result is dropped. Logs why metrics are missing;
+/// training continues without them.
 pub(super) fn start(
+    config: &RankConfig,
+    reporter: &Arc<Reporter>,
+    progress: &Arc<AtomicU64>,
+) -> [Option<Sampler>; 2] {
+    let device = start_device(config, reporter.clone(), progress.clone());
+    let machine = start_machine(config, reporter.clone(), progress.clone());
+    let machine = machine.map_err(|why| format!("no metrics of the machine: {why}"));
+    [device, machine].map(|started| {
+        started.unwrap_or_else(|why| {
+            reporter.log(&why);
+            None
+        })
+    })
+}
+
+/// `None` if another rank of this machine reports the metrics of the machine.
+fn start_machine(
     config: &RankConfig,
     observer: Arc<dyn Observer>,
     progress: Arc<AtomicU64>,
@@ -30,12 +48,8 @@ pub(super) fn start(
     Sampler::start("machine metrics", MACHINE_EVERY, observer, progress, measure).map(Some)
 }
 
-/// Reports the metrics of the rank's device once a second until the result is dropped. `None` if the device has no
-/// metrics.
-///
-/// # Errors
-/// Why the device cannot be monitored. Training continues without its metrics.
-pub(super) fn start_device(
+/// `None` if the device has no metrics.
+fn start_device(
     config: &RankConfig,
     observer: Arc<dyn Observer>,
     progress: Arc<AtomicU64>,

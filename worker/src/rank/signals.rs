@@ -55,7 +55,7 @@ pub(super) fn listen_to_signals(
                 _ = user1.recv() => state.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
                 () = tokio::time::sleep(LEASE_EVERY) => {
-                    let has_expired = config.lease.as_deref().and_then(fence::overdue).is_some();
+                    let has_expired = config.lease.as_deref().is_some_and(fence::has_passed);
                     expired_checks = if has_expired { expired_checks + 1 } else { 0 };
                     if expired_checks > 1 {
                         let why = "the agent did not extend its lease in time";

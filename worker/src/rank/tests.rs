@@ -1,7 +1,7 @@
 //! Runs a rank from its configuration to its checkpoint, also on a test backend in the registry.
 
 use super::*;
-use crate::{checkpoint, toy};
+use crate::{checkpoint, supervisor::configs, toy, train::tests::write_dataset};
 use lockstep_host::{gpu::RankGpu, tensors::NamedTensors};
 use lockstep_protocol::{
     agent::{AllowedFolders, StartAttempt},
@@ -11,22 +11,6 @@ use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
 const STEPS: u64 = 3;
 
-/// Writes a dataset of IDX files: 32 training and 8 validation pictures of 8 x 8 pixels.
-fn write_dataset(folder: &Path) {
-    fs::create_dir(folder).unwrap();
-    for (name, count) in [("train", 32u32), ("t10k", 8)] {
-        let header = |kind: u32, sizes: &[u32]| -> Vec<u8> {
-            std::iter::once(&kind).chain(sizes).flat_map(|n| n.to_be_bytes()).collect()
-        };
-        let pixels = (0..count * 64).map(|i| (i * 7 % 256) as u8);
-        let pictures: Vec<u8> = header(0x0803, &[count, 8, 8]).into_iter().chain(pixels).collect();
-        let labels: Vec<u8> =
-            header(0x0801, &[count]).into_iter().chain((0..count).map(|i| (i % 2) as u8)).collect();
-        fs::write(folder.join(format!("{name}-images-idx3-ubyte")), pictures).unwrap();
-        fs::write(folder.join(format!("{name}-labels-idx1-ubyte")), labels).unwrap();
-    }
-}
-
 /// Runs a rank in `folder` with the GPU `gpu`. `change` modifies the order to start the rank.
 fn run(
     folder: &Path,
@@ -35,7 +19,7 @@ fn run(
 ) -> Result<Outcome, RankError> {
     let data = folder.join("dataset");
     if !data.exists() {
-        write_dataset(&data);
+        write_dataset(&data, 32, 8);
     }
     let mut spec = JobSpec::default();
     spec.model.arch = Arch::ResNet20;
@@ -44,18 +28,9 @@ fn run(
     spec.train.epochs = None;
     spec.train.steps = Some(STEPS);
     spec.train.global_batch_size = Some(8);
-    let mut config = RankConfig {
-        start: StartAttempt { master_port: 1, ..StartAttempt::local(spec, data.to_string_lossy(), 1) },
-        rank: 0,
-        slot: 0,
-        local_ranks: 1,
-        threads: 1,
-        gpu,
-        lease: None,
-        job_dir: folder.into(),
-        stop_within_secs: stop_within_secs(),
-    };
-    change(&mut config.start);
+    let mut start = StartAttempt { master_port: 1, ..StartAttempt::local(spec, data.to_string_lossy(), 1) };
+    change(&mut start);
+    let config = RankConfig { gpu, threads: 1, ..configs(&start, &[], None, folder).remove(0) };
     fs::create_dir_all(config.attempt_dir()).unwrap();
     fs::create_dir_all(config.checkpoints_dir()).unwrap();
     let reporter = Arc::new(Reporter::create(&config.attempt_dir(), 0).unwrap());
@@ -93,7 +68,7 @@ fn links_out_of_the_allowed_folders_are_refused() {
             start.files.dataset_in = Some(allowed.clone());
         })
     };
-    write_dataset(&data);
+    write_dataset(&data, 32, 8);
     symlink(last_weights(&path("private")), &weights).unwrap();
     let why = start_job("first").unwrap_err().to_string();
     assert!(why.contains("model.pretrained: ") && why.contains("--dataset-root"), "{why}");
@@ -107,7 +82,7 @@ fn links_out_of_the_allowed_folders_are_refused() {
     assert!(why.contains("root/dataset, or where its links lead,"), "{why}");
 
     fs::remove_file(&data).unwrap();
-    write_dataset(&path("root/elsewhere"));
+    write_dataset(&path("root/elsewhere"), 32, 8);
     symlink("elsewhere", &data).unwrap();
     assert_eq!(
         start_job("third").unwrap(),

@@ -73,7 +73,7 @@ fn reports_are_read_in_order_including_nan() {
     assert_eq!(events[2], removed(7));
     let AttemptEvent::Log { lines, .. } = &events[3] else { panic!("{events:?}") };
     assert_eq!((lines[0].number, lines[0].text.len()), (3, 4096));
-    let text = std::fs::read_to_string(log_path(dir.path(), 3)).unwrap();
+    let text = std::fs::read_to_string(dir.path().join("rank.3.log")).unwrap();
     assert!(text.starts_with("epoch: 1 step: 1, loss is 2.5\nsecond\n"));
     // Only records after the acknowledged number are read again.
     let mut tail = Tail::open(&events_path(dir.path(), 3), 2);

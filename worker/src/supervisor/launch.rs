@@ -183,17 +183,8 @@ mod tests {
     }
 
     fn config(job_dir: &Path) -> RankConfig {
-        let config = RankConfig {
-            start: StartAttempt { master_port: 1, ..StartAttempt::local(JobSpec::default(), "/none", 1) },
-            rank: 0,
-            slot: 0,
-            local_ranks: 1,
-            threads: 1,
-            gpu: None,
-            lease: None,
-            job_dir: job_dir.into(),
-            stop_within_secs: stop_within_secs(),
-        };
+        let start = StartAttempt { master_port: 1, ..StartAttempt::local(JobSpec::default(), "/none", 1) };
+        let config = configs(&start, &[], None, job_dir).remove(0);
         fs::create_dir_all(config.attempt_dir()).unwrap();
         config
     }

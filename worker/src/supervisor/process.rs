@@ -9,7 +9,7 @@ use std::{
     fmt,
     io::{self, Write},
     os::unix::process::{CommandExt, ExitStatusExt},
-    process::{Child, ChildStderr, ChildStdout, Command, ExitStatus},
+    process::{Child, Command, ExitStatus},
 };
 
 /// How a rank process ended.
@@ -99,11 +99,6 @@ impl RankProcess {
 
     pub fn rank(&self) -> u32 {
         self.rank
-    }
-
-    /// The output of the process, if its command pipes it. Can be taken once.
-    pub fn take_output(&mut self) -> (Option<ChildStdout>, Option<ChildStderr>) {
-        self.child.as_mut().map_or((None, None), |child| (child.stdout.take(), child.stderr.take()))
     }
 
     /// Writes `bytes` to the standard input of the process, and closes the standard input.

@@ -94,15 +94,13 @@ fn check_same_dataset(training: &Training<'_>, data: &DataSource) -> Result<(), 
     if group.size() == 1 {
         return Ok(());
     }
-    let (count, digest) = (data.shape.train_samples + data.shape.validation_samples, data.digest());
-    // The all-gather is of float32, so numbers are divided into 16-bit pieces, which float32 represents exactly.
-    let piece = |bits: u64| (bits & 0xffff) as f32;
-    let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
-    let mut all = vec![0.0f32; own.len() * group.size() as usize];
-    group.all_gather((&own).into(), (&mut all).into())?;
-    let differing = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
-    differing.map_or(Ok(()), |rank| {
-        let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
+    let count = data.shape.train_samples + data.shape.validation_samples;
+    let own = [count, data.digest().into()].map(u64::to_le_bytes);
+    let mut all = vec![0u8; 16 * group.size() as usize];
+    group.all_gather(own.as_flattened().into(), (&mut all).into())?;
+    let of_ranks = all.as_chunks::<8>().0.as_chunks::<2>().0;
+    of_ranks.iter().position(|of_rank| *of_rank != of_ranks[0]).map_or(Ok(()), |rank| {
+        let count = |rank: usize| u64::from_le_bytes(of_ranks[rank][0]);
         Err(TrainError::Impossible(format!(
             "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other classes, names, contents or order). Copy the \
              dataset to all machines, and do not change it while a job starts",

@@ -35,6 +35,7 @@ use std::path::{Path, PathBuf};
 /// Maximum number of pictures whose patches determine the filters of a whitening convolution.
 const MAX_WHITENING_PICTURES: u64 = 2000;
 
+#[derive(Default)]
 pub(super) struct InitialState {
     /// Number of optimizer steps done by earlier runs.
     pub(super) step: u64,
@@ -137,15 +138,8 @@ pub(super) fn initialize(
         divisions = broadcast_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
         notes.extend(describe_trained_validation(training, data, &divisions));
     }
-    Ok(InitialState {
-        step: 0,
-        best: None,
-        stop_progress: None,
-        skipped: SkippedSteps::default(),
-        is_evaluation_missing: false,
-        divisions: add_own(divisions, training),
-        notes,
-    })
+    let divisions = add_own(divisions, training);
+    Ok(InitialState { divisions, notes, ..InitialState::default() })
 }
 
 /// Filters that whiten patches of at most [`MAX_WHITENING_PICTURES`] training pictures, spread over the split. `skips`:

@@ -45,6 +45,22 @@ impl Observer for Log {
     fn event(&self, _: &AttemptEvent) {}
 }
 
+/// Writes a dataset of IDX files: `count` training and 8 validation pictures of `side` x `side` pixels.
+pub(crate) fn write_dataset(folder: &Path, count: u32, side: u32) {
+    fs::create_dir(folder).unwrap();
+    for (name, count) in [("train", count), ("t10k", 8)] {
+        let header = |kind: u32, sizes: &[u32]| -> Vec<u8> {
+            std::iter::once(&kind).chain(sizes).flat_map(|n| n.to_be_bytes()).collect()
+        };
+        let pixels = (0..count * side * side).map(|i| (i * 7 % 256) as u8);
+        let pictures: Vec<u8> = header(0x0803, &[count, side, side]).into_iter().chain(pixels).collect();
+        let labels: Vec<u8> =
+            header(0x0801, &[count]).into_iter().chain((0..count).map(|i| (i % 2) as u8)).collect();
+        fs::write(folder.join(format!("{name}-images-idx3-ubyte")), pictures).unwrap();
+        fs::write(folder.join(format!("{name}-labels-idx1-ubyte")), labels).unwrap();
+    }
+}
+
 /// A job of two epochs of 20 steps, in a separate folder.
 struct TestJob {
     folder: tempfile::TempDir,
@@ -75,20 +91,7 @@ struct RunResult {
 impl TestJob {
     fn new(ranks: u32) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let dataset = folder.path().join("dataset");
-        fs::create_dir(&dataset).unwrap();
-        // A dataset of IDX files: 80 training and 8 validation pictures of 4 x 4 pixels.
-        for (name, count) in [("train", 80u32), ("t10k", 8)] {
-            let header = |kind: u32, sizes: &[u32]| -> Vec<u8> {
-                std::iter::once(&kind).chain(sizes).flat_map(|n| n.to_be_bytes()).collect()
-            };
-            let pixels = (0..count * 16).map(|i| (i * 7 % 256) as u8);
-            let pictures: Vec<u8> = header(0x0803, &[count, 4, 4]).into_iter().chain(pixels).collect();
-            let labels: Vec<u8> =
-                header(0x0801, &[count]).into_iter().chain((0..count).map(|i| (i % 2) as u8)).collect();
-            fs::write(dataset.join(format!("{name}-images-idx3-ubyte")), pictures).unwrap();
-            fs::write(dataset.join(format!("{name}-labels-idx1-ubyte")), labels).unwrap();
-        }
+        write_dataset(&folder.path().join("dataset"), 80, 4);
         fs::create_dir(folder.path().join("checkpoints")).unwrap();
         Self { folder, ranks, differs: None, pause_after: None, change: |_| {} }
     }

@@ -61,13 +61,6 @@ impl Votes {
     }
 }
 
-/// Whether a vote measures the duration of a step. Votes that were not due measure nothing.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Timing {
-    Measured,
-    Ignored,
-}
-
 /// The first step whose values were not finite and that was not skipped.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NotFinite {
@@ -98,7 +91,7 @@ impl Run<'_> {
             || self.step == self.plan.total_steps
             || self.step.is_multiple_of(self.plan.steps_per_epoch)
             || self.plan.checkpoint_after_step(self.step);
-        if is_due { self.vote(Timing::Measured) } else { Ok(true) }
+        if is_due { self.vote(true) } else { Ok(true) }
     }
 
     /// Votes before a checkpoint or an evaluation, so that non-finite values are not saved and no evaluation starts
@@ -107,10 +100,11 @@ impl Run<'_> {
     /// # Errors
     /// [`TrainError::Diverged`] on all ranks if the values of any rank are not finite.
     pub(super) fn vote_now(&mut self) -> Result<bool, TrainError> {
-        self.vote(Timing::Ignored)
+        self.vote(false)
     }
 
-    fn vote(&mut self, timing: Timing) -> Result<bool, TrainError> {
+    /// Votes. Only votes that are due measure the duration of a step.
+    fn vote(&mut self, is_due: bool) -> Result<bool, TrainError> {
         let group = &self.training.group;
         let stop = self.training.stop.load(Ordering::Relaxed);
         let is_not_finite = self.not_finite.is_some();
@@ -121,7 +115,7 @@ impl Run<'_> {
         group.all_reduce((&mut votes).into())?;
         // The first four values are numbers of ranks, and the last value is a sum over all ranks.
         let [stopping, not_finite, loss_not_finite, written, step_secs] = votes;
-        if timing == Timing::Measured {
+        if is_due {
             self.votes.record(self.step, step_secs / f64::from(group.size()));
         }
         // Complete a checkpoint of earlier steps before the run ends.

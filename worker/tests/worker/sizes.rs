@@ -1,13 +1,14 @@
 //! Progressive resizing: each epoch has pictures of its size, and an engine that changes its size computes the same as an
 //! engine that is built for the new size.
 
+use crate::pytorch::{config, sgd};
 use lockstep_comm::SingleRank;
 use lockstep_data::{
     DataError,
     loader::{Batch, DataSource, EpochPlan},
 };
 use lockstep_engine::{
-    Engine, EngineConfig, LossConfig, Optimizer, build_cpu,
+    Engine, EngineConfig, LossConfig, build_cpu,
     net::{Network, init, resnet},
 };
 use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, ModelSpec, SizeFrom, Stem};
@@ -21,15 +22,8 @@ fn network(model: &ModelSpec, side: usize) -> Arc<Network> {
 
 fn engine(network: Arc<Network>) -> Box<dyn Engine> {
     let initial = init::initial_parameters(&network, false, 1);
-    let config = EngineConfig {
-        batch_size: BATCH,
-        optimizer: Optimizer { momentum: 0.9, weight_decay: 1e-4, ..Optimizer::default() },
-        loss: LossConfig { label_smoothing: 0.1, ..LossConfig::default() },
-        accumulate: 1,
-        sync_batch_norm: true,
-        gradients_mean: true,
-        threads: 2,
-    };
+    let loss = LossConfig { label_smoothing: 0.1, ..LossConfig::default() };
+    let config = EngineConfig { loss, ..config(BATCH, sgd(1e-4)) };
     build_cpu(network, &initial, config, Arc::new(SingleRank)).expect("an engine")
 }
 

@@ -14,6 +14,13 @@ use tokio::sync::watch;
 /// Time limit for the checks of other machines, which may have to copy a large dataset first.
 const CHECKS_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 
+/// Chooses the port at which rank 0 listens, on the machine of rank 0.
+pub(super) fn choose_port(start: &StartAttempt) -> Result<u16, Refusal> {
+    free_port(&start.master_addr).map_err(|error| {
+        Refusal::NotStarted(format!("{} has no free port for the ranks: {error}", start.master_addr))
+    })
+}
+
 /// State shared by the agent's session and the task of an attempt before the start.
 #[derive(Debug, Clone)]
 pub(in crate::agent) struct Gang {
@@ -46,9 +53,7 @@ impl Gang {
     /// Why the ranks cannot be started.
     pub(super) async fn wait_for_machines(&self, start: &StartAttempt) -> Result<u16, Refusal> {
         let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
-        let port = has_rank_0.then(|| free_port(&start.master_addr)).transpose().map_err(|error| {
-            Refusal::NotStarted(format!("{} has no free port for the ranks: {error}", start.master_addr))
-        })?;
+        let port = has_rank_0.then(|| choose_port(start)).transpose()?;
         let _ = self.ready.set(port);
         let mut launch = self.launch.subscribe();
         match tokio::time::timeout(CHECKS_TIMEOUT, launch.wait_for(Option::is_some)).await {

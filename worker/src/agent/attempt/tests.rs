@@ -8,7 +8,7 @@ use crate::{
     supervisor::{RankProcess, rank_file},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, LogLine, Slot},
+    agent::{AgentReply, CheckpointInfo, LogLine, Slot},
     dataset::PicturesFingerprint,
     metric::MetricColumn,
     reason::ReasonKind,
@@ -40,7 +40,7 @@ fn fixture(ranks: u32, script: &str) -> Fixture {
         fence: dir.path().join("lease"),
         check: |_, _, _, _, _| Ok(()),
         wake: Arc::new(Notify::new()),
-        remote: None,
+        remote: Arc::new(crate::agent::test_server::remote("http://127.0.0.1:1")),
         copies: None,
         stop_within_secs: 20,
         devices: Arc::default(),
@@ -55,6 +55,25 @@ impl Fixture {
         let reporter = Reporter::create(&self.stored.attempt_dir(), rank).unwrap();
         reporter.log("one line");
         events.iter().for_each(|event| reporter.event(event));
+    }
+
+    fn start(&self) -> Attempt {
+        Attempt::start(self.stored.clone(), self.context.clone())
+    }
+
+    fn adopt(&self) -> Attempt {
+        Attempt::adopt(self.stored.clone(), self.context.clone())
+    }
+
+    /// What a rank has printed so far.
+    fn printed(&self, rank: u32) -> String {
+        fs::read_to_string(rank_file(&self.stored.attempt_dir(), rank, "stderr")).unwrap_or_default()
+    }
+
+    async fn wait_for_output(&self, rank: u32) {
+        while self.printed(rank).is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
 
     async fn wait_for_end(&self, attempt: &Attempt) -> Ending {
@@ -99,7 +118,7 @@ fn reason(ending: Ending) -> String {
 async fn an_attempt_succeeds_if_all_ranks_exit_with_0() {
     let fixture = fixture(2, "exit 0");
     fixture.record(0, &[step(12)]);
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 12 });
     assert!(!attempt.has_failed());
 }
@@ -116,10 +135,9 @@ async fn a_spare_becomes_the_rank_and_another_spare_is_started() {
     let spares = Arc::new(Spares::new(&fixture.context.program, &slots, Warm::On));
     fixture.context.spares = spares.clone();
     spares.fill();
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 12 });
-    let printed = fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), 0, "stderr")).unwrap();
-    assert_eq!(printed, "spare\n");
+    assert_eq!(fixture.printed(0), "spare\n");
     let next_spare = async {
         while spares.take(0).is_none() {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -138,7 +156,7 @@ async fn a_killed_rank_ends_the_others_and_is_named_in_the_reason() {
     let fixture =
         fixture(3, "[ $R = 1 ] && { echo last words >&2; kill -9 $$; }; while :; do sleep 0.05; done");
     fixture.record(1, &[step(41)]);
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     assert_eq!(reason(fixture.wait_for_end(&attempt).await), "rank 1 was killed by signal 9 at step 41");
     let lines = fixture.added_lines();
     // Numbers continue after the rank's own line.
@@ -148,11 +166,8 @@ async fn a_killed_rank_ends_the_others_and_is_named_in_the_reason() {
 #[tokio::test]
 async fn a_rank_that_ignores_term_is_killed() {
     let fixture = fixture(1, "trap '' TERM; echo up; while :; do sleep 0.05; done");
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
-    let stderr = rank_file(&fixture.stored.attempt_dir(), 0, "stderr");
-    while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let attempt = fixture.start();
+    fixture.wait_for_output(0).await;
     let ordered = Instant::now();
     attempt.order(Order::Stop { patient: false });
     assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
@@ -168,11 +183,8 @@ async fn survivors_of_a_killed_rank_may_only_finish_a_checkpoint() {
         if writing {
             fs::create_dir_all(fixture.stored.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
         }
-        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
-        let stderr = rank_file(&fixture.stored.attempt_dir(), 0, "stderr");
-        while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let attempt = fixture.start();
+        fixture.wait_for_output(0).await;
         let began = Instant::now();
         fs::write(fixture.stored.job_dir.join("go"), "").unwrap();
         assert!(reason(fixture.wait_for_end(&attempt).await).starts_with("rank 1 was killed by signal 9"));
@@ -185,19 +197,15 @@ async fn a_patient_stop_waits_for_ranks_and_an_urgent_one_does_not() {
     let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
     for urgent in [false, true] {
         let fixture = fixture(2, script);
-        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
-        let stderr_of = |rank| {
-            fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), rank, "stderr")).unwrap_or_default()
-        };
-        while stderr_of(0).is_empty() || stderr_of(1).is_empty() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let attempt = fixture.start();
+        fixture.wait_for_output(0).await;
+        fixture.wait_for_output(1).await;
         attempt.order(Order::Stop { patient: true });
         if urgent {
             attempt.order(Order::Stop { patient: false });
         }
         assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
-        assert_eq!(stderr_of(0).contains("kept") && stderr_of(1).contains("kept"), !urgent);
+        assert_eq!(fixture.printed(0).contains("kept") && fixture.printed(1).contains("kept"), !urgent);
     }
 }
 
@@ -206,11 +214,10 @@ async fn ranks_that_stop_themselves_may_finish_their_checkpoint() {
     // A signal stopped the ranks. Rank 1 has ended, and rank 0 is still writing its checkpoint.
     let fixture = fixture(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
     fixture.record(1, &[step(41)]);
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     let reason = reason(fixture.wait_for_end(&attempt).await);
     assert!(reason.contains("was stopped at step") && reason.contains("not by its agent"), "{reason}");
-    let stderr = fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), 0, "stderr")).unwrap();
-    assert_eq!(stderr, "kept\n");
+    assert_eq!(fixture.printed(0), "kept\n");
 }
 
 #[tokio::test]
@@ -219,7 +226,7 @@ async fn only_paused_ranks_end_the_attempt_as_stopped() {
     {
         let mut fixture = fixture(2, script);
         fixture.stored.start.pause_after = Some(1);
-        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+        let attempt = fixture.start();
         match fixture.wait_for_end(&attempt).await {
             Ending::Stopped => assert!(has_paused, "{script}"),
             ending => assert!(!has_paused && reason(ending).contains("was stopped at step"), "{script}"),
@@ -229,22 +236,15 @@ async fn only_paused_ranks_end_the_attempt_as_stopped() {
 
 #[tokio::test]
 async fn a_stop_without_a_checkpoint_reports_the_loss() {
-    let checkpoint = AttemptEvent::Checkpoint(lockstep_protocol::agent::CheckpointInfo {
-        epoch: 1,
-        step: 40,
-        size_bytes: 1,
-        ..lockstep_protocol::agent::CheckpointInfo::default()
-    });
+    let checkpoint = CheckpointInfo { epoch: 1, step: 40, size_bytes: 1, ..CheckpointInfo::default() };
+    let checkpoint = AttemptEvent::Checkpoint(checkpoint);
     let running =
         AttemptEvent::Running { total_steps: 100, steps_per_epoch: 100, start_step: 0, train_samples: 0 };
     for (last_step, is_lost) in [(57, true), (40, false)] {
         let fixture = fixture(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
         fixture.record(0, &[running.clone(), step(last_step), checkpoint.clone()]);
-        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
-        let stderr = rank_file(&fixture.stored.attempt_dir(), 0, "stderr");
-        while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let attempt = fixture.start();
+        fixture.wait_for_output(0).await;
         attempt.order(Order::Stop { patient: true });
         assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
         let lines: Vec<_> = fixture.added_lines().into_iter().map(|line| line.text).collect();
@@ -260,11 +260,9 @@ async fn a_stop_without_a_checkpoint_reports_the_loss() {
 #[tokio::test]
 async fn processes_started_by_a_rank_end_with_it() {
     let fixture = fixture(1, "sleep 1000 & echo $!; kill -9 $$");
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     fixture.wait_for_end(&attempt).await;
-    let stderr = fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), 0, "stderr")).unwrap();
-    let child = stderr.trim();
-    let state = fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+    let state = fs::read_to_string(format!("/proc/{}/stat", fixture.printed(0).trim())).unwrap_or_default();
     assert!(state.is_empty() || state.contains(") Z"), "{state}");
 }
 
@@ -272,7 +270,7 @@ async fn processes_started_by_a_rank_end_with_it() {
 async fn a_suspended_rank_is_detected() {
     let mut fixture = fixture(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
     fixture.stored.start.spec.recovery.stall_timeout_secs = 5;
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     let reason = reason(fixture.wait_for_end(&attempt).await);
     assert!(reason.starts_with("rank 1 made no progress for 5 s at step 0"), "{reason}");
     assert!(reason.contains("suspended"), "{reason}");
@@ -282,7 +280,7 @@ async fn a_suspended_rank_is_detected() {
 async fn ranks_are_fenced_if_the_server_stays_silent() {
     let fixture = fixture(2, "while :; do sleep 0.05; done");
     fixture.context.lease.set_length(Duration::from_millis(300));
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     assert!(reason(fixture.wait_for_end(&attempt).await).contains("the server was silent"));
 }
 
@@ -290,15 +288,15 @@ async fn ranks_are_fenced_if_the_server_stays_silent() {
 async fn the_next_agent_takes_over_running_and_ended_ranks() {
     let fixture = fixture(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
-    let mode = StartMode::Launch { refusal: None };
-    let (_, mut first) = Watch::begin(fixture.stored.clone(), &fixture.context, orders, mode).await;
+    let (_, mut first) =
+        Watch::begin(fixture.stored.clone(), &fixture.context, orders, StartMode::Launch).await;
     fixture.record(0, &[step(7)]);
     // The first agent has ended, so it does not notice that rank 1 dies.
     first.ranks[1].process.signal(Signal::KILL);
     while first.ranks[1].process.poll().is_none() {
         tokio::task::yield_now().await;
     }
-    let adopted = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
+    let adopted = fixture.adopt();
     // Reaps rank 0, whose parent is this process.
     let reaper = tokio::spawn(async move {
         while first.ranks[0].process.poll().is_none() {
@@ -309,7 +307,7 @@ async fn the_next_agent_takes_over_running_and_ended_ranks() {
     assert_eq!(reason(ending.clone()), "rank 1 ended at step 0 while its agent was not running");
     reaper.await.unwrap();
     // A third agent finds that the attempt has ended, and reports nothing.
-    let third = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
+    let third = fixture.adopt();
     assert!(third.is_over() && third.has_failed());
     assert_eq!(recorded_ending(&fixture.stored), Some(ending));
 }
@@ -317,7 +315,7 @@ async fn the_next_agent_takes_over_running_and_ended_ranks() {
 #[tokio::test]
 async fn an_agent_that_ended_before_it_started_ranks_is_reported() {
     let fixture = fixture(2, "exit 0");
-    let adopted = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
+    let adopted = fixture.adopt();
     match fixture.wait_for_end(&adopted).await {
         Ending::Failed { reason, retriable: true } => {
             assert!(matches!(reason.kind(), ReasonKind::AgentRestarted { .. }), "{reason:?}");
@@ -327,7 +325,7 @@ async fn an_agent_that_ended_before_it_started_ranks_is_reported() {
     // A rank that was about to be started may have run.
     let fixture = self::fixture(2, "exit 0");
     fs::write(rank_file(&fixture.stored.attempt_dir(), 1, "json"), "{}").unwrap();
-    let adopted = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
+    let adopted = fixture.adopt();
     assert_eq!(
         reason(fixture.wait_for_end(&adopted).await),
         "rank 0 ended at step 0 while its agent was not running"
@@ -338,7 +336,7 @@ async fn an_agent_that_ended_before_it_started_ranks_is_reported() {
 async fn the_reason_names_a_program_that_fails_to_start() {
     let mut fixture = fixture(2, "exit 0");
     fixture.context.program = fixture.dir.path().join("nowhere");
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     match fixture.wait_for_end(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(reason.words().contains("nowhere"), "{reason}");
@@ -366,9 +364,10 @@ async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() 
     let mut fixture = fixture(2, &script);
     fixture.context.devices = Arc::new(slots.into_iter().filter_map(|s| Some((s.index, s.uuid?))).collect());
     fixture.context.check = super::super::preflight::check;
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 0 });
-    let printed =
-        |rank| fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), rank, "stderr")).unwrap();
-    assert_eq!([printed(0), printed(1)], [format!("0 of {list}\n"), format!("1 of {list}\n")]);
+    assert_eq!(
+        [fixture.printed(0), fixture.printed(1)],
+        [format!("0 of {list}\n"), format!("1 of {list}\n")]
+    );
 }

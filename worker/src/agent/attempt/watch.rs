@@ -97,11 +97,10 @@ impl Watch {
         };
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
         let decided = match mode {
-            StartMode::Launch { refusal: None } => {
+            StartMode::Launch => {
                 let launched = this.launch(context, &mut ranks).await;
                 launched.err().map(|error| refusal_ending(Refusal::NotStarted(error.to_string())))
             }
-            StartMode::Launch { refusal: Some(refusal) } => Some(refusal_ending(refusal)),
             StartMode::Over(ending) => Some(ending),
             StartMode::Adopt => {
                 let adopt = |(rank, _): &(u32, u32)| this.watch_rank(RankProcess::adopt(&this.dir, *rank));
@@ -235,11 +234,11 @@ impl Policy for Watch {
 
 /// The ending of an attempt whose agent ended before it started any rank.
 fn restart_ending(context: &AttemptContext) -> Ending {
-    let agent = context.remote.as_ref().map_or_else(lockstep_host::hostname, |remote| remote.name.clone());
-    Ending::Failed { reason: ReasonKind::AgentRestarted { agent: agent.into() }.into(), retriable: true }
+    let agent = context.remote.name.as_str().into();
+    Ending::Failed { reason: ReasonKind::AgentRestarted { agent }.into(), retriable: true }
 }
 
-fn refusal_ending(refusal: Refusal) -> Ending {
+pub(super) fn refusal_ending(refusal: Refusal) -> Ending {
     let retriable = matches!(refusal, Refusal::CheckpointDamaged(_));
     let kind = match refusal {
         Refusal::DatasetUnusable(why) => {

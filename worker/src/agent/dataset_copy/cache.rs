@@ -6,13 +6,12 @@
 
 use super::{
     CopyError, blocking,
-    list::{LIST_PREFIX, List},
+    list::{About, LIST_PREFIX, List},
     on_disk,
-    size::{megabytes, sizes},
+    size::{megabytes_down, megabytes_up},
 };
 use lockstep_host::{lock, open_lock};
 use lockstep_protocol::agent::AttemptRef;
-use serde::{Deserialize, Serialize};
 use std::{
     collections::HashMap,
     ffi::OsStr,
@@ -34,15 +33,6 @@ const GONE_PREFIX: &str = ".gone-";
 /// The mode of folders. Other accounts of the machine may not be allowed to read the dataset.
 const MODE: u32 = 0o700;
 
-/// Why the folder of copies cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub(in crate::agent) enum CacheError {
-    #[error("{}: another agent keeps its copies of datasets in this folder; give this agent another folder with --dataset-cache", .0.display())]
-    Taken(PathBuf),
-    #[error("the folder for copies of datasets, {}: {}", .0.display(), .1)]
-    Io(PathBuf, io::Error),
-}
-
 /// The copies of this machine.
 #[derive(Debug)]
 pub(in crate::agent) struct Copies {
@@ -54,19 +44,6 @@ pub(in crate::agent) struct Copies {
     copy_locks: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
     /// Locked while this agent runs.
     _lock: File,
-}
-
-/// The dataset of a copy.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct About {
-    /// The dataset's name.
-    pub(super) dataset: String,
-    /// The dataset's path on the server.
-    pub(super) path: String,
-    /// The path to open, relative to the files of the copy.
-    pub(super) within: String,
-    pub(super) files: u64,
-    pub(super) bytes: u64,
 }
 
 /// The right to write to a copy, which one job has at a time. Blocking work keeps a clone, because the work continues
@@ -173,20 +150,21 @@ fn create_private_dir(dir: &Path) -> io::Result<()> {
 
 impl Copies {
     /// Opens or creates the folder. Removes the records of uses by attempts that are not in `live`.
-    pub(in crate::agent) fn open(
-        dir: &Path,
-        limit_bytes: u64,
-        live: &[&AttemptRef],
-    ) -> Result<Self, CacheError> {
-        let failed = |error: io::Error| CacheError::Io(dir.into(), error);
-        let parent = dir.parent().unwrap_or(dir);
-        fs::create_dir_all(parent).map_err(|error| CacheError::Io(parent.into(), error))?;
+    pub(in crate::agent) fn open(dir: &Path, limit_bytes: u64, live: &[&AttemptRef]) -> Result<Self, String> {
+        let failed =
+            |error: io::Error| format!("the folder for copies of datasets, {}: {error}", dir.display());
+        fs::create_dir_all(dir.parent().unwrap_or(dir)).map_err(failed)?;
         create_private_dir(dir).map_err(failed)?;
         let dir = dir.canonicalize().map_err(failed)?;
         let lock = open_lock(&dir.join(LOCK_FILE)).map_err(failed)?;
         match lock.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(CacheError::Taken(dir)),
+            Err(TryLockError::WouldBlock) => {
+                return Err(format!(
+                    "{}: another agent keeps its copies of datasets in this folder; give this agent another folder with --dataset-cache",
+                    dir.display()
+                ));
+            }
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
         let copies =
@@ -265,14 +243,13 @@ impl Copies {
     /// The limit does not allow the copy. The message tells what to change.
     pub(super) fn reserve(
         &self,
-        list: List,
-        about: &About,
+        List { file, key, about }: List,
         attempt: &AttemptRef,
     ) -> Result<(Entry, Vec<PathBuf>), CopyError> {
         let _changes = lock(&self.changes);
         let failed = on_disk(&self.dir);
         self.remove_uses(attempt).map_err(&failed)?;
-        let entry = Entry { dir: self.dir.join(&list.key) };
+        let entry = Entry { dir: self.dir.join(key) };
         let mut evicted = Vec::new();
         // Evict an older state of the same dataset that no attempt uses.
         for (old, old_about) in self.entries().map_err(&failed)? {
@@ -283,7 +260,7 @@ impl Copies {
         }
         if !entry.data().exists() {
             let refused = |why: String| Err(CopyError::Unusable(why));
-            let (bytes, limit) = sizes(about.bytes, self.limit_bytes);
+            let (bytes, limit) = (megabytes_up(about.bytes), megabytes_down(self.limit_bytes));
             if about.bytes > self.limit_bytes {
                 return refused(format!(
                     "it has {bytes}, and the limit of all copies is {limit}: raise the agent's --dataset-cache-limit"
@@ -295,7 +272,7 @@ impl Copies {
                 return refused(format!(
                     "it has {bytes}, and running jobs use {} of the limit of all copies, {limit}: raise the agent's \
                      --dataset-cache-limit, or retry the job when they have finished",
-                    megabytes(kept)
+                    megabytes_up(kept)
                 ));
             }
         }
@@ -304,8 +281,8 @@ impl Copies {
                 let new = self.dir.join(format!("{NEW_PREFIX}{}", uuid::Uuid::new_v4().simple()));
                 create_private_dir(&new)?;
                 fs::create_dir(new.join("uses"))?;
-                list.file.persist(new.join("list"))?;
-                lockstep_host::write_atomically(&new.join("about.json"), &serde_json::to_vec(about)?)?;
+                file.persist(new.join("list"))?;
+                lockstep_host::write_atomically(&new.join("about.json"), &serde_json::to_vec(&about)?)?;
                 if entry.dir.exists() {
                     evicted.push(self.hide(&entry)?);
                 }

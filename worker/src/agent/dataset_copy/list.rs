@@ -1,7 +1,8 @@
 //! The list of a dataset's files, as sent by the server and stored with a copy.
 
 use super::{super::remote::AttemptClient, CopyError, PullProgress, on_disk};
-use lockstep_protocol::agent::DatasetEntry;
+use lockstep_protocol::agent::{DatasetEntry, StartAttempt};
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
     fs::File,
@@ -22,26 +23,36 @@ pub(super) struct List {
     pub(super) file: NamedTempFile,
     /// The hash of the list. It changes if a file, its modification time or the path on the server changes.
     pub(super) key: String,
-    /// See [`DatasetEntry::Begin`].
+    pub(super) about: About,
+}
+
+/// The dataset of a list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct About {
+    /// The dataset's name.
+    pub(super) dataset: String,
+    /// The dataset's path on the server.
+    pub(super) path: String,
+    /// The path to open, relative to the files of the copy. See [`DatasetEntry::Begin`].
     pub(super) within: String,
     pub(super) files: u64,
     pub(super) bytes: u64,
 }
 
-/// Fetches the list of the dataset at `path` on the server into a file in `dir`.
+/// Fetches the list of an attempt's dataset on the server into a file in `dir`.
 ///
 /// # Errors
 /// The list did not arrive completely, or the server reports why there is none.
 pub(super) async fn fetch(
     client: &AttemptClient<'_>,
     dir: &Path,
-    path: &str,
+    start: &StartAttempt,
     progress: &mut PullProgress,
 ) -> Result<List, CopyError> {
     let mut download = client.dataset_list().await?;
     progress.answered = true;
     let mut file = NamedTempFile::with_prefix_in(LIST_PREFIX, dir).map_err(on_disk(dir))?;
-    let mut reading = ListReader::new(path, LIST_BYTES);
+    let mut reading = ListReader::new(&start.spec.data.dataset, &start.dataset_path, LIST_BYTES);
     let mut out = BufWriter::new(file.as_file_mut());
     while let Some(chunk) = download.next().await? {
         reading.take(&chunk)?;
@@ -59,18 +70,19 @@ struct ListReader {
     hash: Sha256,
     /// The beginning of an incomplete line.
     line: Vec<u8>,
-    within: Option<String>,
-    files: u64,
-    bytes: u64,
+    about: About,
+    begun: bool,
     ended: bool,
 }
 
 impl ListReader {
-    fn new(path: &str, remaining_bytes: u64) -> Self {
+    fn new(dataset: &str, path: &str, remaining_bytes: u64) -> Self {
         let mut hash = Sha256::new();
         hash.update(path.as_bytes());
         hash.update([0]);
-        Self { remaining_bytes, hash, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
+        let (dataset, path, within) = (dataset.into(), path.into(), String::new());
+        let about = About { dataset, path, within, files: 0, bytes: 0 };
+        Self { remaining_bytes, hash, line: Vec::new(), about, begun: false, ended: false }
     }
 
     fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
@@ -102,18 +114,18 @@ impl ListReader {
             return invalid("goes on after its end".into());
         }
         match entry {
-            DatasetEntry::Begin(within) if self.within.is_none() => {
+            DatasetEntry::Begin(within) if !self.begun => {
                 if !within.is_empty() && !is_below(&within) {
                     return invalid(format!("begins with {within:?}"));
                 }
-                self.within = Some(within);
+                (self.about.within, self.begun) = (within, true);
             }
             DatasetEntry::Folder(path) if is_below(&path) => {}
             DatasetEntry::File(path, size, _) if is_below(&path) => {
-                self.files += 1;
-                self.bytes = self.bytes.saturating_add(size);
+                self.about.files += 1;
+                self.about.bytes = self.about.bytes.saturating_add(size);
             }
-            DatasetEntry::End(files, bytes) if (files, bytes) == (self.files, self.bytes) => {
+            DatasetEntry::End(files, bytes) if (files, bytes) == (self.about.files, self.about.bytes) => {
                 self.ended = true;
             }
             DatasetEntry::Failed(why) => return Err(CopyError::Unusable(why)),
@@ -123,11 +135,10 @@ impl ListReader {
     }
 
     fn done(self, file: NamedTempFile) -> Result<List, CopyError> {
-        let (Some(within), true) = (self.within, self.ended) else {
+        if !self.begun || !self.ended {
             return Err(CopyError::Server(super::Failed::Later("the list of its files is cut off".into())));
-        };
-        let key = hex::encode(&self.hash.finalize()[..16]);
-        Ok(List { file, key, within, files: self.files, bytes: self.bytes })
+        }
+        Ok(List { file, key: hex::encode(&self.hash.finalize()[..16]), about: self.about })
     }
 }
 
@@ -169,7 +180,7 @@ mod tests {
     }
 
     fn read_of(chunks: &[&str], max_bytes: u64) -> Result<List, CopyError> {
-        let mut reading = ListReader::new("/data/x", max_bytes);
+        let mut reading = ListReader::new("x", "/data/x", max_bytes);
         for chunk in chunks {
             reading.take(chunk.as_bytes())?;
         }
@@ -180,7 +191,8 @@ mod tests {
     fn an_incomplete_or_invalid_list_is_refused() {
         let list = "{\"begin\":\"\"}\n{\"folder\":\"a\"}\n{\"file\":[\"a/b\",5,1]}\n{\"end\":[1,5]}\n";
         let whole = read(&[list]).unwrap();
-        assert_eq!((whole.files, whole.bytes, whole.within.as_str()), (1, 5, ""));
+        let About { files, bytes, within, .. } = &whole.about;
+        assert_eq!((*files, *bytes, within.as_str()), (1, 5, ""));
         for cut in 0..list.len() {
             let (first, rest) = list.split_at(cut);
             assert_eq!(read(&[first, rest]).unwrap().key, whole.key, "wherever it is cut on its way");

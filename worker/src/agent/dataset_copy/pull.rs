@@ -5,8 +5,8 @@ mod incoming;
 
 use super::{
     CopyError, PullProgress, blocking,
-    cache::{self, About, Copies, CopyLock, Entry},
-    list::Entries,
+    cache::{self, Copies, CopyLock, Entry},
+    list::{About, Entries},
     on_disk,
     size::{megabytes_down, megabytes_up},
 };

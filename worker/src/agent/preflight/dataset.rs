@@ -26,7 +26,7 @@ pub(super) fn check(
     stored: &StoredAttempt,
     program: &Path,
     cancelled: &AtomicBool,
-    machine: Option<&str>,
+    machine: &str,
 ) -> Result<(), String> {
     let path = lockstep_data::resolve(
         Path::new(&stored.start.dataset_path),
@@ -36,7 +36,7 @@ pub(super) fn check(
     let note = stored.job_dir.join(DATASET_NOTE);
     let first_note = read_note(&note);
     let fingerprint = take_fingerprint(path, first_note.is_some(), program, cancelled)?;
-    let own = DatasetNote { fingerprint, machine: machine.map(str::to_owned) };
+    let own = DatasetNote { fingerprint, machine: Some(machine.to_owned()) };
     // Before the first start the server has no fingerprint to send. If there is a note, another machine of this
     // attempt wrote it meanwhile.
     let is_first_start = stored.start.files.dataset.is_none();

@@ -5,6 +5,7 @@ mod pictures;
 
 use crate::pytorch::weights;
 use lockstep_engine::net::resnet;
+use lockstep_host::tensors::HostTensor;
 use lockstep_kernels::synthetic;
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
@@ -12,9 +13,10 @@ use lockstep_protocol::{
     spec::{Arch, DataSpec, JobSpec, LossKind, LossSpec, ModelSpec, Stem, Validation},
 };
 use lockstep_worker::inspect;
+use safetensors::{Dtype, tensor::TensorView};
 use serde::Deserialize;
 use serde_json::json;
-use std::{fs, io::Write, path::Path};
+use std::{fs, path::Path};
 
 #[derive(Deserialize)]
 struct Expected {
@@ -63,7 +65,6 @@ fn write_changed_model(
 ) {
     let spec = spec(fixture);
     let network = resnet::build(&spec.model, fixture.side, 1, 10).unwrap();
-    let mut header = serde_json::Map::new();
     let names: Vec<String> = (0..10).map(|c| c.to_string()).collect();
     let mut metadata = json!({
         "classes": json!(names).to_string(), "image_size": fixture.side.to_string(), "channels": "1",
@@ -71,27 +72,20 @@ fn write_changed_model(
         "spec": serde_json::to_string(&spec).unwrap(),
     });
     change_metadata(&mut metadata);
-    header.insert("__metadata__".into(), metadata);
-    let mut data: Vec<u8> = Vec::new();
     let mut weights = weights(&network);
-    for p in network.parameters() {
-        let mut values = weights.remove(&p.name).unwrap().values;
-        match p.name.as_str() {
+    for (name, HostTensor { values, .. }) in &mut weights {
+        match name.as_str() {
             "fc.weight" => values.iter_mut().for_each(|v| *v *= 512.0),
             "fc.bias" => values.clone_from(&fixture.bias),
             _ => {}
         }
-        change_values(&p.name, &mut values);
-        let start = data.len();
-        data.extend(values.iter().flat_map(|v| v.to_le_bytes()));
-        header.insert(p.name, json!({"dtype": "F32", "shape": p.shape, "data_offsets": [start, data.len()]}));
+        change_values(name, values);
     }
-    let mut text = serde_json::to_vec(&header).unwrap();
-    text.resize(text.len().next_multiple_of(8), b' ');
-    let mut file = fs::File::create(folder.join("model.safetensors")).unwrap();
-    file.write_all(&(text.len() as u64).to_le_bytes()).unwrap();
-    file.write_all(&text).unwrap();
-    file.write_all(&data).unwrap();
+    let views = weights.iter().map(|(name, HostTensor { shape, values })| {
+        (name, TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(values)).unwrap())
+    });
+    let bytes = safetensors::serialize(views, Some(serde_json::from_value(metadata).unwrap())).unwrap();
+    fs::write(folder.join("model.safetensors"), bytes).unwrap();
 }
 
 fn pixels(fixture: &Expected) -> Vec<u8> {

@@ -5,7 +5,6 @@ use super::{
     pipeline::{Run, train_with_plan},
     *,
 };
-use lockstep_engine::plan::Plan;
 use lockstep_protocol::spec::Split;
 
 /// Eight pictures for each of eight ranks. So float64 sums of gradients equal those of one rank.

@@ -5,7 +5,7 @@ use super::{
     hybrid::{data_rank, data_ranks, plan, staged},
     *,
 };
-use lockstep_engine::{Contribution, Distribution, Writers, build_cpu_with, plan::Plan};
+use lockstep_engine::Distribution;
 use lockstep_protocol::spec::Split;
 
 /// Divisible by two, three and four ranks.

@@ -1,11 +1,7 @@
 //! Ranks that split one network have the same losses and weights as one rank with the whole network.
 
 use super::*;
-use lockstep_engine::{
-    Contribution, Distribution, StateDict, Writers, build_cpu_with,
-    net::TensorShape,
-    plan::{Mesh, Plan},
-};
+use lockstep_engine::{Distribution, net::TensorShape, plan::Mesh};
 use lockstep_host::tensors::fit::shapes;
 use lockstep_protocol::spec::{ShardSpec, Split};
 
@@ -94,24 +90,15 @@ pub(super) fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
 
 /// The losses of the steps, and the state for a checkpoint after them.
 fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
-    let ranks = plan.mesh.ranks();
     let own = GLOBAL / data_ranks(plan);
-    let of_ranks = on_ranks(ranks as u32, |comm| {
-        let from = data_rank(plan, &comm) * own;
-        let config = EngineConfig { batch_size: own, ..config.clone() };
-        let initial = init::initial_parameters(network, false, 1);
-        let mut engine = build_cpu_with(network.clone(), &initial, config, comm, plan).unwrap();
-        let step = |step| {
-            let batch = part_of(GLOBAL, pictures(step, from, from + own));
-            engine.train_step(&[batch], LR).unwrap().loss
-        };
-        let losses: Vec<f32> = (0..STEPS).map(step).collect();
-        (losses, engine.state_dict(&Writers::default()).unwrap())
+    let config = EngineConfig { batch_size: own, ..config.clone() };
+    let (losses, state) = run_plan(true, network, plan, &config, false, |engine, part| {
+        let batch = |step| part_of(GLOBAL, pictures(step, part * own, (part + 1) * own));
+        let step = |step| engine.train_step(&[batch(step)], LR).unwrap().loss;
+        (0..STEPS).map(step).collect::<Vec<f32>>()
     });
-    let mean = |step: usize| of_ranks.iter().map(|(losses, _)| losses[step]).sum::<f32>() / ranks as f32;
-    let losses = (0..STEPS).map(mean).collect();
-    let Some((_, Contribution::Whole(state))) = of_ranks.into_iter().next() else { panic!("rank 0 has all") };
-    (losses, *state)
+    let mean = |step: usize| losses.iter().map(|losses| losses[step]).sum::<f32>() / losses.len() as f32;
+    ((0..STEPS).map(mean).collect(), state)
 }
 
 /// The largest excess of a difference over the tolerance of 1e-6 (absolute and relative), and its tensor's name.
@@ -194,36 +181,32 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
         let optimizer = Optimizer { kind, weight_decay: 1e-3, epsilon: 1e-3, ..Optimizer::default() };
         let config = EngineConfig { optimizer, accumulate: 2, ..config(5) };
         let run = |plan: &Plan| {
-            on_ranks(plan.mesh.ranks() as u32, |comm| {
-                let (rank, ranks) = (data_rank(plan, &comm), data_ranks(plan));
-                let initial = init::initial_parameters(&network, false, 1);
-                let mut engine =
-                    build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
+            let per_rank = 4 / data_ranks(plan);
+            run_plan(true, &network, plan, &config, false, |engine, rank| {
                 let mut results = Vec::new();
                 for (step, parts) in parts.iter().enumerate() {
                     let micro_batches = [0, 1].map(|micro| {
                         let bounds = &parts[4 * micro..4 * micro + 5];
                         let all = bounds[4] - bounds[0];
-                        let per_rank = 4 / ranks;
                         batch(step, bounds[rank * per_rank], bounds[(rank + 1) * per_rank], all)
                     });
                     results.push(engine.train_step(&micro_batches, 0.002).unwrap());
                 }
-                (results, engine.state_dict(&Writers::default()).unwrap())
+                results
             })
         };
-        let single = run(&Plan::data(1));
+        let (single, single_state) = run(&Plan::data(1));
         for plan in [
             plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]),
             plan([1, 1, 4], &[]),
             staged(2, plan([2, 1, 2], &[])),
             staged(4, plan([1, 1, 1], &[])),
         ] {
-            let several = run(&plan);
+            let (several, state) = run(&plan);
             let of_stage = &several[..plan.mesh.ranks_of_stage()];
-            for (step, expected) in single[0].0.iter().enumerate() {
+            for (step, expected) in single[0].iter().enumerate() {
                 let sum = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
-                    of_stage.iter().map(|(results, _)| value(&results[step])).sum()
+                    of_stage.iter().map(|results| value(&results[step])).sum()
                 };
                 let samples = sum(&|r| r.samples as f32);
                 let loss = sum(&|r| r.loss * r.samples as f32) / samples;
@@ -232,19 +215,14 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
                     (samples, sum(&|r| r.correct as f32)),
                     (expected.samples as f32, expected.correct as f32)
                 );
-                for (results, _) in &several {
+                for results in &several {
                     let norm = results[step].grad_norm / expected.grad_norm;
                     // Sums are added in another order, and batch norms of few pictures amplify the rounding.
                     let tolerance = if step == 0 { 1e-5 } else { 5e-3 };
                     assert!((norm - 1.0).abs() < tolerance, "{kind:?} {plan:?}, step {step}: {norm}");
                 }
             }
-            let (Contribution::Whole(single_rank), Contribution::Whole(shared)) =
-                (&single[0].1, &several[0].1)
-            else {
-                panic!("rank 0 has all")
-            };
-            let difference = max_difference(&shared.parameters, &single_rank.parameters);
+            let difference = max_difference(&state.parameters, &single_state.parameters);
             assert!(difference < 1e-3, "{kind:?} {plan:?}: {difference}");
         }
     }

@@ -1,10 +1,10 @@
 //! Losses with a margin (ArcFace, CosFace): gradients match finite differences, and ranks that share the classes train as one rank.
 
 use super::{
-    hybrid::{data_rank, data_ranks, max_excess, plan},
+    hybrid::{data_ranks, max_excess, plan},
     *,
 };
-use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
+use lockstep_engine::Margin;
 use lockstep_protocol::spec::{LossKind, LossSpec};
 
 const CLASSES: usize = 9;
@@ -85,30 +85,23 @@ struct Run {
 
 fn train_with_plan(kind: LossKind, plan: &Plan) -> Run {
     let (network, own) = (plain_network(), GLOBAL / data_ranks(plan));
-    let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
-        let from = data_rank(plan, &comm) * own;
-        let config = EngineConfig { batch_size: own, ..with_margin(kind) };
-        let initial = init::initial_parameters(&network, false, 1);
-        let mut engine = build_cpu_with(network.clone(), &initial, config, comm, plan).unwrap();
-        let own = batch(from, from + own);
+    let config = EngineConfig { batch_size: own, ..with_margin(kind) };
+    let (of_ranks, state) = run_plan(true, &network, plan, &config, false, |engine, part| {
+        let own = batch(part * own, (part + 1) * own);
         let step = |_| engine.train_step(std::slice::from_ref(&own), 0.02).unwrap();
         let steps: Vec<StepResult> = (0..STEPS).map(step).collect();
-        let evaluated = engine.eval_step(&own).unwrap();
-        (steps, evaluated, engine.state_dict(&Writers::default()).unwrap())
+        (steps, engine.eval_step(&own).unwrap())
     });
     let of_step = |step: usize| {
-        let all = || of_ranks.iter().map(|(steps, ..)| &steps[step]);
+        let all = || of_ranks.iter().map(|(steps, _)| &steps[step]);
         let loss = all().map(|result| result.loss * result.samples as f32).sum::<f32>() / GLOBAL as f32;
         (loss, all().map(|result| result.correct).sum())
     };
     let steps = (0..STEPS).map(of_step).collect();
     let evaluated = of_ranks
         .iter()
-        .fold((0.0, 0), |(loss, correct), (_, result, _)| (loss + result.loss_sum, correct + result.correct));
-    let Some((.., Contribution::Whole(state))) = of_ranks.into_iter().next() else {
-        panic!("rank 0 has all")
-    };
-    Run { steps, evaluated, state: *state }
+        .fold((0.0, 0), |(loss, correct), (_, result)| (loss + result.loss_sum, correct + result.correct));
+    Run { steps, evaluated, state }
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod pipeline;
 mod sampled;
 mod sharded;
 
+use crate::pytorch;
 use lockstep_comm::{
     CommError, ProcessGroup, SingleRank, Values, ValuesMut,
     rendezvous::{RendezvousConfig, Store, loopback::rendezvous_config},
@@ -21,8 +22,10 @@ use lockstep_comm::{
 };
 use lockstep_data::loader::Batch;
 use lockstep_engine::{
-    Engine, EngineConfig, EngineError, LossConfig, Optimizer, OptimizerState, StepResult, build_cpu,
+    Contribution, Engine, EngineConfig, EngineError, LossConfig, Optimizer, OptimizerState, StateDict,
+    StepResult, Writers, build_cpu, build_cpu_with,
     net::{Network, init, resnet},
+    plan::Plan,
     slots,
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
@@ -47,15 +50,8 @@ fn network() -> Arc<Network> {
 }
 
 fn config(batch_size: usize) -> EngineConfig {
-    EngineConfig {
-        batch_size,
-        optimizer: Optimizer { momentum: 0.9, weight_decay: 1e-4, ..Optimizer::default() },
-        loss: LossConfig { label_smoothing: 0.1, ..LossConfig::default() },
-        accumulate: 1,
-        sync_batch_norm: true,
-        gradients_mean: true,
-        threads: 1,
-    }
+    let loss = LossConfig { label_smoothing: 0.1, ..LossConfig::default() };
+    EngineConfig { loss, threads: 1, ..pytorch::config(batch_size, pytorch::sgd(1e-4)) }
 }
 
 /// An engine with the weights of seed 1, which are equal on every rank.
@@ -128,6 +124,28 @@ fn run_ranks<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGro
             .collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     })
+}
+
+/// Runs `body` on every rank of a plan, with an engine and the rank's index among the ranks that read different pictures. Returns the
+/// results by rank, and the state for a checkpoint afterwards. Unless `shared`, the ranks have only a ring.
+fn run_plan<T: Send>(
+    shared: bool,
+    network: &Arc<Network>,
+    plan: &Plan,
+    config: &EngineConfig,
+    zero_init_residual: bool,
+    body: impl Fn(&mut dyn Engine, usize) -> T + Sync,
+) -> (Vec<T>, StateDict) {
+    let of_ranks = run_ranks(plan.mesh.ranks() as u32, shared, |comm| {
+        let part = hybrid::data_rank(plan, &comm);
+        let initial = init::initial_parameters(network, zero_init_residual, 1);
+        let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
+        let result = body(&mut *engine, part);
+        (result, engine.state_dict(&Writers::default()).unwrap())
+    });
+    let (results, contributions): (Vec<_>, Vec<_>) = of_ranks.into_iter().unzip();
+    let Some(Contribution::Whole(state)) = contributions.into_iter().next() else { panic!("rank 0 has all") };
+    (results, *state)
 }
 
 /// Each rank's losses of `steps` steps, and its parameters after them.

@@ -1,10 +1,9 @@
 //! Pipeline stages that compute several micro-batches at once have the losses and weights of one rank with as many micro-batches.
 
 use super::{
-    hybrid::{data_rank, data_ranks, grouped, max_excess, plan, staged},
+    hybrid::{data_ranks, grouped, max_excess, plan, staged},
     *,
 };
-use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::{agent::AxisTimes, spec::Split};
 
 const STEPS: usize = 5;
@@ -34,24 +33,18 @@ pub(super) fn train_with_plan(
     batch: impl Fn(usize, usize, usize) -> Batch + Sync,
 ) -> (Vec<Vec<StepResult>>, StateDict) {
     let own = micro_batch / data_ranks(plan);
-    let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
-        let from = data_rank(plan, &comm) * own;
-        let config = EngineConfig { accumulate, ..config(own) };
-        let initial = init::initial_parameters(network, zero_init_residual, 1);
-        let mut engine = build_cpu_with(network.clone(), &initial, config, comm, plan).unwrap();
+    let config = EngineConfig { accumulate, ..config(own) };
+    run_plan(true, network, plan, &config, zero_init_residual, |engine, part| {
+        let (from, to) = (part * own, (part + 1) * own);
         let step = |step| {
-            let of_rank = |number| part_of(micro_batch, batch(step * accumulate + number, from, from + own));
+            let of_rank = |number| part_of(micro_batch, batch(step * accumulate + number, from, to));
             let micro_batches: Vec<Batch> = (0..accumulate).map(of_rank).collect();
             let result = engine.train_step(&micro_batches, LR).unwrap();
             engine.average(0.9).unwrap();
             result
         };
-        let results: Vec<StepResult> = (0..steps).map(step).collect();
-        (results, engine.state_dict(&Writers::default()).unwrap())
-    });
-    let (results, contributions): (Vec<_>, Vec<_>) = of_ranks.into_iter().unzip();
-    let Some(Contribution::Whole(state)) = contributions.into_iter().next() else { panic!("rank 0 has all") };
-    (results, *state)
+        (0..steps).map(step).collect()
+    })
 }
 
 #[test]

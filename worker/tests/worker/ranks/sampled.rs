@@ -4,7 +4,7 @@ use super::{
     hybrid::{data_rank, data_ranks, max_excess, part_of_state, plan, staged},
     *,
 };
-use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
+use lockstep_engine::Margin;
 use lockstep_protocol::spec::{LossKind, LossSpec, Split};
 use std::ops::Range;
 

@@ -4,7 +4,6 @@ use super::{
     hybrid::{data_rank, max_excess, part_of_state, plan},
     *,
 };
-use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::spec::Split;
 
 const STEPS: usize = 5;
@@ -42,30 +41,23 @@ fn of_kind(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
 /// Mean losses of the steps, and the state for a checkpoint after them. The ranks share no memory. Of three ranks, the first has half
 /// of the pictures.
 fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
-    let ranks = plan.mesh.ranks();
-    let parts = ranks / plan.mesh.height;
-    let of_ranks = run_ranks(ranks as u32, false, |comm| {
-        let part = data_rank(plan, &comm);
+    let parts = plan.mesh.ranks() / plan.mesh.height;
+    let (losses, state) = run_plan(false, network, plan, config, false, |engine, part| {
         let bounds = [part, part + 1].map(|part| match parts {
             3 => [0, 16, 24, 32][part],
             parts => part * GLOBAL / parts,
         });
-        let initial = init::initial_parameters(network, false, 1);
-        let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
         let step = |step| {
             let micro_batch = |micro| part_of(GLOBAL, pictures(2 * step + micro, bounds[0], bounds[1]));
             let batches: Vec<_> = (0..config.accumulate).map(micro_batch).collect();
             let result = engine.train_step(&batches, 0.002).unwrap();
             result.loss * result.samples as f32
         };
-        let losses: Vec<f32> = (0..STEPS).map(step).collect();
-        (losses, engine.state_dict(&Writers::default()).unwrap())
+        (0..STEPS).map(step).collect::<Vec<f32>>()
     });
     let pictures = (GLOBAL * config.accumulate * plan.mesh.height) as f32;
-    let mean = |step: usize| of_ranks.iter().map(|(losses, _)| losses[step]).sum::<f32>() / pictures;
-    let losses = (0..STEPS).map(mean).collect();
-    let Some((_, Contribution::Whole(state))) = of_ranks.into_iter().next() else { panic!("rank 0 has all") };
-    (losses, *state)
+    let mean = |step: usize| losses.iter().map(|losses| losses[step]).sum::<f32>() / pictures;
+    ((0..STEPS).map(mean).collect(), state)
 }
 
 /// Describes how two runs differ, unless only by rounding.

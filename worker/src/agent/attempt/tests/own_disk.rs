@@ -9,7 +9,7 @@ async fn the_disk_is_reported_before_the_dataset_is_copied() {
     let mut fixture = fixture(1, "exit 0");
     let (remote, requests) = test_server::server();
     let copies = Copies::open(&fixture.dir.path().join("copies"), 1000, &[]).unwrap();
-    fixture.context.remote = Some(Arc::new(remote));
+    fixture.context.remote = Arc::new(remote);
     fixture.context.copies = Some(Arc::new(copies));
     let state_dir = crate::agent::state_dir::StateDir::open(&fixture.dir.path().join("agent")).unwrap();
     fixture.stored.start.files = StartFiles { mark: Some("word".into()), ..StartFiles::default() };
@@ -17,7 +17,7 @@ async fn the_disk_is_reported_before_the_dataset_is_copied() {
     chosen.unwrap();
     fixture.stored = stored;
     assert!(is_own_disk(&fixture.stored));
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     fixture.wait_for_end(&attempt).await;
     assert_eq!(requests.lock().unwrap()[..2], ["POST ", "GET dataset/files"]);
 }

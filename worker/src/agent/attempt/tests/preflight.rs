@@ -6,7 +6,7 @@ use super::*;
 async fn missing_requirements_are_reported_before_the_start() {
     let mut fixture = fixture(2, "echo '{\"Err\":\"/none does not exist\"}'");
     fixture.context.check = crate::agent::preflight::check;
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     match fixture.wait_for_end(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(
@@ -30,7 +30,7 @@ fn a_killed_inspection_does_not_make_the_dataset_unusable() {
         fs::write(data.join("a.png"), "no picture").unwrap();
         fixture.stored.start.dataset_path = fixture.dir.path().join("data").display().to_string();
         let cancelled = std::sync::atomic::AtomicBool::new(false);
-        let result = check(&fixture.stored, &fixture.context.program, &[], &cancelled, None);
+        let result = check(&fixture.stored, &fixture.context.program, &[], &cancelled, "a");
         (result, fs::read_to_string(fixture.stored.job_dir.join("dataset.json")).ok())
     };
     let (result, note) = run_check("kill -9 $$");
@@ -50,7 +50,7 @@ fn files_are_checked_before_the_first_start_and_folders_before_later_ones() {
     fixture.stored.start.dataset_path = fixture.dir.path().join("data").display().to_string();
     let has_begun = || {
         let cancelled = std::sync::atomic::AtomicBool::new(false);
-        let result = check(&fixture.stored, &fixture.context.program, &[], &cancelled, None);
+        let result = check(&fixture.stored, &fixture.context.program, &[], &cancelled, "a");
         assert_eq!(result, Ok(()));
         let request = fs::read_to_string(fixture.dir.path().join("asked")).unwrap();
         fs::remove_file(fixture.dir.path().join("asked")).unwrap();
@@ -67,7 +67,7 @@ async fn jobs_can_be_stopped_while_a_file_system_hangs() {
         fixture.context.check = |_, _, _, _, _| loop {
             std::thread::park();
         };
-        let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+        let attempt = fixture.start();
         attempt.order(order);
         assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
         assert!(!rank_file(&fixture.stored.attempt_dir(), 0, "pid").exists());
@@ -86,7 +86,7 @@ async fn a_stop_cancels_a_running_inspection() {
         fs::write(stored.job_dir.join("given up"), "").unwrap();
         Ok(())
     };
-    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    let attempt = fixture.start();
     let until = Instant::now() + Duration::from_secs(30);
     let reached = async |name: &str| {
         while !fixture.stored.job_dir.join(name).exists() {

@@ -23,8 +23,7 @@ fn about(path: &str, bytes: u64) -> About {
 fn add_copy(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<Entry, String> {
     let mut file = tempfile::NamedTempFile::with_prefix_in(LIST_PREFIX, copies.dir()).unwrap();
     file.write_all(b"list").unwrap();
-    let list = List { file, key: key.into(), within: String::new(), files: 1, bytes: about.bytes };
-    match copies.reserve(list, about, attempt) {
+    match copies.reserve(List { file, key: key.into(), about: about.clone() }, attempt) {
         Ok((entry, removed)) => {
             remove(&removed).unwrap();
             assert_eq!(fs::read(entry.list()).unwrap(), b"list");
@@ -100,7 +99,7 @@ fn open_again(dir: &Path, max_bytes: u64, live: &[&AttemptRef]) -> Copies {
     loop {
         match Copies::open(dir, max_bytes, live) {
             Err(error) if since.elapsed() < Duration::from_secs(10) => {
-                assert!(error.to_string().contains("another agent"), "{error}");
+                assert!(error.contains("another agent"), "{error}");
                 std::thread::sleep(Duration::from_millis(5));
             }
             opened => return opened.unwrap(),
@@ -115,7 +114,7 @@ fn the_next_agent_finds_copies_and_their_users() {
     let copies = Copies::open(dir.path(), 100, &[]).unwrap();
     add_copy(&copies, "a", &about("/a", 50), &a).unwrap();
     add_copy(&copies, "b", &about("/b", 50), &b).unwrap();
-    let why = Copies::open(dir.path(), 100, &[]).unwrap_err().to_string();
+    let why = Copies::open(dir.path(), 100, &[]).unwrap_err();
     assert!(why.contains("another agent") && why.contains("--dataset-cache"), "{why}");
     drop(copies);
     // The ranks of one attempt outlived the agent.

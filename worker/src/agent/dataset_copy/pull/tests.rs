@@ -29,9 +29,9 @@ fn entry(dir: &Path, files: &[(&str, u64)]) -> (Copies, Entry) {
         files: files.len() as u64,
         bytes,
     };
-    let list = List { file, key: "x".into(), within: String::new(), files: about.files, bytes };
+    let list = List { file, key: "x".into(), about };
     let attempt = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
-    let (entry, _) = copies.reserve(list, &about, &attempt).unwrap();
+    let (entry, _) = copies.reserve(list, &attempt).unwrap();
     (copies, entry)
 }
 

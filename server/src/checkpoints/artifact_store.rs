@@ -3,7 +3,10 @@
 
 mod confirm;
 
-use crate::{checkpoints::object_storage::ObjectStorage, util::lock};
+use crate::{
+    checkpoints::object_storage::ObjectStorage,
+    util::{lock, remember},
+};
 use hashlink::LinkedHashSet;
 use lockstep_protocol::{JobId, backoff::Backoff};
 use serde::Serialize;
@@ -22,9 +25,6 @@ const CONCURRENT_FETCHES: usize = 2;
 /// Maximum number of copies on the disk that are checked at the same time. A check reads every byte. After an outage, hundreds of jobs
 /// restart, and the first of them should not wait until all checkpoints are checked.
 const CONCURRENT_CHECKS: usize = 2;
-
-/// Maximum number of copies on the disk that are remembered as undamaged. With more copies, a copy may be checked again.
-const MAX_CHECKED: usize = 4096;
 
 /// The state of a checkpoint's copy in the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
@@ -195,11 +195,7 @@ impl ArtifactStore {
 
     /// Notes that a copy is undamaged, for the attempt that follows `attempt`.
     pub(crate) fn note_checked(&self, id: &str, (job, attempt): (JobId, u32)) {
-        let mut checked = lock(&self.checked);
-        if checked.len() >= MAX_CHECKED {
-            checked.clear();
-        }
-        checked.insert((job, attempt, id.to_owned()));
+        remember(&self.checked, (job, attempt, id.to_owned()));
     }
 
     /// Ends a fetch. Waiting requests get the outcome. A failure is remembered for a while.

@@ -10,7 +10,7 @@ use crate::{
     datasets::Datasets,
     events::{Events, Subscriber, hub::Hub},
     http::{gate::Gate, ingress::Ingress, request_times::RequestTimes, tls::ServerCertificate},
-    ingest::{Ingest, runs::Runs},
+    ingest::{self, runs::Runs},
     metrics::{Metrics, compaction, retire},
     scheduler::{Scheduler, WaitingJobs, dispatch, sweeps},
     store::{Changed, EventRow, Store, purge::DeletedJobs},
@@ -84,7 +84,6 @@ pub(super) async fn start(
     let scheduler =
         Scheduler::new(checkpoints.clone(), datasets.clone(), waiting, sweeps_changed, tasks.clone());
     let scheduler = Arc::new(scheduler);
-    let ingest = Ingest::new(scheduler.clone());
     let runs = Arc::new(Runs::new(store.clone(), events.clone(), config.run_silence));
     let deleted_jobs = Arc::new(DeletedJobs::new(store.clone(), config.clone()));
     let ingress = Arc::new(Ingress::new(&config, certificate.clone()));
@@ -109,7 +108,7 @@ pub(super) async fn start(
     };
     restore(&app).await?;
     app.tasks.tracker.spawn(audit_writer.run());
-    app.tasks.spawn(async move { ingest.run(reports).await });
+    app.tasks.spawn(ingest::run(app.scheduler.clone(), reports));
     run_tasks(&app);
     if let Some(certificate) = certificate {
         app.tasks.spawn(certificate.watch(app.config.certificate_check));

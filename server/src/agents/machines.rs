@@ -66,15 +66,6 @@ struct Measured {
     unstored: VecDeque<MinuteRow>,
 }
 
-/// The minutes to store.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Minutes {
-    /// Minutes that are over.
-    Finished,
-    /// Also the current minute, because the server stops.
-    All,
-}
-
 /// The newest sample of a machine.
 #[derive(Debug, Clone)]
 pub(crate) struct Newest {
@@ -212,19 +203,13 @@ impl Machines {
         (measured.unstored.iter().cloned().collect(), recent.collect())
     }
 
-    /// Takes the minutes to store.
-    fn take_minutes(&self, now: Timestamp, which: Minutes) -> Vec<MinuteRow> {
+    /// Takes the minutes that are over at the time `now`.
+    fn take_minutes(&self, now: Timestamp) -> Vec<MinuteRow> {
         let mut taken = Vec::new();
         for (agent, measured) in lock(&self.by_agent).iter_mut() {
-            let finished = match which {
-                // This also ends the last minute of a machine that has disconnected.
-                Minutes::Finished => measured.minute.finish_if_over(agent, now),
-                Minutes::All => measured.minute.finish(agent, now),
-            };
-            if let Some(finished) = finished {
-                measured.unstored.push_back(finished);
-            }
             taken.extend(measured.unstored.drain(..));
+            // This also ends the last minute of a machine that has disconnected.
+            taken.extend(measured.minute.finish_if_over(agent, now));
         }
         taken
     }
@@ -248,7 +233,7 @@ impl Machines {
         let mut purged: Option<Instant> = None;
         loop {
             tick.tick().await;
-            self.store_minutes(store, Minutes::Finished).await;
+            self.store_minutes(store, crate::now()).await;
             if purged.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
                 let before = minute_of(crate::now() - KEPT);
                 if let Err(error) = store.purge_machine_minutes(before).await {
@@ -259,8 +244,9 @@ impl Machines {
         }
     }
 
-    pub(crate) async fn store_minutes(&self, store: &dyn Store, which: Minutes) {
-        let minutes = self.take_minutes(crate::now(), which);
+    /// Stores the minutes that are over at the time `now`.
+    pub(crate) async fn store_minutes(&self, store: &dyn Store, now: Timestamp) {
+        let minutes = self.take_minutes(now);
         if !minutes.is_empty()
             && let Err(error) = store.add_machine_minutes(&minutes).await
         {

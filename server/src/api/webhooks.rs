@@ -123,7 +123,7 @@ async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
 /// Messages of this form need another kind of URL, or the server cannot send to this URL.
 fn check_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
     let is_email = form == WebhookForm::Email;
-    if is_email && !webhooks.has_smtp {
+    if is_email && webhooks.smtp.is_none() {
         return Err(Error::invalid("/form", mail::NO_SMTP));
     }
     let is_usable = |url: &Url| match is_email {

@@ -4,7 +4,6 @@ pub(crate) mod running;
 mod wire;
 
 use crate::{
-    agents::machines::Minutes,
     api::router::build_router,
     app::App,
     auth::oidc::Oidc,
@@ -95,7 +94,8 @@ pub async fn serve(
     app.tasks.tracker.close();
     let _ = tokio::time::timeout(STOP_TIMEOUT, app.tasks.tracker.wait()).await;
     app.auth.access.store_use(&*app.store).await;
-    app.agents.machines.store_minutes(&*app.store, Minutes::All).await;
+    // Also the current minute.
+    app.agents.machines.store_minutes(&*app.store, crate::now() + Duration::from_secs(60)).await;
     app.store.close().await;
     Ok(())
 }

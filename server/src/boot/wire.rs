@@ -10,9 +10,9 @@ use crate::{
     datasets::Datasets,
     events::{Events, Subscriber, hub::Hub},
     http::{gate::Gate, ingress::Ingress, request_times::RequestTimes, tls::ServerCertificate},
-    ingest::{Ingest, runs::Runs},
+    ingest::{self, runs::Runs},
     metrics::{Metrics, compaction, retire},
-    scheduler::{Scheduler, WaitingJobs, dispatch, sweeps::Sweeps},
+    scheduler::{Scheduler, WaitingJobs, dispatch, sweeps},
     store::{Changed, EventRow, Store, purge::DeletedJobs},
     util::tasks::Tasks,
     webhooks::Webhooks,
@@ -36,11 +36,11 @@ pub(super) async fn start(
     let metrics = Arc::new(Metrics::new(store.clone(), config.keep_points));
     let hub = Arc::new(Hub::new());
     let webhooks = Arc::new(Webhooks::new(&config, store.clone()));
-    let trials_changed = Arc::new(Notify::new());
+    let sweeps_changed = Arc::new(Notify::new());
     // Called with each stored change, in this order.
     let subscribers: Vec<Subscriber> = {
         let (waiting, hub, metrics, agents) = (waiting.clone(), hub.clone(), metrics.clone(), agents.clone());
-        let (webhooks, trials_changed) = (webhooks.clone(), trials_changed.clone());
+        let (webhooks, sweeps_changed) = (webhooks.clone(), sweeps_changed.clone());
         let artifact_store = artifact_store.clone();
         vec![
             Box::new(move |changed: &Changed| waiting.note(&changed.job)),
@@ -50,7 +50,7 @@ pub(super) async fn start(
                 if changed.events.iter().any(|event| event.state().is_some() || event.is_alert()) {
                     webhooks.wake();
                     if changed.job.trial.is_some() {
-                        trials_changed.notify_one();
+                        sweeps_changed.notify_one();
                     }
                 }
             }),
@@ -81,9 +81,9 @@ pub(super) async fn start(
     ));
     let datasets =
         Arc::new(Datasets::new(&config, store.clone(), events.clone(), agents.clone(), tasks.clone()));
-    let scheduler = Arc::new(Scheduler::new(checkpoints.clone(), datasets.clone(), waiting, tasks.clone()));
-    let sweeps = Arc::new(Sweeps::new(scheduler.clone(), trials_changed));
-    let ingest = Ingest::new(scheduler.clone());
+    let scheduler =
+        Scheduler::new(checkpoints.clone(), datasets.clone(), waiting, sweeps_changed, tasks.clone());
+    let scheduler = Arc::new(scheduler);
     let runs = Arc::new(Runs::new(store.clone(), events.clone(), config.run_silence));
     let deleted_jobs = Arc::new(DeletedJobs::new(store.clone(), config.clone()));
     let ingress = Arc::new(Ingress::new(&config, certificate.clone()));
@@ -99,7 +99,6 @@ pub(super) async fn start(
         datasets,
         metrics,
         scheduler,
-        sweeps,
         runs,
         deleted_jobs,
         ingress,
@@ -109,7 +108,7 @@ pub(super) async fn start(
     };
     restore(&app).await?;
     app.tasks.tracker.spawn(audit_writer.run());
-    app.tasks.spawn(async move { ingest.run(reports).await });
+    app.tasks.spawn(ingest::run(app.scheduler.clone(), reports));
     run_tasks(&app);
     if let Some(certificate) = certificate {
         app.tasks.spawn(certificate.watch(app.config.certificate_check));
@@ -151,5 +150,5 @@ fn run_tasks(app: &App) {
     tasks.spawn(async move { hub.publish_list().await });
     tasks.spawn(async move { runs.watch().await });
     tasks.spawn(app.webhooks.clone().run());
-    tasks.spawn(app.sweeps.clone().run());
+    tasks.spawn(sweeps::run(app.scheduler.clone()));
 }

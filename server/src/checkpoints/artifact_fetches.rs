@@ -127,7 +127,7 @@ fn begin(
                     }
                 }
                 // Logged once and not for each fetch, because a waiting job fetches again and again.
-                Err(NotFetched::StoreUnavailable(why)) => store.note_failure(RequestKind::Other, why),
+                Err(NotFetched::StoreUnavailable(why)) => drop(store.note_failure(RequestKind::Other, why)),
                 Err(why) => tracing::warn!(checkpoint = row.id, %why, "a checkpoint cannot be fetched from the object store"),
             }
             store.end_fetch(&row.id, &sender, outcome);

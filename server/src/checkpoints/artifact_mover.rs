@@ -36,12 +36,8 @@ const ROWS: u32 = 1000;
 enum MoveError {
     /// The object store is the wrong store, is unavailable, or refuses the checkpoint, for this reason.
     StoreUnavailable(String),
-    /// The object store does not delete the objects, for this reason.
-    NotDeleted(String),
-    /// A database error.
-    Database(StoreError),
-    /// The files of the checkpoint cannot be read.
-    Disk(io::Error),
+    /// Another failure, for the log: what failed, and the error.
+    Failed(&'static str, String),
     /// The checkpoint's files were removed or replaced during the upload. The mover gets a separate notification of this change.
     Changed,
     /// The checkpoint's files do not match the manifest.
@@ -62,7 +58,7 @@ impl From<Unusable> for MoveError {
 
 impl From<StoreError> for MoveError {
     fn from(error: StoreError) -> Self {
-        Self::Database(error)
+        Self::Failed("a copy of a checkpoint could not be recorded", error.to_string())
     }
 }
 
@@ -72,7 +68,7 @@ impl From<io::Error> for MoveError {
             io::ErrorKind::NotFound => Self::Changed,
             // The file is not a regular file, so a retry would not help.
             io::ErrorKind::InvalidInput => Self::Damaged(format!("one of its files {error}")),
-            _ => Self::Disk(error),
+            _ => Self::Failed("a checkpoint could not be read", error.to_string()),
         }
     }
 }
@@ -181,20 +177,8 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
                 store.note_failure(request_kind, &why);
                 true
             }
-            Err(MoveError::NotDeleted(error)) => {
-                tracing::warn!(
-                    checkpoint = id,
-                    error,
-                    "the objects of a checkpoint cannot be deleted; trying again"
-                );
-                true
-            }
-            Err(MoveError::Database(error)) => {
-                tracing::warn!(%error, checkpoint = id, "a copy of a checkpoint could not be recorded; trying again");
-                true
-            }
-            Err(MoveError::Disk(error)) => {
-                tracing::warn!(%error, checkpoint = id, "a checkpoint could not be read; trying again");
+            Err(MoveError::Failed(what, error)) => {
+                tracing::warn!(error, checkpoint = id, "{what}; trying again");
                 true
             }
         };
@@ -240,7 +224,8 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
         // A store that is not mounted looks empty, so it is confirmed again.
         store.confirm(&*checkpoints.store).await?;
         store.note_success(RequestKind::Other);
-        deleted.map_err(|error| MoveError::NotDeleted(describe(&error)))?;
+        let failed = "the objects of a checkpoint cannot be deleted";
+        deleted.map_err(|error| MoveError::Failed(failed, describe(&error)))?;
     }
     checkpoints.store.forget_stored_checkpoint(url, id).await?;
     store.forget(id);

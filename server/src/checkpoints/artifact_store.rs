@@ -3,7 +3,10 @@
 
 mod confirm;
 
-use crate::{checkpoints::object_storage::ObjectStorage, util::lock};
+use crate::{
+    checkpoints::object_storage::ObjectStorage,
+    util::{lock, remember},
+};
 use hashlink::LinkedHashSet;
 use lockstep_protocol::{JobId, backoff::Backoff};
 use serde::Serialize;
@@ -22,9 +25,6 @@ const CONCURRENT_FETCHES: usize = 2;
 /// Maximum number of copies on the disk that are checked at the same time. A check reads every byte. After an outage, hundreds of jobs
 /// restart, and the first of them should not wait until all checkpoints are checked.
 const CONCURRENT_CHECKS: usize = 2;
-
-/// Maximum number of copies on the disk that are remembered as undamaged. With more copies, a copy may be checked again.
-const MAX_CHECKED: usize = 4096;
 
 /// The state of a checkpoint's copy in the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
@@ -84,45 +84,17 @@ pub(crate) struct ArtifactStore {
     pub(crate) checking: Semaphore,
     /// Notified when a checkpoint waits for the mover.
     pub(crate) waiting: Notify,
-    failing: Mutex<Failing>,
+    /// The kinds of requests that have failed and not succeeded since.
+    failing: Mutex<HashSet<RequestKind>>,
 }
 
 /// The kind of a request to the store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum RequestKind {
     /// A write, which fails if the store is full.
     Write,
     /// Any other request, which a full store still answers.
     Other,
-}
-
-/// The kinds of requests that have failed and not succeeded since.
-#[derive(Debug, Default)]
-struct Failing {
-    write: bool,
-    other: bool,
-}
-
-impl Failing {
-    /// Notes a failure. Returns whether it is the first.
-    fn note_failure(&mut self, kind: RequestKind) -> bool {
-        let is_first = !self.write && !self.other;
-        match kind {
-            RequestKind::Write => self.write = true,
-            RequestKind::Other => self.other = true,
-        }
-        is_first
-    }
-
-    /// Notes a success. Returns whether requests failed before and none fail now.
-    fn note_success(&mut self, kind: RequestKind) -> bool {
-        let failed = self.write || self.other;
-        self.other = false;
-        if kind == RequestKind::Write {
-            self.write = false;
-        }
-        failed && !self.write
-    }
 }
 
 /// The checkpoints that wait for the mover, because they were written or deleted.
@@ -223,11 +195,7 @@ impl ArtifactStore {
 
     /// Notes that a copy is undamaged, for the attempt that follows `attempt`.
     pub(crate) fn note_checked(&self, id: &str, (job, attempt): (JobId, u32)) {
-        let mut checked = lock(&self.checked);
-        if checked.len() >= MAX_CHECKED {
-            checked.clear();
-        }
-        checked.insert((job, attempt, id.to_owned()));
+        remember(&self.checked, (job, attempt, id.to_owned()));
     }
 
     /// Ends a fetch. Waiting requests get the outcome. A failure is remembered for a while.
@@ -244,9 +212,12 @@ impl ArtifactStore {
         sender.send_replace(Some(outcome));
     }
 
-    /// Notes that a request has failed, for the reason `error`. Logged once until the store works again.
-    pub(crate) fn note_failure(&self, kind: RequestKind, error: &str) {
-        if lock(&self.failing).note_failure(kind) {
+    /// Notes that a request has failed, for the reason `error`. Logged once until the store works again. Returns whether it was logged.
+    pub(crate) fn note_failure(&self, kind: RequestKind, error: &str) -> bool {
+        let mut failing = lock(&self.failing);
+        let is_first = failing.is_empty();
+        failing.insert(kind);
+        if is_first {
             let url = self.storage.url();
             tracing::warn!(
                 url,
@@ -254,13 +225,20 @@ impl ArtifactStore {
                 "the object store cannot be used; trying again, and training continues"
             );
         }
+        is_first
     }
 
-    /// Notes that the store has handled a request.
-    pub(crate) fn note_success(&self, kind: RequestKind) {
-        if lock(&self.failing).note_success(kind) {
+    /// Notes that the store has handled a request. Returns whether requests failed before and none fail now, which is logged.
+    pub(crate) fn note_success(&self, kind: RequestKind) -> bool {
+        let mut failing = lock(&self.failing);
+        let has_failed = !failing.is_empty();
+        // A write that succeeds shows that the store answers other requests, too.
+        failing.retain(|failed| kind == RequestKind::Other && *failed == RequestKind::Write);
+        let is_usable_again = has_failed && failing.is_empty();
+        if is_usable_again {
             tracing::info!(url = self.storage.url(), "the object store can be used again");
         }
+        is_usable_again
     }
 }
 

@@ -2,12 +2,9 @@
 
 use crate::{
     checkpoints::manifest::{ManifestFile, verify},
-    util::{lock, regular_files},
+    util::{lock, regular_files, remember},
 };
 use std::{collections::HashSet, fs::Metadata, io, os::unix::fs::MetadataExt, path::PathBuf, sync::Mutex};
-
-/// Maximum number of files that are remembered as verified. With more files, a file may be read again.
-const MAX_REMEMBERED: usize = 4096;
 
 /// The identity of a file when it was read. Writing into a file changes its times, and replacing a file changes the inode. Times are in
 /// seconds and nanoseconds.
@@ -56,11 +53,7 @@ impl VerifiedFiles {
             verify(file, &name, &expected).map(|()| identity)
         };
         let identity = tokio::task::spawn_blocking(verify).await.map_err(io::Error::other)??;
-        let mut known = lock(&self.0);
-        if known.len() >= MAX_REMEMBERED {
-            known.clear();
-        }
-        known.insert(identity);
+        remember(&self.0, identity);
         Ok(())
     }
 }

@@ -1,15 +1,12 @@
 //! Lines that the server writes into logs of jobs.
 
 use super::Events;
-use crate::{lifecycle, store::JobRow, util::lock};
+use crate::{lifecycle, store::JobRow, util::remember};
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, LogLine},
 };
 use std::{collections::HashSet, sync::Mutex};
-
-/// Maximum number of lines that are remembered as written. With more lines, a line may be written twice.
-const MAX_REMEMBERED: usize = 4096;
 
 /// Lines that were written: job, attempt and topic.
 pub(super) type WrittenLines = Mutex<HashSet<(JobId, u32, &'static str)>>;
@@ -17,16 +14,9 @@ pub(super) type WrittenLines = Mutex<HashSet<(JobId, u32, &'static str)>>;
 impl Events {
     /// Writes a line into a job's log, unless a line about this topic was already written for the attempt.
     pub(crate) async fn log_once(&self, job: &JobId, attempt: u32, topic: &'static str, text: String) {
-        {
-            let mut written = lock(&self.written_lines);
-            if written.len() >= MAX_REMEMBERED {
-                written.clear();
-            }
-            if !written.insert((job.clone(), attempt, topic)) {
-                return;
-            }
+        if remember(&self.written_lines, (job.clone(), attempt, topic)) {
+            self.log(job, text).await;
         }
-        self.log(job, text).await;
     }
 
     /// Writes a line into a job's log.

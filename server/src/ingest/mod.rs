@@ -26,210 +26,201 @@ use std::{
 /// Size of a batch, in bytes, from which on no report is added. Reports are published only after the whole batch is stored.
 const BATCH_BYTES: usize = 4 << 20;
 
-/// Stores reports, publishes the stored changes, and acknowledges the reports to agents.
-pub(crate) struct Ingest {
-    scheduler: Arc<Scheduler>,
+/// Stores reports, publishes the stored changes, and acknowledges the reports to agents. Runs until dropped.
+pub(crate) async fn run(scheduler: Arc<Scheduler>, mut queue: Queue) {
+    while let Some(first) = queue.recv().await {
+        let mut batch = vec![first];
+        let size = |w: &Work| if let Work::Report { reservation, .. } = w { reservation.bytes } else { 0 };
+        let mut bytes = size(&batch[0]);
+        while bytes < BATCH_BYTES
+            && let Ok(more) = queue.try_recv()
+        {
+            bytes += size(&more);
+            batch.push(more);
+        }
+        store_batch(&scheduler, batch).await;
+    }
 }
 
-impl Ingest {
-    pub(crate) fn new(scheduler: Arc<Scheduler>) -> Self {
-        Self { scheduler }
-    }
-
-    /// Stores reports. Runs until dropped.
-    pub(crate) async fn run(&self, mut queue: Queue) {
-        while let Some(first) = queue.recv().await {
-            let mut batch = vec![first];
-            let size =
-                |w: &Work| if let Work::Report { reservation, .. } = w { reservation.bytes } else { 0 };
-            let mut bytes = size(&batch[0]);
-            while bytes < BATCH_BYTES
-                && let Ok(more) = queue.try_recv()
-            {
-                bytes += size(&more);
-                batch.push(more);
-            }
-            self.store_batch(batch).await;
-        }
-    }
-
-    async fn store_batch(&self, batch: Vec<Work>) {
-        let Scheduler { events, agents, checkpoints, .. } = &*self.scheduler;
-        let mut reports = Vec::with_capacity(batch.len());
-        let mut senders = Vec::with_capacity(batch.len());
-        let mut flushes = Vec::new();
-        // Dropped when all reports are stored.
-        let mut reservations = Vec::with_capacity(batch.len());
-        for work in batch {
-            match work {
-                Work::Report { agent, connection, mut report, reservation } => {
-                    if connection.is_incomplete(&report.attempt) {
-                        continue;
-                    }
-                    if let Err(error) = checkpoints.keep_uploaded(&mut report).await {
-                        let job = &report.attempt.job;
-                        let why = format!("the list of the checkpoints of job {job} cannot be read: {error}");
-                        agents.refusals.note_cut_off(&agent, &why);
-                        connection.close_for(&report.attempt);
-                        continue;
-                    }
-                    senders.push((agent, connection, report.attempt.clone(), ReportSummary::of(&report)));
-                    reservations.push(reservation);
-                    reports.push(*report);
+async fn store_batch(scheduler: &Scheduler, batch: Vec<Work>) {
+    let Scheduler { events, agents, checkpoints, .. } = scheduler;
+    let mut reports = Vec::with_capacity(batch.len());
+    let mut senders = Vec::with_capacity(batch.len());
+    let mut flushes = Vec::new();
+    // Dropped when all reports are stored.
+    let mut reservations = Vec::with_capacity(batch.len());
+    for work in batch {
+        match work {
+            Work::Report { agent, connection, mut report, reservation } => {
+                if connection.is_incomplete(&report.attempt) {
+                    continue;
                 }
-                Work::Flush(done) => flushes.push(done),
-            }
-        }
-        let answers =
-            if reports.is_empty() { Some((Vec::new(), false)) } else { self.store_all(reports).await };
-        let Some((answers, tried_again)) = answers else { return };
-        if tried_again {
-            self.catch_up(senders.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
-        }
-        for ((agent, connection, attempt, summary), answer) in senders.into_iter().zip(answers) {
-            if summary.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
-                agents.leases.note_ranks_ended(&agent, &attempt);
-            }
-            match answer {
-                Ingested::Stored { mut acknowledged, changed } => {
-                    if let Some(changed) = changed {
-                        let count = changed.events.iter().map(EventRow::count).sum();
-                        events.stored.fetch_add(count, Ordering::Relaxed);
-                        events.steps.fetch_add(summary.steps, Ordering::Relaxed);
-                        if let Some(at) = summary.first_line_at {
-                            let lag = crate::now().duration_since(at);
-                            // Negative if the clock of the rank's machine is ahead.
-                            events.ingest_lag.observe(Duration::try_from(lag).unwrap_or_default());
-                        }
-                        events.publish(&changed);
-                    }
-                    if !summary.unreachable.is_empty() {
-                        agents.leases.mark_unreachable(&attempt, &summary.unreachable);
-                    }
-                    if let Some(ending) = &summary.ending {
-                        dispatch::ranks_ended(&self.scheduler, &attempt, &agent, ending);
-                    }
-                    acknowledged.watched = events.hub.is_watched(&attempt.job);
-                    agents.send(&agent, ToAgent::Ack(acknowledged));
+                if let Err(error) = checkpoints.keep_uploaded(&mut report).await {
+                    let job = &report.attempt.job;
+                    let why = format!("the list of the checkpoints of job {job} cannot be read: {error}");
+                    agents.refusals.note_cut_off(&agent, &why);
+                    connection.close_for(&report.attempt);
+                    continue;
                 }
-                Ingested::Stale => {
-                    let reason = "another attempt has taken its place, or the job is over".into();
-                    agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
-                }
-                Ingested::Gap { stored } => {
-                    tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report; the agent sends them again");
-                    connection.close_for(&attempt);
-                }
+                senders.push((agent, connection, report.attempt.clone(), ReportSummary::of(&report)));
+                reservations.push(reservation);
+                reports.push(*report);
             }
-        }
-        for done in flushes {
-            let _ = done.send(());
+            Work::Flush(done) => flushes.push(done),
         }
     }
-
-    /// Stores reports. Retries after transient errors (a full disk, a busy database) until the reports are stored or permanently refused.
-    /// Agents keep records that are not acknowledged. The flag is true if more than one try was needed. Returns `None` if the server stops.
-    async fn store_with_retries(&self, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
-        let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
-        let mut failing = Failing::default();
-        loop {
-            match self.scheduler.store.ingest(reports).await {
-                Err(error) if error.may_pass() => {
-                    if failing.note_failure(&error) {
-                        tracing::error!(%error, "reports cannot be stored; trying again");
+    let answers =
+        if reports.is_empty() { Some((Vec::new(), false)) } else { store_all(scheduler, reports).await };
+    let Some((answers, tried_again)) = answers else { return };
+    if tried_again {
+        catch_up(scheduler, senders.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
+    }
+    for ((agent, connection, attempt, summary), answer) in senders.into_iter().zip(answers) {
+        if summary.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
+            agents.leases.note_ranks_ended(&agent, &attempt);
+        }
+        match answer {
+            Ingested::Stored { mut acknowledged, changed } => {
+                if let Some(changed) = changed {
+                    let count = changed.events.iter().map(EventRow::count).sum();
+                    events.stored.fetch_add(count, Ordering::Relaxed);
+                    events.steps.fetch_add(summary.steps, Ordering::Relaxed);
+                    if let Some(at) = summary.first_line_at {
+                        let lag = crate::now().duration_since(at);
+                        // Negative if the clock of the rank's machine is ahead.
+                        events.ingest_lag.observe(Duration::try_from(lag).unwrap_or_default());
                     }
-                    tokio::select! {
-                        () = tokio::time::sleep(backoff.pause()) => {}
-                        () = self.scheduler.tasks.stopping.cancelled() => return None,
-                    }
+                    events.publish(&changed);
                 }
-                done => {
-                    let tries = failing.note_success();
-                    if let Some(failures) = tries.filter(|_| done.is_ok()) {
-                        tracing::info!(failures, "storing reports works again");
-                    }
-                    return Some((done, tries.is_some()));
+                if !summary.unreachable.is_empty() {
+                    agents.leases.mark_unreachable(&attempt, &summary.unreachable);
                 }
+                if let Some(ending) = &summary.ending {
+                    dispatch::ranks_ended(scheduler, &attempt, &agent, ending);
+                }
+                acknowledged.watched = events.hub.is_watched(&attempt.job);
+                agents.send(&agent, ToAgent::Ack(acknowledged));
+            }
+            Ingested::Stale => {
+                let reason = "another attempt has taken its place, or the job is over".into();
+                agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
+            }
+            Ingested::Gap { stored } => {
+                tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report; the agent sends them again");
+                connection.close_for(&attempt);
             }
         }
     }
+    for done in flushes {
+        let _ = done.send(());
+    }
+}
 
-    /// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is
-    /// refused, each of its records is stored separately, so that only records that the database refuses are lost. Lost records
-    /// are logged.
-    async fn store_all(&self, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
-        let (done, mut tried_again) = self.store_with_retries(&reports).await?;
-        let error = match done {
-            Ok(answers) => return Some((answers, tried_again)),
-            Err(error) => error,
+/// Stores reports. Retries after transient errors (a full disk, a busy database) until the reports are stored or permanently refused.
+/// Agents keep records that are not acknowledged. The flag is true if more than one try was needed. Returns `None` if the server stops.
+async fn store_with_retries(
+    scheduler: &Scheduler,
+    reports: &[Report],
+) -> Option<(Result<Vec<Ingested>>, bool)> {
+    let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
+    let mut failing = Failing::default();
+    loop {
+        match scheduler.store.ingest(reports).await {
+            Err(error) if error.may_pass() => {
+                if failing.note_failure(&error) {
+                    tracing::error!(%error, "reports cannot be stored; trying again");
+                }
+                tokio::select! {
+                    () = tokio::time::sleep(backoff.pause()) => {}
+                    () = scheduler.tasks.stopping.cancelled() => return None,
+                }
+            }
+            done => {
+                let tries = failing.note_success();
+                if let Some(failures) = tries.filter(|_| done.is_ok()) {
+                    tracing::info!(failures, "storing reports works again");
+                }
+                return Some((done, tries.is_some()));
+            }
+        }
+    }
+}
+
+/// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is
+/// refused, each of its records is stored separately, so that only records that the database refuses are lost. Lost records
+/// are logged.
+async fn store_all(scheduler: &Scheduler, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
+    let (done, mut tried_again) = store_with_retries(scheduler, &reports).await?;
+    let error = match done {
+        Ok(answers) => return Some((answers, tried_again)),
+        Err(error) => error,
+    };
+    tracing::error!(%error, "a batch of reports cannot be stored; each report is stored separately");
+    let mut answers = Vec::with_capacity(reports.len());
+    for report in reports {
+        let (done, again) = store_with_retries(scheduler, std::slice::from_ref(&report)).await?;
+        tried_again |= again;
+        answers.push(match done.map(|mut answers| answers.pop()) {
+            Ok(Some(answer)) => answer,
+            _ => store_records_separately(scheduler, report).await?,
+        });
+    }
+    Some((answers, tried_again))
+}
+
+async fn store_records_separately(scheduler: &Scheduler, report: Report) -> Option<Ingested> {
+    let mut combined: Option<Changed> = None;
+    let mut answer = Ingested::Stale;
+    for (number, event) in (report.first..).zip(report.events.clone()) {
+        let single = |event| Report { first: number, events: vec![event], ..report.clone() };
+        let (mut done, _) = store_with_retries(scheduler, &[single(event)]).await?;
+        if let Err(error) = &done {
+            let Report { attempt, source, .. } = &report;
+            tracing::error!(
+                %error, job = %attempt.job, attempt = attempt.attempt, ?source, number,
+                "a record is skipped: the database refuses it"
+            );
+            // An empty record is stored instead and acknowledged. Otherwise the agent would send the record forever.
+            (done, _) = store_with_retries(scheduler, &[single(AttemptEvent::Unknown)]).await?;
+        }
+        answer = match done.map(|mut answers| answers.pop()) {
+            Ok(Some(answer)) => answer,
+            // Not even the record's number can be stored, so no report of this job can be stored. The job's ranks are asked to stop.
+            _ => Ingested::Stale,
         };
-        tracing::error!(%error, "a batch of reports cannot be stored; each report is stored separately");
-        let mut answers = Vec::with_capacity(reports.len());
-        for report in reports {
-            let (done, again) = self.store_with_retries(std::slice::from_ref(&report)).await?;
-            tried_again |= again;
-            answers.push(match done.map(|mut answers| answers.pop()) {
-                Ok(Some(answer)) => answer,
-                _ => self.store_records_separately(report).await?,
-            });
-        }
-        Some((answers, tried_again))
-    }
-
-    async fn store_records_separately(&self, report: Report) -> Option<Ingested> {
-        let mut combined: Option<Changed> = None;
-        let mut answer = Ingested::Stale;
-        for (number, event) in (report.first..).zip(report.events.clone()) {
-            let single = |event| Report { first: number, events: vec![event], ..report.clone() };
-            let (mut done, _) = self.store_with_retries(&[single(event)]).await?;
-            if let Err(error) = &done {
-                let Report { attempt, source, .. } = &report;
-                tracing::error!(
-                    %error, job = %attempt.job, attempt = attempt.attempt, ?source, number,
-                    "a record is skipped: the database refuses it"
-                );
-                // An empty record is stored instead and acknowledged. Otherwise the agent would send the record forever.
-                (done, _) = self.store_with_retries(&[single(AttemptEvent::Unknown)]).await?;
-            }
-            answer = match done.map(|mut answers| answers.pop()) {
-                Ok(Some(answer)) => answer,
-                // Not even the record's number can be stored, so no report of this job can be stored. The job's ranks are asked to stop.
-                _ => Ingested::Stale,
-            };
-            match &mut answer {
-                Ingested::Stored { changed, .. } => {
-                    if let Some(changed) = changed.take() {
-                        let combined = combined
-                            .get_or_insert_with(|| Changed { events: Vec::new(), ..(*changed).clone() });
-                        combined.events.extend(changed.events);
-                        combined.job = changed.job;
-                    }
+        match &mut answer {
+            Ingested::Stored { changed, .. } => {
+                if let Some(changed) = changed.take() {
+                    let combined =
+                        combined.get_or_insert_with(|| Changed { events: Vec::new(), ..(*changed).clone() });
+                    combined.events.extend(changed.events);
+                    combined.job = changed.job;
                 }
-                Ingested::Stale | Ingested::Gap { .. } => break,
             }
+            Ingested::Stale | Ingested::Gap { .. } => break,
         }
-        if let (Ingested::Stored { changed, .. }, Some(combined)) = (&mut answer, combined) {
-            *changed = Some(Box::new(combined));
-        }
-        Some(answer)
     }
+    if let (Ingested::Stored { changed, .. }, Some(combined)) = (&mut answer, combined) {
+        *changed = Some(Box::new(combined));
+    }
+    Some(answer)
+}
 
-    /// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a
-    /// transaction, the retry finds the records stored and returns no events.
-    async fn catch_up(&self, jobs: HashSet<&JobId>) {
-        let Scheduler { store, events, checkpoints, .. } = &*self.scheduler;
-        for id in jobs {
-            match store.job(id).await {
-                Ok(Some(row)) => {
-                    events.hub.catch_up(&row.job);
-                    events.publish(&Changed { job: row.job, events: Vec::new() });
-                    if let Err(error) = artifact_mover::catch_up(checkpoints, id).await {
-                        tracing::warn!(%error, job = %id, "the upload of a checkpoint may be delayed until the server's next start");
-                    }
+/// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a
+/// transaction, the retry finds the records stored and returns no events.
+async fn catch_up(scheduler: &Scheduler, jobs: HashSet<&JobId>) {
+    let Scheduler { store, events, checkpoints, .. } = scheduler;
+    for id in jobs {
+        match store.job(id).await {
+            Ok(Some(row)) => {
+                events.hub.catch_up(&row.job);
+                events.publish(&Changed { job: row.job, events: Vec::new() });
+                if let Err(error) = artifact_mover::catch_up(checkpoints, id).await {
+                    tracing::warn!(%error, job = %id, "the upload of a checkpoint may be delayed until the server's next start");
                 }
-                Ok(None) => {}
-                Err(error) => tracing::warn!(%error, "readers of a job get new events late"),
             }
+            Ok(None) => {}
+            Err(error) => tracing::warn!(%error, "readers of a job get new events late"),
         }
     }
 }

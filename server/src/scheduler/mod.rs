@@ -38,6 +38,7 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
+use tokio::sync::Notify;
 
 mod candidates;
 pub(crate) mod dispatch;
@@ -73,6 +74,8 @@ pub(crate) struct Scheduler {
     /// The queue.
     pub(crate) waiting: Arc<WaitingJobs>,
     pub(crate) last_plan: LastPlan,
+    /// Notified when a sweep, or a trial of a sweep, has changed.
+    pub(crate) sweeps_changed: Arc<Notify>,
     pub(crate) tasks: Tasks,
     /// When this server started, on the wall clock and on the monotonic clock.
     started_at: Timestamp,
@@ -84,6 +87,7 @@ impl Scheduler {
         checkpoints: Arc<Checkpoints>,
         datasets: Arc<Datasets>,
         waiting: Arc<WaitingJobs>,
+        sweeps_changed: Arc<Notify>,
         tasks: Tasks,
     ) -> Self {
         Self {
@@ -95,6 +99,7 @@ impl Scheduler {
             datasets,
             waiting,
             last_plan: LastPlan::default(),
+            sweeps_changed,
             tasks,
             started_at: crate::now(),
             up_since: Instant::now(),

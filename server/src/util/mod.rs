@@ -1,6 +1,8 @@
 //! Small tools that several folders of the server use.
 
 use std::{
+    collections::HashSet,
+    hash::Hash,
     io,
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -17,6 +19,19 @@ pub(crate) mod tls_client;
 /// Locks a mutex, even if a thread has panicked while it held the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Maximum number of entries of a set for [`remember`].
+const MAX_REMEMBERED: usize = 4096;
+
+/// Adds an entry to a set of completed work. A set that is too large is cleared first, so that work may be done again. Returns whether the
+/// entry is new.
+pub(crate) fn remember<T: Eq + Hash>(set: &Mutex<HashSet<T>>, entry: T) -> bool {
+    let mut set = lock(set);
+    if set.len() >= MAX_REMEMBERED {
+        set.clear();
+    }
+    set.insert(entry)
 }
 
 /// Returns `None` in place of the error that a file or folder does not exist.

@@ -1,54 +1,34 @@
 //! Restricts webhooks to public internet addresses, unless `serve --webhooks-allow-private` is given. Otherwise, a webhook could send
 //! requests to this machine, the local network, or the metadata service of a cloud.
 
-use ipnet::{Ipv4Net, Ipv6Net};
 use reqwest::{
     Url,
     dns::{Addrs, Name, Resolve, Resolving},
 };
-use std::{
-    error::Error,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-};
+use std::net::{IpAddr, SocketAddr};
 
-/// IPv4 networks that are not public: from the IANA special-purpose address registry, multicast, and Azure's platform services.
-const SPECIAL_V4: [Ipv4Net; 15] = [
-    v4([0, 0, 0, 0], 8),
-    v4([10, 0, 0, 0], 8),
-    v4([100, 64, 0, 0], 10),
-    v4([127, 0, 0, 0], 8),
-    v4([168, 63, 129, 16], 32),
-    v4([169, 254, 0, 0], 16),
-    v4([172, 16, 0, 0], 12),
-    v4([192, 0, 0, 0], 24),
-    v4([192, 0, 2, 0], 24),
-    v4([192, 168, 0, 0], 16),
-    v4([198, 18, 0, 0], 15),
-    v4([198, 51, 100, 0], 24),
-    v4([203, 0, 113, 0], 24),
-    v4([224, 0, 0, 0], 4),
-    v4([240, 0, 0, 0], 4),
-];
-/// The global unicast addresses of IPv6.
-const GLOBAL_V6: Ipv6Net = v6([0x2000, 0], 3);
-/// Networks of [`GLOBAL_V6`] that are not public: protocol assignments such as Teredo, documentation, and embedded IPv4 addresses (6to4).
-const SPECIAL_V6: [Ipv6Net; 3] = [v6([0x2001, 0], 23), v6([0x2001, 0xdb8], 32), v6([0x2002, 0], 16)];
-
-const fn v4([a, b, c, d]: [u8; 4], length: u8) -> Ipv4Net {
-    Ipv4Net::new_assert(Ipv4Addr::new(a, b, c, d), length)
-}
-
-const fn v6([a, b]: [u16; 2], length: u8) -> Ipv6Net {
-    Ipv6Net::new_assert(Ipv6Addr::new(a, b, 0, 0, 0, 0, 0, 0), length)
-}
-
-/// Whether an address is reachable from the internet.
+/// Whether an address is reachable from the internet. IPv4: all except the IANA special-purpose addresses, multicast, and Azure's platform
+/// services. IPv6: global unicast, except protocol assignments such as Teredo, documentation, and embedded IPv4 addresses (6to4).
 fn is_public(address: IpAddr) -> bool {
     // An IPv4-mapped address such as `::ffff:10.0.0.1` counts as its IPv4 address.
     match address.to_canonical() {
-        IpAddr::V4(address) => !SPECIAL_V4.iter().any(|net| net.contains(&address)),
+        IpAddr::V4(address) => !matches!(
+            address.octets(),
+            [0 | 10 | 127 | 224.., ..]
+                | [100, 64..=127, ..]
+                | [168, 63, 129, 16]
+                | [169, 254, ..]
+                | [172, 16..=31, ..]
+                | [192, 0, 0 | 2, _]
+                | [192, 168, ..]
+                | [198, 18 | 19, ..]
+                | [198, 51, 100, _]
+                | [203, 0, 113, _]
+        ),
         IpAddr::V6(address) => {
-            GLOBAL_V6.contains(&address) && !SPECIAL_V6.iter().any(|net| net.contains(&address))
+            let segments = address.segments();
+            matches!(segments, [0x2000..=0x3fff, ..])
+                && !matches!(segments, [0x2001, 0..=0x1ff | 0xdb8, ..] | [0x2002, ..])
         }
     }
 }
@@ -77,17 +57,15 @@ pub(super) struct PublicResolver;
 
 impl Resolve for PublicResolver {
     fn resolve(&self, name: Name) -> Resolving {
-        Box::pin(async move { resolve_public(name.as_str()).await })
+        Box::pin(async move {
+            let addresses = tokio::net::lookup_host((name.as_str(), 0)).await?;
+            let public: Vec<SocketAddr> = addresses.filter(|address| is_public(address.ip())).collect();
+            if public.is_empty() {
+                return Err(refusal(name.as_str()).into());
+            }
+            Ok(Box::new(public.into_iter()) as Addrs)
+        })
     }
-}
-
-async fn resolve_public(name: &str) -> Result<Addrs, Box<dyn Error + Send + Sync>> {
-    let addresses = tokio::net::lookup_host((name, 0)).await?;
-    let public: Vec<SocketAddr> = addresses.filter(|address| is_public(address.ip())).collect();
-    if public.is_empty() {
-        return Err(refusal(name).into());
-    }
-    Ok(Box::new(public.into_iter()))
 }
 
 #[cfg(test)]

@@ -64,9 +64,10 @@ impl Text {
         let best = data["best"]["value"].as_f64().filter(|_| event == "job.succeeded");
         let best = best.map(|best| format!("best validation accuracy {}", percent(best)));
         Self {
-            title: shortened(title),
+            title: shortened(title, TEXT_BYTES),
             detail: shortened(
                 text(&alert["text"]).or_else(|| text(&data["reason"])).or(best).unwrap_or_default(),
+                TEXT_BYTES,
             ),
             link: text(&data["url"]),
             is_bad: event == "job.failed" || alert["level"] == "ERROR",
@@ -74,8 +75,9 @@ impl Text {
     }
 }
 
-fn shortened(mut text: String) -> String {
-    text.truncate(text.floor_char_boundary(TEXT_BYTES));
+/// Cuts a text to at most `bytes` bytes.
+pub(super) fn shortened(mut text: String, bytes: usize) -> String {
+    text.truncate(text.floor_char_boundary(bytes));
     text
 }
 
@@ -111,7 +113,7 @@ fn discord(text: &Text) -> Value {
         content.push_str(&escape(&text.detail));
     }
     // Discord's limit of 2000 characters also counts the escape characters. The link needs the rest.
-    content.truncate(content.floor_char_boundary(1500));
+    content = shortened(content, 1500);
     if let Some(link) = &text.link {
         content.push('\n');
         content.push_str(link);

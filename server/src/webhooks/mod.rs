@@ -13,18 +13,17 @@ mod signature;
 pub(crate) use signature::new_secret;
 
 use crate::{
-    config::ServeConfig,
+    config::{ServeConfig, smtp::SmtpConfig},
     store::{Delivery, DeliveryAttempt, Result, Store, WebhookRow},
     util::failure_log::Failing,
 };
 use jiff::Timestamp;
 use lockstep_protocol::backoff::Backoff;
-use reqwest::StatusCode;
-use sender::Sender;
+use reqwest::{Client, StatusCode};
 use serde_json::json;
 use std::{
     collections::HashSet,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 use tokio::{
@@ -45,9 +44,12 @@ pub(crate) struct Webhooks {
     pub(crate) store: Arc<dyn Store>,
     /// Whether messages may be sent to addresses that are not public.
     pub(crate) allow_private: bool,
-    /// Whether a mail server is configured.
-    pub(crate) has_smtp: bool,
-    sender: Sender,
+    /// The server's URL for links, if it is configured.
+    server: Option<String>,
+    /// The mail server, if one is configured.
+    pub(crate) smtp: Option<SmtpConfig>,
+    /// Created for the first message, because reading the system's CA certificates is slow.
+    client: OnceLock<std::result::Result<Client, String>>,
     /// The pause after each attempt except the last.
     retries: Vec<Duration>,
     /// Notified when a message may be due.
@@ -58,13 +60,12 @@ pub(crate) struct Webhooks {
 
 impl Webhooks {
     pub(crate) fn new(config: &ServeConfig, store: Arc<dyn Store>) -> Self {
-        let allow_private = config.webhooks_allow_private;
-        let server = config.public_url.as_ref().map(ToString::to_string);
         Self {
             store,
-            allow_private,
-            has_smtp: config.smtp.is_some(),
-            sender: Sender::new(allow_private, server, config.smtp.clone()),
+            allow_private: config.webhooks_allow_private,
+            server: config.public_url.as_ref().map(ToString::to_string),
+            smtp: config.smtp.clone(),
+            client: OnceLock::new(),
             retries: config.webhook_retries.clone(),
             wake: Notify::new(),
             changing: Mutex::default(),
@@ -136,12 +137,14 @@ impl Webhooks {
     /// Sends a message of the queue and stores the attempt. Returns the webhook's id.
     async fn deliver(self: Arc<Self>, row: WebhookRow, mut delivery: Delivery) -> String {
         let pause = self.retries.get(delivery.attempts.len()).copied();
-        let outcome = self.send(&row, &mut delivery).await;
-        let pause = pause.filter(|_| outcome == Outcome::Failed);
+        let attempt = self.attempt(&row, &delivery).await;
+        let is_gone = is_gone(&attempt);
+        let pause = pause.filter(|_| attempt.error.is_some() && !is_gone);
+        delivery.attempts.push(attempt);
         delivery.next_at = pause.map(|pause| crate::now() + pause);
         let mut backoff = RETRY;
         // Without a stored attempt, the message would be sent again at once.
-        while let Err(error) = self.store.note_attempt(&delivery, outcome == Outcome::Gone).await {
+        while let Err(error) = self.store.note_attempt(&delivery, is_gone).await {
             tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook could not be stored; trying again");
             sleep(backoff.pause()).await;
         }
@@ -166,40 +169,34 @@ impl Webhooks {
             next_at: None,
             attempts: Vec::new(),
         };
-        let outcome = self.send(row, &mut delivery).await;
+        let attempt = self.attempt(row, &delivery).await;
+        let is_gone = is_gone(&attempt);
+        delivery.attempts.push(attempt);
         self.store.add_delivery(&delivery).await?;
-        self.store.note_attempt(&delivery, outcome == Outcome::Gone).await?;
+        self.store.note_attempt(&delivery, is_gone).await?;
         Ok(delivery)
     }
 
-    /// Tries to send a message, and adds the attempt to `delivery`.
-    async fn send(&self, row: &WebhookRow, delivery: &mut Delivery) -> Outcome {
+    /// Tries to send a message.
+    async fn attempt(&self, row: &WebhookRow, delivery: &Delivery) -> DeliveryAttempt {
         let (at, since) = (crate::now(), Instant::now());
-        let sent = self.sender.send(row, delivery, at).await;
+        let sent = self.send(row, delivery, at).await;
         let secs = since.elapsed().as_millis() as f64 / 1000.0;
         let status = sent.as_ref().ok().map(StatusCode::as_u16);
-        let (outcome, error) = match sent {
-            Ok(status) if status.is_success() => (Outcome::Delivered, None),
-            Ok(StatusCode::GONE) => {
-                (Outcome::Gone, Some("the receiver answered 410 Gone: it wants no more messages".into()))
+        let error = match sent {
+            Ok(status) if status.is_success() => None,
+            Ok(StatusCode::GONE) => Some("the receiver answered 410 Gone: it wants no more messages".into()),
+            Ok(status) if status.is_redirection() => {
+                Some(format!("the receiver answered {status}, and redirects are not followed"))
             }
-            Ok(status) if status.is_redirection() => (
-                Outcome::Failed,
-                Some(format!("the receiver answered {status}, and redirects are not followed")),
-            ),
-            Ok(status) => (Outcome::Failed, Some(format!("the receiver answered {status}"))),
-            Err(error) => (Outcome::Failed, Some(error)),
+            Ok(status) => Some(format!("the receiver answered {status}")),
+            Err(error) => Some(error),
         };
-        delivery.attempts.push(DeliveryAttempt { at, status, error, secs });
-        outcome
+        DeliveryAttempt { at, status, error, secs }
     }
 }
 
-/// The outcome of an attempt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Outcome {
-    Delivered,
-    Failed,
-    /// The receiver wants no more messages.
-    Gone,
+/// Whether the receiver wants no more messages.
+fn is_gone(attempt: &DeliveryAttempt) -> bool {
+    attempt.status == Some(StatusCode::GONE.as_u16())
 }

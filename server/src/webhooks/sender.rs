@@ -1,19 +1,18 @@
 //! Sends one message with a time limit: over HTTP, without redirects and proxies, and only to allowed addresses; or as e-mail.
 
 use super::{
-    addresses,
-    forms::{self, Body},
+    Webhooks, addresses,
+    forms::{self, Body, shortened},
     mail, signature,
 };
 use crate::{
-    config::smtp::SmtpConfig,
     store::{Delivery, WebhookRow},
     util::tls_client::{client_config, system_authorities},
 };
 use jiff::Timestamp;
 use reqwest::{Client, StatusCode, Url, header, redirect};
 use serde_json::Value;
-use std::{error::Error, sync::OnceLock, time::Duration};
+use std::{error::Error, time::Duration};
 use tokio::time::timeout;
 
 /// Time limit of an attempt.
@@ -21,21 +20,7 @@ const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum length of the text of an error, in bytes.
 const ERROR_BYTES: usize = 300;
 
-/// The HTTP client and the mail server of webhooks.
-pub(super) struct Sender {
-    allow_private: bool,
-    /// The server's URL for links, if it is configured.
-    server: Option<String>,
-    smtp: Option<SmtpConfig>,
-    /// Created for the first message, because reading the system's CA certificates is slow.
-    client: OnceLock<Result<Client, String>>,
-}
-
-impl Sender {
-    pub(super) fn new(allow_private: bool, server: Option<String>, smtp: Option<SmtpConfig>) -> Self {
-        Self { allow_private, server, smtp, client: OnceLock::new() }
-    }
-
+impl Webhooks {
     /// Sends a message. Returns the status of the receiver's response, or the mail server's reply code.
     pub(super) async fn send(
         &self,
@@ -52,7 +37,8 @@ impl Sender {
                     ATTEMPT_TIMEOUT,
                     mail::send(self.smtp.as_ref(), &delivery.id, &url, subject, text),
                 );
-                return sent.await.unwrap_or_else(|_| Err(timeout_message())).map_err(shortened);
+                let sent = sent.await.unwrap_or_else(|_| Err(timeout_message()));
+                return sent.map_err(|error| shortened(error, ERROR_BYTES));
             }
         };
         if !self.allow_private {
@@ -109,14 +95,9 @@ fn in_words(error: reqwest::Error) -> String {
     while let Some(next) = cause.source() {
         cause = next;
     }
-    shortened(cause.to_string())
+    shortened(cause.to_string(), ERROR_BYTES)
 }
 
 fn timeout_message() -> String {
     format!("the receiver did not answer within {} s", ATTEMPT_TIMEOUT.as_secs())
-}
-
-fn shortened(mut text: String) -> String {
-    text.truncate(text.floor_char_boundary(ERROR_BYTES));
-    text
 }

@@ -202,7 +202,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
         response = server.post("/datasets?wait_secs=0", &third) => response,
         () = answer_only_progress(&mut agent, None) => unreachable!(),
     };
-    assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 other inspections; ask again");
+    assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 other requests; ask again");
     // The inspection may end during or just before a waiting request.
     let done = Ok(AgentReply::Dataset { path: "/large".into(), info: dataset_info() });
     let reply = agent.send(FromAgent::Reply { id, reply: done });

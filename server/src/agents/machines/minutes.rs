@@ -37,13 +37,11 @@ impl Minute {
         finished
     }
 
-    /// Ends the minute if `now` is in a later minute. Returns the minute if it has ended and has points.
+    /// Ends the minute if `now` is in another minute, and begins the minute of `now`. Returns the minute if it has ended and has points.
     pub(crate) fn finish_if_over(&mut self, agent: &str, now: Timestamp) -> Option<MinuteRow> {
-        if minute_of(now) == self.minute { None } else { self.finish(agent, now) }
-    }
-
-    /// Ends the minute, and begins the minute of `now`. Returns the minute if it has points.
-    pub(crate) fn finish(&mut self, agent: &str, now: Timestamp) -> Option<MinuteRow> {
+        if minute_of(now) == self.minute {
+            return None;
+        }
         let over = std::mem::replace(self, Self::new(now));
         let data = over.sums.mean(now).encode();
         (over.points > 0).then(|| MinuteRow { agent_id: agent.to_owned(), minute: over.minute, data })

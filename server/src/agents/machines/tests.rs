@@ -69,7 +69,7 @@ fn a_minute_is_the_mean_of_its_points() {
     assert!((point.machine[0] - 0.3).abs() < 1e-6, "{point:?}");
     assert_eq!((point.gpus.len(), point.at), (1, at(60)));
     assert!(minute.finish_if_over("a", at(61)).is_none(), "the minute is not over");
-    assert!(minute.finish("a", at(61)).is_some());
+    assert!(minute.finish_if_over("a", at(120)).is_some());
     assert!(minute.finish_if_over("a", at(180)).is_none(), "the minute has no measurements");
 }
 
@@ -130,10 +130,10 @@ fn machines_and_samples_are_bounded() {
     let (unstored, recent) = machines.since("m1", at(0));
     assert_eq!(recent.len(), RECENT_SAMPLES);
     assert!(unstored.len() > 15 && unstored.len() <= MAX_UNSTORED, "{}", unstored.len());
-    let taken = machines.take_minutes(at(100_000), Minutes::Finished);
-    assert!(machines.take_minutes(at(100_000), Minutes::All).is_empty());
+    let taken = machines.take_minutes(at(100_000));
+    assert!(machines.take_minutes(at(200_000)).is_empty());
     machines.give_back(taken.clone());
-    assert_eq!(machines.take_minutes(at(100_000), Minutes::Finished).len(), taken.len());
+    assert_eq!(machines.take_minutes(at(200_000)).len(), taken.len());
 }
 
 fn state<'a>(machine: &'a Machine, newest: Option<&'a Newest>) -> MachineState<'a> {

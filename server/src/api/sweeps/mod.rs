@@ -13,10 +13,7 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{Document, Path, Query},
     },
-    scheduler::{
-        Scheduler,
-        sweeps::{Sweeps, describe},
-    },
+    scheduler::{Scheduler, sweeps::describe},
     store::{Owned, Store, StoreError, SweepRow},
 };
 use axum::{
@@ -77,10 +74,8 @@ async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepR
     params(LaunchQuery, ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client")),
     responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "An earlier identical request has made this sweep"),
         (status = 409, body = Problem, description = "The key was used with another request"), (status = 422, body = Problem)))]
-#[expect(clippy::too_many_arguments, reason = "a handler extracts each part of the state that it needs")]
 pub(crate) async fn create(
     State(scheduler): State<Arc<Scheduler>>,
-    State(sweeps): State<Arc<Sweeps>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     Query(LaunchQuery { launched }): Query<LaunchQuery>,
@@ -90,8 +85,7 @@ pub(crate) async fn create(
 ) -> Result<impl IntoResponse> {
     let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
     let (status, sweep) =
-        to_the_end(async move { submit(&scheduler, &sweeps, &caller, document, launched, key).await })
-            .await?;
+        to_the_end(async move { submit(&scheduler, &caller, document, launched, key).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
 }
 
@@ -113,7 +107,6 @@ async fn made_before(
 
 async fn submit(
     scheduler: &Scheduler,
-    sweeps: &Sweeps,
     caller: &Caller,
     document: Value,
     launched: bool,
@@ -160,7 +153,7 @@ async fn submit(
         // A concurrent identical request has stored the sweep.
         return made_before(store, caller, &find(store, &row.id).await?, &row.spec).await;
     }
-    sweeps.wake();
+    scheduler.sweeps_changed.notify_one();
     // No trial has started yet.
     let sweep = Sweep { warnings: warnings.into_iter().collect(), ..describe(&row, &[]) };
     Ok((StatusCode::CREATED, sweep))
@@ -202,22 +195,20 @@ pub(crate) async fn show(State(store): State<Arc<dyn Store>>, Path(id): Path<Str
 #[utoipa::path(post, path = "/sweeps/{id}/pause", tag = "sweeps", params(("id" = String, Path)),
     responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep is not running")))]
 pub(crate) async fn pause(
-    State(sweeps): State<Arc<Sweeps>>,
-    State(store): State<Arc<dyn Store>>,
+    State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Sweep>)> {
-    change(&sweeps, &*store, &id, &[SweepState::Running], SweepState::Paused).await
+    change(&scheduler, &id, &[SweepState::Running], SweepState::Paused).await
 }
 
 /// Resume a paused sweep
 #[utoipa::path(post, path = "/sweeps/{id}/resume", tag = "sweeps", params(("id" = String, Path)),
     responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep is not paused")))]
 pub(crate) async fn resume(
-    State(sweeps): State<Arc<Sweeps>>,
-    State(store): State<Arc<dyn Store>>,
+    State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Sweep>)> {
-    change(&sweeps, &*store, &id, &[SweepState::Paused], SweepState::Running).await
+    change(&scheduler, &id, &[SweepState::Paused], SweepState::Running).await
 }
 
 /// Cancel a sweep
@@ -226,11 +217,10 @@ pub(crate) async fn resume(
 #[utoipa::path(post, path = "/sweeps/{id}/cancel", tag = "sweeps", params(("id" = String, Path)),
     responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep has already ended")))]
 pub(crate) async fn cancel(
-    State(sweeps): State<Arc<Sweeps>>,
-    State(store): State<Arc<dyn Store>>,
+    State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Sweep>)> {
-    change(&sweeps, &*store, &id, &[SweepState::Running, SweepState::Paused], SweepState::Cancelled).await
+    change(&scheduler, &id, &[SweepState::Running, SweepState::Paused], SweepState::Cancelled).await
 }
 
 /// Delete a sweep
@@ -249,19 +239,19 @@ pub(crate) async fn delete(
 }
 
 async fn change(
-    sweeps: &Sweeps,
-    store: &dyn Store,
+    scheduler: &Scheduler,
     id: &str,
     from: &[SweepState],
     to: SweepState,
 ) -> Result<(StatusCode, Json<Sweep>)> {
+    let store = &*scheduler.store;
     let row = find(store, id).await?;
     if !from.contains(&row.state) || !store.set_sweep_state(id, to, None, None).await? {
         // The sweep may have ended since it was read.
         let state = find(store, id).await?.state;
         return Err(Error::Conflict(format!("the sweep is {}", state.as_str())));
     }
-    sweeps.wake();
+    scheduler.sweeps_changed.notify_one();
     let row = find(store, id).await?;
     Ok((StatusCode::ACCEPTED, Json(with_trials(store, &row).await?)))
 }

@@ -80,22 +80,19 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
 
 #[test]
 fn a_failing_store_is_reported_once_until_it_works_again() {
-    let mut failing = Failing::default();
-    assert!(!failing.note_success(RequestKind::Write), "there was no failure yet");
-    assert!(failing.note_failure(RequestKind::Write) && !failing.note_failure(RequestKind::Write));
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    let fails = |kind| store.note_failure(kind, "the disk is full");
+    let works = |kind| store.note_success(kind);
+    assert!(!works(RequestKind::Write), "there was no failure yet");
+    assert!(fails(RequestKind::Write) && !fails(RequestKind::Write));
     // Reading works the whole time.
-    assert!(!failing.note_success(RequestKind::Other) && !failing.note_failure(RequestKind::Write));
-    assert!(
-        !failing.note_failure(RequestKind::Other) && !failing.note_success(RequestKind::Other),
-        "reading fails for a while"
-    );
-    assert!(
-        failing.note_success(RequestKind::Write) && !failing.note_success(RequestKind::Write),
-        "the end is reported once"
-    );
+    assert!(!works(RequestKind::Other) && !fails(RequestKind::Write));
+    assert!(!fails(RequestKind::Other) && !works(RequestKind::Other), "reading fails for a while");
+    assert!(works(RequestKind::Write) && !works(RequestKind::Write), "the end is reported once");
     // If reading failed, any success ends the failure.
-    assert!(failing.note_failure(RequestKind::Other) && failing.note_success(RequestKind::Other));
-    assert!(failing.note_failure(RequestKind::Other) && failing.note_success(RequestKind::Write));
+    assert!(fails(RequestKind::Other) && works(RequestKind::Other));
+    assert!(fails(RequestKind::Other) && works(RequestKind::Write));
 }
 
 #[test]

@@ -77,29 +77,29 @@ impl ObjectStorage {
         );
         Unusable::permanent(format!(
             "{} is not the store that has this database's checkpoints: its {MARKER} {found}, and should be {{\"store\":\"{expected}\"}}; \
-             {} If that store is lost, name {} that was never used: checkpoints that are still on the server's disk are copied there",
+             {}",
             self.url,
-            self.hint(),
-            if self.directory.is_some() { "a directory" } else { "a prefix" },
+            self.advice("that store is"),
         ))
     }
 
     /// The error for a store that has none of the checkpoints in the database.
     pub(crate) fn empty_store_error(&self) -> Unusable {
         Unusable::permanent(format!(
-            "{} has none of the checkpoints that were uploaded there; {} If they are lost, name {} that was never \
-             used: checkpoints that are still on the server's disk are copied there",
+            "{} has none of the checkpoints that were uploaded there; {}",
             self.url,
-            self.hint(),
-            if self.directory.is_some() { "a directory" } else { "a prefix" },
+            self.advice("they are"),
         ))
     }
 
-    fn hint(&self) -> &'static str {
-        if self.directory.is_some() {
-            "is the disk mounted?"
-        } else {
-            "are the bucket, its prefix and AWS_ENDPOINT_URL correct?"
-        }
+    /// What to do if this is the wrong store. `lost` is the subject of "lost".
+    fn advice(&self, lost: &str) -> String {
+        let (question, unused) = match self.directory {
+            Some(_) => ("is the disk mounted?", "a directory"),
+            None => ("are the bucket, its prefix and AWS_ENDPOINT_URL correct?", "a prefix"),
+        };
+        format!(
+            "{question} If {lost} lost, name {unused} that was never used: checkpoints that are still on the server's disk are copied there"
+        )
     }
 }

@@ -23,148 +23,125 @@ use lockstep_protocol::{
     sweep::{Sweep, SweepState, Trial},
 };
 use std::{sync::Arc, time::Duration};
-use tokio::{sync::Notify, time::sleep};
+use tokio::time::sleep;
 
 /// Maximum pause between two rounds over all sweeps. A change of a trial or a sweep starts a round at once.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// Pauses before a failed round is retried: the first and the longest.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
 
-/// The sweeps of a server.
-pub(crate) struct Sweeps {
-    scheduler: Arc<Scheduler>,
-    /// Notified when a trial or a sweep has changed.
-    wake: Arc<Notify>,
+/// Advances all sweeps. Runs until dropped.
+pub(crate) async fn run(scheduler: Arc<Scheduler>) {
+    let (mut failing, mut backoff) = (Failing::default(), RETRY);
+    loop {
+        let advanced = advance_all(&scheduler).await;
+        failing.log(&advanced, "sweeps could not be advanced", "sweeps advance again");
+        let pause = match advanced {
+            Ok(()) => {
+                backoff = RETRY;
+                MAX_PAUSE
+            }
+            Err(_) => backoff.pause(),
+        };
+        tokio::select! {
+            () = scheduler.sweeps_changed.notified() => {}
+            () = sleep(pause) => {}
+        }
+    }
 }
 
-impl Sweeps {
-    pub(crate) fn new(scheduler: Arc<Scheduler>, wake: Arc<Notify>) -> Self {
-        Self { scheduler, wake }
-    }
-
-    /// Starts a round, because a sweep has changed.
-    pub(crate) fn wake(&self) {
-        self.wake.notify_one();
-    }
-
-    /// Advances all sweeps. Runs until dropped.
-    pub(crate) async fn run(self: Arc<Self>) {
-        let (mut failing, mut backoff) = (Failing::default(), RETRY);
-        loop {
-            let advanced = self.advance_all().await;
-            failing.log(&advanced, "sweeps could not be advanced", "sweeps advance again");
-            let pause = match advanced {
-                Ok(()) => {
-                    backoff = RETRY;
-                    MAX_PAUSE
-                }
-                Err(_) => backoff.pause(),
-            };
-            tokio::select! {
-                () = self.wake.notified() => {}
-                () = sleep(pause) => {}
+async fn advance_all(scheduler: &Scheduler) -> Result<()> {
+    let mut first_error = Ok(());
+    for sweep in scheduler.store.unfinished_sweeps().await? {
+        let result = match advance(scheduler, &sweep).await {
+            Err(error @ StoreError::Corrupt(_)) if sweep.state == SweepState::Running => {
+                pause(scheduler, &sweep, &error.to_string()).await
             }
-        }
+            result => result,
+        };
+        // An error of a sweep does not stop the remaining sweeps.
+        first_error = first_error.and(result);
     }
+    first_error
+}
 
-    async fn advance_all(&self) -> Result<()> {
-        let mut first_error = Ok(());
-        for sweep in self.scheduler.store.unfinished_sweeps().await? {
-            let result = match self.advance(&sweep).await {
-                Err(error @ StoreError::Corrupt(_)) if sweep.state == SweepState::Running => {
-                    self.pause(&sweep, &error.to_string()).await
+async fn advance(scheduler: &Scheduler, sweep: &SweepRow) -> Result<()> {
+    let store = &scheduler.store;
+    let rules = match Rules::of(sweep) {
+        Some(rules) => rules,
+        None if sweep.state == SweepState::Cancelled => Rules::to_cancel(sweep),
+        None => {
+            let why = "another version of lockstep stored the sweep, and this version cannot read it";
+            return pause(scheduler, sweep, why).await;
+        }
+    };
+    let rows = store.trials(&sweep.id).await?;
+    let trials: Vec<_> = rows.iter().filter_map(|row| TrialState::of(&rules, row)).collect();
+    let mut specs = None;
+    for action in decide(&rules, &trials) {
+        let job_id = |number: u32| {
+            let found = rows.iter().find(|row| row.job.trial.as_ref().is_some_and(|of| of.number == number));
+            found.map(|row| row.job.id.clone()).ok_or(StoreError::NotFound("trial"))
+        };
+        let at = crate::now();
+        let result = match action {
+            Action::Start { number, pause_after } => {
+                if specs.is_none() {
+                    specs = Some(store.sweep_specs(&sweep.id).await?);
                 }
-                result => result,
-            };
-            // An error of a sweep does not stop the remaining sweeps.
-            first_error = first_error.and(result);
-        }
-        first_error
-    }
-
-    async fn advance(&self, sweep: &SweepRow) -> Result<()> {
-        let store = &self.scheduler.store;
-        let rules = match Rules::of(sweep) {
-            Some(rules) => rules,
-            None if sweep.state == SweepState::Cancelled => Rules::to_cancel(sweep),
-            None => {
-                return self
-                    .pause(
-                        sweep,
-                        "another version of lockstep stored the sweep, and this version cannot read it",
-                    )
-                    .await;
+                let spec = specs.iter().flatten().nth(number as usize - 1).cloned();
+                let Some(spec) = spec else {
+                    let why = "the trials' specifications are missing in the database";
+                    return pause(scheduler, sweep, why).await;
+                };
+                let id = TrialOf { sweep: sweep.id.clone(), number };
+                let mut new = new_job(JobId::generate(), spec, sweep.owned.owner.clone());
+                new.trial = Some(NewTrial { id, pause_after });
+                match add_job(scheduler, new).await {
+                    Ok(_) => Ok(()),
+                    Err(NewJobError::Store(error)) if error.may_pass() => Err(error),
+                    // For example a full disk, or a removed dataset: a person must solve the problem and resume the sweep.
+                    Err(error) => {
+                        let why = format!("trial {number} cannot start: {error}");
+                        return pause(scheduler, sweep, &why).await;
+                    }
+                }
+            }
+            Action::Promote { number, pause_after } => {
+                let promote = move |row: &mut JobRow| trial::promote(row, pause_after, at);
+                scheduler.events.change_job(&job_id(number)?, Box::new(promote)).await.map(drop)
+            }
+            Action::End { number } => {
+                let end = move |row: &mut JobRow| trial::end(row, at);
+                scheduler.events.change_job(&job_id(number)?, Box::new(end)).await.map(drop)
+            }
+            Action::Cancel { number } => {
+                dispatch::stop(scheduler, &job_id(number)?, StopRequest::Cancel).await.map(drop)
+            }
+            Action::Finish => {
+                let state = match sweep.state {
+                    SweepState::Cancelled => SweepState::Cancelled,
+                    _ => SweepState::Finished,
+                };
+                store.set_sweep_state(&sweep.id, state, None, Some(at)).await.map(drop)
             }
         };
-        let rows = store.trials(&sweep.id).await?;
-        let trials: Vec<_> = rows.iter().filter_map(|row| TrialState::of(&rules, row)).collect();
-        let mut specs = None;
-        for action in decide(&rules, &trials) {
-            let job_id = |number: u32| {
-                let found =
-                    rows.iter().find(|row| row.job.trial.as_ref().is_some_and(|of| of.number == number));
-                found.map(|row| row.job.id.clone()).ok_or(StoreError::NotFound("trial"))
-            };
-            let at = crate::now();
-            let result = match action {
-                Action::Start { number, pause_after } => {
-                    if specs.is_none() {
-                        specs = Some(store.sweep_specs(&sweep.id).await?);
-                    }
-                    let spec = specs.iter().flatten().nth(number as usize - 1).cloned();
-                    let Some(spec) = spec else {
-                        return self
-                            .pause(sweep, "the trials' specifications are missing in the database")
-                            .await;
-                    };
-                    let id = TrialOf { sweep: sweep.id.clone(), number };
-                    let mut new = new_job(JobId::generate(), spec, sweep.owned.owner.clone());
-                    new.trial = Some(NewTrial { id, pause_after });
-                    match add_job(&self.scheduler, new).await {
-                        Ok(_) => Ok(()),
-                        Err(NewJobError::Store(error)) if error.may_pass() => Err(error),
-                        // For example a full disk, or a removed dataset: a person must solve the problem and resume the sweep.
-                        Err(error) => {
-                            return self.pause(sweep, &format!("trial {number} cannot start: {error}")).await;
-                        }
-                    }
-                }
-                Action::Promote { number, pause_after } => {
-                    let promote = move |row: &mut JobRow| trial::promote(row, pause_after, at);
-                    self.scheduler.events.change_job(&job_id(number)?, Box::new(promote)).await.map(drop)
-                }
-                Action::End { number } => {
-                    let end = move |row: &mut JobRow| trial::end(row, at);
-                    self.scheduler.events.change_job(&job_id(number)?, Box::new(end)).await.map(drop)
-                }
-                Action::Cancel { number } => {
-                    dispatch::stop(&self.scheduler, &job_id(number)?, StopRequest::Cancel).await.map(drop)
-                }
-                Action::Finish => {
-                    let state = match sweep.state {
-                        SweepState::Cancelled => SweepState::Cancelled,
-                        _ => SweepState::Finished,
-                    };
-                    store.set_sweep_state(&sweep.id, state, None, Some(at)).await.map(drop)
-                }
-            };
-            match result {
-                // Somebody has changed the trial meanwhile. The next round sees the change.
-                Err(StoreError::Refused(_) | StoreError::NotFound(_)) => {}
-                result => result?,
-            }
+        match result {
+            // Somebody has changed the trial meanwhile. The next round sees the change.
+            Err(StoreError::Refused(_) | StoreError::NotFound(_)) => {}
+            result => result?,
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// Pauses a running sweep, so that no trial starts until somebody resumes the sweep.
-    async fn pause(&self, sweep: &SweepRow, why: &str) -> Result<()> {
-        if sweep.state == SweepState::Running {
-            tracing::warn!(sweep = %sweep.id, why, "a sweep is paused");
-            self.scheduler.store.set_sweep_state(&sweep.id, SweepState::Paused, Some(why), None).await?;
-        }
-        Ok(())
+/// Pauses a running sweep, so that no trial starts until somebody resumes the sweep.
+async fn pause(scheduler: &Scheduler, sweep: &SweepRow, why: &str) -> Result<()> {
+    if sweep.state == SweepState::Running {
+        tracing::warn!(sweep = %sweep.id, why, "a sweep is paused");
+        scheduler.store.set_sweep_state(&sweep.id, SweepState::Paused, Some(why), None).await?;
     }
+    Ok(())
 }
 
 /// Returns a sweep and its trials as clients see them.

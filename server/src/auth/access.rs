@@ -2,8 +2,8 @@
 //!
 //! All of these are also in the database, which no other server uses. So authenticating a request takes a SHA-256 and a lookup in a map,
 //! but no query, and a revocation has effect at once. Tokens are 256 random bits, which cannot be guessed, so a fast hash is sufficient.
-//! Slow hashes such as argon2 make guessing expensive, which protects passwords that people choose. The lookup uses the hash, and a hash
-//! that is found is compared once more in constant time, so the time of a response says nothing about a secret.
+//! Slow hashes such as argon2 make guessing expensive, which protects passwords that people choose. Secrets are looked up by their hash, so
+//! the time of a response says nothing about a secret.
 
 mod attempts;
 mod caller;
@@ -82,8 +82,6 @@ pub(crate) struct Access {
 struct Known {
     /// Tokens by the hash of their secret.
     tokens: HashMap<String, Arc<Credential>>,
-    /// The hash of each token's secret, by its id.
-    hashes: HashMap<String, String>,
     sessions: HashMap<String, Arc<Credential>>,
     people: BTreeMap<String, KnownPerson>,
     /// Accounts at OpenID providers whose person was removed.
@@ -115,8 +113,10 @@ impl Access {
     pub(crate) fn put_token(&self, row: TokenRow) {
         let now = crate::now();
         let mut known = self.write();
-        let old = known.hashes.insert(row.token.id.clone(), row.hash.clone());
-        let old = old.and_then(|hash| known.tokens.remove(&hash));
+        let old = known.token_with_id(&row.token.id).cloned();
+        if let Some(old) = &old {
+            known.tokens.remove(&old.hash);
+        }
         let (ended, usage) = match old {
             Some(old) if old.hash == row.hash => (old.ended.clone(), old.usage.clone()),
             old => {
@@ -137,28 +137,23 @@ impl Access {
         known.tokens.insert(row.hash, Arc::new(credential));
     }
 
-    /// Adds a session. Returns the hashes of the sessions that were ended to make room for it, or the hash of the new session if its token
-    /// or person does not exist.
-    pub(crate) fn put_session(&self, row: SessionRow) -> Vec<String> {
+    /// Adds a session. Returns the hash of the session that was ended to make room for it, or the hash of the new session if its token or
+    /// person does not exist.
+    pub(crate) fn put_session(&self, row: SessionRow) -> Option<String> {
         let mut known = self.write();
-        let Some(holder) = known.session_credential(&row.token_id) else { return vec![row.hash] };
-        let mut ended = Vec::new();
-        loop {
-            // At the limit per token, this token's oldest session is ended. At the limit of all sessions, the oldest of all.
-            let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
-            let has_many = of_token.clone().count() >= SESSIONS_OF_A_TOKEN;
-            let oldest = match has_many {
-                true => of_token.min_by_key(|s| s.session_since),
-                false if known.sessions.len() >= SESSIONS => {
-                    known.sessions.values().min_by_key(|s| s.session_since)
-                }
-                false => None,
-            };
-            let Some(oldest) = oldest.map(|s| s.hash.clone()) else { break };
-            if let Some(session) = known.sessions.remove(&oldest) {
-                session.ended.cancel();
-            }
-            ended.push(oldest);
+        let Some(holder) = known.session_credential(&row.token_id) else { return Some(row.hash) };
+        // At the limit per token, this token's oldest session is ended. At the limit of all sessions, the oldest of all.
+        let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
+        let oldest = if of_token.clone().count() >= SESSIONS_OF_A_TOKEN {
+            of_token.min_by_key(|s| s.session_since)
+        } else if known.sessions.len() >= SESSIONS {
+            known.sessions.values().min_by_key(|s| s.session_since)
+        } else {
+            None
+        };
+        let ended = oldest.map(|s| s.hash.clone());
+        if let Some(session) = ended.as_ref().and_then(|hash| known.sessions.remove(hash)) {
+            session.ended.cancel();
         }
         let credential = Credential {
             token: holder.token.clone(),
@@ -185,11 +180,6 @@ impl Access {
     /// Closes the connections of expired tokens and sessions, and removes expired sessions.
     pub(crate) fn expire(&self, now: Timestamp) {
         let is_over = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
-        let any_is_over = self.read().tokens.values().any(|c| is_over(c) && !c.ended.is_cancelled())
-            || self.read().sessions.values().any(|c| is_over(c) || c.ended.is_cancelled());
-        if !any_is_over {
-            return;
-        }
         let mut known = self.write();
         for token in known.tokens.values().filter(|c| is_over(c)) {
             token.ended.cancel();
@@ -204,20 +194,16 @@ impl Access {
 
     /// Removes tokens that have been invalid since `before`. Rows of certificates stay, because the certificates still exist.
     pub(crate) fn forget(&self, before: Timestamp) {
-        let Known { tokens, hashes, .. } = &mut *self.write();
-        tokens.retain(|_, c| {
+        self.write().tokens.retain(|_, c| {
             let ended = [c.token.revoked_at, c.token.expires_at].into_iter().flatten().min();
             ended.is_none_or(|at| at > before) || is_certificate(&c.token)
         });
-        hashes.retain(|_, hash| tokens.contains_key(hash));
     }
 
     /// The caller with this token.
     pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
-        let hash = secret::hash(secret);
         let now = crate::now();
-        let found = self.read().tokens.get(&hash).filter(|c| secret::same_secret(&c.hash, &hash)).cloned();
-        let credential = found.ok_or(Denied::Unknown)?;
+        let credential = self.read().tokens.get(&secret::hash(secret)).cloned().ok_or(Denied::Unknown)?;
         if credential.token.revoked_at.is_some() {
             return Err(Denied::Revoked);
         }
@@ -233,10 +219,9 @@ impl Access {
 
     /// The caller with this session cookie.
     pub(crate) fn by_session(&self, secret: &str) -> Option<Caller> {
-        let hash = secret::hash(secret);
         let now = crate::now();
         let known = self.read();
-        let session = known.sessions.get(&hash).filter(|c| secret::same_secret(&c.hash, &hash))?;
+        let session = known.sessions.get(&secret::hash(secret))?;
         if session.ended.is_cancelled() || session.expires_at.is_some_and(|at| at <= now) {
             return None;
         }
@@ -253,9 +238,7 @@ impl Access {
 
     /// The stored row of a token.
     pub(crate) fn token(&self, id: &str) -> Option<TokenRow> {
-        let known = self.read();
-        let found = known.token_with_id(id)?;
-        Some(TokenRow { token: found.token_with_use(), hash: found.hash.clone() })
+        self.read().token_with_id(id).map(|c| c.row())
     }
 
     /// Number of valid tokens, without certificates.

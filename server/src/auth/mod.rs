@@ -2,7 +2,6 @@
 
 pub(crate) mod access;
 pub(crate) mod audit;
-pub(crate) mod job_owners;
 pub(crate) mod oidc;
 pub(crate) mod token_file;
 
@@ -12,7 +11,6 @@ use crate::{
 };
 use access::{Access, Caller};
 use audit::Audit;
-use job_owners::JobOwners;
 use lockstep_protocol::JobId;
 use oidc::Oidc;
 use sha2::{Digest, Sha256};
@@ -26,8 +24,6 @@ pub(crate) struct Auth {
     pub(crate) audit: Audit,
     /// The OpenID provider, if one is configured.
     pub(crate) oidc: Option<Oidc>,
-    /// The owners of recently requested jobs.
-    pub(crate) job_owners: JobOwners,
     /// The name of the session's cookie. It has the port, because browsers send a host's cookies to all its ports, where another server
     /// may run.
     pub(crate) cookie_name: String,
@@ -40,7 +36,6 @@ impl Auth {
             access: Access::new(!config.no_auth),
             audit,
             oidc,
-            job_owners: JobOwners::default(),
             cookie_name: format!("lockstep_{}", config.listen.port()),
         }
     }

@@ -7,7 +7,6 @@
 //! The crate `openidconnect` is not used, because it depends on `rsa`, whose timing leak RUSTSEC-2023-0071 has no fix, on `chrono`, and on
 //! about thirty crates of arithmetic. This module verifies signatures with `ring`.
 
-mod authorities;
 mod id_token;
 mod keys;
 mod open_requests;
@@ -16,7 +15,6 @@ mod provider;
 pub(crate) use open_requests::{LIFE as REQUEST_LIFE, OpenRequest};
 
 use crate::config::oidc::{NameClaim, OidcConfig};
-use id_token::Expected;
 use lockstep_protocol::people::{Identity, Role, name_mistake};
 use open_requests::OpenRequests;
 use provider::Provider;
@@ -135,21 +133,14 @@ impl Oidc {
             return refused(format!("{} sent neither a code nor an error.", self.name()));
         };
         let tokens = self.provider.exchange(&metadata, code, request).await?;
-        let expected = Expected {
-            issuer: self.config.issuer.as_str(),
-            client_id: &self.config.client_id,
-            nonce: &request.nonce,
-            now: jiff::Timestamp::now().as_second(),
-        };
         let header = id_token::header(&tokens.id_token)?;
         let (alg, kid) = (header.alg.as_str(), header.kid.as_deref());
+        let check =
+            |key: &keys::Key| id_token::check(&tokens.id_token, &header, key, &self.config, &request.nonce);
         let key = self.provider.key(&metadata, alg, kid).await?;
-        let (mut claims, subject) = match id_token::check(&tokens.id_token, &header, &key, &expected) {
+        let (mut claims, subject) = match check(&key) {
             Ok(checked) => checked,
-            Err(error) => {
-                let key = self.provider.replaced_key(&metadata, alg, kid, &key).await.ok_or(error)?;
-                id_token::check(&tokens.id_token, &header, &key, &expected)?
-            }
+            Err(error) => check(&self.provider.replaced_key(&metadata, alg, kid, &key).await.ok_or(error)?)?,
         };
         let verified = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
         let groups = self.config.groups.as_ref().map(|g| g.claim.as_str());

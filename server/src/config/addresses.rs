@@ -1,6 +1,7 @@
 //! Addresses on the command line and in headers: the server's public URL, the networks of trusted proxies.
 
 use ipnet::IpNet;
+use reqwest::Url;
 use std::{
     fmt,
     net::{IpAddr, Ipv6Addr, SocketAddr},
@@ -9,35 +10,24 @@ use std::{
 
 /// The address under which people and programs reach the server: `https://lockstep.example.org`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PublicUrl {
-    https: bool,
-    /// In lower case, without brackets.
-    host: String,
-    /// `None` if it is the scheme's default port.
-    port: Option<u16>,
-}
+pub struct PublicUrl(Url);
 
 impl PublicUrl {
     /// Whether the URL's scheme is `https`.
     pub fn is_https(&self) -> bool {
-        self.https
+        self.0.scheme() == "https"
     }
 
-    /// The host: a name or an address without brackets.
+    /// The host: a name in lower case, or an address without brackets.
     pub fn host(&self) -> &str {
-        &self.host
+        self.0.host_str().unwrap_or_default().trim_matches(['[', ']'])
     }
 }
 
 /// Formats the URL as in an `Origin` header, without a path.
 impl fmt::Display for PublicUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.https { "https://" } else { "http://" })?;
-        match self.host.contains(':') {
-            true => write!(f, "[{}]", self.host)?,
-            false => f.write_str(&self.host)?,
-        }
-        self.port.map_or(Ok(()), |port| write!(f, ":{port}"))
+        f.write_str(&self.0.origin().ascii_serialization())
     }
 }
 
@@ -45,21 +35,20 @@ impl FromStr for PublicUrl {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let invalid = |rule: &str| Err(format!("{rule}; an example is https://lockstep.example.org"));
-        let (https, rest) = match text.split_once("://") {
-            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("https") => (true, rest),
-            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => (false, rest),
-            _ => return invalid("it must begin with https:// or http://"),
+        let why = match Url::parse(text) {
+            Err(error) => error.to_string(),
+            Ok(url) if !["https", "http"].contains(&url.scheme()) => {
+                "it must begin with https:// or http://".into()
+            }
+            Ok(url) if !url.username().is_empty() || url.password().is_some() => {
+                "it must not have a user name".into()
+            }
+            Ok(url) if url.path() != "/" || url.query().is_some() || url.fragment().is_some() => {
+                "it must not have a path, because the dashboard is at the root of the host".into()
+            }
+            Ok(url) => return Ok(Self(url)),
         };
-        let authority = rest.strip_suffix('/').unwrap_or(rest);
-        if authority.contains(['/', '?', '#']) {
-            return invalid("it must not have a path, because the dashboard is at the root of the host");
-        }
-        let Some((host, port)) = host_and_port(authority) else {
-            return invalid("it must have a valid host, optionally with a port");
-        };
-        let default_port = if https { 443 } else { 80 };
-        Ok(Self { https, host: host.to_ascii_lowercase(), port: port.filter(|port| *port != default_port) })
+        Err(format!("{why}; an example is https://lockstep.example.org"))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The layer around every route that authenticates and authorises each request. Access is denied by default.
 //!
-//! The table in `gate/rules.rs` has the scope that a request needs, by method and route. A route that is not in the table needs a token.
+//! `gate/rules.rs` has the scope that a request needs, by method and route. A route that is not listed there needs a token.
 //! Requests that may change something are written to the audit log here, so no handler can forget it.
 
 mod agents;

@@ -1,6 +1,6 @@
 //! Durations of requests, by route and class of status, for `GET /metrics`.
 
-use crate::util::histogram::Histogram;
+use crate::util::{histogram::Histogram, lock};
 use axum::{
     extract::{MatchedPath, Request, State},
     http::StatusCode,
@@ -9,7 +9,7 @@ use axum::{
 };
 use std::{
     collections::BTreeMap,
-    sync::{Arc, PoisonError, RwLock},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -20,21 +20,17 @@ const NO_ROUTE: &str = "none";
 
 /// The durations by route. A route is a pattern of the router, so the number of entries does not grow with the number of URLs.
 #[derive(Debug, Default)]
-pub(crate) struct RequestTimes(RwLock<BTreeMap<String, [Histogram; CLASSES]>>);
+pub(crate) struct RequestTimes(Mutex<BTreeMap<String, [Histogram; CLASSES]>>);
 
 impl RequestTimes {
     fn observe(&self, route: &str, status: StatusCode, duration: Duration) {
         let class = usize::from(status.as_u16() / 100).clamp(1, CLASSES) - 1;
-        if let Some(times) = self.0.read().unwrap_or_else(PoisonError::into_inner).get(route) {
-            return times[class].observe(duration);
-        }
-        let mut by_route = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        by_route.entry(route.to_owned()).or_default()[class].observe(duration);
+        lock(&self.0).entry(route.to_owned()).or_default()[class].observe(duration);
     }
 
     /// Appends the samples of the family `name`.
     pub(crate) fn write(&self, text: &mut String, name: &str) {
-        for (route, times) in &*self.0.read().unwrap_or_else(PoisonError::into_inner) {
+        for (route, times) in &*lock(&self.0) {
             for (class, times) in (1..).zip(times).filter(|(_, times)| !times.is_empty()) {
                 times.write(text, name, &format!("route=\"{route}\",status=\"{class}xx\","));
             }

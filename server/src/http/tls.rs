@@ -16,7 +16,7 @@ pub use names::addresses;
 
 use crate::{
     config::{ServeConfig, TlsConfig, tls_suites},
-    util::lock,
+    util::{lock, pem_files},
 };
 use ca::Authority;
 use files::{Loaded, load, minute};
@@ -250,9 +250,7 @@ pub fn expires_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<S
 /// # Errors
 /// The certificate cannot be read.
 pub fn examine(certificate: &Path) -> Result<Facts, String> {
-    let chain = files::certificates(certificate)?;
-    let facts = chain.first().and_then(|leaf| Facts::read(leaf));
-    facts.ok_or_else(|| format!("{} has a certificate that cannot be read", certificate.display()))
+    files::first_facts(certificate, &pem_files::certificates(certificate)?)
 }
 
 impl ResolvesServerCert for ServerCertificate {

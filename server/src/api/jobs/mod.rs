@@ -33,7 +33,7 @@ pub(crate) use list::ListQuery;
 
 use super::to_the_end;
 use crate::{
-    auth::{Auth, access::Caller},
+    auth::access::Caller,
     http::{
         conditional,
         error::{Error, Problem, Result},
@@ -281,12 +281,11 @@ pub(super) fn check_readable(job: &Job) -> Result<()> {
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn delete(
     State(scheduler): State<Arc<Scheduler>>,
-    State(auth): State<Arc<Auth>>,
     State(deleted_jobs): State<Arc<DeletedJobs>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
     let id = job_id(&id)?;
-    to_the_end(async move { remove(&scheduler, &auth, &deleted_jobs, &id).await }).await?;
+    to_the_end(async move { remove(&scheduler, &deleted_jobs, &id).await }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -294,17 +293,11 @@ pub(crate) async fn delete(
 ///
 /// # Errors
 /// The job does not exist, has not ended, has registered versions or is a trial of an unfinished sweep, or the store cannot be written.
-pub(super) async fn remove(
-    scheduler: &Scheduler,
-    auth: &Auth,
-    deleted_jobs: &DeletedJobs,
-    id: &JobId,
-) -> Result<()> {
+pub(super) async fn remove(scheduler: &Scheduler, deleted_jobs: &DeletedJobs, id: &JobId) -> Result<()> {
     let job = find(scheduler, id.as_str()).await?;
     let checkpoints = scheduler.store.checkpoints(id).await?;
     // The purge of the rows also removes the files (`store/purge.rs`).
     scheduler.store.delete_job(id).await?;
-    auth.job_owners.remove(id);
     deleted_jobs.note();
     if let Some(store) = &scheduler.checkpoints.artifact_store {
         checkpoints.iter().for_each(|row| store.queue(&row.id));

@@ -262,7 +262,7 @@ async fn sign_in(auth: &Auth, peer: &Peer, token_id: &str, next: &str, life: Dur
         expires_at: now + life,
     };
     auth.store.add_session(&session).await?;
-    for removed in auth.access.put_session(session) {
+    if let Some(removed) = auth.access.put_session(session) {
         auth.store.remove_session(&removed).await?;
     }
     let who = auth.access.name_of(token_id).unwrap_or_default();

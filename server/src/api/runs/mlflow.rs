@@ -448,7 +448,7 @@ impl CallState {
             let change = RunChange { state: Some(JobState::Cancelled), ..RunChange::default() };
             self.runs.apply_change(&job.id, change).await?;
         }
-        jobs::remove(&self.scheduler, &self.auth, &self.deleted_jobs, &job.id).await?;
+        jobs::remove(&self.scheduler, &self.deleted_jobs, &job.id).await?;
         Ok(json!({}))
     }
 

@@ -1,6 +1,6 @@
 //! The caller of a request.
 
-use crate::store::Owned;
+use crate::store::{Owned, TokenRow};
 use jiff::Timestamp;
 use lockstep_protocol::{
     Job,
@@ -63,6 +63,11 @@ impl Credential {
         let used = self.usage.last.load(Ordering::Relaxed);
         let last_used_at = (used > 0).then(|| Timestamp::from_millisecond(used).ok()).flatten();
         Token { last_used_at, ..self.token.clone() }
+    }
+
+    /// The row to store.
+    pub(super) fn row(&self) -> TokenRow {
+        TokenRow { token: self.token_with_use(), hash: self.hash.clone() }
     }
 }
 

@@ -34,7 +34,7 @@ impl Access {
         let prefix = certificate_id(name) + UNTIL;
         let known = self.read();
         let past = known.tokens.values().filter(|c| c.token.id.starts_with(&prefix));
-        past.map(|c| TokenRow { token: c.token_with_use(), hash: c.hash.clone() }).collect()
+        past.map(|c| c.row()).collect()
     }
 
     /// The caller with a valid certificate of this name. `not_before` is the beginning of its validity.

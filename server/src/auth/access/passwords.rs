@@ -7,7 +7,7 @@ use argon2::{
 };
 use serde::Deserialize;
 use std::{fmt, sync::Arc, thread, time::Duration};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 
 /// Memory in KiB, passes and lanes: the minimum for argon2id in OWASP's Password Storage Cheat Sheet.
 const COST: (u32, u32, u32) = (19 * 1024, 2, 1);
@@ -18,15 +18,6 @@ const MAX_CONCURRENT: usize = 4;
 const MAX_WAITING: usize = 100;
 /// Maximum wait of a request.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// The queue in which a password waits to be hashed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lane {
-    /// For addresses from which the person has not signed in before. They may guess passwords.
-    Strangers,
-    /// For addresses from which the person has signed in before: a short queue.
-    Familiar,
-}
 
 /// Why a password was not hashed.
 #[derive(Debug)]
@@ -48,30 +39,41 @@ impl fmt::Debug for Password {
     }
 }
 
+/// The requests that hash passwords.
+#[derive(Debug)]
+struct Queue {
+    /// A permit for each hash that is computed at the same time.
+    hashing: Arc<Semaphore>,
+    /// A permit for each request that waits.
+    waiting: Semaphore,
+}
+
+impl Queue {
+    fn new(concurrent: usize) -> Self {
+        Self { hashing: Arc::new(Semaphore::new(concurrent)), waiting: Semaphore::new(MAX_WAITING) }
+    }
+}
+
 /// Hashes passwords, a limited number at the same time.
 #[derive(Debug)]
 pub(crate) struct Passwords {
-    permits: Arc<Semaphore>,
-    waiting: Arc<Semaphore>,
-    /// For [`Lane::Familiar`]: permits to hash, and permits to wait.
-    familiar: (Arc<Semaphore>, Arc<Semaphore>),
+    /// For addresses from which the person has not signed in before. They may guess passwords.
+    strangers: Queue,
+    /// For addresses from which the person has signed in before.
+    familiar: Queue,
 }
 
 impl Default for Passwords {
     fn default() -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        Self {
-            permits: Arc::new(Semaphore::new((cores / 2).clamp(1, MAX_CONCURRENT))),
-            waiting: Arc::new(Semaphore::new(MAX_WAITING)),
-            familiar: (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(MAX_WAITING))),
-        }
+        Self { strangers: Queue::new((cores / 2).clamp(1, MAX_CONCURRENT)), familiar: Queue::new(1) }
     }
 }
 
 impl Passwords {
     /// The hash to store, with a random salt.
     pub(crate) async fn hash(&self, password: Password) -> Result<String, PasswordError> {
-        self.work(Lane::Strangers, move || {
+        work(&self.strangers, move || {
             let hash = argon2()?.hash_password(password.0.as_bytes());
             hash.map(|hash| hash.to_string()).map_err(|error| error.to_string())
         })
@@ -79,13 +81,15 @@ impl Passwords {
     }
 
     /// Whether a password matches a hash. Without a hash, the check takes as long and fails, so the time does not reveal which names exist.
+    /// `is_familiar`: whether the person has signed in from the same address before.
     pub(super) async fn verify(
         &self,
         password: Password,
         hash: Option<String>,
-        lane: Lane,
+        is_familiar: bool,
     ) -> Result<bool, PasswordError> {
-        self.work(lane, move || {
+        let queue = if is_familiar { &self.familiar } else { &self.strangers };
+        work(queue, move || {
             let Some(hash) = hash else {
                 let mut thrown_away = [0; Params::DEFAULT_OUTPUT_LEN];
                 let hashed = argon2()?.hash_password_into(password.0.as_bytes(), &[0; 16], &mut thrown_away);
@@ -98,30 +102,23 @@ impl Passwords {
         })
         .await
     }
+}
 
-    async fn work<T: Send + 'static>(
-        &self,
-        lane: Lane,
-        work: impl FnOnce() -> Result<T, String> + Send + 'static,
-    ) -> Result<T, PasswordError> {
-        let permit = self.permit(lane).await?;
-        let done = tokio::task::spawn_blocking(move || {
-            // Held until the hash is computed, even if the request is cancelled.
-            let _permit = permit;
-            work()
-        });
-        done.await.map_err(|error| PasswordError::Failed(error.to_string()))?.map_err(PasswordError::Failed)
-    }
-
-    async fn permit(&self, lane: Lane) -> Result<OwnedSemaphorePermit, PasswordError> {
-        let (permits, waiting) = match lane {
-            Lane::Strangers => (&self.permits, &self.waiting),
-            Lane::Familiar => (&self.familiar.0, &self.familiar.1),
-        };
-        let _waiting = waiting.clone().try_acquire_owned().map_err(|_| PasswordError::Busy)?;
-        let permit = tokio::time::timeout(WAIT_TIMEOUT, permits.clone().acquire_owned()).await;
-        permit.map_err(|_| PasswordError::Busy)?.map_err(|_| PasswordError::Busy)
-    }
+/// Runs `work` when it is this request's turn.
+async fn work<T: Send + 'static>(
+    queue: &Queue,
+    work: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, PasswordError> {
+    let waiting = queue.waiting.try_acquire().map_err(|_| PasswordError::Busy)?;
+    let permit = tokio::time::timeout(WAIT_TIMEOUT, queue.hashing.clone().acquire_owned()).await;
+    let permit = permit.map_err(|_| PasswordError::Busy)?.map_err(|_| PasswordError::Busy)?;
+    drop(waiting);
+    let done = tokio::task::spawn_blocking(move || {
+        // Held until the hash is computed, even if the request is cancelled.
+        let _permit = permit;
+        work()
+    });
+    done.await.map_err(|error| PasswordError::Failed(error.to_string()))?.map_err(PasswordError::Failed)
 }
 
 fn argon2() -> Result<Argon2<'static>, String> {
@@ -145,17 +142,12 @@ mod tests {
         let second = passwords.hash(password("correct horse")).await.unwrap();
         assert!(first.starts_with("$argon2id$v=19$m=19456,t=2,p=1$"), "{first}");
         assert_ne!(first, second);
-        assert!(
-            passwords.verify(password("correct horse"), Some(first.clone()), Lane::Strangers).await.unwrap()
-        );
+        assert!(passwords.verify(password("correct horse"), Some(first.clone()), false).await.unwrap());
         for wrong in ["correct horsf", "", "correct horse "] {
-            assert!(
-                !passwords.verify(password(wrong), Some(first.clone()), Lane::Strangers).await.unwrap(),
-                "{wrong}"
-            );
+            assert!(!passwords.verify(password(wrong), Some(first.clone()), false).await.unwrap(), "{wrong}");
         }
-        assert!(!passwords.verify(password("correct horse"), None, Lane::Strangers).await.unwrap());
-        assert!(passwords.verify(password("x"), Some("no hash".into()), Lane::Strangers).await.is_err());
+        assert!(!passwords.verify(password("correct horse"), None, false).await.unwrap());
+        assert!(passwords.verify(password("x"), Some("no hash".into()), false).await.is_err());
         assert!(!format!("{:?}", password("correct horse")).contains("horse"));
     }
 
@@ -163,24 +155,19 @@ mod tests {
     async fn the_number_of_waiting_checks_is_limited() {
         let passwords = Arc::new(Passwords::default());
         // All permits are taken.
-        let permits = passwords.permits.available_permits() as u32;
-        let taken = passwords.permits.clone().acquire_many_owned(permits).await.unwrap();
+        let permits = passwords.strangers.hashing.available_permits() as u32;
+        let taken = passwords.strangers.hashing.clone().acquire_many_owned(permits).await.unwrap();
         let waiting: Vec<_> = (0..MAX_WAITING)
             .map(|_| {
                 let passwords = passwords.clone();
-                tokio::spawn(
-                    async move { passwords.verify(password("x"), None, Lane::Strangers).await.is_ok() },
-                )
+                tokio::spawn(async move { passwords.verify(password("x"), None, false).await.is_ok() })
             })
             .collect();
-        while passwords.waiting.available_permits() > 0 {
+        while passwords.strangers.waiting.available_permits() > 0 {
             tokio::task::yield_now().await;
         }
-        assert!(matches!(
-            passwords.verify(password("x"), None, Lane::Strangers).await,
-            Err(PasswordError::Busy)
-        ));
-        let familiar = passwords.verify(password("x"), None, Lane::Familiar).await;
+        assert!(matches!(passwords.verify(password("x"), None, false).await, Err(PasswordError::Busy)));
+        let familiar = passwords.verify(password("x"), None, true).await;
         assert!(familiar.is_ok(), "known addresses do not wait behind strangers");
         for one in waiting.iter().skip(1) {
             one.abort();
@@ -191,9 +178,6 @@ mod tests {
         for aborted in waiting {
             assert!(aborted.await.is_err());
         }
-        assert!(
-            passwords.verify(password("x"), None, Lane::Strangers).await.is_ok(),
-            "later checks are done, too"
-        );
+        assert!(passwords.verify(password("x"), None, false).await.is_ok(), "later checks are done, too");
     }
 }

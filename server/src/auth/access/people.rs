@@ -4,7 +4,7 @@
 use super::{
     Access, Known,
     caller::{Credential, Usage},
-    passwords::{Lane, Password, PasswordError},
+    passwords::{Password, PasswordError},
 };
 use crate::store::{PersonRow, principal};
 use lockstep_protocol::{
@@ -43,7 +43,7 @@ impl Known {
 
     /// The token with this id.
     pub(super) fn token_with_id(&self, id: &str) -> Option<&Arc<Credential>> {
-        self.tokens.get(self.hashes.get(id)?)
+        self.tokens.values().find(|c| c.token.id == id)
     }
 
     /// A token's scope, limited by its owner's role if a person owns it. `None` while the owner is disabled or removed.
@@ -116,19 +116,17 @@ impl Access {
 
     /// Removes a person. The person's sessions are ended, and the person's tokens allow nothing.
     pub(crate) fn remove_person(&self, name: &str) {
-        let now = crate::now();
         let mut known = self.write();
         if let Some(old) = known.people.remove(name) {
             old.credential.ended.cancel();
             known.refused.extend(old.row.person.identity);
         }
-        known.renew_tokens_of(name);
-        let of_owner = |c: &&Arc<Credential>| c.token.owner.as_deref() == Some(name);
-        for old in known.tokens.values().filter(of_owner).cloned().collect::<Vec<_>>() {
-            let revoked_at = old.token.revoked_at.or(Some(now));
-            let token = Token { revoked_at, ..old.token.clone() };
-            let revoked = Credential { token, scope: None, ..Credential::clone(&old) };
-            known.tokens.insert(old.hash.clone(), Arc::new(revoked));
+        let of_owner = known.tokens.values().filter(|c| c.token.owner.as_deref() == Some(name));
+        let tokens: Vec<_> = of_owner.map(|c| c.row()).collect();
+        drop(known);
+        for mut row in tokens {
+            row.token.revoked_at.get_or_insert_with(crate::now);
+            self.put_token(row);
         }
         self.codes.forget(&principal(name));
     }
@@ -157,15 +155,13 @@ impl Access {
     ) -> Result<PersonRow, NotSignedIn> {
         // All invalid names share one counter, so that they cannot fill the memory.
         let counted = if name_mistake(name).is_none() { name } else { "" };
-        let lane = match self.attempts.try_password(counted, from).map_err(NotSignedIn::TooOften)? {
-            true => Lane::Familiar,
-            false => Lane::Strangers,
-        };
+        let is_familiar = self.attempts.try_password(counted, from).map_err(NotSignedIn::TooOften)?;
         if password_mistake(&password.0).is_some() {
             return Err(NotSignedIn::Wrong);
         }
         let row = self.person(name).filter(|row| row.person.disabled_at.is_none());
-        match self.passwords.verify(password, row.as_ref().and_then(|row| row.hash.clone()), lane).await {
+        let hash = row.as_ref().and_then(|row| row.hash.clone());
+        match self.passwords.verify(password, hash, is_familiar).await {
             Ok(true) => {}
             Ok(false) => return Err(NotSignedIn::Wrong),
             Err(error) => {

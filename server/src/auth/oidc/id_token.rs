@@ -4,7 +4,7 @@ use super::{
     Claims, OidcError,
     keys::{self, Key},
 };
-use crate::auth::access::same_secret;
+use crate::{auth::access::same_secret, config::oidc::OidcConfig};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use lockstep_protocol::people::subject_mistake;
 use serde::Deserialize;
@@ -22,15 +22,6 @@ pub(super) struct Header {
     pub(super) kid: Option<String>,
     typ: Option<String>,
     crit: Option<Value>,
-}
-
-/// The required claims of a token.
-pub(super) struct Expected<'a> {
-    pub(super) issuer: &'a str,
-    pub(super) client_id: &'a str,
-    pub(super) nonce: &'a str,
-    /// Seconds since 1970.
-    pub(super) now: i64,
 }
 
 fn refuse<T>(detail: &str) -> Result<T, OidcError> {
@@ -77,7 +68,7 @@ pub(super) fn header(token: &str) -> Result<Header, OidcError> {
     Ok(header)
 }
 
-/// The claims of a token, and its subject.
+/// The claims of a token, and its subject. `nonce`: the value that was sent with the request for this sign-in.
 ///
 /// # Errors
 /// The token is not signed with the key, belongs to another sign-in, or has expired.
@@ -85,8 +76,10 @@ pub(super) fn check(
     token: &str,
     header: &Header,
     key: &Key,
-    expected: &Expected<'_>,
+    config: &OidcConfig,
+    nonce: &str,
 ) -> Result<(Claims, String), OidcError> {
+    let now = crate::now().as_second();
     let [first, second, signature] = parts(token)?;
     let Ok(signature) = URL_SAFE_NO_PAD.decode(signature) else {
         return refuse("its signature cannot be read");
@@ -94,32 +87,32 @@ pub(super) fn check(
     key.verify(&header.alg, &token.as_bytes()[..first.len() + 1 + second.len()], &signature)?;
     let claims: Claims = json(second)?;
     let text = |name: &str| claims.get(name).and_then(Value::as_str);
-    if text("iss") != Some(expected.issuer) {
+    if text("iss") != Some(config.issuer.as_str()) {
         return refuse("it was made by another provider");
     }
     // A token with several audiences could have been stolen from another client.
     let is_for_us = match claims.get("aud") {
-        Some(Value::String(audience)) => audience == expected.client_id,
-        Some(Value::Array(all)) => matches!(&all[..], [Value::String(only)] if only == expected.client_id),
+        Some(Value::String(audience)) => *audience == config.client_id,
+        Some(Value::Array(all)) => matches!(&all[..], [Value::String(only)] if *only == config.client_id),
         _ => false,
     };
     if !is_for_us {
         return refuse("it is not for this server, or not only for this server");
     }
-    if claims.get("azp").is_some_and(|azp| azp.as_str() != Some(expected.client_id)) {
+    if claims.get("azp").is_some_and(|azp| azp.as_str() != Some(config.client_id.as_str())) {
         return refuse("it was given to another client");
     }
     let seconds = |name: &str| claims.get(name).and_then(Value::as_f64).map(|at| at as i64);
-    if seconds("exp").is_none_or(|at| at <= expected.now.saturating_sub(MAX_CLOCK_SKEW)) {
+    if seconds("exp").is_none_or(|at| at <= now - MAX_CLOCK_SKEW) {
         return refuse("it has expired, or this server's clock is wrong");
     }
-    let latest = expected.now.saturating_add(MAX_CLOCK_SKEW);
+    let latest = now + MAX_CLOCK_SKEW;
     let is_early =
         seconds("iat").is_none_or(|at| at > latest) || seconds("nbf").is_some_and(|at| at > latest);
     if is_early || claims.get("nbf").is_some_and(|nbf| !nbf.is_number()) {
         return refuse("it is from the future, or this server's clock is wrong");
     }
-    if !text("nonce").is_some_and(|nonce| same_secret(nonce, expected.nonce)) {
+    if !text("nonce").is_some_and(|found| same_secret(found, nonce)) {
         return refuse("it was made for another sign-in");
     }
     match text("sub").filter(|subject| subject_mistake(subject).is_none()).map(str::to_owned) {

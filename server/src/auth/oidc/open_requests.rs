@@ -65,13 +65,9 @@ impl OpenRequests {
             since: Instant::now(),
         };
         let mut open = lock(&self.0);
-        if open.len() >= MAX_SIGN_INS {
-            open.retain(|_, request| request.since.elapsed() < LIFE);
-        }
-        while open.values().filter(|request| request.from == from).count() >= MAX_PER_ADDRESS {
+        if open.values().filter(|request| request.from == from).count() >= MAX_PER_ADDRESS {
             forget_oldest(&mut open, |request| request.from == from);
-        }
-        while open.len() >= MAX_SIGN_INS {
+        } else if open.len() >= MAX_SIGN_INS {
             forget_oldest(&mut open, |_| true);
         }
         open.insert(state.hash, request);

@@ -2,13 +2,17 @@
 //! redirects are not followed, and a failed request is not repeated at once.
 
 use super::{
-    Claims, OidcError, authorities, in_words,
+    Claims, OidcError, in_words,
     keys::{self, Key},
     open_requests::OpenRequest,
 };
-use crate::config::oidc::{Groups, NameClaim, OidcConfig};
+use crate::{
+    config::oidc::{Groups, NameClaim, OidcConfig},
+    util::{pem_files, tls_client},
+};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use reqwest::{Client, RequestBuilder, Url, header, redirect};
+use rustls::{ClientConfig, RootCertStore};
 use serde::Deserialize;
 use serde_json::Value;
 use std::{
@@ -148,7 +152,7 @@ impl Provider {
             .connect_timeout(TIMEOUT / 2)
             .redirect(redirect::Policy::none())
             .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
-            .tls_backend_preconfigured(authorities::tls(&config)?);
+            .tls_backend_preconfigured(tls(&config)?);
         // Requests to this machine do not use a proxy.
         let builder = if config.issuer.is_plain() { builder.no_proxy() } else { builder };
         Ok(Self {
@@ -330,6 +334,20 @@ impl Provider {
         }
         Err(unreachable(self.config.issuer.host(), &format!("{url} answers {status}")))
     }
+}
+
+/// TLS settings that trust the CA certificates of the system and of the configured file.
+fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
+    let mut roots =
+        if config.issuer.is_plain() { RootCertStore::empty() } else { tls_client::system_authorities() };
+    if let Some(path) = &config.ca_file {
+        for certificate in pem_files::certificates(path).map_err(|error| format!("the CA file {error}"))? {
+            roots
+                .add(certificate)
+                .map_err(|error| format!("the CA file {} cannot be used: {error}", path.display()))?;
+        }
+    }
+    tls_client::client_config(roots).map_err(|error| error.to_string())
 }
 
 /// Encodes pairs as the body of a form.

@@ -1,4 +1,4 @@
-//! A table with the scope that each request needs.
+//! The scope that each request needs, and which requests are recorded.
 
 use axum::http::{Method, StatusCode};
 use lockstep_protocol::access::Scope;
@@ -13,83 +13,42 @@ pub(crate) enum Requirement {
     AdminOrPerson,
 }
 
-/// The methods of a rule.
-#[derive(Debug, Clone, Copy)]
-enum Methods {
-    All,
-    Safe,
+/// The requirement of a request. `route` is the router's pattern; `None` for an unknown path.
+pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
+    match route.unwrap_or_default() {
+        // Needed by browsers to sign in, and by health checks, which have no token. `/readyz` shows no details without a token.
+        "/login" | "/login/oidc" | "/login/oidc/callback" | "/static/{*path}" | "/healthz" | "/readyz" => {
+            Requirement::Nothing
+        }
+        // Every signed-in caller may sign out, get a sign-in link with the caller's own scope, and change the caller's own password.
+        "/logout" | "/api/v1/login-links" | "/account" | "/api/v1/password" => {
+            Requirement::Scope(Scope::Read)
+        }
+        // An agent reports results and transfers files of its attempts. The handlers check the attempt's fencing token.
+        path if path.starts_with("/api/v1/agent/") => Requirement::Scope(Scope::Agent),
+        "/api/v1/tokens" | "/api/v1/tokens/{id}" => Requirement::AdminOrPerson,
+        "/api/v1/people" | "/api/v1/people/{name}" | "/people" | "/api/v1/audit" | "/audit" => {
+            Requirement::Scope(Scope::Admin)
+        }
+        // Webhooks send data of this server to other machines.
+        path if path.starts_with("/api/v1/webhooks") || path == "/webhooks" => {
+            Requirement::Scope(Scope::Admin)
+        }
+        // Machines are shared by all users.
+        "/api/v1/agents/{id}" | "/api/v1/agents/{id}/drain" | "/api/v1/agents/{id}/undrain" => {
+            Requirement::Scope(Scope::Admin)
+        }
+        // MLflow's read requests that have a body.
+        "/api/2.0/mlflow/experiments/search"
+        | "/api/2.0/mlflow/runs/search"
+        | "/api/2.0/mlflow/logged-models/search" => Requirement::Scope(Scope::Read),
+        _ if is_safe(method) => Requirement::Scope(Scope::Read),
+        _ => Requirement::Scope(Scope::Submit),
+    }
 }
-
-use Methods::{All, Safe};
-use Requirement::{AdminOrPerson, Nothing, Scope as S};
-
-/// The exceptions. All other requests need `read` if their method is safe, and else `submit`.
-const RULES: [(Methods, &str, Requirement); 35] = [
-    // Needed by browsers to sign in, and by health checks, which have no token. `/readyz` shows no details without a token.
-    (All, "/login", Nothing),
-    (Safe, "/login/oidc", Nothing),
-    (Safe, "/login/oidc/callback", Nothing),
-    (Safe, "/static/{*path}", Nothing),
-    // Other methods do not exist, so the response is 405.
-    (All, "/healthz", Nothing),
-    (All, "/readyz", Nothing),
-    // Every signed-in caller may sign out, and get a sign-in link with the caller's own scope.
-    (All, "/logout", S(Scope::Read)),
-    (All, "/api/v1/login-links", S(Scope::Read)),
-    // The caller's own password.
-    (All, "/account", S(Scope::Read)),
-    (All, "/api/v1/password", S(Scope::Read)),
-    // An agent reports results and gets paths of files: for agents only.
-    (All, "/api/v1/agent/socket", S(Scope::Agent)),
-    // An attempt's checkpoints, dataset and uploads. The handlers check the attempt's fencing token.
-    (All, "/api/v1/agent/attempts/{job}/{attempt}", S(Scope::Agent)),
-    (All, "/api/v1/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", S(Scope::Agent)),
-    (All, "/api/v1/agent/attempts/{job}/{attempt}/dataset", S(Scope::Agent)),
-    (All, "/api/v1/agent/attempts/{job}/{attempt}/dataset/files", S(Scope::Agent)),
-    (All, "/api/v1/agent/attempts/{job}/{attempt}/uploads/{name}", S(Scope::Agent)),
-    (All, "/api/v1/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", S(Scope::Agent)),
-    // Tokens, people and the audit log.
-    (All, "/api/v1/tokens", AdminOrPerson),
-    (All, "/api/v1/tokens/{id}", AdminOrPerson),
-    (All, "/api/v1/people", S(Scope::Admin)),
-    (All, "/api/v1/people/{name}", S(Scope::Admin)),
-    (All, "/people", S(Scope::Admin)),
-    (All, "/api/v1/audit", S(Scope::Admin)),
-    (All, "/audit", S(Scope::Admin)),
-    // Webhooks send data of this server to other machines.
-    (All, "/api/v1/webhooks", S(Scope::Admin)),
-    (All, "/api/v1/webhooks/{id}", S(Scope::Admin)),
-    (All, "/api/v1/webhooks/{id}/test", S(Scope::Admin)),
-    (All, "/api/v1/webhooks/{id}/deliveries", S(Scope::Admin)),
-    (All, "/webhooks", S(Scope::Admin)),
-    // Machines are shared by all users.
-    (All, "/api/v1/agents/{id}", S(Scope::Admin)),
-    (All, "/api/v1/agents/{id}/drain", S(Scope::Admin)),
-    (All, "/api/v1/agents/{id}/undrain", S(Scope::Admin)),
-    // MLflow's read requests that have a body.
-    (All, "/api/2.0/mlflow/experiments/search", S(Scope::Read)),
-    (All, "/api/2.0/mlflow/runs/search", S(Scope::Read)),
-    (All, "/api/2.0/mlflow/logged-models/search", S(Scope::Read)),
-];
 
 fn is_safe(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
-}
-
-/// The requirement of a request. `route` is the router's pattern; `None` for an unknown path.
-pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
-    let rule = RULES.iter().find(|(methods, path, _)| {
-        Some(*path) == route
-            && match methods {
-                All => true,
-                Safe => is_safe(method),
-            }
-    });
-    match rule {
-        Some((_, _, needed)) => *needed,
-        None if is_safe(method) => S(Scope::Read),
-        None => S(Scope::Submit),
-    }
 }
 
 /// Routes whose requests are not recorded, except with DELETE: checks of a specification, and requests that a program sends many times a

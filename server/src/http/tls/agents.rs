@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     config::{ServeConfig, TlsConfig, tls_suites},
-    util::lock,
+    util::{lock, pem_files},
 };
 use jiff::Timestamp;
 use lockstep_protocol::numbers::plural;
@@ -127,13 +127,11 @@ impl Trust {
         let shown = file.display();
         let mut roots = RootCertStore::empty();
         let mut authorities = Vec::new();
-        for certificate in files::certificates(file)? {
-            let facts = Facts::read(&certificate)
-                .ok_or_else(|| format!("{shown} has a certificate that cannot be read"))?;
+        for certificate in pem_files::certificates(file)? {
+            authorities.push(files::first_facts(file, std::slice::from_ref(&certificate))?);
             roots.add(certificate).map_err(|error| {
                 format!("{shown} has a certificate that cannot be used as an authority: {error}")
             })?;
-            authorities.push(facts);
         }
         let lists = match revoked {
             // The server's own authority may not have revoked any certificate yet.

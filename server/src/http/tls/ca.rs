@@ -10,9 +10,10 @@ pub use issued::{Kind, Record, has_revoked, revocation_list, serial_text};
 
 use super::{
     certificate::Facts,
-    files::{self, Readers, fingerprint, minute},
+    files::{self, fingerprint, minute},
     names::is_name,
 };
+use crate::util::pem_files::{self, Readers};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SerialNumber,
@@ -115,9 +116,9 @@ impl Authority {
             return Err(format!("there is no {}; make it with `lockstep ca init`", certificate.display()));
         }
         // The key must belong to the certificate, and the certificate must not have expired.
-        let der = files::certificates(&certificate)?.swap_remove(0);
+        let der = pem_files::certificates(&certificate)?.swap_remove(0);
         let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;
-        let pem = String::from_utf8(files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
+        let pem = String::from_utf8(pem_files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
         let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;
         files::pair(&certificate, &key)?;
         if facts.not_after < crate::now() {
@@ -133,7 +134,7 @@ impl Authority {
         params.distinguished_name = rcgen::DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, name);
         params.key_usages = AUTHORITY_USES.to_vec();
-        let pem = String::from_utf8(files::read(&certificate, Readers::Anybody)?)
+        let pem = String::from_utf8(pem_files::read(&certificate, Readers::Anybody)?)
             .map_err(|_| not_ours(&certificate))?;
         Ok(Self { folder, pem, facts, fingerprint: fingerprint(&der), issuer: Issuer::new(params, pair) })
     }

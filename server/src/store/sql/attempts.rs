@@ -18,7 +18,7 @@ use lockstep_protocol::{
     job::{JobId, JobState},
     reason::{Reason, ReasonKind},
 };
-use sqlx::{AssertSqlSafe, Row};
+use sqlx::Row;
 use std::collections::HashMap;
 
 impl SqlStore {
@@ -186,17 +186,13 @@ type Taken = (u32, Option<String>);
 /// Increments the attempt number of each claimed job that still waits and whose newest attempt is the claim's `after_attempt`. Returns
 /// these jobs. Of two concurrent claims, only one finds the job waiting.
 async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Taken>> {
+    let text = "UPDATE jobs SET attempt = attempt + 1 FROM (VALUES {}) AS claims WHERE id = column1 AND attempt = column2 \
+        AND state IN ('queued', 'restarting') RETURNING id, attempt, (SELECT epoch || '-' || step FROM checkpoints \
+        WHERE job_id = jobs.id ORDER BY step DESC, epoch DESC LIMIT 1) AS resume";
     let mut taken = HashMap::with_capacity(claims.len());
-    for claims in batch::split(claims) {
-        let text = format!(
-            "UPDATE jobs SET attempt = attempt + 1 FROM (VALUES {}) AS claims WHERE id = column1 AND attempt = column2 \
-             AND state IN ('queued', 'restarting') RETURNING id, attempt, (SELECT epoch || '-' || step FROM checkpoints \
-             WHERE job_id = jobs.id ORDER BY step DESC, epoch DESC LIMIT 1) AS resume",
-            batch::values(claims.len(), 2)
-        );
-        let query = claims.iter().fold(sqlx::query(AssertSqlSafe(text)), |query, claim| {
-            query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt))
-        });
+    for query in batch::statements(text, 2, claims, |query, claim| {
+        Ok(query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt)))
+    })? {
         for row in query.fetch_all(&mut *db).await? {
             let job = job_id(row.try_get("id")?)?;
             taken.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
@@ -207,24 +203,19 @@ async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Ta
 
 /// Stores attempts in the order of their fencing tokens. Returns the fencing tokens by job.
 async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<HashMap<JobId, FencingToken>> {
+    let text = "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) VALUES {} \
+        RETURNING job_id, fencing_token, fencing_secret";
     let mut tokens = HashMap::with_capacity(attempts.len());
-    for attempts in batch::split(attempts) {
-        let text = format!(
-            "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) VALUES {} \
-             RETURNING job_id, fencing_token, fencing_secret",
-            batch::values(attempts.len(), 6)
-        );
-        let mut query = sqlx::query(AssertSqlSafe(text));
-        for (claim, (attempt, resume)) in attempts {
-            query = query
-                .bind(claim.job.as_str())
-                .bind(i64::from(*attempt))
-                .bind(json(&claim.places)?)
-                .bind(resume.as_deref())
-                .bind(claim.at.as_millisecond())
-                // The database assigns the token's number.
-                .bind(new_fencing(0).secret_text());
-        }
+    for query in batch::statements(text, 6, attempts, |query, (claim, (attempt, resume))| {
+        Ok(query
+            .bind(claim.job.as_str())
+            .bind(i64::from(*attempt))
+            .bind(json(&claim.places)?)
+            .bind(resume.as_deref())
+            .bind(claim.at.as_millisecond())
+            // The database assigns the token's number.
+            .bind(new_fencing(0).secret_text()))
+    })? {
         for row in query.fetch_all(&mut *db).await? {
             let job = job_id(row.try_get("job_id")?)?;
             tokens.insert(job, fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?));

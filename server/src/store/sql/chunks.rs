@@ -6,7 +6,7 @@ use crate::store::{
     values::{int, strip_nul, to_u32, uint},
 };
 use lockstep_protocol::job::JobId;
-use sqlx::{AssertSqlSafe, Row};
+use sqlx::Row;
 use std::collections::BTreeSet;
 
 fn chunk(row: &DbRow) -> Result<MetricChunk> {
@@ -21,27 +21,6 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
         replaces_chunk: false,
         replaces_series: false,
     })
-}
-
-async fn insert(db: &mut Connection, job: &JobId, chunks: &[&MetricChunk]) -> Result<()> {
-    let text = format!(
-        "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) VALUES {}",
-        batch::values(chunks.len(), 8)
-    );
-    let mut query = sqlx::query(AssertSqlSafe(text));
-    for chunk in chunks {
-        query = query
-            .bind(job.as_str())
-            .bind(&chunk.name)
-            .bind(i64::from(chunk.rank))
-            .bind(i64::from(chunk.attempt))
-            .bind(i64::from(chunk.level))
-            .bind(int(chunk.first_step))
-            .bind(int(chunk.last_step))
-            .bind(&chunk.data[..]);
-    }
-    query.execute(db).await?;
-    Ok(())
 }
 
 async fn watermark(db: &mut Connection, job: &JobId) -> Result<u64> {
@@ -166,8 +145,19 @@ impl SqlStore {
             .await?;
         }
         let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.replaces_chunk).collect();
-        for part in batch::split(&new) {
-            insert(&mut db, job, part).await?;
+        let text = "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) VALUES {}";
+        for query in batch::statements(text, 8, &new, |query, chunk| {
+            Ok(query
+                .bind(job.as_str())
+                .bind(&chunk.name)
+                .bind(i64::from(chunk.rank))
+                .bind(i64::from(chunk.attempt))
+                .bind(i64::from(chunk.level))
+                .bind(int(chunk.first_step))
+                .bind(int(chunk.last_step))
+                .bind(&chunk.data[..]))
+        })? {
+            query.execute(&mut *db).await?;
         }
         sqlx::query(
             "INSERT INTO metric_compaction (job_id, watermark) VALUES ($1, $2) \

@@ -10,7 +10,6 @@ use crate::store::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{job::JobId, metric::MetricColumn, stream::EventBody};
-use sqlx::AssertSqlSafe;
 
 /// A row to be stored.
 pub(super) struct NewRow {
@@ -82,27 +81,22 @@ pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) 
 
 /// Stores rows, and queues messages for webhooks.
 pub(super) async fn insert(db: &mut Connection, rows: &[NewRow]) -> Result<()> {
-    for part in batch::split(rows) {
-        let text = format!(
-            "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}",
-            batch::values(part.len(), 8)
-        );
-        let mut query = sqlx::query(AssertSqlSafe(text));
-        for NewRow { job, kind, attempt, rank, row, .. } in part {
-            let (body, points) = match &row.stored {
-                Stored::Body(body) => (body.as_str(), None),
-                Stored::Points { data, .. } => ("", Some(&data[..])),
-            };
-            query = query
-                .bind(job.as_str())
-                .bind(int(row.seq))
-                .bind(row.at.as_millisecond())
-                .bind(*kind)
-                .bind(i64::from(*attempt))
-                .bind(rank.map(i64::from))
-                .bind(body)
-                .bind(points);
-        }
+    let text = "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}";
+    for query in batch::statements(text, 8, rows, |query, NewRow { job, kind, attempt, rank, row, .. }| {
+        let (body, points) = match &row.stored {
+            Stored::Body(body) => (body.as_str(), None),
+            Stored::Points { data, .. } => ("", Some(&data[..])),
+        };
+        Ok(query
+            .bind(job.as_str())
+            .bind(int(row.seq))
+            .bind(row.at.as_millisecond())
+            .bind(*kind)
+            .bind(i64::from(*attempt))
+            .bind(rank.map(i64::from))
+            .bind(body)
+            .bind(points))
+    })? {
         query.execute(&mut *db).await?;
     }
     let notices: Vec<&Notice> = rows.iter().filter_map(|new| new.notice.as_deref()).collect();

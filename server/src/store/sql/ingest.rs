@@ -14,7 +14,7 @@ use lockstep_protocol::{
     job::JobId,
     stream::EventBody,
 };
-use sqlx::{AssertSqlSafe, Row};
+use sqlx::Row;
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 
 /// A source as stored: a rank's number; -1 for the agent of the attempt's first place, -2 for the agent of the second place, and so on.
@@ -51,17 +51,13 @@ struct Attempt {
 
 /// Reads attempts. Attempts that do not exist are left out.
 async fn read_attempts(db: &mut Connection, attempts: &[AttemptKey]) -> Result<HashMap<AttemptKey, Attempt>> {
+    let text = "SELECT a.job_id, a.attempt, fencing_token, fencing_secret, places, source, records \
+        FROM (VALUES {}) AS wanted JOIN attempts a ON a.job_id = column1 AND a.attempt = column2 \
+        LEFT JOIN acknowledged k ON k.job_id = a.job_id AND k.attempt = a.attempt";
     let mut found = HashMap::with_capacity(attempts.len());
-    for attempts in batch::split(attempts) {
-        let text = format!(
-            "SELECT a.job_id, a.attempt, fencing_token, fencing_secret, places, source, records \
-             FROM (VALUES {}) AS wanted JOIN attempts a ON a.job_id = column1 AND a.attempt = column2 \
-             LEFT JOIN acknowledged k ON k.job_id = a.job_id AND k.attempt = a.attempt",
-            batch::values(attempts.len(), 2)
-        );
-        let query = attempts.iter().fold(sqlx::query(AssertSqlSafe(text)), |query, (job, attempt)| {
-            query.bind(job.as_str()).bind(i64::from(*attempt))
-        });
+    for query in batch::statements(text, 2, attempts, |query, (job, attempt)| {
+        Ok(query.bind(job.as_str()).bind(i64::from(*attempt)))
+    })? {
         for row in query.fetch_all(&mut *db).await? {
             let id: &str = row.try_get("job_id")?;
             let attempt: &mut Attempt = match found.entry((job_id(id)?, to_u32(row.try_get("attempt")?))) {
@@ -92,16 +88,11 @@ struct Loaded {
 }
 
 async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber, u64)]) -> Result<()> {
-    for part in batch::split(numbers) {
-        let text = format!(
-            "INSERT INTO acknowledged VALUES {} \
-             ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records",
-            batch::values(part.len(), 4)
-        );
-        let mut query = sqlx::query(AssertSqlSafe(text));
-        for (job, attempt, source, records) in part {
-            query = query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records));
-        }
+    let text = "INSERT INTO acknowledged VALUES {} \
+        ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records";
+    for query in batch::statements(text, 4, numbers, |query, (job, attempt, source, records)| {
+        Ok(query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records)))
+    })? {
         query.execute(&mut *db).await?;
     }
     Ok(())

@@ -14,7 +14,7 @@ use lockstep_protocol::{
     job::{Batch, External, Failure, Job, JobId, JobState, Parent, TrialOf},
     stream::EventBody,
 };
-use sqlx::{AssertSqlSafe, Row};
+use sqlx::Row;
 
 /// Query for jobs with their tags, without notes. Notes may be long, so lists of jobs omit them.
 pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs \
@@ -146,12 +146,10 @@ pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<J
 
 /// The rows of `select` ([`JOB`] or [`JOB_AND_NOTES`]) for jobs, in any order. Deleted jobs are left out.
 pub(super) async fn rows_of(db: &mut Connection, select: &str, ids: &[JobId]) -> Result<Vec<DbRow>> {
+    let text = format!("{select} WHERE jobs.id IN ({{}}) AND jobs.deleted_at IS NULL");
     let mut found = Vec::with_capacity(ids.len());
-    for ids in batch::split(ids) {
-        let placeholders = batch::values(ids.len(), 1);
-        let text = format!("{select} WHERE jobs.id IN ({placeholders}) AND jobs.deleted_at IS NULL");
-        let query = sqlx::query(AssertSqlSafe(text));
-        found.extend(ids.iter().fold(query, |query, id| query.bind(id.as_str())).fetch_all(&mut *db).await?);
+    for query in batch::statements(&text, 1, ids, |query, id| Ok(query.bind(id.as_str())))? {
+        found.extend(query.fetch_all(&mut *db).await?);
     }
     Ok(found)
 }
@@ -187,61 +185,53 @@ const COLUMNS: [&str; 23] = [
 pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
     let columns = COLUMNS.iter().zip(2..).map(|(column, n)| format!("{column} = column{n}"));
     let columns = columns.collect::<Vec<_>>().join(", ");
-    for rows in batch::split(rows) {
-        let values = batch::values(rows.len(), 1 + COLUMNS.len());
-        let text = format!("UPDATE jobs SET {columns} FROM (VALUES {values}) AS new WHERE id = column1");
-        let mut query = sqlx::query(AssertSqlSafe(text));
-        for row in rows {
-            let job = &row.job;
-            query = query
-                .bind(job.id.as_str())
-                .bind(match &row.unknown_state {
-                    Some((state, shown_state)) if *shown_state == job.state => state.as_str(),
-                    _ => job.state.as_str(),
-                })
-                .bind(job.reason.as_deref().map(strip_nul))
-                .bind(i64::from(job.attempt))
-                .bind(json(&job.agents)?)
-                .bind(int(job.step))
-                .bind(i64::from(job.epoch))
-                .bind(int(job.total_steps))
-                .bind(int(job.steps_per_epoch))
-                .bind(job.images_per_second)
-                .bind(job.eta_secs)
-                .bind(job.started_at.map(|t| t.as_millisecond()))
-                .bind(job.finished_at.map(|t| t.as_millisecond()))
-                .bind(job.best.as_ref().map(json).transpose()?)
-                .bind(json(&job.last)?)
-                .bind(int(job.last_seq))
-                .bind(json(&row.progress)?)
-                .bind(row.stop.as_ref().map(json).transpose()?)
-                .bind(i64::from(row.restarts))
-                .bind(row.fencing_token.map(|token| int(token.number)))
-                .bind(job.cause.as_ref().map(json).transpose()?)
-                .bind(row.fencing_token.map(|token| token.secret_text()))
-                .bind(row.waiting_since.map(|t| t.as_millisecond()))
-                .bind(job.external.as_ref().map(json).transpose()?);
-        }
+    let text = format!("UPDATE jobs SET {columns} FROM (VALUES {{}}) AS new WHERE id = column1");
+    for query in batch::statements(&text, 1 + COLUMNS.len(), rows, |query, row| {
+        let job = &row.job;
+        Ok(query
+            .bind(job.id.as_str())
+            .bind(match &row.unknown_state {
+                Some((state, shown_state)) if *shown_state == job.state => state.as_str(),
+                _ => job.state.as_str(),
+            })
+            .bind(job.reason.as_deref().map(strip_nul))
+            .bind(i64::from(job.attempt))
+            .bind(json(&job.agents)?)
+            .bind(int(job.step))
+            .bind(i64::from(job.epoch))
+            .bind(int(job.total_steps))
+            .bind(int(job.steps_per_epoch))
+            .bind(job.images_per_second)
+            .bind(job.eta_secs)
+            .bind(job.started_at.map(|t| t.as_millisecond()))
+            .bind(job.finished_at.map(|t| t.as_millisecond()))
+            .bind(job.best.as_ref().map(json).transpose()?)
+            .bind(json(&job.last)?)
+            .bind(int(job.last_seq))
+            .bind(json(&row.progress)?)
+            .bind(row.stop.as_ref().map(json).transpose()?)
+            .bind(i64::from(row.restarts))
+            .bind(row.fencing_token.map(|token| int(token.number)))
+            .bind(job.cause.as_ref().map(json).transpose()?)
+            .bind(row.fencing_token.map(|token| token.secret_text()))
+            .bind(row.waiting_since.map(|t| t.as_millisecond()))
+            .bind(job.external.as_ref().map(json).transpose()?))
+    })? {
         query.execute(&mut *db).await?;
     }
     let has_ended = |row: &&&JobRow| row.fencing_token.is_none() && row.job.attempt > 0;
     let ended: Vec<_> = rows.iter().filter(has_ended).collect();
-    for rows in batch::split(&ended) {
-        let text = format!(
-            "UPDATE attempts SET ended_at = column2, state = column3, reason = column4, step = column5 \
-             FROM (VALUES {}) AS new WHERE job_id = column1 AND ended_at IS NULL",
-            batch::values(rows.len(), 5)
-        );
-        let mut query = sqlx::query(AssertSqlSafe(text));
-        for row in rows {
-            let end = row.ended.as_ref();
-            query = query
-                .bind(row.job.id.as_str())
-                .bind(at.as_millisecond())
-                .bind(end.map(|end| end.state.as_str()))
-                .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
-                .bind(end.filter(|end| end.trained).map(|_| int(row.job.step)));
-        }
+    let text = "UPDATE attempts SET ended_at = column2, state = column3, reason = column4, step = column5 \
+        FROM (VALUES {}) AS new WHERE job_id = column1 AND ended_at IS NULL";
+    for query in batch::statements(text, 5, &ended, |query, row| {
+        let end = row.ended.as_ref();
+        Ok(query
+            .bind(row.job.id.as_str())
+            .bind(at.as_millisecond())
+            .bind(end.map(|end| end.state.as_str()))
+            .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
+            .bind(end.filter(|end| end.trained).map(|_| int(row.job.step))))
+    })? {
         query.execute(&mut *db).await?;
     }
     Ok(())

@@ -12,7 +12,7 @@ use lockstep_protocol::{
     limits::HISTOGRAM_STEPS,
     network::NetworkDescription,
 };
-use sqlx::{AssertSqlSafe, QueryBuilder, Row};
+use sqlx::{QueryBuilder, Row};
 
 /// Stores the histograms or the network of an event. A report that exceeds the limits comes from a faulty rank and is not stored.
 pub(super) async fn put(db: &mut Connection, job: &JobId, attempt: u32, event: &AttemptEvent) -> Result<()> {
@@ -45,24 +45,20 @@ async fn put_histograms(
         .execute(&mut *db)
         .await?;
     let layers: Vec<(usize, &LayerHistogram)> = histograms.layers.iter().enumerate().collect();
-    for part in batch::split(&layers) {
-        let text = format!(
-            "INSERT INTO histograms (job_id, layer, kind, step, attempt, place, min, max, counts) VALUES {}",
-            batch::values(part.len(), 9)
-        );
-        let mut query = sqlx::query(AssertSqlSafe(text));
-        for (index, layer) in part {
-            query = query
-                .bind(job.as_str())
-                .bind(&layer.name)
-                .bind(layer.kind.as_str())
-                .bind(int(histograms.step))
-                .bind(i64::from(attempt))
-                .bind(int(*index as u64))
-                .bind(f64::from(layer.min))
-                .bind(f64::from(layer.max))
-                .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>());
-        }
+    let text =
+        "INSERT INTO histograms (job_id, layer, kind, step, attempt, place, min, max, counts) VALUES {}";
+    for query in batch::statements(text, 9, &layers, |query, (index, layer)| {
+        Ok(query
+            .bind(job.as_str())
+            .bind(&layer.name)
+            .bind(layer.kind.as_str())
+            .bind(int(histograms.step))
+            .bind(i64::from(attempt))
+            .bind(int(*index as u64))
+            .bind(f64::from(layer.min))
+            .bind(f64::from(layer.max))
+            .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>()))
+    })? {
         query.execute(&mut *db).await?;
     }
     let mut steps = steps(db, job).await?;

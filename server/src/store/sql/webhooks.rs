@@ -10,7 +10,7 @@ use crate::store::{
 use jiff::Timestamp;
 use lockstep_protocol::{JobId, stream::EventBody};
 use serde_json::{Value, json};
-use sqlx::{AssertSqlSafe, Row};
+use sqlx::Row;
 
 /// Maximum number of messages of a webhook that are kept after their last attempt.
 const MAX_MESSAGES: i64 = 100;
@@ -92,22 +92,17 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
         .collect();
     // Messages get the current time, not the event's: a message is deleted after a week, and a program may report a run of last month.
     let now = crate::now().as_millisecond();
-    for part in batch::split(&messages) {
-        let text = format!(
-            "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}",
-            batch::values(part.len(), 7)
-        );
-        let mut query = sqlx::query(AssertSqlSafe(text));
-        for (webhook, notice) in part {
-            query = query
-                .bind(Delivery::new_id())
-                .bind(webhook.id.as_str())
-                .bind(notice.job.as_str())
-                .bind(notice.event.as_str())
-                .bind(notice.payload.as_str())
-                .bind(now)
-                .bind(now);
-        }
+    let text = "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}";
+    for query in batch::statements(text, 7, &messages, |query, (webhook, notice)| {
+        Ok(query
+            .bind(Delivery::new_id())
+            .bind(webhook.id.as_str())
+            .bind(notice.job.as_str())
+            .bind(notice.event.as_str())
+            .bind(notice.payload.as_str())
+            .bind(now)
+            .bind(now))
+    })? {
         query.execute(&mut *db).await?;
     }
     Ok(())

@@ -116,13 +116,9 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         Some(first) if sizes.iter().all(|s| s == first) => *first,
         _ => (0, 0, 3),
     };
-    let count = |split: &Split| {
-        let per_class = class_counts(catalog.classes.len(), split.labels.iter().copied());
-        SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
-    };
     Ok(DatasetInfo {
         format: catalog.format.into(),
-        splits: catalog.splits.iter().map(count).collect(),
+        splits: catalog.splits.iter().map(|s| count(s, catalog.classes.len())).collect(),
         classes: catalog.classes,
         height,
         width,
@@ -136,6 +132,11 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         inspected_at: None,
         broken: broken.into_iter().take(MAX_NAMED_FILES).map(BrokenFile::shortened).collect(),
     })
+}
+
+fn count(split: &Split, classes: usize) -> SplitInfo {
+    let per_class = class_counts(classes, split.labels.iter().copied());
+    SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
 }
 
 /// The number of occurrences of each byte value in each channel of equally sized pictures. Counts are exact, so they

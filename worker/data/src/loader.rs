@@ -8,7 +8,7 @@ use super::{
     transform::{Crop, Transform},
 };
 use lockstep_protocol::spec::ValidationDivision;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 pub use super::shard::EpochPlan;
 pub use batch::{Batch, BatchFormat};
@@ -54,6 +54,9 @@ pub struct DataSource {
     /// Whether the pictures stay in host memory, that is, engines must not copy the pictures to their devices.
     stays_on_host: bool,
     device: Option<Arc<OnDevice>>,
+    /// The threads that make pictures, which keep their buffers from epoch to epoch. The key is the number of
+    /// threads, and whether a device decodes.
+    workers: Mutex<Option<((usize, bool), Arc<Workers>)>>,
 }
 
 /// All pictures of a job as bytes in host memory, for an engine that keeps a copy and augments pictures itself.

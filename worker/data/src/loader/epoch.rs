@@ -13,6 +13,7 @@ use crate::{
     shard::{self, EpochPlan},
     transform::Transform,
 };
+use lockstep_host::lock;
 use std::{ops::Range, sync::Arc};
 
 /// Batches in the order of steps. The iterator ends after the first error.
@@ -118,7 +119,7 @@ impl DataSource {
             Err(error) => return Box::new(std::iter::once(Err(error))),
         };
         prepare_ahead(count, batch_threads, ahead, move |number| {
-            let (part, transform, workers) = (part.as_ref(), transform.as_ref(), &workers);
+            let (part, transform, workers) = (part.as_ref(), transform.as_ref(), workers.as_ref());
             make(&BatchBuilder { part, transform, format, workers, device: device.as_deref() }, number)
         })
     }
@@ -130,11 +131,18 @@ impl DataSource {
     /// on the pictures of two batches: the second batch keeps them busy at the end of the first, and memory does not
     /// grow with the number of threads. With a decoding device there is a third batch, so that the device can
     /// continue without a pause.
-    fn preparation(&self, threads: usize) -> Result<(usize, usize, Workers), DataError> {
+    fn preparation(&self, threads: usize) -> Result<(usize, usize, Arc<Workers>), DataError> {
         if threads <= 1 || !self.is_prepared_each_step() {
-            return Ok((threads, 2, Workers::without_threads(threads)));
+            return Ok((threads, 2, Arc::new(Workers::without_threads(threads))));
         }
+        let mut cached = lock(&self.workers);
         let has_device = self.device.is_some();
-        Ok((if has_device { 3 } else { 2 }, 1, Workers::pool(threads, has_device)?))
+        let key = (threads, has_device);
+        let workers = match cached.as_ref().filter(|(cached_key, _)| *cached_key == key) {
+            Some((_, workers)) => workers.clone(),
+            None => Arc::new(Workers::pool(threads, has_device)?),
+        };
+        *cached = Some((key, workers.clone()));
+        Ok((if has_device { 3 } else { 2 }, 1, workers))
     }
 }

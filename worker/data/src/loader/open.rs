@@ -18,7 +18,10 @@ use crate::{
 use lockstep_protocol::dataset::{lacking_classes, unvalidated_classes};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation, ValidationDivision};
-use std::{path::Path, sync::Arc};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex},
+};
 
 impl DataSource {
     /// Reads the dataset's index and, if they fit in memory, its pictures.
@@ -199,6 +202,7 @@ impl DataSource {
             mixing: Mixing::default(),
             stays_on_host: false,
             device: None,
+            workers: Mutex::default(),
         }
     }
 

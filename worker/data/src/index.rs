@@ -178,6 +178,7 @@ fn read_unknown(
                 }
             }
         }
+        builder = builder.filter(|index| !index.has_failed);
         for ((folder, file), entry) in part.iter().zip(examined) {
             known[*folder][*file] = Slot::Known(entry);
         }
@@ -260,6 +261,7 @@ pub(super) fn describe_shards(
                     index.publish(Progress { done, total: shards.len() as u64 });
                     index.append(path.as_os_str().as_bytes(), &block_of(*stamp, &members));
                 }
+                builder = builder.filter(|index| !index.has_failed);
                 known[*i] = Some(members);
             }
         }

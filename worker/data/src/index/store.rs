@@ -222,7 +222,8 @@ pub(super) struct IndexBuilder {
     /// Whether results were stored.
     has_results: bool,
     /// Whether results could not be stored.
-    has_failed: bool,
+    /// Whether a result could not be stored. The index is then given up, which frees its lock.
+    pub(super) has_failed: bool,
     _lock: File,
 }
 

@@ -36,6 +36,7 @@ impl FromStr for PublicUrl {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let why = match Url::parse(text) {
+            Err(_) if !text.contains("://") => "it must begin with https:// or http://".into(),
             Err(error) => error.to_string(),
             Ok(url) if !["https", "http"].contains(&url.scheme()) => {
                 "it must begin with https:// or http://".into()

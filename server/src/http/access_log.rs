@@ -10,7 +10,7 @@ use axum::http::{Method, StatusCode, Uri};
 use std::{
     fmt::Write as _,
     fs::{self, File},
-    io::{self, Write},
+    io::{self, BufWriter, Write},
     net::IpAddr,
     path::{Path, PathBuf},
     sync::{
@@ -54,7 +54,7 @@ impl AccessLog {
         let log = Self { lines, lost: lost.clone() };
         std::thread::Builder::new()
             .name("access log".into())
-            .spawn(move || write_lines(&mut out, waiting, &lost))?;
+            .spawn(move || write_lines(&mut out, &waiting, &lost))?;
         Ok(log)
     }
 
@@ -99,7 +99,7 @@ fn logged_path(uri: &Uri) -> String {
 
 enum LogSink {
     Stdout,
-    File { path: PathBuf, file: File, bytes: u64, max_bytes: u64 },
+    File { path: PathBuf, file: BufWriter<File>, bytes: u64, max_bytes: u64 },
 }
 
 impl LogSink {
@@ -108,7 +108,7 @@ impl LogSink {
             AccessLogTo::Stdout => Ok(LogSink::Stdout),
             AccessLogTo::File(path) => {
                 let (file, bytes) = open_private(path)?;
-                Ok(LogSink::File { path: path.clone(), file, bytes, max_bytes })
+                Ok(LogSink::File { path: path.clone(), file: BufWriter::new(file), bytes, max_bytes })
             }
         }
     }
@@ -118,13 +118,22 @@ impl LogSink {
             LogSink::Stdout => io::stdout().lock().write_all(line.as_bytes()),
             LogSink::File { path, file, bytes, max_bytes } => {
                 if *bytes > 0 && *bytes + line.len() as u64 > *max_bytes {
+                    file.flush()?;
                     fs::rename(&*path, path.with_added_extension("1"))?;
-                    (*file, *bytes) = open_private(path)?;
+                    let (fresh, length) = open_private(path)?;
+                    (*file, *bytes) = (BufWriter::new(fresh), length);
                 }
                 file.write_all(line.as_bytes())?;
                 *bytes += line.len() as u64;
                 Ok(())
             }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            LogSink::Stdout => io::stdout().flush(),
+            LogSink::File { file, .. } => file.flush(),
         }
     }
 }
@@ -141,21 +150,32 @@ fn open_private(path: &Path) -> io::Result<(File, u64)> {
 }
 
 /// Writes lines until all senders are dropped.
-fn write_lines(out: &mut LogSink, lines: Receiver<String>, lost: &AtomicU64) {
-    let mut is_failing = false;
-    for line in lines {
-        let written = out.write_line(&line).and_then(|()| match lost.swap(0, Ordering::Relaxed) {
-            0 => Ok(()),
-            lost => out.write_line(&format!("{} {lost} lines were lost: too many at once\n", crate::now())),
-        });
+fn write_lines(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
+    let mut failing = false;
+    while let Ok(first) = lines.recv() {
+        let written = write_batch(out, &first, lines, lost);
         // Logged once when writing begins to fail, not for each line.
-        if let Err(error) = &written
-            && !is_failing
-        {
-            tracing::error!(%error, "the access log cannot be written");
+        match written {
+            Ok(()) => failing = false,
+            Err(error) if !std::mem::replace(&mut failing, true) => {
+                tracing::error!(%error, "the access log cannot be written");
+            }
+            Err(_) => {}
         }
-        is_failing = written.is_err();
     }
+}
+
+/// Writes a line and all further waiting lines.
+fn write_batch(out: &mut LogSink, first: &str, lines: &Receiver<String>, lost: &AtomicU64) -> io::Result<()> {
+    out.write_line(first)?;
+    while let Ok(line) = lines.try_recv() {
+        out.write_line(&line)?;
+    }
+    let lost = lost.swap(0, Ordering::Relaxed);
+    if lost > 0 {
+        out.write_line(&format!("{} {lost} lines were lost: too many at once\n", crate::now()))?;
+    }
+    out.flush()
 }
 
 #[cfg(test)]
@@ -187,6 +207,7 @@ mod tests {
         for line in ["first line\n", "second\n", "third\n"] {
             out.write_line(line).unwrap();
         }
+        out.flush().unwrap();
         let read = |path: &Path| fs::read_to_string(path).unwrap();
         // A file is full at the limit; the next line goes to a new file.
         let older = path.with_added_extension("1");

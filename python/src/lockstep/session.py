@@ -246,10 +246,12 @@ def active() -> Run:
 def _of_active(method: Callable[Concatenate[Run, P], T]) -> Callable[P, T]:
     """The function with the parameters of a run's method that calls the method of the active run."""
 
-    @functools.wraps(method)
+    @functools.wraps(method, assigned=("__doc__", "__name__", "__annotations__"))
     def function(*args: P.args, **kwargs: P.kwargs) -> T:
         return method(active(), *args, **kwargs)
 
+    # A pickled function is looked up by its name in this module.
+    function.__qualname__ = method.__name__
     # `help` shows the signature without `self`.
     function.__wrapped__ = functools.partial(method, None)  # type: ignore[arg-type]
     return function

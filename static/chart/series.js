@@ -152,19 +152,15 @@ export class Series {
   }
 
   /** Loads buckets from `GET /metrics`, each named by its first step. `exact`: each bucket is one point. */
-  load(attempt, { steps, min, max, mean }, exact, width = 0) {
+  load(attempt, { steps, min, max, mean }, exact, width) {
     const segment = this.segment(attempt);
     // Live points are gathered in buckets of the same width.
-    if (!exact && width) segment.width = Math.max(segment.width, width);
+    if (!exact) Object.assign(segment, { exact, width: Math.max(segment.width, width) });
     for (let i = 0, count = 1; i < steps.length; i++) {
       const value = mean[i] ?? NaN;
       // The last bucket is assumed to be as wide as the bucket before it.
-      if (!exact && i + 1 < steps.length) count = Math.min(width || Infinity, steps[i + 1] - steps[i]);
+      if (!exact && i + 1 < steps.length) count = Math.min(width, steps[i + 1] - steps[i]);
       segment.push(steps[i], min?.[i] ?? value, max?.[i] ?? value, value, count);
-    }
-    if (!exact) {
-      segment.exact = false;
-      if (!width) segment.width = Math.max(segment.width, ...(steps.length > 1 ? [steps[1] - steps[0]] : []));
     }
   }
 
@@ -212,7 +208,7 @@ export class MeanSeries extends Series {
   }
 
   /** Like `load`, for the buckets of all ranks of an attempt. Buckets of the same step are joined. */
-  loadRanks(attempt, ranks, exact, width = 0) {
+  loadRanks(attempt, ranks, exact, width) {
     const rankCount = this.ranksIn(attempt), joined = new Map();
     for (const { steps, min, max, mean } of ranks) {
       for (let i = 0; i < steps.length; i++) {

@@ -27,6 +27,8 @@ const PAGE_SIZE = 50;
 const MAX_PAGE_SIZE = 250;
 /** Maximum number of jobs that are read again when the order or search results may have changed. */
 const MAX_RELOAD = 200;
+/** Maximum number of jobs that are read again after an interruption. Rows of other jobs are removed, until the reader scrolls to them. */
+const MAX_CATCH_UP = 1000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
 /** For jobs from the stream that are not in the list: the sort value for which the list was read again. Only the server knows a job's place. */
@@ -35,7 +37,7 @@ const requestedKey = new Map();
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
 /** Ends of jobs of which the reader was notified. After an interruption, both a request and the stream may report the same end. */
 const notified = new Set();
-/** Number of the newest call of `load` or `loadShown`, which earlier calls compare with `thisLoad`. */
+/** Number of the newest call of `load`, which earlier calls compare with `thisLoad`. */
 let loads = 0;
 /** Cursor of the next jobs, and whether these jobs are being read. */
 let next = null, reading = false;
@@ -43,8 +45,8 @@ let next = null, reading = false;
 let reloadTimer = 0, pause = MIN_PAUSE_MS;
 /** Whether the filter or the order has changed since the list was read. */
 let isFilterChanged = true;
-/** Whether the stream was interrupted, and the number of the load that reads what was missed; 0 without such a load. */
-let wasInterrupted = false, catchUpLoad = 0;
+/** Whether the stream was interrupted. */
+let wasInterrupted = false;
 /** Resolves after the first rows are painted. No row is changed before. */
 const firstPaint = drawn();
 let groups = null;
@@ -78,44 +80,21 @@ async function load() {
     return showEmpty();
   }
   groups.clear();
-  const thisLoad = ++loads, sorted = isSorted(), isNewList = isFilterChanged;
-  if (wasInterrupted && !isNewList && rowOf.size > PAGE_SIZE) return loadShown(thisLoad);
-  const response = await readPage(filter(), null, sorted && !isNewList ? Math.min(MAX_RELOAD, Math.max(PAGE_SIZE, rowOf.size)) : PAGE_SIZE);
+  // The stream does not repeat the events during an interruption, so all rows are read again.
+  const thisLoad = ++loads, sorted = isSorted(), isNewList = isFilterChanged, isCatchUp = wasInterrupted && !isNewList, before = new Map(jobs);
+  const most = isNewList ? 0 : isCatchUp ? MAX_CATCH_UP : sorted ? MAX_RELOAD : 0;
+  const response = await readPage(filter(), null, Math.max(PAGE_SIZE, Math.min(most, rowOf.size)));
   await firstPaint;
   if (thisLoad !== loads) return;
   isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
-  // Rows further down that the reader has reached stay. Jobs that are missing from this page of the list are removed.
-  const stays = (id, row) => !isNewList && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
+  // Rows further down that the reader has reached stay, and jobs that the stream has reported in the meantime. Other missing jobs are removed.
+  const isFurtherDown = (id, row) => !isCatchUp && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
+  const stays = (id, row) => !isNewList && (jobs.get(id) !== before.get(id) || isFurtherDown(id, row));
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of response.jobs) show(job);
   if (sorted || isNewList) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
-  if (rowOf.size <= response.jobs.length) next = response.next_cursor;
-  drawHeadings();
-  showEmpty();
-  bulk.forgetUnshown();
-}
-
-/** Reads all visible rows, page by page: the stream does not repeat the events during an interruption. */
-async function loadShown(thisLoad) {
-  const before = new Map(jobs), shownBefore = [...rowOf.keys()], listed = [];
-  let cursor = null;
-  catchUpLoad = thisLoad;
-  try {
-    do {
-      const response = await readPage(filter(), cursor, MAX_PAGE_SIZE);
-      await firstPaint;
-      if (thisLoad !== loads) return;
-      for (const job of response.jobs) { listed.push(job.id); show(job); }
-      cursor = response.next_cursor;
-    } while (cursor && listed.length < shownBefore.length);
-  } finally { if (catchUpLoad === thisLoad) catchUpLoad = 0; }
-  const listedIds = new Set(listed);
-  // Jobs that the stream reported in the meantime stay. Later pages contain other jobs.
-  for (const id of shownBefore) if (!listedIds.has(id) && jobs.get(id) === before.get(id)) remove(id);
-  if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
-  next = cursor;
-  wasInterrupted = false;
+  if (isCatchUp || rowOf.size <= response.jobs.length) next = response.next_cursor;
   drawHeadings();
   showEmpty();
   bulk.forgetUnshown();
@@ -139,7 +118,7 @@ function readSoon() {
   reloadTimer ||= setTimeout(async () => {
     reloadTimer = 0;
     // Rows to which the reader scrolls come first.
-    if (catchUpLoad || reading) return readSoon();
+    if (reading) return readSoon();
     const began = performance.now();
     // A failed request does not change the pause.
     await load().then(() => { pause = pauseAfter(began); }, () => {});

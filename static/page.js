@@ -143,19 +143,24 @@ export function showLive(status) {
   text(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
 }
 
-/** Asks for confirmation before something is lost. Resolves after `act` has succeeded, or the reader has declined. */
-export function confirmThen({ title, detail, yes, act }) {
-  const dialog = byId("confirm"), button = byId("confirm-yes"), error = byId("confirm-error");
-  text(byId("confirm-title"), title);
-  text(byId("confirm-text"), detail);
-  text(button, yes);
+/** Opens the dialog with the button `NAME-yes`. The button calls `act`, then closes the dialog or shows the error as `words(error)`. */
+export function openForm(name, act, words = errorText) {
+  const button = byId(`${name}-yes`), error = byId(`${name}-error`), dialog = button.closest("dialog");
   text(error, "");
   button.onclick = async (event) => {
     event.preventDefault();
     button.disabled = true;
-    try { await act(); dialog.close("yes"); } catch (e) { text(error, errorText(e)); } finally { button.disabled = false; }
+    try { await act(); dialog.close("yes"); } catch (e) { text(error, words(e)); } finally { button.disabled = false; }
   };
   dialog.showModal();
+}
+
+/** Asks for confirmation before something is lost. */
+export function confirmThen({ title, detail, yes, act }) {
+  text(byId("confirm-title"), title);
+  text(byId("confirm-text"), detail);
+  text(byId("confirm-yes"), yes);
+  openForm("confirm", act);
 }
 
 /** Copies a text, and says so on the button. */

@@ -27,7 +27,6 @@ export class Segment {
     this.max = grow(Float32Array, this.max);
     this.mean = grow(Float32Array, this.mean);
     this.counts = grow(Float64Array, this.counts);
-    this.smoothed = null;
   }
 
   /** Appends a bucket. A bucket that does not begin after the newest bucket is a repetition and is ignored. */
@@ -88,7 +87,6 @@ export class Segment {
     this.length = to;
     this.width *= 2;
     this.exact = false;
-    this.smoothed = null;
   }
 
   /** Returns the index of the first bucket at or after `x`. `xs`: this segment's positions on the axis. */
@@ -101,24 +99,18 @@ export class Segment {
     return low;
   }
 
-  /** Returns the mean, exponentially smoothed with bias correction. A gap does not change the average. */
-  smooth(factor) {
-    let s = this.smoothed;
-    if (s?.factor !== factor) s = this.smoothed = { factor, values: new Float32Array(0), done: 0, sum: 0, weight: 0 };
-    if (s.values.length < this.length) {
-      const values = new Float32Array(this.steps.length);
-      values.set(s.values.subarray(0, s.done));
-      s.values = values;
-    }
-    for (let i = s.done; i < this.length; i++) {
-      const v = this.mean[i], gap = !Number.isFinite(v), keep = factor ** this.counts[i];
-      const sum = gap ? s.sum : s.sum * keep + v * (1 - keep), weight = gap ? s.weight : s.weight * keep + (1 - keep);
-      s.values[i] = gap ? NaN : sum / weight;
-      // The last bucket may still grow.
-      if (i < this.length - 1) Object.assign(s, { done: i + 1, sum, weight });
-    }
-    return s.values;
-  }
+  /** Returns the smoothed mean. */
+  smooth(factor) { return smoothed(this.mean.subarray(0, this.length), this, factor); }
+}
+
+/** Returns `values` of a segment's buckets, exponentially smoothed with bias correction. A gap in the segment does not change the average. */
+export function smoothed(values, { mean, counts }, factor) {
+  let sum = 0, weight = 0;
+  return values.map((v, i) => {
+    const keep = factor ** counts[i], gap = !Number.isFinite(mean[i]);
+    [sum, weight] = gap ? [sum, weight] : [sum * keep + v * (1 - keep), weight * keep + (1 - keep)];
+    return gap ? NaN : sum / weight;
+  });
 }
 
 export class Series {
@@ -152,19 +144,15 @@ export class Series {
   }
 
   /** Loads buckets from `GET /metrics`, each named by its first step. `exact`: each bucket is one point. */
-  load(attempt, { steps, min, max, mean }, exact, width = 0) {
+  load(attempt, { steps, min, max, mean }, exact, width) {
     const segment = this.segment(attempt);
     // Live points are gathered in buckets of the same width.
-    if (!exact && width) segment.width = Math.max(segment.width, width);
+    if (!exact) Object.assign(segment, { exact, width: Math.max(segment.width, width) });
     for (let i = 0, count = 1; i < steps.length; i++) {
       const value = mean[i] ?? NaN;
       // The last bucket is assumed to be as wide as the bucket before it.
-      if (!exact && i + 1 < steps.length) count = Math.min(width || Infinity, steps[i + 1] - steps[i]);
+      if (!exact && i + 1 < steps.length) count = Math.min(width, steps[i + 1] - steps[i]);
       segment.push(steps[i], min?.[i] ?? value, max?.[i] ?? value, value, count);
-    }
-    if (!exact) {
-      segment.exact = false;
-      if (!width) segment.width = Math.max(segment.width, ...(steps.length > 1 ? [steps[1] - steps[0]] : []));
     }
   }
 
@@ -212,7 +200,7 @@ export class MeanSeries extends Series {
   }
 
   /** Like `load`, for the buckets of all ranks of an attempt. Buckets of the same step are joined. */
-  loadRanks(attempt, ranks, exact, width = 0) {
+  loadRanks(attempt, ranks, exact, width) {
     const rankCount = this.ranksIn(attempt), joined = new Map();
     for (const { steps, min, max, mean } of ranks) {
       for (let i = 0; i < steps.length; i++) {

@@ -1,6 +1,8 @@
 // Converts step times to speeds. A bucket's speed is its pictures divided by its time, like the job's own speed
 // (protocol/src/throughput.rs). The mean of the speeds of the bucket's steps would be higher.
 
+import { smoothed } from "./series.js";
+
 /** Returns a segment of step times as speeds. `picturesUntil(n)`: the number of pictures in steps 1 to n, over all ranks. */
 function toSpeeds(segment, picturesUntil) {
   const { length, steps, counts } = segment;
@@ -12,17 +14,7 @@ function toSpeeds(segment, picturesUntil) {
     // The longest step time is the lowest speed.
     mean: column("mean"), min: column("max"), max: column("min"), lastValue: (picturesUntil(segment.lastPushed) - picturesUntil(segment.lastPushed - 1)) * 1000 / segment.lastValue,
     // The numbers of pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
-    smooth: (factor) => { const smoothPictures = smoothed(pictures, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => smoothPictures[i] * 1000 / ms); },
-  });
-}
-
-/** Like `Segment.smooth`, for other values of the same buckets, with the same gaps. */
-function smoothed(values, { mean, counts }, factor) {
-  let sum = 0, weight = 0;
-  return values.map((v, i) => {
-    const keep = factor ** counts[i], gap = !Number.isFinite(mean[i]);
-    [sum, weight] = gap ? [sum, weight] : [sum * keep + v * (1 - keep), weight * keep + (1 - keep)];
-    return gap ? NaN : sum / weight;
+    smooth: (factor) => { const smoothPictures = smoothed(pictures, segment, factor); return segment.smooth(factor).map((ms, i) => smoothPictures[i] * 1000 / ms); },
   });
 }
 

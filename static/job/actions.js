@@ -1,6 +1,6 @@
 // Actions on a job: pause, resume, cancel, retry, fork, delete and annotate.
 
-import { ask, byId, confirmThen, errorText, errorTexts, text } from "../page.js";
+import { ask, byId, confirmThen, errorText, errorTexts, openForm, Problem, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { frontPriority } from "../jobs/queue.js";
 import { APPLIES, isActive, waits } from "./states.js";
@@ -98,7 +98,7 @@ export class Actions {
 
   /** Asks for settings to change, then starts a new job from a checkpoint of this job. */
   fork(checkpoint) {
-    const dialog = byId("fork-dialog"), error = byId("fork-error"), choice = byId("fork-checkpoint");
+    const choice = byId("fork-checkpoint");
     const { name, spec: { train }, total_steps } = this.page.job(), key = train.steps ? "steps" : "epochs";
     this.page.checkpoints.offer(choice, checkpoint);
     text(byId("fork-title"), `Fork ${name}`);
@@ -110,23 +110,16 @@ export class Actions {
       else if (!isLast && field.value === longer) field.value = "";
     };
     suggest();
-    text(error, "");
     /** Returns the request that the fields describe. Throws an error about an invalid line. */
     const request = () => {
       const set = {};
       for (const line of byId("fork-set").value.split("\n").map((l) => l.trim()).filter(Boolean)) {
         const equals = line.indexOf("=");
-        if (equals < 1) throw new Error(`${line}: write key.path = value, such as train.lr = 0.001`);
+        if (equals < 1) throw new Problem(400, { detail: `${line}: write key.path = value, such as train.lr = 0.001` });
         const words = line.slice(equals + 1).trim();
         try { set[line.slice(0, equals).trim()] = JSON.parse(words); } catch { set[line.slice(0, equals).trim()] = words; }
       }
       return { checkpoint: choice.value, set };
-    };
-    byId("fork-yes").onclick = async (event) => {
-      event.preventDefault();
-      let asked;
-      try { asked = request(); } catch (e) { return text(error, e.message); }
-      try { location.href = `/jobs/${(await this.#post("fork", asked)).id}`; } catch (e) { text(error, errorTexts(e)); }
     };
     // Shows warnings before the fork is created. Mistakes are shown only when the reader creates the fork.
     const check = async () => {
@@ -138,7 +131,7 @@ export class Actions {
     choice.onchange = () => { suggest(); check(); };
     byId("fork-set").oninput = () => { clearTimeout(this.typing); this.typing = setTimeout(check, 300); };
     check();
-    dialog.showModal();
+    openForm("fork", async () => { location.href = `/jobs/${(await this.#post("fork", request())).id}`; }, errorTexts);
   }
 
   /** Sets up the panel with the job's notes, tags and project. */

@@ -48,7 +48,7 @@ export class PanelForm {
     const store = (button, content) => async (event) => {
       event.preventDefault();
       button.disabled = true;
-      try { const next = await put(content()); dialog.close("yes"); next.focus(); } catch (error) { text(field("error"), error instanceof InputError ? error.message : fieldError(error)); }
+      try { const next = await put(content()); dialog.close("yes"); next.focus(); } catch (error) { text(field("error"), fieldError(error)); }
       button.disabled = false;
     };
     field("save").onclick = store(field("save"), () => this.#read(now));
@@ -62,12 +62,12 @@ export class PanelForm {
     const chosen = this.#boxes.filter((box) => box.checked).map((box) => box.value);
     // Metrics that were chosen before keep their order, and so their axis and colour.
     const metrics = [...before.metrics.filter((name) => chosen.includes(name)), ...chosen.filter((name) => !before.metrics.includes(name))];
-    if (!metrics.length) throw new InputError("Choose at least one metric.");
+    if (!metrics.length) throw new Problem(400, { detail: "Choose at least one metric." });
     const end = (name, label) => {
       const words = field(name).value.trim().replace(",", ".");
       if (words === "") return null;
       const v = Number(words);
-      if (!Number.isFinite(v)) throw new InputError(`${label}: ${words} is not a number. Give a number, or leave the field empty to fit the axis to the points.`);
+      if (!Number.isFinite(v)) throw new Problem(400, { detail: `${label}: ${words} is not a number. Give a number, or leave the field empty to fit the axis to the points.` });
       return v * unitOf(metrics[0]);
     };
     const ends = { y_min: end("min", "From"), y_max: end("max", "To") };
@@ -85,6 +85,3 @@ export function fieldError(error) {
   if (!(error instanceof Problem) || !error.errors.length) return errorText(error);
   return error.errors.map(({ pointer, detail }) => `${pointer.split("/").at(-1)} ${detail}`).join(". ");
 }
-
-/** A mistake that is found without the server. */
-class InputError extends Error {}

@@ -3,9 +3,10 @@
 
 import { read, write } from "../address.js";
 import { byId, make, text } from "../page.js";
-import { bytes, count, millis, percent, rate } from "../numbers.js";
+import { count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { describePosition } from "./mesh.js";
+import { about as aboutMetric } from "./names.js";
 import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
@@ -213,10 +214,8 @@ export class Ranks {
 
   /** Describes utilisation, memory, temperature and power, if the rank's device reports them. */
   #describeGpu(rank) {
-    const newest = (name) => this.#recent(name, rank, 1);
-    const reported = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],
-      ["gpu_temperature_celsius", (v) => `${v.toFixed(0)} °C`], ["gpu_power_watts", (v) => `${v.toFixed(0)} W`]];
-    return reported.map(([name, words]) => [newest(name), words]).filter(([v]) => Number.isFinite(v)).map(([v, words]) => words(v));
+    const names = ["gpu_utilization", "gpu_memory_bytes", "gpu_temperature_celsius", "gpu_power_watts"];
+    return names.map((name) => [name, this.#recent(name, rank, 1)]).filter(([, v]) => Number.isFinite(v)).map(([name, v]) => aboutMetric(name).format(v));
   }
 
   #make(rank) {

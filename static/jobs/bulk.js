@@ -1,6 +1,6 @@
 // Actions on the selected jobs of the list: pause, resume, retry, cancel, tag, compare and delete.
 
-import { ask, byId, confirmThen, Problem, errorText, text } from "../page.js";
+import { ask, byId, confirmThen, openForm, Problem, errorText, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { APPLIES } from "../job/states.js";
 
@@ -110,20 +110,13 @@ export class Bulk {
   }
 
   #tag(jobs) {
-    const dialog = byId("tag-dialog"), input = byId("tag-input"), error = byId("tag-error");
-    text(error, "");
-    byId("tag-yes").onclick = async (event) => {
-      event.preventDefault();
-      const tag = input.value.trim();
-      if (!tag) return text(error, "Write a tag.");
-      try {
-        await this.#each(jobs, async (j) => {
-          const { tags } = await ask(`/api/v1/jobs/${j.id}`);
-          return ask(`/api/v1/jobs/${j.id}`, { method: "PATCH", body: { tags: [...tags, tag] } });
-        });
-        dialog.close();
-      } catch (e) { text(error, errorText(e)); }
-    };
-    dialog.showModal();
+    openForm("tag", async () => {
+      const tag = byId("tag-input").value.trim();
+      if (!tag) throw new Problem(400, { detail: "Write a tag." });
+      await this.#each(jobs, async (j) => {
+        const { tags } = await ask(`/api/v1/jobs/${j.id}`);
+        return ask(`/api/v1/jobs/${j.id}`, { method: "PATCH", body: { tags: [...tags, tag] } });
+      });
+    });
   }
 }

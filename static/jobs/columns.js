@@ -103,7 +103,7 @@ export class Columns {
     table.style.setProperty("--extra", this.#extra.length);
     const head = table.tHead.rows[0], before = head.querySelector(".c-age");
     for (const th of head.querySelectorAll(".c-extra")) th.remove();
-    for (const key of this.#extra) before.before(make("th", { scope: "col", className: "num c-extra", textContent: label(key), title: key, "data-key": key }));
+    for (const key of this.#extra) before.before(make("th", { scope: "col", className: "num c-extra", textContent: label(key), title: key, "data-key": key, ...sortOf(key) }));
     byId("extra-columns").replaceChildren(...this.#extra.map((key) => {
       const button = make("button", { type: "button", className: "quiet", textContent: `${label(key)} ×`, title: key, "aria-label": `Remove the column ${label(key)}` });
       button.addEventListener("click", () => { this.#extra = this.#extra.filter((k) => k !== key); this.#choose(); byId("column-add").focus(); });
@@ -149,6 +149,12 @@ async function mistake(key) {
 }
 
 const label = (key) => METRICS[key]?.label ?? key.replace(/^tag:/, "#");
+
+/** Returns the attributes of a column's heading for the order: see `drawHeads`. Keys of settings begin with `spec.`. */
+function sortOf(key) {
+  const isTag = key.startsWith("tag:"), metric = METRICS[key], descends = isTag || (metric && metric.format !== String && !/(^|_)loss$/.test(key));
+  return { "data-sort": isTag || metric ? key : `spec.${key}`, ...(descends && { "data-descends": "" }) };
+}
 
 function valueOf(job, key) {
   if (key.startsWith("tag:")) return job.tags.includes(key.slice(4)) ? "yes" : "";

@@ -9,7 +9,7 @@ import { writeShortened } from "../cut.js";
 import { metricsParameter, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
 import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
-import { order } from "./sort.js";
+import { arrange, order } from "./sort.js";
 
 /** Number of groups in the first request. */
 const FIRST_GROUPS = 100;
@@ -47,7 +47,6 @@ export class Groups {
   #loads = 0;
   #reloadTimer = 0;
   #pause = MIN_PAUSE_MS;
-  #hidden = false;
   /** Added columns for which the server has no mean. */
   #texts = new Set();
 
@@ -121,19 +120,13 @@ export class Groups {
       this.#fill(entry);
     }
     if (!cursor) for (const [key, entry] of this.#shown) if (!seen.has(key)) { entry.body.remove(); this.#shown.delete(key); }
-    // Puts groups in the order of the response. Groups that are already in place do not move, and keep the focus.
-    const start = this.#start, wanted = cursor ? [] : response.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body);
-    wanted.forEach((body, i) => { const before = i ? wanted[i - 1] : start; if (before.nextElementSibling !== body) before.after(body); });
-    if (cursor) for (const group of response.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
+    if (!cursor) arrange(this.table, response.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body), this.table.querySelector(".group"));
     this.#next = response.next_cursor;
     this.more.hidden = !this.#next;
     this.isEmpty = !this.#shown.size;
     this.changed();
     await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, entry]) => this.#openJobs(entry)));
   }
-
-  /** The element before the first group. */
-  get #start() { let at = this.more.previousElementSibling; while (at?.classList.contains("group")) at = at.previousElementSibling; return at; }
 
   #createEntry(group, key) {
     const cell = (className, ...children) => make("td", { className }, ...children), words = describeGroup(group.values);
@@ -270,16 +263,12 @@ export class Groups {
     for (const { rows } of this.#shown.values()) for (const row of rows) if (row.dataset.id === job.id) this.fill(row, job);
   }
 
-  readSoon() {
+  readSoon = () => {
     this.#reloadTimer ||= setTimeout(() => {
       this.#reloadTimer = 0;
       // A hidden page is read again when it becomes visible.
-      if (document.hidden) {
-        if (!this.#hidden) document.addEventListener("visibilitychange", () => { this.#hidden = false; this.readSoon(); }, { once: true });
-        this.#hidden = true;
-        return;
-      }
-      if (this.isGrouped) this.load().catch(() => {});
+      if (document.hidden) document.addEventListener("visibilitychange", this.readSoon, { once: true });
+      else if (this.isGrouped) this.load().catch(() => {});
     }, this.#pause);
-  }
+  };
 }

@@ -41,8 +41,8 @@ describe("a job", () => {
   inFull("that diverges has an axis with distinct labels", async () => {
     const page = await browser.page(server, "/jobs");
     const labels = await page.evaluate(async () => {
-      const { short } = await import("/static/job/names.js"), { linearTicks } = await import("/static/chart/scale.js");
-      return [[0, 3.2e31], [2e-5, 9e-5], [1.23e6, 1.26e6]].map(([low, high]) => linearTicks(low, high, 7).map(short));
+      const { formatTick } = await import("/static/job/names.js"), { linearTicks } = await import("/static/chart/scale.js");
+      return [[0, 3.2e31], [2e-5, 9e-5], [1.23e6, 1.26e6]].map(([low, high]) => linearTicks(low, high, 7).map(formatTick));
     });
     assert.deepEqual(labels[0], ["0", "5e30", "1e31", "1.5e31", "2e31", "2.5e31", "3e31"]);
     for (const all of labels) assert.equal(new Set(all).size, all.length, all.join());

@@ -2,7 +2,7 @@
 
 use crate::{
     layout::CurrentUser,
-    numbers::{age, count, plural},
+    numbers::{count, plural},
 };
 use askama::Template;
 use lockstep_protocol::dataset::Dataset;
@@ -48,12 +48,9 @@ struct DatasetCard<'a> {
     pictures: String,
     class_count: String,
     normalisation: String,
-    age: String,
     /// For each class, its name and its number of samples in each split.
     classes: Vec<(&'a str, Vec<String>)>,
     more_classes: usize,
-    /// Text with the number of files that cannot be read. Empty if all files can be read.
-    broken_files: String,
 }
 
 impl<'a> DatasetCard<'a> {
@@ -83,7 +80,6 @@ impl<'a> DatasetCard<'a> {
             },
             class_count: plural(info.classes.len() as u64, "class"),
             normalisation: format!("mean {} · std {}", numbers(&info.mean), numbers(&info.std)),
-            age: age(dataset.added_at),
             classes: classes
                 .map(|(i, name)| {
                     let samples = |s: &lockstep_protocol::dataset::SplitInfo| {
@@ -93,10 +89,6 @@ impl<'a> DatasetCard<'a> {
                 })
                 .collect(),
             more_classes: info.classes.len().saturating_sub(Self::CLASSES_SHOWN),
-            broken_files: match info.broken_count {
-                0 => String::new(),
-                n => format!("{} cannot be read", plural(n, "file")),
-            },
         }
     }
 

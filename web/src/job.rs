@@ -21,7 +21,7 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 
 /// A checkpoint, with the id that download links contain.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub struct Checkpoint {
     /// The id in `/api/v1/checkpoints/{id}`.
     pub id: String,
@@ -33,6 +33,15 @@ pub struct Checkpoint {
     /// State of the checkpoint in the object store (`uploading` or `stored`). `None` without an object store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stored: Option<&'static str>,
+}
+
+impl Checkpoint {
+    /// Returns the validation accuracy. Empty for a checkpoint without validation.
+    fn accuracy(&self) -> String {
+        let pictures = self.info.validation.as_ref().map(|set| set.pictures);
+        let words = |share| percent(share) + &uncertainty(share, pictures);
+        self.info.val_accuracy.map(words).unwrap_or_default()
+    }
 }
 
 /// An entry of the list of ranks: the rank's agent and newest report.
@@ -237,34 +246,6 @@ impl JobPage {
     fn tone(&self) -> &'static str {
         if self.job.state == JobState::Failed && self.job.unreadable.is_none() { "bad" } else { "warn" }
     }
-
-    fn checkpoint_rows(&self) -> Vec<CheckpointRow> {
-        self.checkpoints
-            .iter()
-            .map(|c| CheckpointRow {
-                id: c.id.clone(),
-                label: format!("{}-{}", c.info.epoch, c.info.step),
-                best: c.info.best,
-                is_uploading: c.stored == Some("uploading"),
-                accuracy: c.info.val_accuracy.map_or_else(String::new, |share| {
-                    percent(share) + &uncertainty(share, c.info.validation.as_ref().map(|set| set.pictures))
-                }),
-                step: c.info.step,
-                size: bytes(c.info.size_bytes),
-                size_bytes: c.info.size_bytes,
-            })
-            .collect()
-    }
-
-    /// Whether the job keeps a moving average of the weights.
-    fn is_averaged(&self) -> bool {
-        self.job.spec.train.ema_decay > 0.0
-    }
-
-    /// Returns an empty row, which the script fills and inserts.
-    fn blank(&self) -> CheckpointRow {
-        CheckpointRow::default()
-    }
 }
 
 /// Formats a result of a run from elsewhere. The same as `formatResult` in `static/job/facts.js`.
@@ -305,19 +286,6 @@ fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
         JobState::Failed => format!("{shown} The job failed: {reason}"),
         _ => shown,
     }
-}
-
-#[derive(Debug, Clone, Default)]
-struct CheckpointRow {
-    id: String,
-    label: String,
-    best: bool,
-    /// Whether the checkpoint is still being uploaded to the object store.
-    is_uploading: bool,
-    accuracy: String,
-    step: u64,
-    size: String,
-    size_bytes: u64,
 }
 
 /// The row of numbers below the title. A pair is a value and the small text beside the value.

@@ -94,32 +94,24 @@ impl JobsPage {
         self.filters() + &order
     }
 
-    /// Returns the headings of the columns, with their links.
-    fn heads(&self) -> Vec<Head> {
-        let current = match self.filter.sort.as_str() {
-            "" => "-created",
-            sort => sort,
-        };
-        let (by, is_descending) = current.strip_prefix('-').map_or((current, false), |by| (by, true));
-        let head =
-            |&(class, label, sort, largest_first): &(&'static str, &'static str, &'static str, bool)| {
-                let is_sorted = sort == by;
-                let next_descends = if is_sorted { !is_descending } else { largest_first };
-                let sign = if next_descends { "-" } else { "" };
-                let href = format!("/jobs?state={}{}&sort={sign}{sort}", self.chosen(), self.filters());
-                let order = match (is_sorted, is_descending) {
-                    (false, _) => "",
-                    (true, true) => "descending",
-                    (true, false) => "ascending",
-                };
-                Head { class, label, sort, largest_first, order, href }
-            };
-        HEADS.iter().map(head).collect()
+    /// Returns the value of `aria-sort` for the column with this sort key. Empty if the list is sorted by another column.
+    fn order_of(&self, sort: &str) -> &'static str {
+        let current = if self.filter.sort.is_empty() { "-created" } else { self.filter.sort.as_str() };
+        match current.strip_prefix('-') {
+            Some(by) if by == sort => "descending",
+            None if current == sort => "ascending",
+            _ => "",
+        }
     }
 
-    /// Returns an empty row, which the script fills and inserts.
-    fn blank(&self) -> JobRow {
-        JobRow::default()
+    /// Returns the URL of the list sorted by a column, in reverse order if the column sorts the list already.
+    fn sorted_by(&self, sort: &str, largest_first: bool) -> String {
+        let descends = match self.order_of(sort) {
+            "" => largest_first,
+            order => order == "ascending",
+        };
+        let sign = if descends { "-" } else { "" };
+        format!("/jobs?state={}{}&sort={sign}{sort}", self.chosen(), self.filters())
     }
 }
 
@@ -133,19 +125,6 @@ const HEADS: [(&str, &str, &str, bool); 7] = [
     ("num c-speed", "Images/s", "speed", true),
     ("num c-age", "Submitted", "created", true),
 ];
-
-/// The heading of a column: a link that sorts by the column or reverses the order.
-struct Head {
-    class: &'static str,
-    label: &'static str,
-    /// The column's sort key.
-    sort: &'static str,
-    /// Whether the first click sorts in descending order.
-    largest_first: bool,
-    /// Value of `aria-sort`; empty if the list is sorted by another column.
-    order: &'static str,
-    href: String,
-}
 
 /// A state to filter by.
 struct StateLink {

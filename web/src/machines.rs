@@ -89,11 +89,6 @@ impl MachinesPage {
         self.agents.iter().filter(|other| other.name == card.name).count() > 1
     }
 
-    /// Whether the user may remove the machine: the user is an admin, and the machine is offline.
-    fn may_remove(&self, card: &AgentCard) -> bool {
-        self.user.is_admin && !card.online
-    }
-
     /// Counts slots and machines: `3 of 8 slots busy · 2 machines online`.
     fn summary(&self) -> String {
         let online = || self.agents.iter().filter(|a| a.online);
@@ -117,10 +112,8 @@ impl AgentCard {
     /// Describes hardware, version, and the state of the connection and of leases.
     fn about(&self) -> String {
         let m = &self.machine;
-        let connected = self.connected_at.map_or(String::new(), |since| match age(since).as_str() {
-            "just now" => " · connected just now".into(),
-            age => format!(" · connected {age}"),
-        });
+        let connected =
+            self.connected_at.map_or(String::new(), |since| format!(" · connected {}", age(since)));
         let lease = match self.lease_secs_left {
             Some(left) if !self.online => {
                 format!(" · its jobs start again unless it returns within {left:.0} s")

@@ -80,6 +80,11 @@ fn age_at(then: Timestamp, now: Timestamp) -> String {
     }
 }
 
+/// Formats a value of a setting: a text without quotes, otherwise JSON.
+pub(crate) fn setting(value: &serde_json::Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
 /// Formats a number with a noun: `1 rank`, `4 ranks`, `1,200 classes`.
 pub fn plural(n: u64, noun: &str) -> String {
     format!("{} {}", count(n), nouns(n, noun))

@@ -90,11 +90,6 @@ impl QueuePage {
         ShortText::sentence(&job.reason.as_ref().map_or_else(unknown, ToString::to_string))
     }
 
-    /// Returns the name of the job for which slots are reserved.
-    fn name(&self, reservation: &Reservation) -> ShortText {
-        ShortText::name(reservation.name.as_deref().unwrap_or_default())
-    }
-
     /// Counts the slots that are reserved for a job: `2 slots kept`. Empty if no slot is reserved.
     fn kept(&self, job: &QueuedJob) -> String {
         let slots = job.kept_slots.filter(|slots| *slots > 0);

@@ -70,18 +70,9 @@ impl SubmitPage {
         Self { form, mistakes: Vec::new(), datasets, slots, server_url, user }
     }
 
-    /// Returns the fields that are always shown, in groups.
-    fn groups(&self) -> Vec<(&'static str, Vec<FieldView>)> {
-        self.groups_of(|field| !field.is_in_more)
-    }
-
-    /// Returns the fields below "More settings", in groups.
-    fn more_groups(&self) -> Vec<(&'static str, Vec<FieldView>)> {
-        self.groups_of(|field| field.is_in_more)
-    }
-
-    fn groups_of(&self, is_included: fn(&Field) -> bool) -> Vec<(&'static str, Vec<FieldView>)> {
-        let recipe = recipe_values(self.form.filled());
+    /// Returns the fields below "More settings" or the fields that are always shown, in groups.
+    fn groups(&self, is_in_more: bool) -> Vec<(&'static str, Vec<FieldView>)> {
+        let recipe = recipe_values(&self.form.filled);
         let view = |f: &'static Field| FieldView {
             field: f,
             id: f.id(),
@@ -94,7 +85,7 @@ impl SubmitPage {
         GROUPS
             .iter()
             .map(|(title, fields)| {
-                (*title, fields.iter().filter(|f| is_included(f)).map(view).collect::<Vec<_>>())
+                (*title, fields.iter().filter(|f| f.is_in_more == is_in_more).map(view).collect::<Vec<_>>())
             })
             .filter(|(_, fields)| !fields.is_empty())
             .collect()
@@ -206,31 +197,11 @@ impl FieldView {
     fn options(&self) -> Vec<(&'static str, String, bool)> {
         let options: &[&str] = if let Kind::Choice(options) = self.field.kind { options } else { &[] };
         let text = |option: &str| match option.parse::<Recipe>() {
-            Ok(recipe) if self.is_recipe() => format!("{option}: {}", recipe.settings().about),
+            Ok(recipe) if self.field.key == "train.recipe" => format!("{option}: {}", recipe.settings().about),
             _ if option.is_empty() => "none".to_owned(),
             _ => option.to_owned(),
         };
         options.iter().map(|&option| (option, text(option), option == self.value)).collect()
-    }
-
-    fn is_recipe(&self) -> bool {
-        self.field.key == "train.recipe"
-    }
-
-    fn is_weights(&self) -> bool {
-        self.field.key == "model.pretrained"
-    }
-
-    fn is_switch(&self) -> bool {
-        self.field.kind == Kind::Switch
-    }
-
-    fn is_lines(&self) -> bool {
-        self.field.kind == Kind::Lines
-    }
-
-    fn is_dataset(&self) -> bool {
-        self.field.kind == Kind::Dataset
     }
 
     fn input_mode(&self) -> &'static str {
@@ -239,10 +210,6 @@ impl FieldView {
             Kind::Number => "decimal",
             _ => "text",
         }
-    }
-
-    fn described_by(&self) -> String {
-        format!("{0}-hint {0}-error", self.id)
     }
 }
 

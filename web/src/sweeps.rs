@@ -2,7 +2,7 @@
 
 use crate::{
     layout::CurrentUser,
-    numbers::{count, plural},
+    numbers::{self, count, plural},
 };
 use askama::Template;
 use lockstep_protocol::{
@@ -89,11 +89,7 @@ fn metric(sweep: &Sweep, trial: &Trial) -> String {
 
 /// Returns a parameter's value as text.
 fn setting(trial: &Trial, key: &str) -> String {
-    match trial.setting.get(key) {
-        Some(Value::String(text)) => text.clone(),
-        Some(other) => other.to_string(),
-        None => String::new(),
-    }
+    trial.setting.get(key).map(numbers::setting).unwrap_or_default()
 }
 
 /// Returns all parameters of a trial as text: `train.lr=0.1, train.seed=2`.

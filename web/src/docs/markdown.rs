@@ -1,7 +1,7 @@
 //! Converts the documentation's Markdown to HTML: headings with GitHub's anchors, wide tables and code that scroll and
 //! have keyboard focus, and no HTML from the source.
 
-use pulldown_cmark::{CowStr, Event, HeadingLevel, Options, Parser, Tag, TagEnd};
+use pulldown_cmark::{CowStr, Event, Options, Parser, Tag, TagEnd};
 use std::collections::HashMap;
 
 /// Returns a page's first heading. Empty if the page has no heading.
@@ -76,7 +76,9 @@ pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> 
                 let text =
                     events[index + 1..].iter().take_while(|e| !matches!(e, Event::End(TagEnd::Heading(_))));
                 let text: String = text.filter_map(plain_text).collect();
-                out.push(heading(*level, &anchor(&text, &mut anchors)));
+                let id = Some(anchor(&text, &mut anchors).into());
+                let (classes, attrs) = (Vec::new(), Vec::new());
+                out.push(Event::Start(Tag::Heading { level: *level, id, classes, attrs }));
             }
             Event::Start(Tag::Table(_)) => {
                 // Only elements with keyboard focus can be scrolled by keyboard.
@@ -119,15 +121,6 @@ pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> 
     let mut html = String::new();
     pulldown_cmark::html::push_html(&mut html, out.into_iter());
     html
-}
-
-fn heading(level: HeadingLevel, anchor: &str) -> Event<'static> {
-    Event::Start(Tag::Heading {
-        level,
-        id: Some(anchor.to_owned().into()),
-        classes: Vec::new(),
-        attrs: Vec::new(),
-    })
 }
 
 fn plain_text<'a>(event: &'a Event<'_>) -> Option<&'a str> {

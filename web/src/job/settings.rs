@@ -1,5 +1,6 @@
 //! The settings of a job that differ from the defaults.
 
+use crate::numbers::setting;
 use lockstep_protocol::spec::JobSpec;
 use serde_json::{Map, Value};
 
@@ -21,17 +22,10 @@ pub(super) fn flatten(values: &Map<String, Value>) -> Vec<(String, String)> {
             Value::Object(inner) => {
                 all.extend(flatten(inner).into_iter().map(|(name, value)| (format!("{key}.{name}"), value)));
             }
-            value => all.push((key.clone(), value_text(value))),
+            value => all.push((key.clone(), setting(value))),
         }
     }
     all
-}
-
-fn value_text(value: &Value) -> String {
-    match value {
-        Value::String(text) => text.clone(),
-        value => value.to_string(),
-    }
 }
 
 #[cfg(test)]

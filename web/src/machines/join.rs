@@ -60,10 +60,8 @@ impl Join {
 
     /// Returns the command for the other machine.
     pub(super) fn agent_command(&self) -> String {
-        let mut command = match &self.server_url {
-            Some(url) => format!("lockstep agent --server {url}"),
-            None => format!("lockstep agent --server {}", self.own_url),
-        };
+        let mut command =
+            format!("lockstep agent --server {}", self.server_url.as_ref().unwrap_or(&self.own_url));
         // If the server listens for other machines without TLS, the agent must allow this, too.
         if self.server_url.as_ref().is_some_and(|url| url.starts_with("http://")) {
             command.push_str(" --insecure-http");

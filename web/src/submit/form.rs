@@ -1,6 +1,7 @@
 //! Converts the form's texts to a specification, and a specification to the form's texts.
 
 use super::fields::{Kind, fields};
+use crate::numbers::setting;
 use lockstep_protocol::{JobSpec, spec::Recipe};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, sync::LazyLock};
@@ -67,12 +68,12 @@ impl Form {
             return;
         }
         let text = match value {
-            Value::String(text) => text.clone(),
             // Tables are shown as JSON.
-            Value::Array(items) if items.iter().any(Value::is_object) => value.to_string(),
-            Value::Array(items) => items.iter().map(item_text).collect::<Vec<_>>().join(", "),
+            Value::Array(items) if !items.iter().any(Value::is_object) => {
+                items.iter().map(item_text).collect::<Vec<_>>().join(", ")
+            }
             Value::Null => String::new(),
-            other => other.to_string(),
+            other => setting(other),
         };
         self.values.insert(path.to_owned(), text);
     }
@@ -113,11 +114,6 @@ impl Form {
         Value::Object(document)
     }
 
-    /// See [`Form::filled`].
-    pub(super) fn filled(&self) -> &str {
-        &self.filled
-    }
-
     /// Returns the text in the field of a key such as `train.lr`.
     pub fn text(&self, key: &str) -> &str {
         self.values.get(key).map_or("", String::as_str)
@@ -138,10 +134,9 @@ pub(super) const DATASET_DEFAULTS: [&str; 1] = ["data.validation"];
 
 /// Formats an entry of a list: a number, or an epoch and the size that starts there.
 fn item_text(value: &Value) -> String {
-    match (value.as_array().map(Vec::as_slice), value.as_str()) {
-        (Some([epoch, size]), _) => format!("{epoch}: {size}"),
-        (_, Some(word)) => word.to_owned(),
-        _ => value.to_string(),
+    match value.as_array().map(Vec::as_slice) {
+        Some([epoch, size]) => format!("{epoch}: {size}"),
+        _ => setting(value),
     }
 }
 

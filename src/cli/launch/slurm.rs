@@ -4,11 +4,11 @@
 use super::{
     super::{output, usage_error},
     Args, Launch, LaunchDetached, MAX_SLOTS,
-    bundle::Bundle,
+    bundle::{AGENT_LIMIT, Bundle},
     follow::follow_until_over,
     format_command,
     hosts::Host,
-    node, quote,
+    quote,
 };
 use lockstep_host::write_private;
 use lockstep_protocol::{Job, spec::Device};
@@ -196,7 +196,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2 if the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
-    write_private(path, node::text(bundle)?.as_bytes())
+    write_private(path, bundle.text(&AGENT_LIMIT)?.as_bytes())
         .map_err(|e| usage_error(format!("--dir: {}: {e}", path.display())))
 }
 

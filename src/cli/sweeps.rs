@@ -1,9 +1,8 @@
 //! `lockstep sweep`: sweeps that a server runs.
 
 use super::{
-    WrongRequest,
     age::age,
-    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs},
+    api::{Api, Outage, ServerArgs},
     block_on,
     confirm::confirm,
     delete::delete_all,
@@ -16,10 +15,7 @@ use lockstep_protocol::{
     sweep::{Sweep, SweepState, Trial},
 };
 use serde_json::{Value, json};
-use std::{
-    collections::BTreeSet,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, time::Duration};
 
 #[derive(clap::Subcommand)]
 pub(crate) enum Action {
@@ -147,22 +143,18 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
         sweep.id
     ));
     let path = format!("/sweeps/{}", sweep.id);
-    let (mut printed, mut outage, mut last_response) = (BTreeSet::new(), Outage::default(), Instant::now());
+    let (mut printed, mut outage) = (BTreeSet::new(), Outage::default());
     while sweep.finished_at.is_none() {
         tokio::time::sleep(POLL_INTERVAL).await;
         let before = sweep.state;
         match api.get(&path).await {
             Ok(now) => sweep = now,
-            Err(error) if error.is::<WrongRequest>() || last_response.elapsed() > SERVER_TIMEOUT => {
-                return Err(error);
-            }
-            Err(_) => {
-                outage.report_lost(|text| output::warn(text));
+            Err(error) => {
+                outage.report_lost(error, |text| output::warn(text))?;
                 continue;
             }
         }
         outage.report_restored(|text| output::warn(text));
-        last_response = Instant::now();
         if sweep.state != before && sweep.finished_at.is_none() {
             output::warn(describe(&sweep));
         }

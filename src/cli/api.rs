@@ -148,7 +148,7 @@ impl Api {
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
         let trained = self.newest_with_checkpoint(id).await;
         let is_meant = |job: &Value| match &trained {
-            Some(trained) => named::text(job, "id") == trained,
+            Some(trained) => text(job, "id") == trained,
             None => job["external"].is_null(),
         };
         self.find_named(JOB, id, is_meant, Several::TakeNewest).await
@@ -158,12 +158,12 @@ impl Api {
     /// fails; the caller's next request then reports the reason.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
         let jobs = self.read_pages("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
-        let named: Vec<_> = jobs.iter().filter(|job| named::text(job, "name") == name).collect();
+        let named: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
         if named.len() < 2 {
             return None;
         }
         for job in named.into_iter().take(MAX_PROBED_JOBS) {
-            let id = named::text(job, "id");
+            let id = text(job, "id");
             let checkpoints =
                 self.read_pages(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
             if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
@@ -221,7 +221,7 @@ impl Api {
 
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
     async fn describe_namesake(&self, name: &str) -> Option<String> {
-        let is_called = |object: &Value, key: &str| named::text(object, key) == name;
+        let is_called = |object: &Value, key: &str| text(object, key) == name;
         let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
         if let Some(sweep) = sweeps.iter().find(|sweep| is_called(sweep, "name") || is_called(sweep, "id")) {
             let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
@@ -238,7 +238,7 @@ impl Api {
             ));
         }
         let version = format!("{SCHEME}{name}").parse::<VersionName>().ok()?;
-        let is_known = models.iter().any(|model| named::text(model, "name") == version.model);
+        let is_known = models.iter().any(|model| text(model, "name") == version.model);
         is_known.then(|| format!("A model is called {}: name its version as {version}", version.model))
     }
 
@@ -257,7 +257,7 @@ impl Api {
             result => return result,
         };
         let Ok(models) = self.read_pages("/models", "models", &[], None).await else { return Err(error) };
-        let Some(entry) = models.iter().find(|entry| named::text(entry, "name") == model) else {
+        let Some(entry) = models.iter().find(|entry| text(entry, "name") == model) else {
             return Err(usage_error(named::unknown(MODEL, &models, model)));
         };
         let aliases = entry["aliases"].as_object().into_iter().flatten();
@@ -278,7 +278,7 @@ impl Api {
             return error;
         }
         match self.read_pages("/models", "models", &[], None).await {
-            Ok(models) if !models.iter().any(|model| named::text(model, "name") == name) => {
+            Ok(models) if !models.iter().any(|model| text(model, "name") == name) => {
                 usage_error(named::unknown(MODEL, &models, name))
             }
             _ => error,
@@ -293,7 +293,7 @@ impl Api {
 
     /// Like [`Api::find_sweep`], for commands that change the sweep: refuses a name that several sweeps have that have not ended.
     pub(crate) async fn find_only_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
-        let has_not_ended = |sweep: &Value| named::text(sweep, "finished_at").is_empty();
+        let has_not_ended = |sweep: &Value| text(sweep, "finished_at").is_empty();
         self.find_named(SWEEP, id, has_not_ended, Several::Refuse).await
     }
 
@@ -455,9 +455,14 @@ impl Api {
     }
 }
 
+/// Returns a text of an object, or an empty text.
+pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
+    object.get(key).and_then(Value::as_str).unwrap_or_default()
+}
+
 /// Returns a predicate for jobs of the server's list: whether `is_meant` accepts the job's state.
 fn in_state(is_meant: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
-    move |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant)
+    move |job: &Value| text(job, "state").parse::<JobState>().is_ok_and(&is_meant)
 }
 
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.

@@ -1,6 +1,9 @@
 //! `lockstep webhook`: webhooks, URLs to which the server posts messages about jobs.
 
-use super::{api::ServerArgs, block_on, output, usage_error};
+use super::{
+    api::{ServerArgs, text},
+    block_on, output, usage_error,
+};
 use lockstep_server::store::{WebhookEvent, WebhookForm};
 use serde_json::{Value, json};
 
@@ -90,10 +93,6 @@ fn row(webhook: &Value) -> [String; 6] {
     let events = webhook["events"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let [id, form, url, project] = ["id", "form", "url", "project"].map(|key| text(webhook, key).to_owned());
     [id, state.into(), form, url, project, events.collect::<Vec<_>>().join(", ")]
-}
-
-fn text<'a>(value: &'a Value, key: &str) -> &'a str {
-    value.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
 /// Returns the URL path of a webhook. An invalid id must not lead to another path.

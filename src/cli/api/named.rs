@@ -1,6 +1,9 @@
 //! Finds jobs and sweeps by the start of an id or by a name. Includes jobs and sweeps that this version cannot read.
 
-use super::super::{age::age, output::one_line};
+use super::{
+    super::{age::age, output::one_line},
+    text,
+};
 use lockstep_protocol::{JobId, spec::nearest};
 use serde_json::Value;
 use std::{fmt::Write as _, path::Path};
@@ -35,10 +38,6 @@ pub(super) const MODEL: Kind =
     Kind { noun: "model", list: "lockstep model list", path: "/models", is_id: |_| false };
 /// Maximum number of jobs or sweeps that an error message lists.
 const MAX_LISTED: usize = 10;
-
-pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
-    job.get(key).and_then(Value::as_str).unwrap_or_default()
-}
 
 /// What [`choose`] does if several jobs have the name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

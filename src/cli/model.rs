@@ -103,8 +103,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                     "no models; register a checkpoint with `lockstep model register NAME JOB`",
                 );
             }
-            let rows: Vec<_> = models.iter().map(row_of_model).collect();
-            output::table(["MODEL", "NEWEST", "ALIASES", "ACCURACY", "JOB"], &rows)
+            output::table(["MODEL", "NEWEST", "ALIASES", "ACCURACY", "JOB"], models.iter().map(row_of_model))
         }
         Action::Show { model, server } => {
             let api = server.api()?;
@@ -119,7 +118,6 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 return output::json(&response);
             }
             let versions: Vec<ModelVersion> = list(&response, "versions")?;
-            let rows: Vec<_> = versions.iter().map(row_of_version).collect();
             output::table(
                 [
                     "VERSION",
@@ -131,7 +129,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                     "REGISTERED",
                     "DESCRIPTION",
                 ],
-                &rows,
+                versions.iter().map(row_of_version),
             )
         }
         Action::Alias { model, alias, version, remove, server } => {

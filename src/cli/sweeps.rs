@@ -64,11 +64,10 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if sweeps.is_empty() {
                 return output::line("no sweeps; submit a job file with a section `sweep`, or with --sweep");
             }
-            let rows: Vec<_> = sweeps.iter().map(row).collect();
             output::table_of_names(
                 ["SWEEP", "NAME", "STATE", "ENDED", "BEST", "STEPS", "SUBMITTED"],
                 &["NAME"],
-                &rows,
+                sweeps.iter().map(row),
             )
         }
         Action::Show(SweepArgs { sweep, server }) => {
@@ -78,12 +77,11 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 return output::json(&sweep);
             }
             output::line(title(&sweep))?;
-            let rows: Vec<_> = sweep.trials.iter().map(|trial| row_of_trial(&sweep, trial)).collect();
             let metric = format!("BEST {}", sweep.metric.to_uppercase());
             output::table_of_names(
                 ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
                 &["SETTING"],
-                &rows,
+                sweep.trials.iter().map(|trial| row_of_trial(&sweep, trial)),
             )?;
             output::line(describe(&sweep))?;
             mean_of_folds(&sweep).map_or(Ok(()), output::line)?;

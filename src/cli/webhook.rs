@@ -66,8 +66,8 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 if webhooks.is_empty() {
                     return output::line("no webhooks; add one with `lockstep webhook add URL`");
                 }
-                let rows: Vec<_> = webhooks.iter().map(row).collect();
-                output::table(["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS"], &rows)
+                let header = ["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS"];
+                output::table(header, webhooks.iter().map(row))
             }
             Command::Test(WebhookArgs { id, server }) => {
                 let sent: Value = server.api()?.post(&format!("{}/test", path(&id)?), &json!({})).await?;

@@ -91,15 +91,6 @@ fn ignores_hangup() -> bool {
     ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
 }
 
-async fn wait_for_signal(signal: Option<&mut Signal>) {
-    match signal {
-        Some(signal) => {
-            signal.recv().await;
-        }
-        None => std::future::pending().await,
-    }
-}
-
 impl Policy for Command {
     type Records = Vec<AttemptEvent>;
     /// Ctrl-C, SIGTERM, or a closed terminal.
@@ -109,9 +100,16 @@ impl Policy for Command {
     const POLL_EVERY: Duration = POLL_INTERVAL;
 
     async fn order(&mut self) {
+        let Self { signals, hangup, .. } = self;
+        let hung_up = async {
+            match hangup {
+                Some(signal) => _ = signal.recv().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
-            () = self.signals.next() => {}
-            () = wait_for_signal(self.hangup.as_mut()) => {}
+            () = signals.next() => {}
+            () = hung_up => {}
         }
     }
 

@@ -137,16 +137,13 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 || path(&model, &format!("/aliases/{alias}")),
                 |detail| Err(usage_error(format!("the alias {detail}"))),
             )?;
-            match version.filter(|_| !remove) {
-                Some(version) => {
-                    let message = format!("{SCHEME}{model}@{alias} is version {version}");
-                    send(&server, &model, Method::PUT, &url, Some(json!({ "version": version })), &message)
-                }
-                None => {
-                    let message = format!("{SCHEME}{model}@{alias} removed");
-                    send(&server, &model, Method::DELETE, &url, None, &message)
-                }
-            }
+            let version = version.filter(|_| !remove);
+            let (method, outcome) = match version {
+                Some(version) => (Method::PUT, format!("is version {version}")),
+                None => (Method::DELETE, "removed".to_owned()),
+            };
+            let body = version.map(|version| json!({ "version": version }));
+            send(&server, &model, method, &url, body, &format!("{SCHEME}{model}@{alias} {outcome}"))
         }
         Action::Remove { model, version, yes, server } => {
             let url = path(&model, &format!("/versions/{version}"))?;

@@ -68,7 +68,9 @@ pub(super) async fn select_of_job(api: &Api, job: &Job, ids: &str) -> Vec<String
     match api.read_pages("/tokens", "tokens", &[], None).await {
         Ok(values) => {
             let tokens = values.into_iter().filter_map(|value| serde_json::from_value::<Token>(value).ok());
-            let selected = tokens.filter(|token| ids.contains(token.id.as_str()) && is_of_launch(token, job));
+            let start = name_start(job.id.as_str());
+            let is_of_launch = |token: &Token| token.scope == Scope::Agent && token.name.starts_with(&start);
+            let selected = tokens.filter(|token| ids.contains(token.id.as_str()) && is_of_launch(token));
             selected.map(|token| token.id).collect()
         }
         Err(error) => {
@@ -78,10 +80,6 @@ pub(super) async fn select_of_job(api: &Api, job: &Job, ids: &str) -> Vec<String
             Vec::new()
         }
     }
-}
-
-fn is_of_launch(token: &Token, job: &Job) -> bool {
-    token.scope == Scope::Agent && token.name.starts_with(&name_start(job.id.as_str()))
 }
 
 /// Returns the prefix of agents' names, with the end of the job's id: `launch-6f2c1a-`.

@@ -144,15 +144,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let bundle = batch.bundle_path(&folder, 0);
     write_bundle(&bundle, &launch.bundle)?;
     let script = batch.script(&launch.args, &launch.hosts, launch.job.spec.parallel.device, &folder)?;
-    let id = match submit(&launch.args, &script) {
-        Ok(id) => id,
-        Err(error) => {
-            let _ = fs::remove_file(&bundle);
-            // No agent has received these tokens.
-            launch.revoke().await;
-            return Err(error);
-        }
-    };
+    let id = submit(&launch.args, &script).inspect_err(|_| drop(fs::remove_file(&bundle)))?;
     output::warn(format_args!("Slurm's job is {id}; its log will be {}/slurm-{id}.log", folder.display()));
     if launch.args.detach {
         return Ok(());

@@ -70,7 +70,6 @@ impl ServerArgs {
         self.server.is_some()
     }
 
-    /// Returns the server's address.
     pub(crate) fn address(&self) -> String {
         self.access.server(self.server.as_deref())
     }
@@ -350,7 +349,6 @@ impl Api {
         self.request(Method::GET, path, None::<&()>).await
     }
 
-    /// Deletes the object at a path.
     pub(crate) async fn delete(&self, path: &str) -> anyhow::Result<()> {
         self.request(Method::DELETE, path, None::<&()>).await.map(drop)
     }
@@ -538,7 +536,6 @@ async fn problem(response: Response) -> anyhow::Error {
     }
 }
 
-/// Builds the authorization header.
 fn bearer_header(token: &str) -> anyhow::Result<HeaderValue> {
     let value = HeaderValue::from_str(&format!("Bearer {token}"));
     let mut value =

@@ -26,7 +26,6 @@ pub(crate) fn demo_data_dirs() -> impl Iterator<Item = PathBuf> {
     iter::once("lockstep-demo".into()).chain((2..10).map(|n| format!("lockstep-demo-{n}").into()))
 }
 
-/// User id of root.
 const ROOT: u32 = 0;
 /// Maximum size of a token file. A token has about 50 bytes.
 const TOKEN_FILE_BYTES: u64 = 4 << 10;

@@ -18,7 +18,7 @@ use lockstep_protocol::{
     sweep::Sweep,
 };
 use lockstep_worker::tls;
-use named::Several;
+use named::{JOB, Kind, MODEL, SWEEP, Several};
 pub(crate) use outage::Outage;
 use reqwest::{
     Client, Method, RequestBuilder, Response, StatusCode,
@@ -70,7 +70,6 @@ impl ServerArgs {
         self.server.is_some()
     }
 
-    /// Returns the server's address.
     pub(crate) fn address(&self) -> String {
         self.access.server(self.server.as_deref())
     }
@@ -130,46 +129,40 @@ impl Api {
     /// # Errors
     /// No job matches, or several ids begin with `id`. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
-        self.job_named(id, |_| true, Several::TakeNewest).await
+        self.find_named(JOB, id, |_| true, Several::TakeNewest).await
     }
 
     /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state
     /// `is_meant` rejects, unless it rejects all of them.
-    ///
-    /// # Errors
-    /// See [`Api::find_job`].
     pub(crate) async fn find_job_in(
         &self,
         id: &str,
         is_meant: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        self.job_named(id, in_state(is_meant), Several::TakeNewest).await
+        self.find_named(JOB, id, in_state(is_meant), Several::TakeNewest).await
     }
 
     /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest job that has a
     /// checkpoint. If no job has a checkpoint, prefers jobs that Lockstep trains to runs from elsewhere.
-    ///
-    /// # Errors
-    /// See [`Api::find_job`].
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
         let trained = self.newest_with_checkpoint(id).await;
         let is_meant = |job: &Value| match &trained {
-            Some(trained) => named::text(job, "id") == trained,
+            Some(trained) => text(job, "id") == trained,
             None => job["external"].is_null(),
         };
-        self.job_named(id, is_meant, Several::TakeNewest).await
+        self.find_named(JOB, id, is_meant, Several::TakeNewest).await
     }
 
     /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. Also `None` if a request
     /// fails; the caller's next request then reports the reason.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
         let jobs = self.read_pages("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
-        let named: Vec<_> = jobs.iter().filter(|job| named::text(job, "name") == name).collect();
+        let named: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
         if named.len() < 2 {
             return None;
         }
         for job in named.into_iter().take(MAX_PROBED_JOBS) {
-            let id = named::text(job, "id");
+            let id = text(job, "id");
             let checkpoints =
                 self.read_pages(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
             if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
@@ -188,44 +181,46 @@ impl Api {
         id: &str,
         is_meant: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        self.job_named(id, in_state(is_meant), Several::Refuse).await
+        self.find_named(JOB, id, in_state(is_meant), Several::Refuse).await
     }
 
-    /// Returns the job that `id` names, and prints a note if several jobs have the name. Ignores jobs that `is_meant` rejects, unless it
-    /// rejects all jobs with this name.
-    async fn job_named(
+    /// Returns the object that `id` names, and prints a note if several objects have the name. Ignores objects that `is_meant` rejects,
+    /// unless it rejects all objects with this name.
+    async fn find_named<T: DeserializeOwned>(
         &self,
+        kind: Kind,
         id: &str,
         is_meant: impl Fn(&Value) -> bool,
         several: Several,
-    ) -> anyhow::Result<Job> {
+    ) -> anyhow::Result<T> {
+        let Kind { noun, path, is_id, .. } = kind;
         if id.is_empty() {
+            return Err(usage_error(format!(
+                "no {noun} is named: the name is empty; give an id, the start of an id, or a name"
+            )));
+        }
+        if is_id(id) {
+            return self.get(&format!("{path}/{id}")).await;
+        }
+        // Includes objects that this version cannot read: the name may be the name of such an object.
+        let all = self.read_pages(path, path.trim_start_matches('/'), &[], None).await?;
+        let Some((found, note)) = named::choose(kind, &all, id, is_meant, several).map_err(usage_error)?
+        else {
+            let namesake = if path == JOB.path { self.describe_namesake(id).await } else { None };
+            let unknown = || named::unknown(kind, &all, id);
             return Err(usage_error(
-                "no job is named: the name is empty; give an id, the start of an id, or a name",
+                namesake.map_or_else(unknown, |namesake| format!("no job is called {id}. {namesake}")),
             ));
-        }
-        if id.parse::<lockstep_protocol::JobId>().is_ok() {
-            return self.get(&format!("/jobs/{id}")).await;
-        }
-        // Includes jobs that this version cannot read: the name may be the name of such a job.
-        let jobs = self.read_pages("/jobs", "jobs", &[], None).await?;
-        let chosen = named::choose(named::JOB, &jobs, id, is_meant, several).map_err(usage_error)?;
-        let Some((job, note)) = chosen else {
-            let namesake = self.describe_namesake(id).await;
-            let unknown = || named::unknown(named::JOB, &jobs, id);
-            let error =
-                namesake.map_or_else(unknown, |namesake| format!("no job is called {id}. {namesake}"));
-            return Err(usage_error(error));
         };
         if let Some(note) = note {
             output::warn(note);
         }
-        self.get(&format!("/jobs/{job}")).await
+        self.get(&format!("{path}/{found}")).await
     }
 
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
     async fn describe_namesake(&self, name: &str) -> Option<String> {
-        let is_called = |object: &Value, key: &str| named::text(object, key) == name;
+        let is_called = |object: &Value, key: &str| text(object, key) == name;
         let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
         if let Some(sweep) = sweeps.iter().find(|sweep| is_called(sweep, "name") || is_called(sweep, "id")) {
             let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
@@ -242,7 +237,7 @@ impl Api {
             ));
         }
         let version = format!("{SCHEME}{name}").parse::<VersionName>().ok()?;
-        let is_known = models.iter().any(|model| named::text(model, "name") == version.model);
+        let is_known = models.iter().any(|model| text(model, "name") == version.model);
         is_known.then(|| format!("A model is called {}: name its version as {version}", version.model))
     }
 
@@ -261,8 +256,8 @@ impl Api {
             result => return result,
         };
         let Ok(models) = self.read_pages("/models", "models", &[], None).await else { return Err(error) };
-        let Some(entry) = models.iter().find(|entry| named::text(entry, "name") == model) else {
-            return Err(usage_error(named::unknown(named::MODEL, &models, model)));
+        let Some(entry) = models.iter().find(|entry| text(entry, "name") == model) else {
+            return Err(usage_error(named::unknown(MODEL, &models, model)));
         };
         let aliases = entry["aliases"].as_object().into_iter().flatten();
         let aliases: Vec<_> =
@@ -282,8 +277,8 @@ impl Api {
             return error;
         }
         match self.read_pages("/models", "models", &[], None).await {
-            Ok(models) if !models.iter().any(|model| named::text(model, "name") == name) => {
-                usage_error(named::unknown(named::MODEL, &models, name))
+            Ok(models) if !models.iter().any(|model| text(model, "name") == name) => {
+                usage_error(named::unknown(MODEL, &models, name))
             }
             _ => error,
         }
@@ -291,55 +286,22 @@ impl Api {
 
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a
     /// note to standard error.
-    ///
-    /// # Errors
-    /// See [`Api::find_job`].
     pub(crate) async fn find_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
-        self.sweep_named(id, |_| true, Several::TakeNewest).await
+        self.find_named(SWEEP, id, |_| true, Several::TakeNewest).await
     }
 
     /// Like [`Api::find_sweep`], for commands that change the sweep: refuses a name that several sweeps have that have not ended.
-    ///
-    /// # Errors
-    /// See [`Api::find_only_job`].
     pub(crate) async fn find_only_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
-        let has_not_ended = |sweep: &Value| named::text(sweep, "finished_at").is_empty();
-        self.sweep_named(id, has_not_ended, Several::Refuse).await
-    }
-
-    /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Ignores sweeps that `is_meant` rejects, unless
-    /// it rejects all sweeps with this name.
-    async fn sweep_named(
-        &self,
-        id: &str,
-        is_meant: impl Fn(&Value) -> bool,
-        several: Several,
-    ) -> anyhow::Result<Sweep> {
-        let is_complete = |digits: &str| digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit());
-        if id.strip_prefix("sweep-").is_some_and(is_complete) {
-            return self.get(&format!("/sweeps/{id}")).await;
-        }
-        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await?;
-        let chosen = named::choose(named::SWEEP, &sweeps, id, is_meant, several).map_err(usage_error)?;
-        let (sweep, note) = chosen.ok_or_else(|| usage_error(named::unknown(named::SWEEP, &sweeps, id)))?;
-        if let Some(note) = note {
-            output::warn(note);
-        }
-        self.get(&format!("/sweeps/{sweep}")).await
+        let has_not_ended = |sweep: &Value| text(sweep, "finished_at").is_empty();
+        self.find_named(SWEEP, id, has_not_ended, Several::Refuse).await
     }
 
     /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str, key: &str) -> anyhow::Result<Vec<T>> {
         list(&Value::Array(self.read_pages(path, key, &[], None).await?), key)
     }
 
     /// Reads a list page by page: all elements, or the first `limit`. `key` is the list's key in the response.
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn read_pages(
         &self,
         path: &str,
@@ -383,25 +345,15 @@ impl Api {
     }
 
     /// Like [`Api::get`], but returns the response before its body has arrived.
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn get_response(&self, path: &str) -> anyhow::Result<Response> {
         self.request(Method::GET, path, None::<&()>).await
     }
 
-    /// Deletes the object at a path.
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn delete(&self, path: &str) -> anyhow::Result<()> {
         self.request(Method::DELETE, path, None::<&()>).await.map(drop)
     }
 
     /// Changes the object at a path and reads the response.
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn patch<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -411,9 +363,6 @@ impl Api {
     }
 
     /// Sends a value and reads the response.
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn post<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -423,9 +372,6 @@ impl Api {
     }
 
     /// Sends a request and returns the response. A problem in the response is an error.
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn request(
         &self,
         method: Method,
@@ -450,9 +396,6 @@ impl Api {
     }
 
     /// Returns the mistakes that the server finds in a job.
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn find_mistakes(&self, document: &Value) -> anyhow::Result<Vec<SpecError>> {
         let response = self.client.post(self.url("/jobs/validate")).json(document).send().await;
         let response = response.map_err(|error| self.unreachable(&error))?;
@@ -468,9 +411,6 @@ impl Api {
     }
 
     /// Sends bytes unchanged and reads the response.
-    ///
-    /// # Errors
-    /// See [`Api::get`].
     pub(crate) async fn send_bytes<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -513,9 +453,14 @@ impl Api {
     }
 }
 
+/// Returns a text of an object, or an empty text.
+pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
+    object.get(key).and_then(Value::as_str).unwrap_or_default()
+}
+
 /// Returns a predicate for jobs of the server's list: whether `is_meant` accepts the job's state.
 fn in_state(is_meant: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
-    move |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant)
+    move |job: &Value| text(job, "state").parse::<JobState>().is_ok_and(&is_meant)
 }
 
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
@@ -591,7 +536,6 @@ async fn problem(response: Response) -> anyhow::Error {
     }
 }
 
-/// Builds the authorization header.
 fn bearer_header(token: &str) -> anyhow::Result<HeaderValue> {
     let value = HeaderValue::from_str(&format!("Bearer {token}"));
     let mut value =

@@ -18,7 +18,6 @@ const FILE: &str = "sign-in.html";
 /// Interval between two checks of whether the link has been used.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The program that opens a browser.
 const OPENER: &str = if cfg!(target_os = "macos") { "open" } else { "xdg-open" };
 
 /// The file that redirects to the link. Exists until the link has been used or this value is dropped.

@@ -160,8 +160,7 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
         let until = record.not_after.strftime("%F").to_string();
         [record.name.clone(), kind.into(), record.state(now).into(), until, record.serial.clone()]
     };
-    let rows: Vec<_> = records.iter().map(row).collect();
-    output::table(["NAME", "FOR", "STATE", "UNTIL", "SERIAL"], &rows)
+    output::table(["NAME", "FOR", "STATE", "UNTIL", "SERIAL"], records.iter().map(row))
 }
 
 /// Prints the certificate, and an explanation to standard error, because standard output contains only the certificate.

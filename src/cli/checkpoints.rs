@@ -20,8 +20,8 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     if checkpoints.is_empty() {
         return output::line("no checkpoint yet");
     }
-    let rows: Vec<_> = checkpoints.iter().map(row).collect();
-    output::table(["STEP", "EPOCH", "ATTEMPT", "ACCURACY", "SIZE", "", "ID"], &rows)
+    let header = ["STEP", "EPOCH", "ATTEMPT", "ACCURACY", "SIZE", "", "ID"];
+    output::table(header, checkpoints.iter().map(row))
 }
 
 fn row(checkpoint: &Value) -> [String; 7] {

@@ -111,11 +111,8 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if datasets.is_empty() {
                 return output::line("no datasets; register one with `lockstep dataset add NAME PATH`");
             }
-            let rows: Vec<_> = datasets
-                .iter()
-                .map(|d| [d.name.clone(), d.info.format.clone(), describe_splits(&d.info), d.path.clone()])
-                .collect();
-            output::table(["NAME", "FORMAT", "PICTURES", "PATH"], &rows)
+            let row = |d: Dataset| [d.name, d.info.format.clone(), describe_splits(&d.info), d.path];
+            output::table(["NAME", "FORMAT", "PICTURES", "PATH"], datasets.into_iter().map(row))
         }
         Action::Inspect { dataset, server } => inspect(&dataset, &server),
         Action::Remove { name, yes, server } => remove(&name, yes, &server),

@@ -121,16 +121,12 @@ fn print(checkpoint: &str, result: &ModelEvaluation) -> anyhow::Result<()> {
     if let Some(note) = &result.note {
         output::line(format_args!("note: {note}"))?;
     }
-    let rows: Vec<_> = result
-        .classes
-        .iter()
-        .map(|c| {
-            // A class without pictures has no scores.
-            let score = |share: f64| if c.samples == 0 { "–".to_owned() } else { percent(share) };
-            [c.name.clone(), c.samples.to_string(), score(c.precision), score(c.recall), score(c.f1)]
-        })
-        .collect();
-    output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
+    let rows = result.classes.iter().map(|c| {
+        // A class without pictures has no scores.
+        let score = |share: f64| if c.samples == 0 { "–".to_owned() } else { percent(share) };
+        [c.name.clone(), c.samples.to_string(), score(c.precision), score(c.recall), score(c.f1)]
+    });
+    output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], rows)?;
     let name = |class: usize| result.classes.get(class).map_or("?".into(), |c| output::one_line(&c.name));
     for (count, class, predicted) in most_frequent_confusions(result) {
         output::line(format_args!("{count} of {} taken for {}", name(class), name(predicted)))?;

@@ -6,7 +6,7 @@ mod tensorboard;
 mod wandb;
 
 use super::{
-    api::{Api, ServerArgs},
+    api::{Api, ServerArgs, text},
     block_on, describe_error, history, output, usage_error,
 };
 use anyhow::Context;
@@ -96,34 +96,29 @@ pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
         return Err(usage_error(format!("--project {mistake}")));
     }
     let api = source.server.api()?;
-    block_on(async {
-        let (mut reports, mut failed) = (Vec::new(), 0);
-        for (name, read) in parts? {
-            let runs = match read() {
-                Ok(runs) => runs,
-                Err(error) => {
-                    output::warn(format_args!("{name}: {}", describe_error(&error)));
-                    failed += 1;
-                    continue;
-                }
-            };
-            for run in runs {
-                match upload(&api, run, source.project.as_deref()).await {
-                    Ok(report) if source.server.json => reports.push(report),
-                    Ok(report) => output::line(report.describe())?,
-                    Err(error) => {
-                        output::warn(format_args!("{name}: {}", describe_error(&error)));
-                        failed += 1;
-                    }
-                }
+    let (mut reports, mut failed) = (Vec::new(), 0);
+    for (name, read) in parts? {
+        let mut report_failure = |error: &anyhow::Error| {
+            output::warn(format_args!("{name}: {}", describe_error(error)));
+            failed += 1;
+        };
+        let runs = read().unwrap_or_else(|error| {
+            report_failure(&error);
+            Vec::new()
+        });
+        for run in runs {
+            match block_on(upload(&api, run, source.project.as_deref())) {
+                Ok(report) if source.server.json => reports.push(report),
+                Ok(report) => output::line(report.describe())?,
+                Err(error) => report_failure(&error),
             }
         }
-        if source.server.json {
-            output::json(&reports)?;
-        }
-        anyhow::ensure!(failed == 0, "{} could not be imported", plural(failed, "run"));
-        Ok(())
-    })
+    }
+    if source.server.json {
+        output::json(&reports)?;
+    }
+    anyhow::ensure!(failed == 0, "{} could not be imported", plural(failed, "run"));
+    Ok(())
 }
 
 /// A run as read from its source.
@@ -335,10 +330,9 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         "config": run.config, "summary": run.summary, "state": state, "reason": reason, "ended_at": run.ended_at,
     });
     let job: Value = api.patch(&path, &update).await?;
-    let text = |key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
     Ok(Report {
-        job: text("id"),
-        name: text("name"),
+        job: text(&job, "id").into(),
+        name: text(&job, "name").into(),
         metrics: run.metrics.len(),
         points: run.points,
         new_points,
@@ -354,7 +348,7 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
 async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> anyhow::Result<()> {
     // The response to an update without a change is the job.
     let job: Value = api.patch(path, &json!({})).await?;
-    let id = job.get("id").and_then(Value::as_str).unwrap_or_default();
+    let id = text(&job, "id");
     let mut stored = HashMap::new();
     for (name, series) in history::read_points(api, id, 0).await? {
         stored.extend(series.iter().map(|point| ((name.clone(), point.step), finite_bits(point.value))));

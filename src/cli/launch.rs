@@ -257,10 +257,7 @@ impl Launch {
     }
 
     async fn start(&mut self) -> anyhow::Result<()> {
-        if let Err(error) = self.create_tokens().await {
-            self.revoke().await;
-            return Err(error);
-        }
+        self.create_tokens().await?;
         match self.args.with {
             LauncherKind::Ssh => ssh::start(self).await,
             LauncherKind::Mpirun => mpirun::start(self).await,

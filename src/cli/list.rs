@@ -94,9 +94,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if jobs.is_empty() {
         return output::line("no jobs; submit one with `lockstep submit JOB.toml`");
     }
-    let rows: Vec<_> = jobs.iter().map(row).collect();
     let header = ["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST", "AGE"];
-    output::table_of_names(header, &["NAME"], &rows)
+    output::table_of_names(header, &["NAME"], jobs.iter().map(row))
 }
 
 fn row(job: &Job) -> [String; 9] {

@@ -88,8 +88,8 @@ async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
     if machines.is_empty() {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
-    let rows: Vec<_> = machines.iter().map(row).collect();
-    output::table_of_names(["NAME", "ID", "STATE", "BUSY", "SLOTS"], &["NAME"], &rows)?;
+    let header = ["NAME", "ID", "STATE", "BUSY", "SLOTS"];
+    output::table_of_names(header, &["NAME"], machines.iter().map(row))?;
     for machine in &machines {
         for warning in &machine.warnings {
             output::line(output::one_line(&format!("{}: {}", machine.name, warning.text)))?;

@@ -64,9 +64,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if args.server.json {
             return output::json(&response);
         }
-        let empty = Vec::new();
-        let rows: Vec<_> = response["series"].as_array().unwrap_or(&empty).iter().map(row).collect();
-        output::table(["METRIC", "ATTEMPT", "RANK", "STEPS", "LAST", "MIN", "MAX"], &rows)
+        let header = ["METRIC", "ATTEMPT", "RANK", "STEPS", "LAST", "MIN", "MAX"];
+        output::table(header, response["series"].as_array().into_iter().flatten().map(row))
     })
 }
 

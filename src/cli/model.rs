@@ -103,8 +103,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                     "no models; register a checkpoint with `lockstep model register NAME JOB`",
                 );
             }
-            let rows: Vec<_> = models.iter().map(row_of_model).collect();
-            output::table(["MODEL", "NEWEST", "ALIASES", "ACCURACY", "JOB"], &rows)
+            output::table(["MODEL", "NEWEST", "ALIASES", "ACCURACY", "JOB"], models.iter().map(row_of_model))
         }
         Action::Show { model, server } => {
             let api = server.api()?;
@@ -119,7 +118,6 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 return output::json(&response);
             }
             let versions: Vec<ModelVersion> = list(&response, "versions")?;
-            let rows: Vec<_> = versions.iter().map(row_of_version).collect();
             output::table(
                 [
                     "VERSION",
@@ -131,7 +129,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                     "REGISTERED",
                     "DESCRIPTION",
                 ],
-                &rows,
+                versions.iter().map(row_of_version),
             )
         }
         Action::Alias { model, alias, version, remove, server } => {
@@ -139,16 +137,13 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 || path(&model, &format!("/aliases/{alias}")),
                 |detail| Err(usage_error(format!("the alias {detail}"))),
             )?;
-            match version.filter(|_| !remove) {
-                Some(version) => {
-                    let message = format!("{SCHEME}{model}@{alias} is version {version}");
-                    send(&server, &model, Method::PUT, &url, Some(json!({ "version": version })), &message)
-                }
-                None => {
-                    let message = format!("{SCHEME}{model}@{alias} removed");
-                    send(&server, &model, Method::DELETE, &url, None, &message)
-                }
-            }
+            let version = version.filter(|_| !remove);
+            let (method, outcome) = match version {
+                Some(version) => (Method::PUT, format!("is version {version}")),
+                None => (Method::DELETE, "removed".to_owned()),
+            };
+            let body = version.map(|version| json!({ "version": version }));
+            send(&server, &model, method, &url, body, &format!("{SCHEME}{model}@{alias} {outcome}"))
         }
         Action::Remove { model, version, yes, server } => {
             let url = path(&model, &format!("/versions/{version}"))?;

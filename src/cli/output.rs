@@ -14,7 +14,7 @@ use std::{
 /// Prints a line to standard output.
 ///
 /// # Errors
-/// Standard output is closed or full.
+/// Standard output is closed or full. This is the only error of the functions below that print.
 pub(crate) fn line(text: impl fmt::Display) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     let text = text.to_string();
@@ -25,17 +25,11 @@ pub(crate) fn line(text: impl fmt::Display) -> anyhow::Result<()> {
 }
 
 /// Prints a value as indented JSON.
-///
-/// # Errors
-/// See [`line`].
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
     line(serde_json::to_string_pretty(value)?)
 }
 
 /// Prints a result: `value` as JSON, or `text` as a line.
-///
-/// # Errors
-/// See [`line`].
 pub(crate) fn print(as_json: bool, value: &impl Serialize, text: impl fmt::Display) -> anyhow::Result<()> {
     if as_json { json(value) } else { line(text) }
 }
@@ -84,31 +78,25 @@ pub(crate) fn wrap(text: &str, width: usize, first: &str, later: &str) -> String
 }
 
 /// Prints a table whose columns are as wide as their content.
-///
-/// # Errors
-/// See [`line`].
-pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> anyhow::Result<()> {
+pub(crate) fn table<const N: usize>(
+    header: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> anyhow::Result<()> {
     table_of_names(header, &[], rows)
 }
 
 /// Like [`table`]. If the table is wider than the terminal, cells in the columns `names` are shortened in the middle. A pipe receives whole
 /// names.
-///
-/// # Errors
-/// See [`line`].
 pub(crate) fn table_of_names<const N: usize>(
     header: [&str; N],
     names: &[&str],
-    rows: &[[String; N]],
+    rows: impl IntoIterator<Item = [String; N]>,
 ) -> anyhow::Result<()> {
     Table::new(&header, names, rows).print()
 }
 
 /// Like [`table_of_columns`], with columns of `names` as in [`table_of_names`], and sentences in the last column. If a terminal is too narrow
 /// for this column, each sentence is printed below its row.
-///
-/// # Errors
-/// See [`line`].
 pub(crate) fn table_of_sentences(
     header: &[&str],
     names: &[&str],
@@ -118,9 +106,6 @@ pub(crate) fn table_of_sentences(
 }
 
 /// Like [`table`], for a number of columns that is not constant. Each row must have a cell for each column.
-///
-/// # Errors
-/// See [`line`].
 pub(crate) fn table_of_columns(header: &[&str], rows: &[Vec<String>]) -> anyhow::Result<()> {
     Table::new(header, &[], rows).print()
 }
@@ -145,10 +130,10 @@ struct Table<'a> {
 }
 
 impl<'a> Table<'a> {
-    fn new(header: &[&'a str], names: &'a [&'a str], rows: &[impl AsRef<[String]>]) -> Self {
+    fn new(header: &[&'a str], names: &'a [&'a str], rows: impl IntoIterator<Item: AsRef<[String]>>) -> Self {
         // Each row must stay on one line, even if a cell contains a line break.
-        let rows: Vec<Vec<String>> =
-            rows.iter().map(|row| row.as_ref().iter().map(|cell| one_line(cell)).collect()).collect();
+        let one_lines = |row: &[String]| row.iter().map(|cell| one_line(cell)).collect();
+        let rows: Vec<Vec<String>> = rows.into_iter().map(|row| one_lines(row.as_ref())).collect();
         let width = |column: usize, title: &str| {
             let cells = rows.iter().map(|row| row[column].chars().count());
             cells.max().unwrap_or_default().max(title.chars().count())

@@ -161,7 +161,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             };
             let header =
                 ["RANKS", "PICTURES", "MACHINES", "STEP", "IMAGES/S", "MEMORY", "LIMITED BY", "PLAN"];
-            output::table(header, &plans.iter().map(row).collect::<Vec<_>>())
+            output::table(header, plans.iter().map(row))
         }
     }
 }
@@ -196,7 +196,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
         .map(|layer| row(layer.name.clone(), layer.kind.clone(), shape(layer), &[*layer]))
         .collect();
     rows.push(row(format!("{} others", rest.len()), String::new(), String::new(), &rest));
-    output::table(["OPERATOR", "KIND", "OUTPUT", "PLACEMENT", "MEMORY", "SENT", "PREDICTED"], &rows)?;
+    output::table(["OPERATOR", "KIND", "OUTPUT", "PLACEMENT", "MEMORY", "SENT", "PREDICTED"], rows)?;
     let Candidate { plan, cost } = &planned.chosen;
     let Cost { step_ms, compute_ms, exchange_ms, bubble_ms, gradients_ms, update_ms, .. } = cost;
     let [_, images, memory] = format_figures(&planned.chosen, machine);
@@ -243,7 +243,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
         return Ok(());
     }
     output::line("")?;
-    output::table(["STEP", "IMAGES/S", "MEMORY", "OTHER PLAN"], &rows)
+    output::table(["STEP", "IMAGES/S", "MEMORY", "OTHER PLAN"], rows)
 }
 
 /// Formats a plan's time per step, images per second, and memory per rank.

@@ -110,62 +110,58 @@ fn describe_plan(plan: &PlanDescription) -> String {
 
 fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
     let percent = |value: f64| format!("{:.2} %", value * 100.0);
-    let mut lines = vec![("job", job.id.to_string()), ("name", job.name.clone())];
     let state = match &job.reason {
         Some(reason) => format!("{}: {reason}", job.state_in_words()),
         None => job.state_in_words().to_owned(),
     };
-    lines.push(("state", state));
-    if let Some(queue) = &job.queue {
+    let place = job.queue.as_ref().map(|queue| {
         // The state above may have another reason, such as the end of the last attempt.
         let waits =
             queue.reason.as_ref().map(Reason::words).filter(|words| job.reason.as_deref() != Some(*words));
         let waits = waits.map(|words| format!(": {words}")).unwrap_or_default();
-        lines.push(("queue", format!("place {}{waits}", queue.place)));
-    }
-    if job.project != DEFAULT_PROJECT {
-        lines.push(("project", job.project.clone()));
-    }
-    if !job.tags.is_empty() {
-        lines.push(("tags", job.tags.join(", ")));
-    }
-    if let Some(notes) = job.notes.clone().filter(|notes| !notes.is_empty()) {
-        lines.push(("notes", notes));
-    }
-    if let Some(flaw) = &job.unreadable {
-        lines.push(("unreadable", flaw.clone()));
-    }
-    if let Some(parent) = &job.parent {
-        lines.push(("forked from", format!("job {}, checkpoint {}", parent.job, parent.checkpoint)));
-    }
-    lines.push((
-        "ranks",
-        match job.ranks_now() {
-            _ if job.external.is_some() => "none (run from elsewhere)".into(),
-            now if now < job.ranks => format!("{now} of {}", job.ranks),
-            ranks => ranks.to_string(),
-        },
-    ));
+        format!("place {}{waits}", queue.place)
+    });
+    let ranks = match job.ranks_now() {
+        _ if job.external.is_some() => "none (run from elsewhere)".into(),
+        now if now < job.ranks => format!("{now} of {}", job.ranks),
+        ranks => ranks.to_string(),
+    };
+    let parallel = &job.spec.parallel;
+    let (mut pictures, mut pipeline) = (None, None);
     if let Some(Batch { batch_size, accumulate, global_batch_size, .. }) = job.batch {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
-        let ranks = job.spec.parallel.sets_in_words();
-        lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));
-        lines.extend(job.spec.parallel.pipeline_in_words(accumulate).map(|words| ("pipeline", words)));
+        let ranks = parallel.sets_in_words();
+        pictures = Some(format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}"));
+        pipeline = parallel.pipeline_in_words(accumulate);
     }
-    if job.spec.parallel.optimizer_sharding && job.ranks > 1 {
-        lines
-            .push(("optimizer state", "divided over the ranks; the log shows the bytes of each rank".into()));
-    }
-    if job.attempt > 0 {
-        lines.push(("attempt", job.attempt.to_string()));
-    }
-    if !job.agents.is_empty() {
-        lines.push(("on", job.agents.join(", ")));
-    }
-    if job.total_steps > 0 {
-        lines.push(("step", format!("{} of {}, epoch {}", job.step, job.total_steps, job.epoch)));
-    }
-    let optional = [
+    let divides_state = parallel.optimizer_sharding && job.ranks > 1;
+    let lines = [
+        ("job", Some(job.id.to_string())),
+        ("name", Some(job.name.clone())),
+        ("state", Some(state)),
+        ("queue", place),
+        ("project", Some(job.project.clone()).filter(|project| project != DEFAULT_PROJECT)),
+        ("tags", (!job.tags.is_empty()).then(|| job.tags.join(", "))),
+        ("notes", job.notes.clone().filter(|notes| !notes.is_empty())),
+        ("unreadable", job.unreadable.clone()),
+        (
+            "forked from",
+            job.parent.as_ref().map(|from| format!("job {}, checkpoint {}", from.job, from.checkpoint)),
+        ),
+        ("ranks", Some(ranks)),
+        ("pictures a step", pictures),
+        ("pipeline", pipeline),
+        (
+            "optimizer state",
+            divides_state.then(|| "divided over the ranks; the log shows the bytes of each rank".into()),
+        ),
+        ("attempt", (job.attempt > 0).then(|| job.attempt.to_string())),
+        ("on", (!job.agents.is_empty()).then(|| job.agents.join(", "))),
+        (
+            "step",
+            (job.total_steps > 0)
+                .then(|| format!("{} of {}, epoch {}", job.step, job.total_steps, job.epoch)),
+        ),
         ("images a second", job.images_per_second.map(rate)),
         ("seconds left", job.eta_secs.map(|v| format!("{v:.0}"))),
         ("loss", job.last.loss.map(|v| format!("{v:.4}"))),
@@ -182,7 +178,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         ("finished", job.finished_at.map(|t| t.to_string())),
         ("ran", job.ran_secs.map(|secs| format!("{secs:.0} s, without pauses and waiting"))),
     ];
-    lines.extend(optional.into_iter().filter_map(|(key, value)| Some((key, value?))));
+    let mut lines: Vec<_> = lines.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
     if job.external.is_some() {
         let others = job.last.by_name().filter(|(name, _)| !["loss", "val_accuracy"].contains(name));
         lines.extend(others.map(|(name, newest)| (name, value(newest))));

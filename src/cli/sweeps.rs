@@ -1,9 +1,8 @@
 //! `lockstep sweep`: sweeps that a server runs.
 
 use super::{
-    WrongRequest,
     age::age,
-    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs},
+    api::{Api, Outage, ServerArgs},
     block_on,
     confirm::confirm,
     delete::delete_all,
@@ -16,10 +15,7 @@ use lockstep_protocol::{
     sweep::{Sweep, SweepState, Trial},
 };
 use serde_json::{Value, json};
-use std::{
-    collections::BTreeSet,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, time::Duration};
 
 #[derive(clap::Subcommand)]
 pub(crate) enum Action {
@@ -68,11 +64,10 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if sweeps.is_empty() {
                 return output::line("no sweeps; submit a job file with a section `sweep`, or with --sweep");
             }
-            let rows: Vec<_> = sweeps.iter().map(row).collect();
             output::table_of_names(
                 ["SWEEP", "NAME", "STATE", "ENDED", "BEST", "STEPS", "SUBMITTED"],
                 &["NAME"],
-                &rows,
+                sweeps.iter().map(row),
             )
         }
         Action::Show(SweepArgs { sweep, server }) => {
@@ -82,12 +77,11 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 return output::json(&sweep);
             }
             output::line(title(&sweep))?;
-            let rows: Vec<_> = sweep.trials.iter().map(|trial| row_of_trial(&sweep, trial)).collect();
             let metric = format!("BEST {}", sweep.metric.to_uppercase());
             output::table_of_names(
                 ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
                 &["SETTING"],
-                &rows,
+                sweep.trials.iter().map(|trial| row_of_trial(&sweep, trial)),
             )?;
             output::line(describe(&sweep))?;
             mean_of_folds(&sweep).map_or(Ok(()), output::line)?;
@@ -147,22 +141,18 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
         sweep.id
     ));
     let path = format!("/sweeps/{}", sweep.id);
-    let (mut printed, mut outage, mut last_response) = (BTreeSet::new(), Outage::default(), Instant::now());
+    let (mut printed, mut outage) = (BTreeSet::new(), Outage::default());
     while sweep.finished_at.is_none() {
         tokio::time::sleep(POLL_INTERVAL).await;
         let before = sweep.state;
         match api.get(&path).await {
             Ok(now) => sweep = now,
-            Err(error) if error.is::<WrongRequest>() || last_response.elapsed() > SERVER_TIMEOUT => {
-                return Err(error);
-            }
-            Err(_) => {
-                outage.report_lost(|text| output::warn(text));
+            Err(error) => {
+                outage.report_lost(error, |text| output::warn(text))?;
                 continue;
             }
         }
         outage.report_restored(|text| output::warn(text));
-        last_response = Instant::now();
         if sweep.state != before && sweep.finished_at.is_none() {
             output::warn(describe(&sweep));
         }

@@ -1,7 +1,7 @@
 //! `lockstep token`: access tokens. `lockstep login-link`: a link that signs a browser in.
 
 use super::{
-    api::{self, Api, ServerArgs},
+    api::{self, Api, ServerArgs, text},
     block_on, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
@@ -77,7 +77,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 output::warn(format_args!(
                     "this token is shown once; store it where only its user can read it"
                 ));
-                output::line(created.get("secret").and_then(Value::as_str).unwrap_or_default())
+                output::line(text(&created, "secret"))
             }
             Command::List(server) => {
                 let tokens = Value::Array(server.api()?.read_pages("/tokens", "tokens", &[], None).await?);
@@ -123,11 +123,10 @@ async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyho
     let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
     let created = api.post::<Value>("/tokens", body).await.inspect_err(|_| drop(fs::remove_file(path)));
     let mut created = created?;
-    let text = |key: &str| created.get(key).and_then(Value::as_str).unwrap_or_default();
-    if let Err(error) = writeln!(file, "{}", text("secret")).and_then(|()| file.sync_all()) {
+    if let Err(error) = writeln!(file, "{}", text(&created, "secret")).and_then(|()| file.sync_all()) {
         let _ = fs::remove_file(path);
         // The token could not be written, so it is revoked.
-        api.delete(&format!("/tokens/{}", text("id"))).await?;
+        api.delete(&format!("/tokens/{}", text(&created, "id"))).await?;
         return Err(failed(error));
     }
     if as_json {

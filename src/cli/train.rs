@@ -101,8 +101,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .out
         .clone()
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
+    let has_rank_0 = started_ranks.has_rank_0();
     // Checked before the folder is created.
-    match args.resume.as_deref().filter(|_| started_ranks.has_rank_0()) {
+    match args.resume.as_deref().filter(|_| has_rank_0) {
         Some("latest") if !out.exists() => {
             return Err(usage_error(format!(
                 "--resume latest: the folder {} does not exist; give the folder of the run with --out",
@@ -118,8 +119,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
-    let _lock = if started_ranks.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
-    let resume = match started_ranks.has_rank_0() {
+    let _lock = if has_rank_0 { Some(OutLock::take(&out)?) } else { None };
+    let resume = match has_rank_0 {
         true => resume_from(&out, args.resume.as_deref())?,
         // Rank 0 reads the checkpoint and sends it. The other ranks only need to know that a checkpoint is used.
         false => args.resume.clone(),
@@ -131,14 +132,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         resume,
         ..StartAttempt::local(spec, dataset.to_string_lossy(), world_size)
     };
+    if has_rank_0 {
+        fs::write(out.join("spec.json"), serde_json::to_vec_pretty(&start.spec)?)?;
+    }
     let outcome = match started_ranks {
         StartedRanks::Rank(launched) => run_rank_here(start, &launched, &out)?,
         StartedRanks::Machine(ranks) => run_ranks_of_machine(start, &ranks, &out)?,
         StartedRanks::All => run_all_ranks(start, &out)?,
     };
+    let has_succeeded = matches!(outcome, Outcome::Succeeded { .. });
+    if has_succeeded && !has_rank_0 {
+        // Rank 0, in another process, prints the outcome.
+        return Ok(());
+    }
     report_outcome(&outcome, &out, began, &args)?;
-    if matches!(outcome, Outcome::Succeeded { .. }) && !checkpoint::list(&out.join("checkpoints"))?.is_empty()
-    {
+    if has_succeeded && !checkpoint::list(&out.join("checkpoints"))?.is_empty() {
         let run = quote(&out.to_string_lossy());
         output::warn(format_args!("next: `lockstep predict --model {run} IMAGE` classifies pictures"));
     }
@@ -149,7 +157,6 @@ fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome>
     let attempts = out.join("attempts");
     start.attempt.attempt = (1..).find(|n| !attempts.join(n.to_string()).exists()).unwrap_or(1);
     start.master_port = free_port(&start.master_addr)?;
-    write_spec(out, &start.spec)?;
     let mut devices = visible_devices(&start.spec)?;
     let ranks = start.world_size;
     if !devices.is_empty() && devices.len() < ranks as usize {
@@ -178,10 +185,6 @@ fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> a
     start.secret.clone_from(&ranks.secret);
     start.ranks.clone_from(&ranks.local);
     start.attempt.attempt = next_attempt(out, ranks.local[0].0);
-    let has_rank_0 = ranks.local.iter().any(|(rank, _)| *rank == 0);
-    if has_rank_0 {
-        write_spec(out, &start.spec)?;
-    }
     let visible = visible_devices(&start.spec)?;
     let device = |(rank, device): &(u32, u32)| {
         visible.get(*device as usize).cloned().ok_or_else(|| {
@@ -197,10 +200,7 @@ fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> a
     };
     let configs = configs(&start, &chosen, None, out);
     fs::create_dir_all(configs[0].attempt_dir())?;
-    match local::run(&configs)? {
-        Outcome::Succeeded { .. } if !has_rank_0 => Ok(Outcome::Elsewhere),
-        outcome => Ok(outcome),
-    }
+    local::run(&configs)
 }
 
 /// Returns the number of the next attempt: the first attempt without records of `rank`. Other machines may write into the same folder, so
@@ -218,9 +218,6 @@ fn run_rank_here(mut start: StartAttempt, launched: &LaunchedRank, out: &Path) -
     start.master_port = launched.port;
     start.secret.clone_from(&launched.secret);
     start.attempt.attempt = next_attempt(out, launched.rank);
-    if launched.rank == 0 {
-        write_spec(out, &start.spec)?;
-    }
     let gpu = rank_device(&start.spec, launched)?;
     let config = RankConfig {
         start,
@@ -272,10 +269,6 @@ fn rank_device(spec: &JobSpec, launched: &LaunchedRank) -> anyhow::Result<Option
     Ok(Some(RankGpu { ordinal: ordinal.cast_signed(), visible }))
 }
 
-fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
-    Ok(fs::write(out.join("spec.json"), serde_json::to_vec_pretty(spec)?)?)
-}
-
 fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) -> anyhow::Result<()> {
     // The folder does not store these options, so the next run needs them again.
     let options = [
@@ -301,7 +294,6 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display()
         )),
-        Outcome::Elsewhere => Ok(()),
         Outcome::Stopped { step } => match newest_step(out)? {
             Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(
                 "stopped after step {step}; --resume latest continues from this step{again}"

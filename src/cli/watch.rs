@@ -184,7 +184,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }
-                Err(_) => outage.report_lost(|text| display.warn(text)),
+                Err(error) => outage.report_lost(error, |text| display.warn(text))?,
             }
             tokio::time::sleep(backoff.pause()).await;
         }

@@ -1,6 +1,9 @@
 //! `lockstep webhook`: webhooks, URLs to which the server posts messages about jobs.
 
-use super::{api::ServerArgs, block_on, output, usage_error};
+use super::{
+    api::{ServerArgs, text},
+    block_on, output, usage_error,
+};
 use lockstep_server::store::{WebhookEvent, WebhookForm};
 use serde_json::{Value, json};
 
@@ -63,8 +66,8 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 if webhooks.is_empty() {
                     return output::line("no webhooks; add one with `lockstep webhook add URL`");
                 }
-                let rows: Vec<_> = webhooks.iter().map(row).collect();
-                output::table(["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS"], &rows)
+                let header = ["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS"];
+                output::table(header, webhooks.iter().map(row))
             }
             Command::Test(WebhookArgs { id, server }) => {
                 let sent: Value = server.api()?.post(&format!("{}/test", path(&id)?), &json!({})).await?;
@@ -90,10 +93,6 @@ fn row(webhook: &Value) -> [String; 6] {
     let events = webhook["events"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let [id, form, url, project] = ["id", "form", "url", "project"].map(|key| text(webhook, key).to_owned());
     [id, state.into(), form, url, project, events.collect::<Vec<_>>().join(", ")]
-}
-
-fn text<'a>(value: &'a Value, key: &str) -> &'a str {
-    value.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
 /// Returns the URL path of a webhook. An invalid id must not lead to another path.

@@ -61,17 +61,11 @@ fn fetch(name: &str, hub: &str, target: &Path) -> anyhow::Result<()> {
         return Err(usage_error(format!("--from {hub} is not a URL; write a URL such as {HUB}")));
     }
     let url = format!("{base}/resolve/main/{FILE}");
-    let explain = |failure: Failure| {
-        let manually = format!(
-            "Without a network: download {url} on another machine and put it here as {}. Or name a mirror with --from URL.",
-            target.display()
-        );
-        match failure {
-            Failure::Unreachable(why) => anyhow!("{why}\nThe same command continues.\n{manually}"),
-            Failure::Refused(why) => usage_error(format!("{why}\n{manually}")),
-            Failure::Local(why) => anyhow!("{}: {why}", target.display()),
-        }
-    };
+    let advice = format!(
+        "Without a network: download {url} on another machine and put it here as {}. Or name a mirror with --from URL.",
+        target.display()
+    );
+    let explain = |failure: Failure| failure.explain(target, &advice);
     let folder = target.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(|e| anyhow!("{}: {e}", folder.display()))?;
     let client = new_client()?;

@@ -1,7 +1,10 @@
 //! Finds jobs and sweeps by the start of an id or by a name. Includes jobs and sweeps that this version cannot read.
 
-use super::super::{age::age, output::one_line};
-use lockstep_protocol::spec::nearest;
+use super::{
+    super::{age::age, output::one_line},
+    text,
+};
+use lockstep_protocol::{JobId, spec::nearest};
 use serde_json::Value;
 use std::{fmt::Write as _, path::Path};
 
@@ -11,20 +14,30 @@ const MIN_PREFIX_CHARS: usize = 4;
 /// The kind of object that a name means.
 #[derive(Clone, Copy)]
 pub(super) struct Kind {
-    noun: &'static str,
+    pub(super) noun: &'static str,
     /// The command that lists all objects of this kind.
     list: &'static str,
+    /// The URL path of their list.
+    pub(super) path: &'static str,
+    /// Whether a text is a complete id.
+    pub(super) is_id: fn(&str) -> bool,
 }
 
-pub(super) const JOB: Kind = Kind { noun: "job", list: "lockstep list" };
-pub(super) const SWEEP: Kind = Kind { noun: "sweep", list: "lockstep sweep list" };
-pub(super) const MODEL: Kind = Kind { noun: "model", list: "lockstep model list" };
+pub(super) const JOB: Kind =
+    Kind { noun: "job", list: "lockstep list", path: "/jobs", is_id: |id| id.parse::<JobId>().is_ok() };
+pub(super) const SWEEP: Kind = Kind {
+    noun: "sweep",
+    list: "lockstep sweep list",
+    path: "/sweeps",
+    is_id: |id| {
+        let digits = id.strip_prefix("sweep-").unwrap_or_default();
+        digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit())
+    },
+};
+pub(super) const MODEL: Kind =
+    Kind { noun: "model", list: "lockstep model list", path: "/models", is_id: |_| false };
 /// Maximum number of jobs or sweeps that an error message lists.
 const MAX_LISTED: usize = 10;
-
-pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
-    job.get(key).and_then(Value::as_str).unwrap_or_default()
-}
 
 /// What [`choose`] does if several jobs have the name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +54,7 @@ pub(super) enum Several {
 /// `several` refuses the jobs called `name` that are not ignored (`is_meant` then rejects only jobs that have ended), several ids begin
 /// with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
-    Kind { noun, list }: Kind,
+    Kind { noun, list, .. }: Kind,
     jobs: &[Value],
     name: &str,
     is_meant: impl Fn(&Value) -> bool,
@@ -86,7 +99,7 @@ pub(super) fn choose(
 }
 
 /// Returns the message for a name that no object of the list `all` has. Suggests the most similar name.
-pub(super) fn unknown(Kind { noun, list }: Kind, all: &[Value], name: &str) -> String {
+pub(super) fn unknown(Kind { noun, list, .. }: Kind, all: &[Value], name: &str) -> String {
     let near = nearest(name, all.iter().map(|object| text(object, "name")));
     let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
     format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")

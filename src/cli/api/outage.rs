@@ -1,18 +1,37 @@
-//! Reports once that the server does not respond, and once that it responds again.
+//! An outage of the server, which a command waits out: reported once when it begins, and once when it ends.
 
-/// Whether the server is unreachable.
+use super::SERVER_TIMEOUT;
+use crate::cli::WrongRequest;
+use std::time::Instant;
+
+/// The time since which the server has not responded, if there is an outage.
 #[derive(Debug, Default)]
-pub(crate) struct Outage(bool);
+pub(crate) struct Outage(Option<Instant>);
 
 impl Outage {
-    pub(crate) fn report_lost(&mut self, print: impl FnOnce(&str)) {
-        if !std::mem::replace(&mut self.0, true) {
-            print("no connection to the server; trying again ...");
+    /// Takes the error of a request that is to be repeated.
+    ///
+    /// # Errors
+    /// Returns `error` if the server refuses the request, or the outage lasts too long.
+    pub(crate) fn report_lost(
+        &mut self,
+        error: anyhow::Error,
+        print: impl FnOnce(&str),
+    ) -> anyhow::Result<()> {
+        match self.0 {
+            _ if error.is::<WrongRequest>() => return Err(error),
+            Some(since) if since.elapsed() > SERVER_TIMEOUT => return Err(error),
+            Some(_) => {}
+            None => {
+                self.0 = Some(Instant::now());
+                print("no connection to the server; trying again ...");
+            }
         }
+        Ok(())
     }
 
     pub(crate) fn report_restored(&mut self, print: impl FnOnce(&str)) {
-        if std::mem::take(&mut self.0) {
+        if self.0.take().is_some() {
             print("the server answers again");
         }
     }

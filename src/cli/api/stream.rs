@@ -20,7 +20,6 @@ use tokio_tungstenite::{
 /// Time without a frame after which a connection counts as lost: at least two heartbeats are missing.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(2 * HEARTBEAT_SECS + 5);
 
-/// A job's event stream.
 pub(crate) struct Stream(WebSocketStream<Upgraded>);
 
 impl Stream {

@@ -1,7 +1,8 @@
 //! Downloads a file over HTTP: continues after a broken connection, checks the file, and renames it only when it is complete.
 
 use super::known::Remote;
-use crate::cli::{file::partial, with_causes};
+use crate::cli::{file::partial, usage_error, with_causes};
+use anyhow::anyhow;
 use futures_util::StreamExt as _;
 use lockstep_protocol::backoff::Backoff;
 use reqwest::{
@@ -38,6 +39,19 @@ impl Failure {
         match status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
             true => Failure::Unreachable(why),
             false => Failure::Refused(why),
+        }
+    }
+
+    /// Returns the error of a command that downloads to `target`.
+    pub(crate) fn explain(self, target: &Path, advice: &str) -> anyhow::Error {
+        match self {
+            Failure::Unreachable(why) => {
+                anyhow!("{why}\nThe bytes so far are kept, and the same command continues.\n{advice}")
+            }
+            Failure::Refused(why) => {
+                usage_error(format!("{why}\nNothing was put into {}.\n{advice}", target.display()))
+            }
+            Failure::Local(why) => anyhow!("{}: {why}", target.display()),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     describe,
-    download::{Failure, download},
+    download::download,
     known::{KNOWN, Known, Remote},
     register_as,
 };
@@ -99,7 +99,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
         block_on(async {
             let progress = |bytes: u64| bar.set_position(finished_bytes + bytes);
             let result = download(&client, &url, file, &target, &progress).await;
-            result.map_err(|failure| add_advice(failure, known, &base, &work, to))
+            result.map_err(|failure| failure.explain(to, &describe_manual_download(known, &base, &work)))
         })?;
         finished_bytes += file.bytes;
     }
@@ -168,25 +168,15 @@ pub(crate) fn new_bar(bytes: u64) -> ProgressBar {
     ProgressBar::new(bytes).with_style(output::bar_style(template))
 }
 
-/// Makes an error from a failure, with advice.
-fn add_advice(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
+/// Returns the advice for a machine without a network.
+fn describe_manual_download(known: &Known, base: &str, work: &Path) -> String {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
-    let manually = format!(
+    format!(
         "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \
          the command checks the files and continues. Or name a mirror with --from URL.",
         addresses.join("\n"),
         work.display()
-    );
-    match failure {
-        Failure::Unreachable(why) => anyhow!(
-            "{why}\nThe bytes so far are kept in {}; the same command continues.\n{manually}",
-            work.display()
-        ),
-        Failure::Refused(why) => {
-            usage_error(format!("{why}\nNothing was put into {}.\n{manually}", to.display()))
-        }
-        Failure::Local(why) => anyhow!("{}: {why}", work.display()),
-    }
+    )
 }
 
 #[cfg(test)]

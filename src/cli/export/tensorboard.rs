@@ -1,8 +1,7 @@
 //! `lockstep export tensorboard`: writes jobs' metrics and settings as TensorBoard's event files.
 
 use crate::cli::{
-    WrongRequest,
-    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs},
+    api::{Api, Outage, ServerArgs},
     block_on,
     compare::flatten,
     event_files::{Event, FILE_VERSION, Hparam, Summary, SummaryValue},
@@ -76,7 +75,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
                 files: BTreeMap::new(),
             });
         }
-        let (mut outage, mut outage_start) = (Outage::default(), None);
+        let mut outage = Outage::default();
         loop {
             let began = Instant::now();
             let round = async {
@@ -86,19 +85,11 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
                 anyhow::Ok(())
             };
             match round.await {
-                Ok(()) => {
-                    outage.report_restored(|text| output::warn(text));
-                    outage_start = None;
-                }
+                Ok(()) => outage.report_restored(|text| output::warn(text)),
                 // A file that cannot be written is no outage of the server.
-                Err(error) if !args.follow || error.is::<WrongRequest>() || error.is::<io::Error>() => {
-                    return Err(error);
-                }
+                Err(error) if !args.follow || error.is::<io::Error>() => return Err(error),
                 Err(error) => {
-                    if outage_start.get_or_insert(began).elapsed() > SERVER_TIMEOUT {
-                        return Err(error);
-                    }
-                    outage.report_lost(|text| output::warn(text));
+                    outage.report_lost(error, |text| output::warn(text))?;
                     tokio::time::sleep(FOLLOW_INTERVAL).await;
                     continue;
                 }

@@ -228,12 +228,8 @@ fn add_record(run: &mut Run, record: Record) {
     if let Some(description) = record.run {
         add_description(run, description);
     }
-    if let Some(items) = record.config {
-        merge(&mut run.config, items);
-    }
-    if let Some(items) = record.summary {
-        merge(&mut run.summary, items);
-    }
+    merge(&mut run.config, record.config);
+    merge(&mut run.summary, record.summary);
     if let Some(history) = record.history {
         add_history(run, &history);
     }
@@ -258,23 +254,20 @@ fn add_description(run: &mut Run, record: RunRecord) {
         run.started_at = Some(seconds.saturating_mul(1000).saturating_add(i64::from(nanos) / 1_000_000));
         run.ended_at = run.ended_at.max(run.started_at);
     }
-    if let Some(items) = record.config {
-        merge(&mut run.config, items);
-    }
-    if let Some(items) = record.summary {
-        merge(&mut run.summary, items);
-    }
+    merge(&mut run.config, record.config);
+    merge(&mut run.summary, record.summary);
 }
 
 /// Merges settings or results. Leaves out W&B's own names, which begin with `_`, and media, which are files.
-fn merge(values: &mut serde_json::Map<String, Value>, items: Items) {
-    for item in items.update {
+fn merge(values: &mut serde_json::Map<String, Value>, items: Option<Items>) {
+    let Some(Items { update, remove }) = items else { return };
+    for item in update {
         let (name, value) = (item.name(), item.value());
         if !name.starts_with('_') && value.get("_type").is_none() {
             values.insert(name, value);
         }
     }
-    for item in items.remove {
+    for item in remove {
         values.remove(&item.name());
     }
 }

@@ -9,6 +9,18 @@ use std::{collections::BTreeMap, path::PathBuf};
 /// Maximum size of a bundle: 256 nodes with a few hundred bytes of environment variables each, and a CA file.
 pub(super) const BUNDLE_BYTES: u64 = 1 << 20;
 
+/// The maximum size of a bundle, and the end of the error for a larger bundle: what the limit is and what to do.
+pub(super) struct Limit {
+    pub(super) bytes: u64,
+    pub(super) advice: &'static str,
+}
+
+/// The limit of a bundle on standard input or in a file.
+pub(super) const AGENT_LIMIT: Limit = Limit {
+    bytes: BUNDLE_BYTES,
+    advice: "an agent accepts at most 1 MiB: start fewer machines, or give a smaller --ca-file",
+};
+
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Bundle {
     pub(super) server: String,
@@ -25,19 +37,19 @@ pub(super) struct Bundle {
 }
 
 impl Bundle {
-    /// Returns the bundle as JSON of at most `max_bytes` bytes.
+    /// Returns the bundle as JSON.
     ///
     /// # Errors
-    /// Exit status 2 if the text is longer. The error ends with `advice`, which explains the limit and what to do.
-    pub(super) fn text(&self, max_bytes: u64, advice: &str) -> anyhow::Result<String> {
+    /// Exit status 2 if the text exceeds the limit.
+    pub(super) fn text(&self, limit: &Limit) -> anyhow::Result<String> {
         let text = serde_json::to_string(self)?;
-        if text.len() as u64 <= max_bytes {
+        if text.len() as u64 <= limit.bytes {
             return Ok(text);
         }
         let agents = plural(self.nodes.len() as u64, "agent");
         let ca = self.ca.as_ref().map_or(0, String::len);
         let ca_note = if ca > 0 { format!(", {ca} of them from --ca-file") } else { String::new() };
-        let size = text.len();
+        let (size, advice) = (text.len(), limit.advice);
         Err(usage_error(format!("the description for {agents} has {size} bytes{ca_note}, and {advice}")))
     }
 }
@@ -65,11 +77,7 @@ pub(super) mod tests {
     use super::*;
 
     /// Checks that a launcher passes `max_bytes` bytes, and that one byte more is an error with these phrases.
-    pub(in crate::cli::launch) fn takes_up_to(
-        max_bytes: usize,
-        text: fn(&Bundle) -> anyhow::Result<String>,
-        phrases: &[&str],
-    ) {
+    pub(in crate::cli::launch) fn takes_up_to(max_bytes: usize, limit: &Limit, phrases: &[&str]) {
         let bundle = |bytes: usize| {
             let mut bundle = Bundle {
                 server: "http://head:7070".into(),
@@ -83,9 +91,9 @@ pub(super) mod tests {
             bundle.ca = Some("c".repeat(bytes - bytes_without_ca));
             bundle
         };
-        assert_eq!(text(&bundle(max_bytes)).expect("it fits").len(), max_bytes);
+        assert_eq!(bundle(max_bytes).text(limit).expect("it fits").len(), max_bytes);
         let size = max_bytes + 1;
-        let why = text(&bundle(size)).expect_err("it is one byte too long").to_string();
+        let why = bundle(size).text(limit).expect_err("it is one byte too long").to_string();
         assert!(why.starts_with(&format!("the description for 0 agents has {size} bytes, ")), "{why}");
         for phrase in phrases.iter().chain(&["of them from --ca-file", "a smaller --ca-file"]) {
             assert!(why.contains(phrase), "{phrase:?} is not in {why:?}");

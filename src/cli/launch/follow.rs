@@ -1,11 +1,7 @@
 //! Follows a launch whose agents depend on processes of this machine (ssh, mpirun), until the job ends.
 
 use super::{
-    super::{
-        WrongRequest,
-        api::{Outage, SERVER_TIMEOUT},
-        output, usage_error, watch,
-    },
+    super::{WrongRequest, api::Outage, output, usage_error, watch},
     Launch, LaunchDetached,
 };
 use lockstep_host::files;
@@ -171,25 +167,18 @@ async fn wait_until_online(
     launched: &mut [Launched],
     explain: Explain,
 ) -> anyhow::Result<()> {
-    let (mut outage, mut last_response) = (Outage::default(), Instant::now());
+    let mut outage = Outage::default();
     loop {
         match poll_online(launch, launched, explain).await {
             Ok(Some(done)) => return done,
-            Ok(None) => {
-                outage.report_restored(|text| output::warn(text));
-                last_response = Instant::now();
-            }
+            Ok(None) => outage.report_restored(|text| output::warn(text)),
             Err(error) if error.is::<WrongRequest>() => return Err(error),
-            Err(_) if last_response.elapsed() < SERVER_TIMEOUT => {
-                outage.report_lost(|text| output::warn(text))
-            }
-            Err(error) => {
+            Err(error) => outage.report_lost(error, |text| output::warn(text)).map_err(|error| {
                 let id = &launch.job.id;
-                let text = format!(
+                LaunchDetached(format!(
                     "{error}; the agents that were started continue, and `lockstep watch {id}` shows the job"
-                );
-                return Err(LaunchDetached(text).into());
-            }
+                ))
+            })?,
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }
@@ -265,11 +254,11 @@ async fn read_job(launch: &Launch) -> anyhow::Result<Job> {
 /// # Errors
 /// The server refuses the request, or does not respond for a minute.
 async fn read_job_with_retries(launch: &Launch) -> anyhow::Result<Job> {
-    let began = Instant::now();
+    let mut outage = Outage::default();
     loop {
         match read_job(launch).await {
-            Err(error) if !error.is::<WrongRequest>() && began.elapsed() < SERVER_TIMEOUT => {}
-            read => return read,
+            Ok(job) => return Ok(job),
+            Err(error) => outage.report_lost(error, |_| ())?,
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }

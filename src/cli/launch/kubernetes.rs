@@ -64,15 +64,8 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         // These tokens are revoked when the job is over.
         launch.tokens = find_earlier_tokens(launch, &job).await;
     } else {
-        let result = match launch.create_tokens().await {
-            Ok(()) => create(&cluster, launch, &name, template).await,
-            failed => failed,
-        };
-        if let Err(error) = result {
-            // No agent has received these tokens.
-            launch.revoke().await;
-            return Err(error);
-        }
+        launch.create_tokens().await?;
+        create(&cluster, launch, &name, template).await?;
     }
     output::warn(format_args!("Kubernetes' Job is {name} in namespace {}", cluster.namespace));
     if launch.args.detach {

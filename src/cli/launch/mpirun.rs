@@ -2,15 +2,19 @@
 //! on.
 
 use super::{
-    Args, Bundle, Launch,
+    Args, Launch,
+    bundle::Limit,
     follow::{Launched, follow},
     hosts::Host,
     node::VARIABLE,
 };
 use std::process::{Command, ExitStatus};
 
-/// Maximum size of the bundle. The kernel allows 128 KiB for one variable.
-const MAX_BUNDLE_BYTES: u64 = 120 << 10;
+/// The kernel allows 128 KiB for one variable.
+const LIMIT: Limit = Limit {
+    bytes: 120 << 10,
+    advice: "mpirun can pass at most 120 KiB to agents: start fewer machines, give a smaller --ca-file, or use --with ssh",
+};
 
 /// Returns the command, without the environment variable for the bundle.
 pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
@@ -31,23 +35,12 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     command
 }
 
-/// Returns the bundle as text for the environment variable.
-///
-/// # Errors
-/// Exit status 2 if the text is too long.
-pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
-    bundle.text(
-        MAX_BUNDLE_BYTES,
-        "mpirun can pass at most 120 KiB to agents: start fewer machines, give a smaller --ca-file, or use --with ssh",
-    )
-}
-
 /// Starts the agents and follows them.
 ///
 /// # Errors
 /// The bundle is too long. Also see [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
-    let text = text(&launch.bundle)?;
+    let text = launch.bundle.text(&LIMIT)?;
     let mut command = command(&launch.args, &launch.hosts);
     command.env(VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
     let log = launch.folder()?.join("mpirun.log");
@@ -65,6 +58,6 @@ mod tests {
 
     #[test]
     fn a_bundle_has_up_to_120_kib() {
-        takes_up_to(120 << 10, super::text, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
+        takes_up_to(120 << 10, &super::LIMIT, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
     }
 }

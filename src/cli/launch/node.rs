@@ -60,17 +60,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         .context(format!("{} cannot be started", own_program()?.display())))
 }
 
-/// Returns the bundle as text for agents.
-///
-/// # Errors
-/// Exit status 2 if the text is larger than agents accept.
-pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
-    bundle.text(
-        BUNDLE_BYTES,
-        "an agent accepts at most 1 MiB: start fewer machines, or give a smaller --ca-file",
-    )
-}
-
 fn read(source: &str) -> anyhow::Result<Vec<u8>> {
     let too_large = "is larger than 1 MiB";
     let bytes = match source {
@@ -184,7 +173,10 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::bundle::tests::takes_up_to, *};
+    use super::{
+        super::bundle::{AGENT_LIMIT, tests::takes_up_to},
+        *,
+    };
     use lockstep_protocol::spec::Device;
     use std::{collections::BTreeMap, os::unix::fs::PermissionsExt as _};
 
@@ -253,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_bundle_has_a_maximum_size() {
-        takes_up_to(1 << 20, super::text, &["an agent accepts at most 1 MiB", "fewer machines"]);
+        takes_up_to(1 << 20, &AGENT_LIMIT, &["an agent accepts at most 1 MiB", "fewer machines"]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bundle.json");
         let text = path.to_str().unwrap();

@@ -4,11 +4,11 @@
 use super::{
     super::{output, usage_error},
     Args, Launch, LaunchDetached, MAX_SLOTS,
-    bundle::Bundle,
+    bundle::{AGENT_LIMIT, Bundle},
     follow::follow_until_over,
     format_command,
     hosts::Host,
-    node, quote,
+    quote,
 };
 use lockstep_host::write_private;
 use lockstep_protocol::{Job, spec::Device};
@@ -144,15 +144,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let bundle = batch.bundle_path(&folder, 0);
     write_bundle(&bundle, &launch.bundle)?;
     let script = batch.script(&launch.args, &launch.hosts, launch.job.spec.parallel.device, &folder)?;
-    let id = match submit(&launch.args, &script) {
-        Ok(id) => id,
-        Err(error) => {
-            let _ = fs::remove_file(&bundle);
-            // No agent has received these tokens.
-            launch.revoke().await;
-            return Err(error);
-        }
-    };
+    let id = submit(&launch.args, &script).inspect_err(|_| drop(fs::remove_file(&bundle)))?;
     output::warn(format_args!("Slurm's job is {id}; its log will be {}/slurm-{id}.log", folder.display()));
     if launch.args.detach {
         return Ok(());
@@ -196,7 +188,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2 if the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
-    write_private(path, node::text(bundle)?.as_bytes())
+    write_private(path, bundle.text(&AGENT_LIMIT)?.as_bytes())
         .map_err(|e| usage_error(format!("--dir: {}: {e}", path.display())))
 }
 

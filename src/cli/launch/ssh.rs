@@ -2,9 +2,10 @@
 
 use super::{
     Args, Bundle, Launch,
+    bundle::AGENT_LIMIT,
     follow::{Launched, follow},
     hosts::Host,
-    node, quote,
+    quote,
 };
 use std::process::{Command, ExitStatus};
 
@@ -44,7 +45,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         let bundle = Bundle { nodes: vec![node.clone()], ..launch.bundle.clone() };
         let log = folder.join(format!("{}.log", node.name));
         let command = command(&launch.args, host);
-        launched.push(Launched::start(&host.name, command, node::text(&bundle)?.as_bytes(), &log)?);
+        launched.push(Launched::start(&host.name, command, bundle.text(&AGENT_LIMIT)?.as_bytes(), &log)?);
     }
     follow(launch, launched, explain).await
 }

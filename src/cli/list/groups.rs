@@ -55,8 +55,7 @@ pub(super) fn run(
     if groups.is_empty() {
         return output::line("no job matches");
     }
-    let rows: Vec<_> = groups.iter().map(row).collect();
-    output::table(["GROUP", "JOBS", "BEST", "LOSS", "IMAGES/S"], &rows)?;
+    output::table(["GROUP", "JOBS", "BEST", "LOSS", "IMAGES/S"], groups.iter().map(row))?;
     output::line(
         "mean ± standard deviation over the jobs that have a value (n is their count, if some jobs have no value)",
     )

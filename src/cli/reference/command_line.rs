@@ -4,7 +4,6 @@ use super::{generated_from, prose, table};
 use clap::{Arg, Command};
 use std::fmt::Write as _;
 
-/// Returns the page.
 pub(super) fn markdown(mut program: Command) -> String {
     program.build();
     let mut text = generated_from("the definitions of the commands");

@@ -6,12 +6,9 @@ use std::fmt::Write as _;
 
 /// Number of columns of the text for a terminal.
 const WIDTH: usize = 100;
-/// Indentation of a key.
 const INDENT: &str = "  ";
-/// Indentation of a key's meaning.
 const MEANING_INDENT: &str = "      ";
 
-/// Returns the page.
 pub(super) fn markdown() -> String {
     let mut text = generated_from("the specification's types and limits");
     text += "# Keys of a job file\n\n\

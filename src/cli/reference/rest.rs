@@ -7,7 +7,6 @@ use std::{
     fmt::Write as _,
 };
 
-/// Returns the page.
 pub(super) fn markdown(document: &Value) -> String {
     let mut text = generated_from("the OpenAPI document");
     text += "# REST interface\n\n";

@@ -36,8 +36,6 @@ pub(super) enum Outcome {
     /// `accuracy` is the accuracy of the last validation (0 to 1) and its number of pictures, `step` the last step, and `best` a text about
     /// the best checkpoint.
     Succeeded { accuracy: Option<(f64, u64)>, step: u64, best: Option<String> },
-    /// The ranks of this process have ended. Rank 0, in another process, prints the outcome.
-    Elsewhere,
     /// Stopped by Ctrl-C or a signal. The folder shows whether a checkpoint of this step exists.
     Stopped { step: u64 },
     /// `is_retriable` says whether continuing may succeed.
@@ -49,7 +47,7 @@ pub(super) enum Outcome {
 /// # Errors
 /// A process cannot be started, or a rank's records cannot be read.
 pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
-    let Some(first) = configs.first() else { anyhow::bail!("there are no ranks to start") };
+    let first = &configs[0];
     let checkpoints = checkpoint::infos(&first.checkpoints_dir())?;
     block_on(async {
         let ranks: Vec<_> = configs.iter().map(|config| config.rank).collect();
@@ -91,15 +89,6 @@ fn ignores_hangup() -> bool {
     ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
 }
 
-async fn wait_for_signal(signal: Option<&mut Signal>) {
-    match signal {
-        Some(signal) => {
-            signal.recv().await;
-        }
-        None => std::future::pending().await,
-    }
-}
-
 impl Policy for Command {
     type Records = Vec<AttemptEvent>;
     /// Ctrl-C, SIGTERM, or a closed terminal.
@@ -109,9 +98,16 @@ impl Policy for Command {
     const POLL_EVERY: Duration = POLL_INTERVAL;
 
     async fn order(&mut self) {
+        let Self { signals, hangup, .. } = self;
+        let hung_up = async {
+            match hangup {
+                Some(signal) => _ = signal.recv().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
-            () = self.signals.next() => {}
-            () = wait_for_signal(self.hangup.as_mut()) => {}
+            () = signals.next() => {}
+            () = hung_up => {}
         }
     }
 
@@ -216,7 +212,6 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
         end_by_force_within(EXIT_TIMEOUT);
     }
     Ok(match status {
-        EXIT_FINISHED if config.rank > 0 => Outcome::Elsewhere,
         EXIT_FINISHED => {
             Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.describe_best() }
         }

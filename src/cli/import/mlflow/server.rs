@@ -2,12 +2,12 @@
 
 use super::{Failure, Read, Run, Sources, add_points, add_settings, new_run, text};
 use crate::cli::{block_on, usage_error};
-use anyhow::{Context, anyhow};
+use anyhow::Context;
 use jiff::Timestamp;
 use lockstep_worker::tls;
 use reqwest::{Client, Method};
 use serde_json::{Map, Value, json};
-use std::{env, thread, time::Duration};
+use std::{env, time::Duration};
 
 /// Time limit for one response: a page of runs or points.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(120);
@@ -28,11 +28,7 @@ pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
     let mut found = Sources::new();
     for (experiment, run) in block_on(server.runs())? {
         let (server, shown) = (server.clone(), format!("run {}", text(&run["info"], "run_id")));
-        // The closure is called within a tokio runtime, where `block_on` would panic. So a new thread calls `block_on`.
-        let read: Read = Box::new(move || {
-            let child = thread::spawn(move || block_on(server.read(&experiment, &run)));
-            Ok(vec![child.join().map_err(|_| anyhow!("reading the run panicked"))??])
-        });
+        let read: Read = Box::new(move || Ok(vec![block_on(server.read(&experiment, &run))?]));
         found.push((shown, read));
     }
     if found.is_empty() { Err(usage_error(format!("{url} has no runs"))) } else { Ok(found) }

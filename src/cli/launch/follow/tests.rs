@@ -16,7 +16,7 @@ use std::{
     },
 };
 
-/// Longer than any request in these tests, and shorter than [`SERVER_TIMEOUT`].
+/// Longer than any request in these tests, and shorter than the time for which a launch waits out an outage.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Closes the first `broken` connections, then responds like a server with this job and an agent `node`. Also counts connections.

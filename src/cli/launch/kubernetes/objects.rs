@@ -1,7 +1,10 @@
 //! The objects of a launch: an Indexed Job, and a Service and a Secret that the Job owns.
 
 use super::{
-    super::{Bundle, hosts::Host},
+    super::{
+        bundle::{Bundle, Limit},
+        hosts::Host,
+    },
     template::{BUNDLE_FILE, Template},
 };
 use crate::cli::agent::{IN_POD_JOB_FAILED, IN_POD_SIGNALLED};
@@ -20,8 +23,11 @@ pub(super) const PAUSED: &str = "lockstep/paused";
 const TTL_SECS: u32 = 3600;
 /// Maximum length of a name. Pods are called `NAME-INDEX`, which has at most 63 characters.
 const NAME_CHARS: usize = 30;
-/// Maximum size of a Secret in Kubernetes, in bytes.
-const SECRET_BYTES: u64 = 1 << 20;
+/// The limit of a Secret in Kubernetes.
+const SECRET_LIMIT: Limit = Limit {
+    bytes: 1 << 20,
+    advice: "a Secret of Kubernetes may have at most 1 MiB: start fewer pods, or give a smaller --ca-file",
+};
 
 /// Returns the name of a job's objects: `lockstep-`, the valid characters of the job's name, and the end of its id.
 pub(super) fn name(id: &str, name: &str) -> String {
@@ -126,25 +132,14 @@ impl Plan<'_> {
     pub(super) fn secret(&self, owner: Option<&Value>, bundle: Option<&Bundle>) -> anyhow::Result<Value> {
         let mut metadata = self.metadata();
         set_owner(&mut metadata, owner);
-        let data = match bundle.map(secret_text).transpose()? {
-            Some(text) => json!({BUNDLE_FILE: text}),
+        let data = match bundle {
+            Some(bundle) => json!({BUNDLE_FILE: bundle.text(&SECRET_LIMIT)?}),
             None => json!({}),
         };
         Ok(json!({
             "apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "immutable": true, "stringData": data,
         }))
     }
-}
-
-/// Returns the agents' bundles as text for the Secret.
-///
-/// # Errors
-/// Exit status 2 if the text is larger than Kubernetes allows.
-fn secret_text(bundle: &Bundle) -> anyhow::Result<String> {
-    bundle.text(
-        SECRET_BYTES,
-        "a Secret of Kubernetes may have at most 1 MiB: start fewer pods, or give a smaller --ca-file",
-    )
 }
 
 /// Makes the Job the owner of an object, so that it is deleted with the Job.
@@ -163,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_secret_has_up_to_a_mebibyte() {
-        takes_up_to(1 << 20, secret_text, &["a Secret of Kubernetes may have at most 1 MiB", "fewer pods"]);
+        takes_up_to(1 << 20, &SECRET_LIMIT, &["a Secret of Kubernetes may have at most 1 MiB", "fewer pods"]);
     }
 
     #[test]

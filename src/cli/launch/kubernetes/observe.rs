@@ -1,25 +1,28 @@
-//! Lists objects, then watches changes that follow the listed version.
+//! Lists objects, then watches their changes, and lists them again after each watch.
 
 use super::cluster::{Cluster, Kind, RETRY, is_retryable, to_json};
 use futures_util::StreamExt as _;
 use kube::{
     Error,
-    api::{DynamicObject, ListParams, WatchEvent, WatchParams},
+    api::{ListParams, WatchEvent, WatchParams},
 };
 use serde_json::Value;
 use std::{
     pin::pin,
     time::{Duration, Instant},
 };
-use tokio::{sync::mpsc::Sender, time::sleep};
+use tokio::{
+    sync::mpsc::Sender,
+    time::{sleep, timeout},
+};
 
-/// Time after which the API server ends a watch. The watch is then continued.
+/// Time after which the API server ends a watch.
 const WATCH_SECS: u32 = 240;
 /// Time without data after which a connection counts as lost.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
-/// A watch that ends before this time and without a change counts as refused.
+/// The pauses grow while watches end before this time.
 const MIN_WATCH_TIME: Duration = Duration::from_secs(1);
-/// Status of the API server if it no longer has the version from which a watch continues (Gone).
+/// Status of the API server if it no longer has the version that it has just listed, which happens under load (Gone).
 const STATUS_GONE: u16 = 410;
 
 /// A message about the observed objects.
@@ -31,120 +34,57 @@ pub(super) enum Observation {
     Deleted(Value),
 }
 
-/// Sends the objects and then their changes, until the receiver is dropped.
-///
-/// # Errors
-/// Kubernetes refuses access to the objects.
+/// Sends the objects and then their changes, without an end. Returns the error if Kubernetes refuses access to the objects.
 pub(super) async fn observe(
     cluster: &Cluster,
     kind: Kind,
-    labels: Option<String>,
-    fields: Option<String>,
-    sender: Sender<(Kind, Observation)>,
-) -> anyhow::Result<()> {
-    let api = cluster.api(kind);
-    let list_params = ListParams { label_selector: labels, field_selector: fields, ..ListParams::default() };
+    params: ListParams,
+    sender: &Sender<(Kind, Observation)>,
+) -> anyhow::Error {
     let mut backoff = RETRY;
     loop {
-        let list = match cluster.with_time_limit(api.list(&list_params)).await {
-            Ok(list) => list,
-            Err(error) if is_retryable(&error) => {
-                cluster.report_lost(&error);
-                sleep(backoff.pause()).await;
-                continue;
-            }
-            Err(error) => return Err(cluster.explain(&format!("listing {kind:?}s"), &error)),
-        };
-        cluster.report_restored();
-        let mut version = list.metadata.resource_version.unwrap_or_default();
-        let objects = list.items.into_iter().map(to_json).collect();
-        if sender.send((kind, Observation::Listed(objects))).await.is_err() {
-            return Ok(());
+        let began = Instant::now();
+        match list_and_watch(cluster, kind, &params, sender).await {
+            Ok(()) if began.elapsed() >= MIN_WATCH_TIME => backoff = RETRY,
+            Ok(()) => {}
+            Err(Error::Api(status)) if status.code == STATUS_GONE => {}
+            Err(error) if is_retryable(&error) => cluster.report_lost(&error),
+            Err(error) => return cluster.explain(&format!("watching {kind:?}s"), &error),
         }
-        let watch_params = WatchParams {
-            label_selector: list_params.label_selector.clone(),
-            field_selector: list_params.field_selector.clone(),
-            timeout: Some(WATCH_SECS),
-            bookmarks: true,
-            ..WatchParams::default()
-        };
-        loop {
-            let must_list_again = match api.watch(&watch_params, &version).await {
-                Ok(events) => {
-                    cluster.report_restored();
-                    let (before, began) = (version.clone(), Instant::now());
-                    let must_list_again = forward_events(kind, events, &mut version, &sender).await;
-                    if sender.is_closed() {
-                        return Ok(());
-                    }
-                    if before == version && began.elapsed() < MIN_WATCH_TIME {
-                        // Pauses only after a server that ends each watch at once. A watch without changes ends at its time limit and
-                        // continues without a pause.
-                        sleep(backoff.pause()).await;
-                    } else {
-                        backoff = RETRY;
-                    }
-                    must_list_again
-                }
-                Err(Error::Api(status)) if status.code == STATUS_GONE => {
-                    // The API server no longer has the version that it just listed, which happens under load.
-                    sleep(backoff.pause()).await;
-                    true
-                }
-                Err(error) if is_retryable(&error) => {
-                    cluster.report_lost(&error);
-                    sleep(backoff.pause()).await;
-                    false
-                }
-                Err(error) => return Err(cluster.explain(&format!("watching {kind:?}s"), &error)),
-            };
-            if must_list_again {
-                break;
-            }
-        }
+        sleep(backoff.pause()).await;
     }
 }
 
-fn update_version(version: &mut String, object: &DynamicObject) {
-    if let Some(newest) = &object.metadata.resource_version {
-        version.clone_from(newest);
-    }
-}
-
-/// Forwards the events of one watch until the watch ends. Returns whether changes since the last version are lost, so that the objects must
-/// be listed again. Otherwise the watch can continue from the last version.
-async fn forward_events(
+/// Sends the objects, and then the changes of one watch.
+async fn list_and_watch(
+    cluster: &Cluster,
     kind: Kind,
-    events: impl futures_util::Stream<Item = Result<WatchEvent<DynamicObject>, Error>>,
-    version: &mut String,
+    params: &ListParams,
     sender: &Sender<(Kind, Observation)>,
-) -> bool {
-    let mut events = pin!(events);
-    loop {
-        let next = tokio::select! {
-            next = tokio::time::timeout(SILENCE_TIMEOUT, events.next()) => next,
-            () = sender.closed() => return false,
-        };
-        let observation = match next {
-            Ok(Some(Ok(WatchEvent::Bookmark(mark)))) => {
-                *version = mark.metadata.resource_version;
-                continue;
+) -> Result<(), Error> {
+    let api = cluster.api(kind);
+    let list = cluster.with_time_limit(api.list(params)).await?;
+    cluster.report_restored();
+    // The receiver lives as long as this call.
+    let send = async |observation| drop(sender.send((kind, observation)).await);
+    send(Observation::Listed(list.items.into_iter().map(to_json).collect())).await;
+    let watch_params = WatchParams {
+        label_selector: params.label_selector.clone(),
+        field_selector: params.field_selector.clone(),
+        timeout: Some(WATCH_SECS),
+        ..WatchParams::default()
+    };
+    let version = list.metadata.resource_version.unwrap_or_default();
+    let mut events = pin!(api.watch(&watch_params, &version).await?);
+    while let Ok(Some(Ok(event))) = timeout(SILENCE_TIMEOUT, events.next()).await {
+        match event {
+            WatchEvent::Added(object) | WatchEvent::Modified(object) => {
+                send(Observation::Changed(to_json(object))).await;
             }
-            Ok(Some(Ok(WatchEvent::Added(object) | WatchEvent::Modified(object)))) => {
-                update_version(version, &object);
-                Observation::Changed(to_json(object))
-            }
-            Ok(Some(Ok(WatchEvent::Deleted(object)))) => {
-                update_version(version, &object);
-                Observation::Deleted(to_json(object))
-            }
-            // Usually status 410. Listing the objects again also handles other errors.
-            Ok(Some(Ok(WatchEvent::Error(_)))) => return true,
-            Ok(Some(Err(Error::Api(status)))) if status.code == STATUS_GONE => return true,
-            Ok(Some(Err(_)) | None) | Err(_) => return false,
-        };
-        if sender.send((kind, observation)).await.is_err() {
-            return false;
+            WatchEvent::Deleted(object) => send(Observation::Deleted(to_json(object))).await,
+            WatchEvent::Bookmark(_) => {}
+            WatchEvent::Error(_) => break,
         }
     }
+    Ok(())
 }

@@ -13,6 +13,7 @@ use super::{
     words,
 };
 use anyhow::Context as _;
+use kube::api::ListParams;
 use lockstep_protocol::{Job, JobState};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -31,14 +32,8 @@ pub(super) async fn wait_for_early_end(
     queue: Option<&str>,
 ) -> anyhow::Error {
     let (sender, mut observations) = mpsc::channel(BACKLOG);
-    let job_fields = Some(format!("metadata.name={name}"));
-    let pod_labels = Some(format!("batch.kubernetes.io/job-name={name}"));
-    let observing = async {
-        tokio::try_join!(
-            observe(cluster, Kind::Job, None, job_fields, sender.clone()),
-            observe(cluster, Kind::Pod, pod_labels, None, sender.clone()),
-        )
-    };
+    let job_params = ListParams::default().fields(&format!("metadata.name={name}"));
+    let pod_params = ListParams::default().labels(&format!("batch.kubernetes.io/job-name={name}"));
     let steering = async {
         let mut steering = Steering {
             cluster,
@@ -53,26 +48,17 @@ pub(super) async fn wait_for_early_end(
         };
         let mut poll = tokio::time::interval(POLL_INTERVAL);
         loop {
-            let result = tokio::select! {
-                observation = observations.recv() => match observation {
-                    Some((kind, observation)) => {
-                        steering.handle(kind, observation);
-                        continue;
-                    }
-                    None => continue,
+            tokio::select! {
+                Some((kind, observation)) = observations.recv() => steering.handle(kind, observation),
+                _ = poll.tick() => if let Err(error) = steering.poll().await {
+                    return error;
                 },
-                _ = poll.tick() => steering.poll().await,
-            };
-            if let Err(error) = result {
-                return error;
             }
         }
     };
     tokio::select! {
-        observed = observing => match observed {
-            Ok(_) => anyhow::anyhow!("Kubernetes' Job {name} is no longer watched"),
-            Err(error) => error,
-        },
+        error = observe(cluster, Kind::Job, job_params, &sender) => error,
+        error = observe(cluster, Kind::Pod, pod_params, &sender) => error,
         error = steering => error,
     }
 }

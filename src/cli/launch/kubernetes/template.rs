@@ -257,23 +257,19 @@ impl Template {
         if let Some(pod_labels) = pod_labels.as_object_mut() {
             pod_labels.extend(labels.clone());
         }
-        let set_default = |spec: &mut Map<String, Value>, key: &str, value: Value| {
-            spec.entry(key).or_insert(value);
-        };
         spec.insert("restartPolicy".into(), json!("Never"));
         spec.insert("subdomain".into(), json!(name));
-        set_default(&mut spec, "terminationGracePeriodSeconds", json!(GRACE_SECS));
-        set_default(&mut spec, "automountServiceAccountToken", json!(false));
+        spec.entry("terminationGracePeriodSeconds").or_insert(json!(GRACE_SECS));
+        spec.entry("automountServiceAccountToken").or_insert(json!(false));
         // The container's user must be able to read the file. If the pod sets fsGroup, the group's permission is enough.
         let has_group = spec.get("securityContext").is_some_and(|context| context.get("fsGroup").is_some());
         let mode = if has_group { 0o440 } else { 0o444 };
         let secret = json!({"name": "lockstep-launch", "secret": {"secretName": name, "defaultMode": mode}});
-        let mut volumes = vec![(secret, BUNDLE_DIR.to_owned(), true)];
-        let state = self.dir.to_string_lossy().into_owned();
-        volumes.push((json!({"name": "lockstep-state", "emptyDir": {}}), state, false));
+        let state = json!({"name": "lockstep-state", "emptyDir": {}});
         // Ranks of a pod exchange gradients through shared memory, which Kubernetes limits to 64 MiB by default.
         let shm = json!({"name": "lockstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}});
-        volumes.push((shm, "/dev/shm".into(), false));
+        let state_dir = self.dir.to_string_lossy();
+        let volumes = [(secret, BUNDLE_DIR, true), (state, &*state_dir, false), (shm, "/dev/shm", false)];
         let container = &mut spec["containers"][self.container];
         container["command"] = json!([program, "launched", format!("{BUNDLE_DIR}/{BUNDLE_FILE}")]);
         let on_gpus = device.is_accelerator() || self.gpus.is_some() && !device.is_cpu();
@@ -292,15 +288,14 @@ impl Template {
         if let Some(mounts) = container["volumeMounts"].as_array_mut() {
             for (volume, path, read_only) in volumes {
                 // The template has its own mount at this path, such as a persistent volume.
-                if mounts.iter().any(|mount| mount["mountPath"] == path.as_str()) {
+                if mounts.iter().any(|mount| mount["mountPath"] == path) {
                     continue;
                 }
                 mounts.push(json!({"name": volume["name"], "mountPath": path, "readOnly": read_only}));
                 added.push(volume);
             }
         }
-        set_default(&mut spec, "volumes", json!([]));
-        if let Some(volumes) = spec.get_mut("volumes").and_then(Value::as_array_mut) {
+        if let Some(volumes) = spec.entry("volumes").or_insert(json!([])).as_array_mut() {
             volumes.extend(added);
         }
         json!({"metadata": metadata, "spec": spec})

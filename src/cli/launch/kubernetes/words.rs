@@ -1,5 +1,6 @@
 //! Describes the status of a Job and its pods in sentences.
 
+use crate::cli::{agent::IN_POD_SIGNALLED, api::text};
 use serde_json::Value;
 
 /// Reasons for a waiting container that do not resolve by themselves.
@@ -15,10 +16,6 @@ const STUCK_REASONS: [&str; 8] = [
 ];
 /// Maximum length of a message of Kubernetes. Longer messages are cut.
 const MAX_CHARS: usize = 500;
-
-fn text<'a>(value: &'a Value, key: &str) -> &'a str {
-    value.get(key).and_then(Value::as_str).unwrap_or_default()
-}
 
 fn items<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value.get(key).and_then(Value::as_array).map_or(&[], Vec::as_slice)
@@ -88,7 +85,7 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
         }
         let ended = &container["state"]["terminated"];
         let code = ended["exitCode"].as_i64().unwrap_or(0);
-        let is_signalled = code == i64::from(crate::cli::agent::IN_POD_SIGNALLED);
+        let is_signalled = code == i64::from(IN_POD_SIGNALLED);
         if code != 0 && !is_signalled {
             return Some(format!(
                 "pod {name}: container {label} ended with exit code {code} ({}); `kubectl logs {name}` has its log",

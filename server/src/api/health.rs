@@ -6,7 +6,7 @@ use crate::{
     config::ServeConfig,
     events::Events,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         ingress::Ingress,
         request_times::RequestTimes,
     },
@@ -38,7 +38,7 @@ pub(crate) async fn healthz() -> &'static str {
 ///
 /// The check writes to the database and to the data directory, so a full or read-only disk is reported. Warnings, such as a certificate
 /// that expires soon, are further lines of the response.
-#[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
+#[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String)))]
 pub(crate) async fn readyz(
     State(store): State<Arc<dyn Store>>,
     State(config): State<Arc<ServeConfig>>,

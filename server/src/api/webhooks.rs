@@ -223,8 +223,7 @@ async fn remove(webhooks: &Webhooks, id: &str) -> Result<()> {
 /// List webhooks
 ///
 /// `sort`: `created`, `url`.
-#[utoipa::path(get, path = "/webhooks", tag = "webhooks", params(ListParams),
-    responses((status = 200, body = WebhookList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/webhooks", tag = "webhooks", params(ListParams), responses((status = 200, body = WebhookList)))]
 pub(crate) async fn list(
     State(webhooks): State<Arc<Webhooks>>,
     Query(params): Query<ListParams>,
@@ -238,8 +237,7 @@ pub(crate) async fn list(
 /// The server posts a message to the webhook's URL for each event of a job that is not private. Messages are signed as specified by
 /// Standard Webhooks. With the form `email`, the server sends e-mail instead, which is not signed. E-mail needs `lockstep serve --smtp`.
 #[utoipa::path(post, path = "/webhooks", tag = "webhooks", request_body = NewWebhook,
-    responses((status = 201, body = MadeWebhook), (status = 409, body = Problem, description = "There are 50 webhooks"),
-        (status = 422, body = Problem)))]
+    responses((status = 201, body = MadeWebhook), (status = 409, body = Problem, description = "There are 50 webhooks")))]
 pub(crate) async fn create(
     State(webhooks): State<Arc<Webhooks>>,
     Body(new, _): Body<NewWebhook>,
@@ -252,8 +250,7 @@ pub(crate) async fn create(
 /// Change a webhook
 ///
 /// A webhook that is enabled again receives the messages that are still queued.
-#[utoipa::path(patch, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)), request_body = WebhookChange,
-    responses((status = 200, body = Webhook), (status = 404, body = Problem), (status = 422, body = Problem)))]
+#[utoipa::path(patch, path = "/webhooks/{id}", tag = "webhooks", request_body = WebhookChange, responses((status = 200, body = Webhook)))]
 pub(crate) async fn change(
     State(webhooks): State<Arc<Webhooks>>,
     Path(id): Path<String>,
@@ -265,8 +262,7 @@ pub(crate) async fn change(
 /// Remove a webhook
 ///
 /// The webhook's messages are removed, too, including queued messages.
-#[utoipa::path(delete, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(delete, path = "/webhooks/{id}", tag = "webhooks", responses((status = 204)))]
 pub(crate) async fn delete(
     State(webhooks): State<Arc<Webhooks>>,
     Path(id): Path<String>,
@@ -278,8 +274,7 @@ pub(crate) async fn delete(
 /// Send a test message to a webhook
 ///
 /// The message is sent at once and only once, even if the webhook is disabled. The response contains the result.
-#[utoipa::path(post, path = "/webhooks/{id}/test", tag = "webhooks", params(("id" = String, Path)),
-    responses((status = 200, body = Delivery), (status = 404, body = Problem)))]
+#[utoipa::path(post, path = "/webhooks/{id}/test", tag = "webhooks", responses((status = 200, body = Delivery)))]
 pub(crate) async fn test(
     State(webhooks): State<Arc<Webhooks>>,
     Path(id): Path<String>,
@@ -292,7 +287,7 @@ pub(crate) async fn test(
 ///
 /// Messages are kept for a week. Of the messages that were delivered or have failed, only the newest 100 are kept. `sort`: `created`.
 #[utoipa::path(get, path = "/webhooks/{id}/deliveries", tag = "webhooks", params(("id" = String, Path), ListParams),
-    responses((status = 200, body = DeliveryList), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = DeliveryList)))]
 pub(crate) async fn deliveries(
     State(webhooks): State<Arc<Webhooks>>,
     Path(id): Path<String>,

@@ -103,7 +103,6 @@ async fn was_deleted(auth: &Auth, job: &JobId) -> Result<bool> {
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("id" = String, Path), ("file" = String, Path)),
     responses((status = 200, content_type = "application/octet-stream"), (status = 206, description = "The requested range"),
-        (status = 403, body = Problem), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The checkpoint is damaged, and the job has no other checkpoint"),
         (status = 422, body = Problem, description = "The checkpoint is damaged: end the attempt")))]
 pub(crate) async fn file(
@@ -177,7 +176,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
 /// The first reported fingerprint is stored. 409 means that the dataset on this agent's machine differs.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)), request_body = Object,
-    responses((status = 204), (status = 403, body = Problem), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
+    responses((status = 204), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
 pub(crate) async fn dataset(
     State(checkpoints): State<Arc<Checkpoints>>,
     requester: RequestingAgent,
@@ -202,8 +201,7 @@ pub(crate) async fn dataset(
 
 /// Show the uploaded part of a checkpoint
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
-    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
-    responses((status = 200, body = UploadState), (status = 403, body = Problem), (status = 404, body = Problem)))]
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)), responses((status = 200, body = UploadState)))]
 pub(crate) async fn upload_state(
     State(checkpoints): State<Arc<Checkpoints>>,
     requester: RequestingAgent,
@@ -228,8 +226,7 @@ pub(crate) struct PieceQuery {
 /// `MANIFEST.json` must be uploaded first, in one piece. The manifest limits the sizes of the other files.
 #[utoipa::path(put, path = "/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), PieceQuery),
-    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
-    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"), responses((status = 204),
         (status = 409, body = Problem, description = "The piece does not follow the uploaded bytes"),
         (status = 422, body = Problem, description = "The manifest or the piece is invalid"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
@@ -262,8 +259,7 @@ pub(crate) async fn upload_piece(
 ///
 /// The server checks the files against the manifest. Only then can the checkpoint be downloaded, forked or used for the next attempt.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
-    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
-    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)), responses((status = 204),
         (status = 422, body = Problem, description = "The files differ from the manifest: upload the checkpoint again"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_done(

@@ -7,7 +7,7 @@ use crate::{
     },
     api::list,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Path, Query, count},
     },
     store::Store,
@@ -57,9 +57,8 @@ pub(crate) struct GpuMetrics {
 /// Show a machine's measurements
 ///
 /// Returns every sample of the last ten minutes (a sample every five seconds), and a mean for each minute of the last day.
-#[utoipa::path(get, path = "/agents/{id}/metrics", tag = "agents",
-    params(("id" = String, Path), MachineMetricsQuery),
-    responses((status = 200, body = MachineMetrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/agents/{id}/metrics", tag = "agents", params(("id" = String, Path), MachineMetricsQuery),
+    responses((status = 200, body = MachineMetrics)))]
 pub(crate) async fn find(
     State(store): State<Arc<dyn Store>>,
     State(agents): State<Arc<Agents>>,

@@ -110,8 +110,7 @@ pub(crate) struct KeptFor {
 /// List machines
 ///
 /// `sort`: `name`, `last_seen`, `slots`. Machines have no time of creation, so `created_after` and `created_before` are refused.
-#[utoipa::path(get, path = "/agents", tag = "agents", params(ListParams),
-    responses((status = 200, body = AgentList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/agents", tag = "agents", params(ListParams), responses((status = 200, body = AgentList)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     State(ingress): State<Arc<Ingress>>,
@@ -124,8 +123,7 @@ pub(crate) async fn list(
 /// Drain a machine
 ///
 /// The machine gets no new work. Running ranks continue.
-#[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", responses((status = 204)))]
 pub(crate) async fn drain(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -134,8 +132,7 @@ pub(crate) async fn drain(
 }
 
 /// Undrain a machine
-#[utoipa::path(post, path = "/agents/{id}/undrain", tag = "agents", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(post, path = "/agents/{id}/undrain", tag = "agents", responses((status = 204)))]
 pub(crate) async fn undrain(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -146,8 +143,7 @@ pub(crate) async fn undrain(
 /// Remove a machine that is offline
 ///
 /// The machine and its measurements are removed. If its agent starts again, the machine joins again.
-#[utoipa::path(delete, path = "/agents/{id}", tag = "agents", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
+#[utoipa::path(delete, path = "/agents/{id}", tag = "agents", responses((status = 204), (status = 409, body = Problem)))]
 pub(crate) async fn remove(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,

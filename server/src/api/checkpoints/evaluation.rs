@@ -120,7 +120,7 @@ pub(crate) struct NeighboursQuery {
 /// another dataset. The evaluation is computed at the first request, and again if the pictures have changed. This may take a while: 202
 /// means that the evaluation is in progress; repeat the request.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), EvaluationQuery),
-    responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
+    responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine, or the job is a run from elsewhere"),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the agent disconnected during the evaluation; ask again")))]
 pub(crate) async fn evaluation(
@@ -139,7 +139,7 @@ pub(crate) async fn evaluation(
 /// first request, and again if the validation pictures have changed. An agent embeds every picture on its CPU cores, which may take a
 /// while: 202 means that the evaluation is in progress; repeat the request.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation/neighbours", tag = "checkpoints", params(("id" = String, Path), NeighboursQuery),
-    responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
+    responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine, or the job is a run from elsewhere"),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the agent disconnected during the evaluation; ask again")))]
 pub(crate) async fn neighbours(

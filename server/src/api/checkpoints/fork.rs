@@ -63,7 +63,7 @@ pub(crate) struct ForkRequest {
         ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client")),
     request_body = ForkRequest,
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "An earlier identical request has made this job"),
-        (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
+        (status = 409, body = Problem, description = "The job has no such checkpoint"),
         (status = 422, body = Problem, description = "Settings are invalid or do not fit the checkpoint, or the checkpoint is damaged")))]
 pub(crate) async fn fork(
     State(scheduler): State<Arc<Scheduler>>,
@@ -204,9 +204,8 @@ fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
 ///
 /// Returns the report on the fork's specification. Warnings say whether the schedule of the learning rate changes, and whether the fork's
 /// validation pictures include pictures that the job has trained on.
-#[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", params(("id" = String, Path)), request_body = ForkRequest,
-    responses((status = 200, body = CheckReport), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
-        (status = 422, body = Problem)))]
+#[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", request_body = ForkRequest,
+    responses((status = 200, body = CheckReport), (status = 409, body = Problem, description = "The job has no such checkpoint")))]
 pub(crate) async fn check(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,

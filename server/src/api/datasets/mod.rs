@@ -91,7 +91,7 @@ pub(super) async fn visible_datasets(store: &dyn Store, caller: &Caller) -> Resu
 /// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes. A response 202 contains the
 /// progress; repeat the request until the response is 201.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
-    responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
+    responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn create(
     State(datasets): State<Arc<Datasets>>,
@@ -225,7 +225,7 @@ pub(crate) struct InspectedFolder {
 
 /// Inspect a folder without registering it
 #[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitQuery), request_body = Folder,
-    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again")))]
 pub(crate) async fn inspect(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
@@ -247,7 +247,7 @@ pub(crate) async fn inspect(
 ///
 /// The result replaces the dataset's stored information, even while jobs train on the dataset.
 #[utoipa::path(post, path = "/datasets/{name}/inspect", tag = "datasets", params(("name" = String, Path), WaitQuery),
-    responses((status = 200, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 404, body = Problem), (status = 422, body = Problem),
+    responses((status = 200, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn inspect_again(
     State(datasets): State<Arc<Datasets>>,
@@ -370,7 +370,7 @@ async fn path_mistake(datasets: &Datasets, caller: &Caller, path: &str) -> Optio
 ///
 /// `sort`: `name`, `created` (the time of registration).
 #[utoipa::path(get, path = "/datasets", tag = "datasets", params(ListParams),
-    responses((status = 200, body = DatasetList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 400, body = Problem)))]
+    responses((status = 200, body = DatasetList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`")))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -381,8 +381,8 @@ pub(crate) async fn list(
 }
 
 /// Show a dataset
-#[utoipa::path(get, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 200, body = Dataset), (status = 304, description = "The dataset is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/datasets/{name}", tag = "datasets",
+    responses((status = 200, body = Dataset), (status = 304, description = "The dataset is unchanged since the response whose `ETag` is in `If-None-Match`")))]
 pub(crate) async fn show(
     State(store): State<Arc<dyn Store>>,
     headers: HeaderMap,
@@ -395,8 +395,8 @@ pub(crate) async fn show(
 ///
 /// The dataset's files are removed only if they were uploaded. Finished jobs keep the dataset's name; they cannot be evaluated or run again
 /// until a dataset is registered under this name.
-#[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Unfinished jobs train on the dataset; the problem names them")))]
+#[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets",
+    responses((status = 204), (status = 409, body = Problem, description = "Unfinished jobs train on the dataset; the problem names them")))]
 pub(crate) async fn delete(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,

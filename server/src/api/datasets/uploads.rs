@@ -66,7 +66,7 @@ pub(crate) struct UploadedDataset {
 #[utoipa::path(put, path = "/datasets/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), ArchiveQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 204), (status = 409, body = Problem, description = "The name is taken, or the piece does not follow the uploaded bytes"),
-        (status = 422, body = Problem), (status = 507, body = Problem, description = "The server's disk is full")))]
+        (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_archive(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,

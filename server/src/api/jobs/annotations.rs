@@ -7,7 +7,7 @@ use crate::{
     },
     auth::access::Caller,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Body, Path, Query, count, job_id},
     },
     scheduler::Scheduler,
@@ -67,8 +67,7 @@ pub(crate) struct Change {
 }
 
 /// List notes and tags
-#[utoipa::path(get, path = "/annotations", tag = "jobs", params(AnnotationsQuery),
-    responses((status = 200, body = Annotations), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/annotations", tag = "jobs", params(AnnotationsQuery), responses((status = 200, body = Annotations)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -97,8 +96,7 @@ pub(crate) async fn list(
 }
 
 /// Change a job's notes, tags, priority or project
-#[utoipa::path(patch, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)), request_body = Change,
-    responses((status = 200, body = Annotation), (status = 404, body = Problem), (status = 422, body = Problem)))]
+#[utoipa::path(patch, path = "/jobs/{id}", tag = "jobs", request_body = Change, responses((status = 200, body = Annotation)))]
 pub(crate) async fn change(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -153,8 +151,7 @@ pub(crate) struct Size {
 }
 
 /// Show the disk space that deleting a job frees
-#[utoipa::path(get, path = "/jobs/{id}/size", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 200, body = Size), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/jobs/{id}/size", tag = "jobs", responses((status = 200, body = Size)))]
 pub(crate) async fn size(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,

@@ -6,7 +6,7 @@ use crate::{
         list::{List, ListParams, list_of},
     },
     http::{
-        error::{Problem, Result},
+        error::Result,
         extract::{Path, Query},
     },
     scheduler::Scheduler,
@@ -38,7 +38,7 @@ const LIST: List<Attempt> = List {
 /// Each attempt has its state, the reason for its end (a code, the rank and step that caused the end, a text), and the checkpoint from
 /// which it began. Attempts are kept as long as the job. `sort`: `attempt`.
 #[utoipa::path(get, path = "/jobs/{id}/attempts", tag = "jobs", params(("id" = String, Path), ListParams),
-    responses((status = 200, body = AttemptList), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = AttemptList)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,

@@ -9,7 +9,7 @@ use crate::{
     },
     auth::access::Caller,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Document, Query},
     },
     scheduler::{Scheduler, device_for, max_capacity_of},
@@ -94,7 +94,7 @@ const MIN_MEASURED_STEPS: u64 = 20;
 ///
 /// Also accepts a job file with a section `sweep`, like `POST /sweeps`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
-    params(LaunchQuery), responses((status = 200, body = CheckReport), (status = 422, body = Problem)))]
+    params(LaunchQuery), responses((status = 200, body = CheckReport)))]
 pub(crate) async fn validate(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,

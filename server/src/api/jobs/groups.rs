@@ -5,7 +5,7 @@ use crate::{
     api::list::{self, Key, MAX_LIMIT, Pages},
     auth::access::Caller,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Query, count},
     },
     store::{GroupRow, GroupValue, MeanAndSpread, Spread, Store},
@@ -160,8 +160,7 @@ fn parse_metric_names(text: Option<&str>) -> Result<Vec<&str>> {
 /// Returns for each group the number of jobs in each state, and mean and standard deviation of metrics, for example over jobs that differ
 /// only in their seed. All matching jobs are included, except private jobs of other people. With `by=tag`, a job is in the group of each of
 /// its tags.
-#[utoipa::path(get, path = "/jobs/groups", tag = "jobs", params(GroupsQuery),
-    responses((status = 200, body = GroupList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/jobs/groups", tag = "jobs", params(GroupsQuery), responses((status = 200, body = GroupList)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,

@@ -150,7 +150,7 @@ impl ListQuery {
 
 /// List jobs
 #[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery),
-    responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 200, body = JobList), (status = 422, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,

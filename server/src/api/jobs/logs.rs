@@ -137,7 +137,7 @@ pub(crate) struct Line {
 ///
 /// The response is a page of lines as JSON, or with `Accept: text/plain` a file of all matching lines.
 #[utoipa::path(get, path = "/jobs/{id}/logs", tag = "logs", params(("id" = String, Path), LogsQuery),
-    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 422, body = Problem)))]
 pub(crate) async fn query(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,

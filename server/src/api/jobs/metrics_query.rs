@@ -64,7 +64,7 @@ pub(crate) struct JobMetrics {
 ///
 /// Returns for each job the response of `GET /jobs/{id}/metrics`: exact points if they fit, otherwise buckets of equal ranges of steps.
 #[utoipa::path(get, path = "/metrics/query", tag = "metrics", params(JobsMetricsQuery),
-    responses((status = 200, body = JobsMetrics), (status = 400, body = Problem), (status = 404, body = Problem, description = "No job has one of the ids; the problem names the id")))]
+    responses((status = 200, body = JobsMetrics), (status = 404, body = Problem, description = "No job has one of the ids; the problem names the id")))]
 pub(crate) async fn find(
     State(scheduler): State<Arc<Scheduler>>,
     State(stored_metrics): State<Arc<crate::metrics::Metrics>>,

@@ -80,7 +80,7 @@ pub(crate) struct QueuePage {
 /// position, and are left out with `project` or `owner`. Positions count all jobs of the queue, and may change between two pages as jobs
 /// start.
 #[utoipa::path(get, path = "/queue", tag = "jobs", params(QueueQuery),
-    responses((status = 200, body = QueueList), (status = 400, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 200, body = QueueList), (status = 422, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,

@@ -63,7 +63,7 @@ pub(crate) struct SinceQuery {
 /// If `since` is above `last_seq` in `hello`, an older database was restored. The stream then continues from `last_seq`, and the client
 /// must discard the later events that it has.
 #[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), SinceQuery),
-    responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
+    responses((status = 101, body = Frame), (status = 426, body = Problem)))]
 pub(crate) async fn job_stream(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,

@@ -61,7 +61,7 @@ pub(crate) struct AuditQuery {
 ///
 /// The log has every request that may have changed something and every attempt to sign in, with the sender, the sender's address, the
 /// action and the response's status. The newest 100 000 entries of the last year are kept.
-#[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::http::error::Problem)))]
+#[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage)))]
 pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
     Query(query): Query<AuditQuery>,

@@ -73,8 +73,7 @@ const LIST: List<Token> = List {
 /// List tokens
 ///
 /// Admins see all tokens, other people their own. `sort`: `created`, `name`, `last_used`, `expires`.
-#[utoipa::path(get, path = "/tokens", tag = "access", params(ListParams),
-    responses((status = 200, body = TokenList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/tokens", tag = "access", params(ListParams), responses((status = 200, body = TokenList)))]
 pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
@@ -101,8 +100,7 @@ fn request_token(auth: &Auth, caller: &Caller) -> Option<Token> {
 /// when the person is removed, and when the token of that request is revoked. A personal token with the scope `read` cannot make tokens.
 /// Only admins make tokens that belong to no person, for programs and machines.
 #[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
-    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid tokens, or a person has the name"),
-        (status = 422, body = Problem)))]
+    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid tokens, or a person has the name")))]
 pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
@@ -227,8 +225,7 @@ async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<(Option<String>,
 ///
 /// Requests with the token are refused, and the token's websockets, sessions and login links end at once. Tokens that were made with the
 /// token are revoked, too. A token can revoke itself, and other tokens with at most the same rights.
-#[utoipa::path(delete, path = "/tokens/{id}", tag = "access", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(delete, path = "/tokens/{id}", tag = "access", responses((status = 204)))]
 pub(crate) async fn revoke(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,

@@ -76,7 +76,7 @@ async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepR
 #[utoipa::path(post, path = "/sweeps", tag = "sweeps", request_body(content((Object = "application/json"), (String = "application/toml"))),
     params(LaunchQuery, ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client")),
     responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "An earlier identical request has made this sweep"),
-        (status = 409, body = Problem, description = "The key was used with another request"), (status = 422, body = Problem)))]
+        (status = 409, body = Problem, description = "The key was used with another request")))]
 #[expect(clippy::too_many_arguments, reason = "a handler extracts each part of the state that it needs")]
 pub(crate) async fn create(
     State(scheduler): State<Arc<Scheduler>>,
@@ -169,8 +169,7 @@ async fn submit(
 /// List sweeps
 ///
 /// The list does not contain the trials. `sort`: `created`, `name`.
-#[utoipa::path(get, path = "/sweeps", tag = "sweeps", params(ListParams),
-    responses((status = 200, body = SweepList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/sweeps", tag = "sweeps", params(ListParams), responses((status = 200, body = SweepList)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -190,8 +189,7 @@ pub(crate) async fn list(
 /// Show a sweep
 ///
 /// Returns the sweep with its trials: settings, jobs, and the metric at the newest rung.
-#[utoipa::path(get, path = "/sweeps/{id}", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 200, body = Sweep), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/sweeps/{id}", tag = "sweeps", responses((status = 200, body = Sweep)))]
 pub(crate) async fn show(State(store): State<Arc<dyn Store>>, Path(id): Path<String>) -> Result<Json<Sweep>> {
     Ok(Json(with_trials(&*store, &find(&*store, &id).await?).await?))
 }
@@ -199,8 +197,8 @@ pub(crate) async fn show(State(store): State<Arc<dyn Store>>, Path(id): Path<Str
 /// Pause a sweep
 ///
 /// No trial starts or resumes. Running trials continue until their next rung or their end.
-#[utoipa::path(post, path = "/sweeps/{id}/pause", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep is not running")))]
+#[utoipa::path(post, path = "/sweeps/{id}/pause", tag = "sweeps",
+    responses((status = 202, body = Sweep), (status = 409, body = Problem, description = "The sweep is not running")))]
 pub(crate) async fn pause(
     State(sweeps): State<Arc<Sweeps>>,
     State(store): State<Arc<dyn Store>>,
@@ -210,8 +208,8 @@ pub(crate) async fn pause(
 }
 
 /// Resume a paused sweep
-#[utoipa::path(post, path = "/sweeps/{id}/resume", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep is not paused")))]
+#[utoipa::path(post, path = "/sweeps/{id}/resume", tag = "sweeps",
+    responses((status = 202, body = Sweep), (status = 409, body = Problem, description = "The sweep is not paused")))]
 pub(crate) async fn resume(
     State(sweeps): State<Arc<Sweeps>>,
     State(store): State<Arc<dyn Store>>,
@@ -223,8 +221,8 @@ pub(crate) async fn resume(
 /// Cancel a sweep
 ///
 /// The sweep's unfinished trials are cancelled, too. The trials keep their checkpoints.
-#[utoipa::path(post, path = "/sweeps/{id}/cancel", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep has already ended")))]
+#[utoipa::path(post, path = "/sweeps/{id}/cancel", tag = "sweeps",
+    responses((status = 202, body = Sweep), (status = 409, body = Problem, description = "The sweep has already ended")))]
 pub(crate) async fn cancel(
     State(sweeps): State<Arc<Sweeps>>,
     State(store): State<Arc<dyn Store>>,
@@ -236,8 +234,8 @@ pub(crate) async fn cancel(
 /// Delete a sweep
 ///
 /// The sweep's jobs remain, as jobs without a sweep. An unfinished sweep is refused; cancel the sweep first.
-#[utoipa::path(delete, path = "/sweeps/{id}", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep has not ended")))]
+#[utoipa::path(delete, path = "/sweeps/{id}", tag = "sweeps",
+    responses((status = 204), (status = 409, body = Problem, description = "The sweep has not ended")))]
 pub(crate) async fn delete(
     State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,

@@ -77,7 +77,6 @@ macro_rules! list_of {
     (
         $(#[$about:meta])* $list:ident
         $(#[$order:meta])* $elements:ident: $element:ident
-        $(#[$count:meta])* total
     ) => {
         $(#[$about])*
         #[derive(Debug, serde::Serialize, utoipa::ToSchema)]
@@ -87,7 +86,7 @@ macro_rules! list_of {
             $elements: $crate::api::list::Elements<$element>,
             /// Value of `cursor` for the next page; null on the last page.
             next_cursor: Option<String>,
-            $(#[$count])*
+            /// Number of elements on all pages; absent without `count=true`.
             #[serde(skip_serializing_if = "Option::is_none")]
             total: Option<u64>,
         }
@@ -271,23 +270,16 @@ pub(super) struct List<T: 'static> {
 }
 
 impl<T: ToSchema> List<T> {
-    /// Returns the requested page of a list that exists once in the server.
+    /// Returns the requested page of a list. `job`: the job whose list it is; `None` if the server has only one such list.
     ///
     /// # Errors
     /// 400: a parameter is invalid.
-    pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
-        self.select_page(items, params, None)
-    }
-
-    /// Returns the requested page of a list of a job.
-    ///
-    /// # Errors
-    /// 400: a parameter is invalid.
-    pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
-        self.select_page(items, params, Some(job))
-    }
-
-    fn select_page(&self, mut items: Vec<T>, params: &ListParams, job: Option<&JobId>) -> Result<Page<T>> {
+    pub(super) fn page(
+        &self,
+        job: Option<&JobId>,
+        mut items: Vec<T>,
+        params: &ListParams,
+    ) -> Result<Page<T>> {
         let pages = Pages::new(self.name, params.sort.as_deref().unwrap_or(self.default_sort));
         let pages = job.map_or(pages, |job| pages.owned_by("job", job.as_str()));
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;

@@ -79,8 +79,6 @@ list_of! {
     WebhookList
     /// Oldest first, unless `sort` is given.
     webhooks: Webhook
-    /// Number of webhooks on all pages; absent without `count=true`.
-    total
 }
 
 list_of! {
@@ -88,8 +86,6 @@ list_of! {
     DeliveryList
     /// Newest first, unless `sort` is given.
     deliveries: Delivery
-    /// Number of messages on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Webhook> = List {
@@ -229,7 +225,7 @@ pub(crate) async fn list(
     Query(params): Query<ListParams>,
 ) -> Result<Json<WebhookList>> {
     let all = webhooks.store.webhooks().await?.into_iter().map(|row| row.webhook);
-    Ok(Json(LIST.page(all.collect(), &params)?.into()))
+    Ok(Json(LIST.page(None, all.collect(), &params)?.into()))
 }
 
 /// Add a webhook
@@ -295,7 +291,7 @@ pub(crate) async fn deliveries(
 ) -> Result<Json<DeliveryList>> {
     find(&webhooks, &id).await?;
     let deliveries = webhooks.store.deliveries(&id, MAX_LISTED_MESSAGES).await?;
-    Ok(Json(DELIVERIES.page(deliveries, &params)?.into()))
+    Ok(Json(DELIVERIES.page(None, deliveries, &params)?.into()))
 }
 
 /// `GET /webhooks`

@@ -44,8 +44,6 @@ list_of! {
     AgentList
     /// Ordered by name, unless `sort` is given.
     agents: Agent
-    /// Number of machines on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Agent> = List {
@@ -117,7 +115,7 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<AgentList>> {
-    Ok(Json(LIST.page(all_machines(&scheduler, &ingress, &caller).await?, &params)?.into()))
+    Ok(Json(LIST.page(None, all_machines(&scheduler, &ingress, &caller).await?, &params)?.into()))
 }
 
 /// Drain a machine

@@ -83,8 +83,6 @@ list_of! {
     CheckpointList
     /// Newest first, unless `sort` is given.
     checkpoints: Checkpoint
-    /// Number of checkpoints on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Checkpoint> = List {
@@ -156,7 +154,7 @@ pub(crate) async fn list(
         Checkpoint::of(&scheduler.checkpoints, row, copies)
     };
     let checkpoints = rows.into_iter().map(to_checkpoint).collect();
-    tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, checkpoints, &params)?))
+    tagged(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
 }
 
 /// Show a checkpoint

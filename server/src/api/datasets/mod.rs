@@ -20,7 +20,7 @@ use crate::{
         error::{Code, Error, Problem, Result},
         extract::{Body, Path, Query},
     },
-    store::{Store, StoreError},
+    store::Store,
 };
 use axum::{
     Extension, Json,
@@ -28,7 +28,7 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, WaitQuery};
+use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, NotInspected, WaitQuery};
 use lockstep_protocol::{
     Job,
     dataset::{Dataset, DatasetInfo},
@@ -51,8 +51,6 @@ list_of! {
     DatasetList
     /// Ordered by name, unless `sort` is given.
     datasets: Dataset
-    /// Number of datasets on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Dataset> = List {
@@ -98,8 +96,8 @@ pub(crate) async fn create(
     Extension(caller): Extension<Caller>,
     Query(wait): Query<WaitQuery>,
     Body(new, _): Body<NewDataset>,
-) -> Result<Response> {
-    Ok(register(&datasets, &caller, new, wait.patience()?).await?.respond(created_response))
+) -> Inspected<Response> {
+    Ok(created_response(register(&datasets, &caller, new, wait.patience()?).await?))
 }
 
 fn created_response(dataset: Dataset) -> Response {
@@ -116,11 +114,11 @@ pub(crate) async fn register(
     caller: &Caller,
     new: NewDataset,
     patience: Duration,
-) -> Result<Inspected<Dataset>> {
+) -> Inspected<Dataset> {
     let mut errors: Vec<SpecError> = name_mistake(&new.name).into_iter().collect();
     errors.extend(path_mistake(datasets, caller, &new.path).await);
     if !errors.is_empty() {
-        return Err(Error::Invalid(errors));
+        return Err(Error::Invalid(errors).into());
     }
     if let Some(existing) = datasets.store.dataset(&new.name).await?
         && caller.sees(existing.private, existing.owner.as_deref())
@@ -130,22 +128,20 @@ pub(crate) async fn register(
             let detail = format!(
                 "the dataset {name:?} is already registered at this path; `lockstep dataset inspect` shows it"
             );
-            return Err(Error::Of(Code::NameTaken, detail));
+            return Err(Error::Of(Code::NameTaken, detail).into());
         }
         if matches!(changes::compare(&existing).await, Comparison::Missing) {
             let detail = format!(
                 "a dataset is already called {name:?}, but its folder {path} no longer exists: if the folder was moved, run \
                  `lockstep dataset remove {name}`, then register the new path"
             );
-            return Err(Error::Of(Code::NameTaken, detail));
+            return Err(Error::Of(Code::NameTaken, detail).into());
         }
     }
     check_free(datasets, &new.name).await?;
-    let registered = inspect_new(datasets, caller, new, patience).await?;
-    if let Inspected::Done(dataset) = &registered {
-        datasets.store.add_dataset(dataset).await?;
-    }
-    Ok(registered)
+    let dataset = inspect_new(datasets, caller, new, patience).await?;
+    datasets.store.add_dataset(&dataset).await?;
+    Ok(dataset)
 }
 
 /// Checks that no dataset has this name.
@@ -164,16 +160,15 @@ async fn inspect_new(
     caller: &Caller,
     new: NewDataset,
     patience: Duration,
-) -> Result<Inspected<Dataset>> {
-    inspections::inspect(datasets, new.path, patience).await?.try_map(|(path, info)| {
-        Ok(Dataset {
-            name: new.name,
-            info: check_info(datasets, &path, info)?,
-            path,
-            added_at: crate::now(),
-            owner: caller.owner().map(str::to_owned),
-            private: new.private,
-        })
+) -> Inspected<Dataset> {
+    let (path, info) = inspections::inspect(datasets, new.path, patience).await?;
+    Ok(Dataset {
+        name: new.name,
+        info: check_info(datasets, &path, info)?,
+        path,
+        added_at: crate::now(),
+        owner: caller.owner().map(str::to_owned),
+        private: new.private,
     })
 }
 
@@ -231,16 +226,13 @@ pub(crate) async fn inspect(
     Extension(caller): Extension<Caller>,
     Query(wait): Query<WaitQuery>,
     Body(folder, _): Body<Folder>,
-) -> Result<Response> {
+) -> Inspected<Json<InspectedFolder>> {
     if let Some(mistake) = path_mistake(&datasets, &caller, &folder.path).await {
-        return Err(Error::Invalid(vec![mistake]));
+        return Err(Error::Invalid(vec![mistake]).into());
     }
-    let inspected = inspections::inspect(&datasets, folder.path, wait.patience()?).await?;
-    let folder = inspected.try_map(|(path, info)| {
-        let info = check_info(&datasets, &path, info)?;
-        Ok(InspectedFolder { path, info })
-    });
-    Ok(folder?.respond(|folder| Json(folder).into_response()))
+    let (path, info) = inspections::inspect(&datasets, folder.path, wait.patience()?).await?;
+    let info = check_info(&datasets, &path, info)?;
+    Ok(Json(InspectedFolder { path, info }))
 }
 
 /// Inspect a registered dataset again
@@ -253,10 +245,9 @@ pub(crate) async fn inspect_again(
     State(datasets): State<Arc<Datasets>>,
     Query(wait): Query<WaitQuery>,
     Path(name): Path<String>,
-) -> Result<Response> {
+) -> Inspected<Json<Dataset>> {
     let dataset = datasets.store.dataset(&name).await?.ok_or_else(no_such_dataset)?;
-    let inspected = inspect_registered(&datasets, dataset, wait.patience()?).await?;
-    Ok(inspected.respond(|dataset| Json(dataset).into_response()))
+    Ok(Json(inspect_registered(&datasets, dataset, wait.patience()?).await?))
 }
 
 /// Lets an agent inspect a registered dataset, and stores the result. Waits for the inspection for at most `patience`.
@@ -264,14 +255,11 @@ async fn inspect_registered(
     datasets: &Arc<Datasets>,
     dataset: Dataset,
     patience: Duration,
-) -> Result<Inspected<Dataset>> {
-    let inspected = inspections::inspect(datasets, dataset.path.clone(), patience).await?;
-    let inspected = inspected
-        .try_map(|(path, info)| Ok(Dataset { info: check_info(datasets, &path, info)?, ..dataset }))?;
-    if let Inspected::Done(dataset) = &inspected {
-        datasets.store.update_dataset(dataset).await?;
-    }
-    Ok(inspected)
+) -> Inspected<Dataset> {
+    let (path, info) = inspections::inspect(datasets, dataset.path.clone(), patience).await?;
+    let dataset = Dataset { info: check_info(datasets, &path, info)?, ..dataset };
+    datasets.store.update_dataset(&dataset).await?;
+    Ok(dataset)
 }
 
 /// Inspects a dataset again if it has changed since its last inspection. If the inspection fails or the files are missing, `dataset` stays
@@ -290,10 +278,10 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
     }
     let (shared, registered) = (Arc::clone(datasets), dataset.clone());
     let inspection =
-        to_the_end(async move { inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await });
+        to_the_end(async move { Ok(inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await) });
     match tokio::time::timeout(REFRESH_WAIT, inspection).await {
-        Ok(Ok(Inspected::Done(inspected))) => *dataset = inspected,
-        Ok(Err(error)) => {
+        Ok(Ok(Ok(inspected))) => *dataset = inspected,
+        Ok(Ok(Err(NotInspected::Failed(error))) | Err(error)) => {
             let name = &dataset.name;
             let why = match error {
                 // The pointers are for a request to register a dataset.
@@ -307,7 +295,7 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
                  numbers of the last inspection"
             ));
         }
-        Ok(Ok(Inspected::UnderWay(_))) | Err(_) => {}
+        Ok(Ok(Err(NotInspected::UnderWay(_)))) | Err(_) => {}
     }
     None
 }
@@ -377,7 +365,7 @@ pub(crate) async fn list(
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
-    tagged(&headers, &DatasetList::from(LIST.page(visible_datasets(&*store, &caller).await?, &params)?))
+    tagged(&headers, &DatasetList::from(LIST.page(None, visible_datasets(&*store, &caller).await?, &params)?))
 }
 
 /// Show a dataset
@@ -405,12 +393,12 @@ pub(crate) async fn delete(
     let store = &datasets.store;
     let uploaded = store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload(&dataset.path));
     let removed = match uploaded {
-        Some(folder) => to_the_end(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await?,
-        None => store.remove_dataset(&name).await,
+        Some(folder) => to_the_end(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await,
+        None => store.remove_dataset(&name).await.map_err(Error::from),
     };
     match removed {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
-        Err(error @ StoreError::DatasetInUse(_)) => {
+        Err(error @ Error::Of(Code::DatasetInUse, _)) => {
             let mut jobs = store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
             if !jobs.iter().all(|job| caller.sees_job(job)) {
@@ -418,13 +406,9 @@ pub(crate) async fn delete(
                 return Err(Error::Of(Code::DatasetInUse, detail.into()));
             }
             // If no job is left, the jobs have ended meanwhile.
-            Err(if jobs.is_empty() {
-                error.into()
-            } else {
-                Error::Of(Code::DatasetInUse, in_use_message(&jobs))
-            })
+            Err(if jobs.is_empty() { error } else { Error::Of(Code::DatasetInUse, in_use_message(&jobs)) })
         }
-        Err(error) => Err(error.into()),
+        Err(error) => Err(error),
     }
 }
 

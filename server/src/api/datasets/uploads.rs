@@ -3,7 +3,7 @@
 
 use super::{
     NewDataset, check_free, created_response, inspect_new,
-    inspections::{Inspected, InspectionProgress, WaitQuery},
+    inspections::{Inspected, InspectionProgress, NotInspected, WaitQuery},
     name_mistake,
 };
 use crate::{
@@ -17,7 +17,6 @@ use crate::{
         error::{Error, Problem, Result, blocking, disk_error},
         extract::{Body, Path, Query},
     },
-    store::StoreError,
 };
 use axum::{
     Extension,
@@ -114,7 +113,7 @@ pub(crate) async fn register_upload(
     Query(wait): Query<WaitQuery>,
     Path(name): Path<String>,
     Body(new, _): Body<UploadedDataset>,
-) -> Result<Response> {
+) -> Inspected<Response> {
     let upload = upload(&datasets, &caller, &name)?;
     let patience = wait.patience()?;
     // The response to an earlier request may have been lost.
@@ -137,25 +136,20 @@ pub(crate) async fn register_upload(
         let detail = format!("unpacking {name}: {} of {} files; ask again", unpacked.files, unpacked.total);
         let progress =
             InspectionProgress { detail, inspected: Some(unpacked.files), total: Some(unpacked.total) };
-        return Ok(Inspected::UnderWay(progress).respond(created_response));
+        return Err(NotInspected::UnderWay(progress));
     }
     let path = unpacked.pictures.to_string_lossy().into_owned();
     let new = NewDataset { name, path: path.clone(), private: new.private };
-    let registered = inspect_new(&datasets, &caller, new, patience).await.map_err(|error| match error {
+    let inspected = inspect_new(&datasets, &caller, new, patience).await.map_err(|error| match error {
         // The path on the server means nothing to the sender.
-        Error::Invalid(mistakes) => {
+        NotInspected::Failed(Error::Invalid(mistakes)) => {
             let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();
             let detail = details.join("; ").replace(&path, "the zip file");
-            Error::unprocessable(detail)
+            Error::unprocessable(detail).into()
         }
         other => other,
     });
-    match registered? {
-        Inspected::Done(dataset) => {
-            to_the_end(add(datasets, upload, unpacked.pictures, dataset)).await.map(created_response)
-        }
-        under_way => Ok(under_way.respond(created_response)),
-    }
+    Ok(created_response(to_the_end(add(datasets, upload, unpacked.pictures, inspected?)).await?))
 }
 
 /// Stores the dataset of inspected `pictures`, and removes the zip file.
@@ -182,30 +176,20 @@ async fn add(
     Ok(dataset)
 }
 
-/// Removes a dataset that was uploaded, and its files. Returns whether the store has removed the dataset.
-///
-/// # Errors
-/// The files of the removed dataset cannot be removed, or the store cannot be read.
-pub(super) async fn remove(
-    datasets: Arc<Datasets>,
-    name: String,
-    folder: PathBuf,
-) -> Result<std::result::Result<(), StoreError>> {
+/// Removes a dataset that was uploaded, and its files.
+pub(super) async fn remove(datasets: Arc<Datasets>, name: String, folder: PathBuf) -> Result<()> {
     let lock = FOLDERS.lock().await;
-    if let Err(error) = datasets.store.remove_dataset(&name).await {
-        return Ok(Err(error));
-    }
+    datasets.store.remove_dataset(&name).await?;
     // The folder may also be registered under another name.
     let others = dataset_paths(&datasets).await?;
     if others.iter().any(|path| datasets.roots.upload(path).as_ref() == Some(&folder)) {
-        return Ok(Ok(()));
+        return Ok(());
     }
     let removed = blocking(move || {
         let _lock = lock;
         uploads::remove(&folder)
     });
-    removed.await?.map_err(|e| disk_error(&e))?;
-    Ok(Ok(()))
+    removed.await?.map_err(|e| disk_error(&e))
 }
 
 /// The paths of all datasets.

@@ -20,8 +20,6 @@ list_of! {
     AttemptList
     /// Ordered by attempt, unless `sort` is given.
     attempts: Attempt
-    /// Number of attempts on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Attempt> = List {
@@ -45,5 +43,5 @@ pub(crate) async fn list(
     Query(params): Query<ListParams>,
 ) -> Result<Json<AttemptList>> {
     let job = jobs::find(&scheduler, &id).await?;
-    Ok(Json(LIST.page_of_job(&job.id, scheduler.store.attempts(&job.id).await?, &params)?.into()))
+    Ok(Json(LIST.page(Some(&job.id), scheduler.store.attempts(&job.id).await?, &params)?.into()))
 }

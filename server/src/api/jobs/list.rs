@@ -27,8 +27,6 @@ list_of! {
     JobList
     /// In the order of `sort`. With `fields`, each job has only those fields.
     jobs: Job
-    /// Number of jobs on all pages; absent without `count=true`.
-    total
 }
 
 /// Parameters of `GET /jobs`.

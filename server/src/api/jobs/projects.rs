@@ -14,8 +14,6 @@ list_of! {
     ProjectList
     /// Ordered by name, unless `sort` is given.
     projects: Project
-    /// Number of projects on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Project> = List {
@@ -41,5 +39,5 @@ pub(crate) async fn list(
     Query(params): Query<ListParams>,
 ) -> Result<Json<ProjectList>> {
     let projects = store.projects(caller.sees_as().as_deref()).await?;
-    Ok(Json(LIST.page(projects, &params)?.into()))
+    Ok(Json(LIST.page(None, projects, &params)?.into()))
 }

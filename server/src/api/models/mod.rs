@@ -39,8 +39,6 @@ list_of! {
     ModelList
     /// Ordered by name, unless `sort` is given.
     models: Model
-    /// Number of models on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Model> = List {
@@ -130,7 +128,7 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<ModelList>> {
-    Ok(Json(LIST.page(visible_models(&*store, &caller).await?, &params)?.into()))
+    Ok(Json(LIST.page(None, visible_models(&*store, &caller).await?, &params)?.into()))
 }
 
 /// Show a model

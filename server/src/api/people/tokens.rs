@@ -53,8 +53,6 @@ list_of! {
     TokenList
     /// Oldest first, unless `sort` is given. Tokens that are no longer valid are listed for 90 days.
     tokens: Token
-    /// Number of tokens on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Token> = List {
@@ -81,7 +79,7 @@ pub(crate) async fn list(
 ) -> Result<Json<TokenList>> {
     let mut tokens = auth.access.tokens();
     tokens.retain(|token| is_seen(token, &caller));
-    Ok(Json(LIST.page(tokens, &params)?.into()))
+    Ok(Json(LIST.page(None, tokens, &params)?.into()))
 }
 
 /// Whether a caller may see and revoke a token.

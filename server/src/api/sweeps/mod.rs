@@ -38,8 +38,6 @@ list_of! {
     SweepList
     /// Newest first, unless `sort` is given.
     sweeps: Sweep
-    /// Number of sweeps on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Sweep> = List {
@@ -177,7 +175,7 @@ pub(crate) async fn list(
 ) -> Result<Json<SweepList>> {
     let rows = visible_sweeps(&*store, &caller).await?;
     // `ended`, `best` and `steps` are computed from the trials, so the trials of this page's sweeps are read, but not listed.
-    let mut page = LIST.page(rows.iter().map(|row| describe(row, &[])).collect(), &params)?;
+    let mut page = LIST.page(None, rows.iter().map(|row| describe(row, &[])).collect(), &params)?;
     for sweep in &mut page.elements.items {
         if let Some(row) = rows.iter().find(|row| row.id == sweep.id) {
             *sweep = Sweep { trials: Vec::new(), ..with_trials(&*store, row).await? };

@@ -8,7 +8,11 @@
 
 use super::requesting_agent::{AttemptPath, RequestingAgent};
 use crate::{
-    api::checkpoints::{self, files as checkpoint_files},
+    api::{
+        PieceQuery,
+        checkpoints::{self, files as checkpoint_files},
+        read_piece,
+    },
     auth::Auth,
     checkpoints::{
         Checkpoints, artifact_checks,
@@ -36,9 +40,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, UploadState, WhatIsNeeded},
     dataset::DatasetNote,
 };
-use serde::Deserialize;
 use std::sync::Arc;
-use utoipa::IntoParams;
 
 /// Maximum size of a dataset's fingerprint, in bytes.
 const FINGERPRINT_BYTES: usize = 64 << 10;
@@ -212,15 +214,6 @@ pub(crate) async fn upload_state(
     Ok(Json(state.map_err(refusal)?))
 }
 
-/// Position of a piece in its file.
-#[derive(Debug, Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-pub(crate) struct PieceQuery {
-    /// Number of bytes of the file before this piece.
-    #[serde(default)]
-    offset: u64,
-}
-
 /// Upload a piece of a checkpoint's file
 ///
 /// `MANIFEST.json` must be uploaded first, in one piece. The manifest limits the sizes of the other files.
@@ -238,10 +231,7 @@ pub(crate) async fn upload_piece(
 ) -> Result<StatusCode> {
     requester.check_upload(&checkpoints).await?;
     // Read only after the check of the agent, because pieces are large.
-    let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
-        let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
-        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
-    })?;
+    let body = read_piece(request.into_body(), PIECE_BYTES).await?;
     let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
     let is_live = requester.has_attempt(&checkpoints.agents);
     let file = requester.path.file.clone();

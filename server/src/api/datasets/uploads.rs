@@ -7,7 +7,7 @@ use super::{
     name_mistake,
 };
 use crate::{
-    api::to_the_end,
+    api::{PieceQuery, read_piece, to_the_end},
     auth::access::Caller,
     datasets::{
         Datasets,
@@ -32,22 +32,13 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::sync::Mutex;
-use utoipa::{IntoParams, ToSchema};
+use utoipa::ToSchema;
 
 /// Locked while the folder of an upload is emptied, filled, registered or removed. A blocking thread keeps the lock until its
 /// work ends, even if the client disconnects.
 static FOLDERS: Mutex<()> = Mutex::const_new(());
 /// Time for which an archive is unpacked before the next archive gets its turn.
 const TURN: Duration = Duration::from_secs(5);
-
-/// Position of a piece in its file.
-#[derive(Debug, Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-pub(crate) struct ArchiveQuery {
-    /// Number of bytes of the file before this piece. 0 starts the upload again.
-    #[serde(default)]
-    offset: u64,
-}
 
 /// The dataset to make from an uploaded file.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -61,8 +52,9 @@ pub(crate) struct UploadedDataset {
 /// Upload a piece of a zip file
 ///
 /// The zip file must have pictures in folders of classes (`<class>/*`, or `train/<class>/*` and `val/<class>/*`). Pieces have at most 8
-/// MiB, the file at most 8 GiB, and its contents at most 16 GiB and 200,000 files. An upload that is not continued is removed after a day.
-#[utoipa::path(put, path = "/datasets/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), ArchiveQuery),
+/// MiB, the file at most 8 GiB, and its contents at most 16 GiB and 200,000 files. A piece with offset 0 starts the upload again. An upload
+/// that is not continued is removed after a day.
+#[utoipa::path(put, path = "/datasets/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), PieceQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 204), (status = 409, body = Problem, description = "The name is taken, or the piece does not follow the uploaded bytes"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
@@ -70,15 +62,12 @@ pub(crate) async fn upload_archive(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
-    Query(piece): Query<ArchiveQuery>,
+    Query(piece): Query<PieceQuery>,
     request: Request,
 ) -> Result<StatusCode> {
     let upload = upload(&datasets, &caller, &name)?;
     check_free(&datasets, &name).await?;
-    let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
-        let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
-        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
-    })?;
+    let body = read_piece(request.into_body(), PIECE_BYTES).await?;
     if piece.offset > 0 {
         blocking(move || upload.write(piece.offset, &body)).await?.map_err(refusal)?;
         return Ok(StatusCode::NO_CONTENT);

@@ -16,7 +16,7 @@ use axum::{Extension, Json, extract::State};
 use lockstep_protocol::JobId;
 use lockstep_web::{Template as _, audit as views};
 use serde::{Deserialize, Serialize};
-use std::{collections::HashMap, sync::Arc};
+use std::sync::Arc;
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
@@ -115,18 +115,9 @@ pub(crate) async fn show(
         job_name: String::new(),
     });
     let mut lines: Vec<_> = lines.collect();
-    let mut names = HashMap::new();
     for line in &mut lines {
         let Some(id) = line.job().and_then(|id| id.parse::<JobId>().ok()) else { continue };
-        line.job_name = match names.get(&id) {
-            Some(name) => String::clone(name),
-            None => {
-                let job = auth.store.job(&id).await?;
-                let name = job.map(|row| row.job.name).unwrap_or_default();
-                names.insert(id, name.clone());
-                name
-            }
-        };
+        line.job_name = auth.store.job(&id).await?.map(|row| row.job.name).unwrap_or_default();
     }
     let page = views::AuditPage {
         lines,

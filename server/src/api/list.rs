@@ -184,6 +184,12 @@ pub(super) fn split_list(text: Option<&str>) -> impl Iterator<Item = &str> {
     text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
 }
 
+/// The different non-empty parts of a comma-separated list.
+pub(super) fn split_unique(text: Option<&str>) -> Vec<&str> {
+    let mut seen = BTreeSet::new();
+    split_list(text).filter(|part| seen.insert(*part)).collect()
+}
+
 /// Splits a sort key of a request into the name and whether the order is descending.
 pub(super) fn sort_key(sort: &str) -> (&str, bool) {
     sort.strip_prefix('-').map_or((sort, false), |name| (name, true))

@@ -96,15 +96,10 @@ impl ListQuery {
         if let Some(mistake) = labels::tags_mistake(&tags) {
             return Err(Error::BadRequest(format!("tag: {mistake}")));
         }
-        let mut states: Vec<JobState> = Vec::new();
-        for state in list::split_list(self.state.as_deref()) {
-            let state = state.parse().map_err(Error::BadRequest)?;
-            if !states.contains(&state) {
-                states.push(state);
-            }
-        }
+        let states = list::split_unique(self.state.as_deref()).into_iter();
+        let states = states.map(|state| state.parse::<JobState>().map_err(Error::BadRequest));
         Ok(JobFilter {
-            states,
+            states: states.collect::<Result<_>>()?,
             name: self.name.clone().filter(|n| !n.is_empty()),
             text: self.q.clone().filter(|text| !text.is_empty()),
             conditions: conditions::parse(self.conditions.as_deref())?,

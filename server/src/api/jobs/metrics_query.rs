@@ -71,19 +71,12 @@ pub(crate) async fn find(
     Extension(caller): Extension<Caller>,
     Query(params): Query<JobsMetricsQuery>,
 ) -> Result<Response> {
-    let mut ids: Vec<&str> = Vec::new();
-    for id in list::split_list(Some(&params.jobs)) {
-        if !ids.contains(&id) {
-            ids.push(id);
-        }
-        if ids.len() > MAX_JOBS {
-            return Err(Error::BadRequest(format!(
-                "jobs must be 1 to {MAX_JOBS} ids; request the metric of further jobs separately"
-            )));
-        }
-    }
-    if ids.is_empty() {
-        return Err(Error::BadRequest(format!("jobs must be 1 to {MAX_JOBS} ids, separated by commas")));
+    let ids = list::split_unique(Some(&params.jobs));
+    if !(1..=MAX_JOBS).contains(&ids.len()) {
+        let detail = format!(
+            "jobs must be 1 to {MAX_JOBS} ids, separated by commas; request the metric of further jobs separately"
+        );
+        return Err(Error::BadRequest(detail));
     }
     let points = count("points", params.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     if points * ids.len() > MAX_TOTAL_POINTS {

@@ -122,23 +122,15 @@ pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Body(new, _): Body<NewPerson>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
-    let person = add(&auth, new, Newcomer::Anybody).await?.person;
+    let person = add(&auth, new, false).await?.person;
     Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 
-/// Whom [`add`] may add.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Newcomer {
-    Anybody,
-    /// The first person of the server.
-    First,
-}
-
-/// Adds a person.
+/// Adds a person; if `must_be_first`, only the server's first person.
 ///
 /// # Errors
 /// The name or password is invalid, the name is taken, or the server cannot have further people.
-pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Result<PersonRow> {
+pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     if !auth.access.required {
         return conflict(
@@ -158,7 +150,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Resul
         None => return Err(Error::invalid("/password", "is missing; give a password or a subject")),
     };
     let _one_at_a_time = auth.access.changing.lock().await;
-    if allowed == Newcomer::First && auth.access.has_people() {
+    if must_be_first && auth.access.has_people() {
         return conflict(
             "somebody else has been added meanwhile; sign in as an admin to add more people".into(),
         );

@@ -7,7 +7,7 @@ use crate::{
     },
     api::list,
     http::{
-        error::{Error, Result},
+        error::Result,
         extract::{Path, Query, count},
     },
     store::Store,
@@ -69,9 +69,7 @@ pub(crate) async fn find(
     let now = crate::now();
     let since = list::parse_time("since", query.since.as_deref())?;
     let since = since.map_or(now - KEPT, |since| since.max(now - KEPT));
-    if !store.agents().await?.iter().any(|agent| agent.id == id) {
-        return Err(Error::NotFound("no machine has this id".into()));
-    }
+    super::find(&*store, &id).await?;
     let mut points = read_points(&*store, &agents, &id, since).await?;
     if let Some(interval_count) = query.points {
         points = buckets(&points, since, now.max(since), interval_count);

@@ -193,10 +193,8 @@ pub(crate) async fn csv(
     let csv = Csv::new(scheduler.store.clone(), job, filter).await?;
     let parts = stream::try_unfold(csv, |mut csv| async move {
         let part = csv.next().await?;
-        Ok::<_, Error>(part.map(|part| (part, csv)))
+        Ok::<_, store::StoreError>(part.map(|part| (part, csv)))
     });
-    let parts =
-        futures_util::StreamExt::map(parts, |part| part.map_err(|e| std::io::Error::other(format!("{e:?}"))));
     Ok((
         [(header::CONTENT_TYPE, "text/csv; charset=utf-8".to_owned()), (header::CONTENT_DISPOSITION, name)],
         Body::from_stream(parts),

@@ -107,10 +107,10 @@ pub(crate) async fn inspect(
     path: String,
     patience: Duration,
 ) -> Inspected<(String, DatasetInfo)> {
-    let Inspection { agent, mut outcome, .. } = join_or_start(datasets, &path);
+    let Inspection { request, mut outcome } = join_or_start(datasets, &path);
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     match tokio::time::timeout(patience, done).await {
-        Err(_) => Err(NotInspected::UnderWay(progress_of(datasets, agent.get(), path).await)),
+        Err(_) => Err(NotInspected::UnderWay(progress_of(datasets, request.get(), path).await)),
         Ok(outcome) => {
             datasets.inspections.forget(&path);
             let stopping = || Error::Unavailable("the server is stopping; ask again".into());
@@ -121,15 +121,14 @@ pub(crate) async fn inspect(
 
 /// Returns the running or recent inspection of `path`, or starts a new inspection.
 fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
-    let mut state = datasets.inspections.lock();
-    if let Some(existing) = state.inspections.get(path) {
+    let mut inspections = datasets.inspections.lock();
+    if let Some(existing) = inspections.get(path) {
         return existing.clone();
     }
-    state.begun += 1;
     let (sender, outcome) = watch::channel(None);
-    let agent = Arc::new(OnceLock::new());
-    let inspection = Inspection { number: state.begun, agent: agent.clone(), outcome };
-    state.inspections.insert(path.to_owned(), inspection.clone());
+    let sent = Arc::new(OnceLock::new());
+    let inspection = Inspection { request: sent.clone(), outcome };
+    inspections.insert(path.to_owned(), inspection.clone());
     let (datasets, path) = (Arc::clone(datasets), path.to_owned());
     let tasks = datasets.tasks.tracker.clone();
     // Tracked, because a stopping server waits for tracked tasks.
@@ -140,8 +139,8 @@ fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
             let request = AgentRequest::InspectDataset { path: path.clone(), allowed };
             let chosen = requests::choose_agent(&datasets.agents, &request).await?;
             let waiting = datasets.agents.send_request(&chosen, request);
-            // Cannot fail, because only this task sets the agent.
-            let _ = agent.set(chosen);
+            // Cannot fail, because only this task sets the request.
+            let _ = sent.set((chosen, waiting.id));
             match datasets.agents.reply(waiting, INSPECTION_TIMEOUT).await? {
                 AgentReply::Dataset { path, info } => {
                     Ok((path, DatasetInfo { inspected_at: Some(started_at), ..info }))
@@ -164,9 +163,14 @@ fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
     inspection
 }
 
-/// Returns the progress of the inspection of `path`. `agent` is `None` if no agent is chosen yet.
-async fn progress_of(datasets: &Datasets, agent: Option<&Online>, path: String) -> InspectionProgress {
-    let Some(agent) = agent else {
+/// Returns the progress of the inspection of `path`. `request` has the agent and the id of the request; it is `None` if no agent is chosen
+/// yet.
+async fn progress_of(
+    datasets: &Datasets,
+    request: Option<&(Online, u64)>,
+    path: String,
+) -> InspectionProgress {
+    let Some((agent, request)) = request else {
         let detail = format!("choosing a machine that has {path}; ask again");
         return InspectionProgress { detail, inspected: None, total: None };
     };
@@ -176,7 +180,7 @@ async fn progress_of(datasets: &Datasets, agent: Option<&Online>, path: String) 
         _ => None,
     };
     let name = &agent.row.name;
-    let ahead = datasets.inspections.ahead(&path, agent);
+    let ahead = datasets.agents.queue_position(*request).map_or(0, |position| position.ahead);
     let detail = match progress {
         Some((inspected, total)) => {
             format!("{name} is inspecting {path}: {inspected} of {total} so far; ask again")

@@ -37,7 +37,6 @@ pub(crate) struct ListParams {
     /// Sort key, with a leading `-` for descending order.
     sort: Option<String>,
     /// Comma-separated names of the fields to return of each element.
-    #[param(min_length = 1)]
     fields: Option<String>,
     /// Whether to return the number of elements on all pages as `total`.
     count: Option<bool>,

@@ -205,17 +205,15 @@ async fn find(
     checkpoints::check_here(&scheduler.checkpoints, &row).await?;
     let mut running = start(scheduler, &row, query.weights, other, neighbours, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
-    let outcome = match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
+    match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
         Err(_) => {
             let progress = running.under_way(&scheduler.agents, &row);
-            return Ok((StatusCode::ACCEPTED, Json(progress)).into_response());
+            Ok((StatusCode::ACCEPTED, Json(progress)).into_response())
         }
-        Ok(outcome) => outcome.unwrap_or_else(|_| Some(Err(stopping()))),
-    };
-    match outcome {
-        Some(Err(Failure::Agent(error))) => Err(error.without_pointer()),
-        Some(Err(Failure::Lost(detail))) => Err(Error::Unavailable(detail)),
-        _ => Ok(response(regular_files::read(&file).await?)),
+        Ok(Err(_)) => Err(Error::Unavailable("the server is stopping; ask again".into())),
+        Ok(Ok(Some(Err(Failure::Agent(error))))) => Err(error.without_pointer()),
+        Ok(Ok(Some(Err(Failure::Lost(detail))))) => Err(Error::Unavailable(detail)),
+        Ok(Ok(_)) => Ok(response(regular_files::read(&file).await?)),
     }
 }
 
@@ -276,10 +274,6 @@ async fn resolve_dataset(
     Ok((spec, dataset))
 }
 
-fn stopping() -> Failure {
-    Failure::Lost("the server is stopping; ask again".into())
-}
-
 /// Joins an evaluation in progress, or begins a new evaluation.
 async fn start(
     scheduler: &Arc<Scheduler>,
@@ -336,12 +330,13 @@ async fn start(
                 Err(error) => Err(Failure::Agent(error)),
             }
         };
-        let outcome = tokio::select! {
-            outcome = work => outcome,
-            () = scheduler.tasks.stopping.cancelled() => Err(stopping()),
-        };
-        lock(&scheduler.checkpoints.evaluations.0).remove(&file);
-        let _ = sender.send(Some(outcome));
+        tokio::select! {
+            outcome = work => {
+                lock(&scheduler.checkpoints.evaluations.0).remove(&file);
+                let _ = sender.send(Some(outcome));
+            }
+            () = scheduler.tasks.stopping.cancelled() => {}
+        }
     });
     Ok(running_evaluation)
 }

@@ -43,7 +43,6 @@ pub(crate) struct AnnotationsQuery {
     /// `next_cursor` of the previous page.
     cursor: Option<String>,
     /// Comma-separated names of the fields to return of each job: `notes`, `tags`.
-    #[param(min_length = 1)]
     fields: Option<String>,
     /// Whether to return the number of jobs on all pages as `total`.
     count: Option<bool>,

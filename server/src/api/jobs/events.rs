@@ -66,7 +66,6 @@ pub(crate) struct EventsQuery {
     /// `next_cursor` of the previous page.
     cursor: Option<String>,
     /// Comma-separated names of the fields to return of each event.
-    #[param(min_length = 1)]
     fields: Option<String>,
 }
 

@@ -72,7 +72,6 @@ pub(crate) struct ListQuery {
     /// `next_cursor` of the previous page, requested with the same `sort`.
     pub(super) cursor: Option<String>,
     /// Comma-separated names of the fields to return of each job, such as `id,name,state`. Jobs have `notes` only if `notes` is named here.
-    #[param(min_length = 1)]
     pub(super) fields: Option<String>,
     /// Comma-separated names of further metrics to return in `last` of each job, such as `grad_norm,step_ms`. `loss`, `accuracy`, `lr`,
     /// `val_loss` and `val_accuracy` are always included.

@@ -35,7 +35,6 @@ pub(crate) struct QueueQuery {
     /// `next_cursor` of the previous page.
     pub(super) cursor: Option<String>,
     /// Comma-separated names of the fields to return of each job.
-    #[param(min_length = 1)]
     fields: Option<String>,
     /// Whether to return the number of jobs on all pages as `total`.
     pub(super) count: Option<bool>,

@@ -43,7 +43,6 @@ pub(crate) struct AuditQuery {
     /// `next_cursor` of the previous page.
     cursor: Option<String>,
     /// Comma-separated names of the fields to return of each entry.
-    #[param(min_length = 1)]
     fields: Option<String>,
     /// Only entries at this time or later (RFC 3339).
     #[param(format = DateTime)]

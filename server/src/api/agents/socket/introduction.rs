@@ -183,7 +183,7 @@ mod tests {
             (checked(1, MAX_SLOTS + 1, 0, 1), "has 1025 slots, but at most 1024 are allowed"),
             (checked(1, 1, MAX_ATTEMPTS + 1, 1), "more than 4096 attempts"),
         ] {
-            let why = checked.err().expect("it is above a limit");
+            let why = checked.expect_err("it is above a limit");
             assert!(why.contains(expected), "{why}");
         }
         // Descriptions that are too long are truncated.

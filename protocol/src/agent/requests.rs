@@ -81,10 +81,11 @@ impl AgentRequest {
         }
     }
 
-    /// Groups requests of similar duration. The agent has further queues for `HasFiles`, `InspectProgress` and
-    /// `InspectDataset` (`worker/src/inspect/mod.rs`).
+    /// Groups requests of similar duration. The agent has further queues for `HasFiles` and `InspectProgress`
+    /// (`worker/src/inspect/mod.rs`).
     pub fn queue(&self) -> RequestQueue {
         match self {
+            AgentRequest::InspectDataset { .. } => RequestQueue::Inspections,
             AgentRequest::Evaluate(_) => RequestQueue::Long,
             AgentRequest::Predict { .. } => RequestQueue::Predictions,
             _ => RequestQueue::Short,
@@ -95,6 +96,8 @@ impl AgentRequest {
 /// Requests wait only for other requests of their own queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestQueue {
+    /// Inspections of datasets. Inspecting a million pictures uses all cores for minutes.
+    Inspections,
     /// All other requests. Most read at most the index and a few pictures of a dataset; `Fingerprint` examines every file.
     Short,
     /// Requests whose time depends on the number of sent pictures, up to a limit.

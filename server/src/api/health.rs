@@ -6,7 +6,7 @@ use crate::{
     config::ServeConfig,
     events::Events,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result, blocking},
         ingress::Ingress,
         request_times::RequestTimes,
     },
@@ -17,7 +17,7 @@ use lockstep_protocol::job::JobState;
 use std::{
     fmt::Write as _,
     fs, io,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -38,7 +38,7 @@ pub(crate) async fn healthz() -> &'static str {
 ///
 /// The check writes to the database and to the data directory, so a full or read-only disk is reported. Warnings, such as a certificate
 /// that expires soon, are further lines of the response.
-#[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = Problem)))]
+#[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String)))]
 pub(crate) async fn readyz(
     State(store): State<Arc<dyn Store>>,
     State(config): State<Arc<ServeConfig>>,
@@ -66,9 +66,8 @@ async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Re
     let mut folders = vec![config.data_dir.join("jobs")];
     // The database's file may be on another disk.
     folders.extend(Location::of(config).ok().and_then(|location| location.other_folder(&config.data_dir)));
-    let folders = folders.into_iter().map(|folder| tokio::task::spawn_blocking(move || probe(&folder)));
-    for probed in folders.collect::<Vec<_>>() {
-        probed.await.map_err(|e| Error::Internal(e.to_string()))??;
+    for folder in folders {
+        blocking(move || probe(&folder)).await??;
     }
     let warnings = ingress.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
     Ok(warnings.iter().fold(READY.to_owned(), |text, warning| format!("{text}note: {warning}\n")))
@@ -76,7 +75,7 @@ async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Re
 
 /// Checks that files can be written in a folder, by writing and removing one.
 fn probe(folder: &Path) -> Result<()> {
-    let path: PathBuf = folder.join(format!(".ready-{}", uuid::Uuid::new_v4()));
+    let path = folder.join(format!(".ready-{}", uuid::Uuid::new_v4()));
     let written = fs::File::create_new(&path).and_then(|mut file| {
         io::Write::write_all(&mut file, &[0; PROBE_BYTES])?;
         // Some file systems report a full disk only here.

@@ -37,7 +37,6 @@ pub(crate) struct ListParams {
     /// Sort key, with a leading `-` for descending order.
     sort: Option<String>,
     /// Comma-separated names of the fields to return of each element.
-    #[param(min_length = 1)]
     fields: Option<String>,
     /// Whether to return the number of elements on all pages as `total`.
     count: Option<bool>,
@@ -77,7 +76,6 @@ macro_rules! list_of {
     (
         $(#[$about:meta])* $list:ident
         $(#[$order:meta])* $elements:ident: $element:ident
-        $(#[$count:meta])* total
     ) => {
         $(#[$about])*
         #[derive(Debug, serde::Serialize, utoipa::ToSchema)]
@@ -87,7 +85,7 @@ macro_rules! list_of {
             $elements: $crate::api::list::Elements<$element>,
             /// Value of `cursor` for the next page; null on the last page.
             next_cursor: Option<String>,
-            $(#[$count])*
+            /// Number of elements on all pages; absent without `count=true`.
             #[serde(skip_serializing_if = "Option::is_none")]
             total: Option<u64>,
         }
@@ -185,6 +183,12 @@ pub(super) fn split_list(text: Option<&str>) -> impl Iterator<Item = &str> {
     text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
 }
 
+/// The different non-empty parts of a comma-separated list.
+pub(super) fn split_unique(text: Option<&str>) -> Vec<&str> {
+    let mut seen = BTreeSet::new();
+    split_list(text).filter(|part| seen.insert(*part)).collect()
+}
+
 /// Splits a sort key of a request into the name and whether the order is descending.
 pub(super) fn sort_key(sort: &str) -> (&str, bool) {
     sort.strip_prefix('-').map_or((sort, false), |name| (name, true))
@@ -271,23 +275,16 @@ pub(super) struct List<T: 'static> {
 }
 
 impl<T: ToSchema> List<T> {
-    /// Returns the requested page of a list that exists once in the server.
+    /// Returns the requested page of a list. `job`: the job whose list it is; `None` if the server has only one such list.
     ///
     /// # Errors
     /// 400: a parameter is invalid.
-    pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
-        self.select_page(items, params, None)
-    }
-
-    /// Returns the requested page of a list of a job.
-    ///
-    /// # Errors
-    /// 400: a parameter is invalid.
-    pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
-        self.select_page(items, params, Some(job))
-    }
-
-    fn select_page(&self, mut items: Vec<T>, params: &ListParams, job: Option<&JobId>) -> Result<Page<T>> {
+    pub(super) fn page(
+        &self,
+        job: Option<&JobId>,
+        mut items: Vec<T>,
+        params: &ListParams,
+    ) -> Result<Page<T>> {
         let pages = Pages::new(self.name, params.sort.as_deref().unwrap_or(self.default_sort));
         let pages = job.map_or(pages, |job| pages.owned_by("job", job.as_str()));
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;

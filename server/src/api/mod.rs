@@ -19,6 +19,30 @@ mod sweeps;
 mod webhooks;
 
 use crate::http::error::{Error, Result};
+use axum::{body::Body, http::StatusCode};
+use bytes::Bytes;
+use serde::Deserialize;
+use utoipa::IntoParams;
+
+/// Position of a piece in the file that is uploaded.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct PieceQuery {
+    /// Number of bytes of the file before this piece.
+    #[serde(default)]
+    offset: u64,
+}
+
+/// Reads a piece of an uploaded file.
+///
+/// # Errors
+/// 413: the piece has more than `max_bytes` bytes.
+async fn read_piece(body: Body, max_bytes: usize) -> Result<Bytes> {
+    axum::body::to_bytes(body, max_bytes).await.map_err(|error| {
+        let detail = format!("a piece of at most {max_bytes} bytes was expected: {error}");
+        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
+    })
+}
 
 /// Runs work to completion even if the client disconnects. Without this, the handler of a disconnected client is dropped at any `await`.
 async fn to_the_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {

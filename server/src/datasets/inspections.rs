@@ -51,8 +51,7 @@ mod tests {
     fn only_inspections_that_were_interrupted_are_forgotten() {
         let inspections = Inspections::default();
         let (sender, outcome) = watch::channel(None);
-        let inspection = Inspection { request: Arc::default(), outcome };
-        inspections.lock().insert("/data".into(), inspection);
+        inspections.lock().insert("/data".into(), Inspection { request: Arc::default(), outcome });
         inspections.forget("/data");
         assert!(inspections.lock().contains_key("/data"));
         drop::<watch::Sender<Option<Outcome>>>(sender);

@@ -44,7 +44,7 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
                 Requirement::Scope(scope) => Some(scope),
                 Requirement::AdminOrPerson => Some(Scope::Read),
             };
-            let mut refusals = common_refusals(operation, scope.is_some());
+            let mut refusals = common_refusals(path, operation, scope.is_some());
             if let Some(scope) = scope {
                 refusals.push(("401", "No valid token"));
                 refusals.push((
@@ -101,7 +101,11 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operati
 
 /// The responses that do not come from a handler but from [`crate::http::guard`], the extractors, the store and the router. The guard
 /// checks every request, so every call may be answered with 400, 403, 421 or 429.
-fn common_refusals(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
+fn common_refusals(
+    path: &str,
+    operation: &Operation,
+    needs_scope: bool,
+) -> Vec<(&'static str, &'static str)> {
     let mut refusals = vec![
         ("400", "The request cannot be read"),
         ("421", "The Host is not a name of this server"),
@@ -116,10 +120,14 @@ fn common_refusals(operation: &Operation, needs_scope: bool) -> Vec<(&'static st
             "The request comes from a page of another origin, or bypassed the proxy that terminates TLS",
         ));
     }
+    if path.contains('{') {
+        refusals.push(("404", "No object has this id or name, or the caller may not see it"));
+    }
     if operation.request_body.is_some() {
         refusals.push(("408", "The body stopped arriving"));
         refusals.push(("413", "The body is too large"));
         refusals.push(("415", "The body's media type is not supported"));
+        refusals.push(("422", "The body has mistakes; `errors` has each mistake with its location"));
     }
     refusals
 }

@@ -34,8 +34,7 @@ use tokio::{
 static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static PREDICTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-/// A separate limit for datasets, because inspecting a million pictures uses all cores for minutes.
-static DATASETS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
+static INSPECTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 /// Checks of paths. On a file system that hangs, each check blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
 /// Requests for progress are repeated, possibly for paths on a file system that hangs.
@@ -61,8 +60,8 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
             };
             return in_this_process(request.clone(), permit).await;
         }
-        AgentRequest::InspectDataset { .. } => &DATASETS,
         _ => match request.queue() {
+            RequestQueue::Inspections => &INSPECTIONS,
             RequestQueue::Long => &LONG,
             RequestQueue::Predictions => &PREDICTIONS,
             RequestQueue::Short => &SHORT,

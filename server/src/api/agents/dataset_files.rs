@@ -29,8 +29,7 @@ use std::{io, sync::Arc};
 /// The requesting agent runs an attempt on a machine without the dataset. Each line of the response is a JSON entry; the last entry is
 /// `end` or `failed`.
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
-    params(("job" = String, Path), ("attempt" = u32, Path)),
-    responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 403, body = Problem),
+    params(("job" = String, Path), ("attempt" = u32, Path)), responses((status = 200, content_type = "application/x-ndjson", body = String),
         (status = 404, body = Problem, description = "The server has no such files"),
         (status = 422, body = Problem, description = "The files cannot be copied")))]
 pub(crate) async fn list(
@@ -50,7 +49,7 @@ pub(crate) async fn list(
 /// on.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)), request_body = DatasetParts,
-    responses((status = 200, content_type = "application/octet-stream"), (status = 400, body = Problem), (status = 403, body = Problem),
+    responses((status = 200, content_type = "application/octet-stream"),
         (status = 404, body = Problem, description = "The server has no such files"),
         (status = 422, body = Problem, description = "The request is invalid, or the files cannot be copied")))]
 pub(crate) async fn parts(

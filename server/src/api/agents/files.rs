@@ -8,7 +8,11 @@
 
 use super::requesting_agent::{AttemptPath, RequestingAgent};
 use crate::{
-    api::checkpoints::{self, files as checkpoint_files},
+    api::{
+        PieceQuery,
+        checkpoints::{self, files as checkpoint_files},
+        read_piece,
+    },
     auth::Auth,
     checkpoints::{
         Checkpoints, artifact_checks,
@@ -36,9 +40,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, UploadState, WhatIsNeeded},
     dataset::DatasetNote,
 };
-use serde::Deserialize;
 use std::sync::Arc;
-use utoipa::IntoParams;
 
 /// Maximum size of a dataset's fingerprint, in bytes.
 const FINGERPRINT_BYTES: usize = 64 << 10;
@@ -103,7 +105,6 @@ async fn was_deleted(auth: &Auth, job: &JobId) -> Result<bool> {
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("id" = String, Path), ("file" = String, Path)),
     responses((status = 200, content_type = "application/octet-stream"), (status = 206, description = "The requested range"),
-        (status = 403, body = Problem), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The checkpoint is damaged, and the job has no other checkpoint"),
         (status = 422, body = Problem, description = "The checkpoint is damaged: end the attempt")))]
 pub(crate) async fn file(
@@ -177,7 +178,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
 /// The first reported fingerprint is stored. 409 means that the dataset on this agent's machine differs.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path)), request_body = Object,
-    responses((status = 204), (status = 403, body = Problem), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
+    responses((status = 204), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
 pub(crate) async fn dataset(
     State(checkpoints): State<Arc<Checkpoints>>,
     requester: RequestingAgent,
@@ -202,8 +203,7 @@ pub(crate) async fn dataset(
 
 /// Show the uploaded part of a checkpoint
 #[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
-    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
-    responses((status = 200, body = UploadState), (status = 403, body = Problem), (status = 404, body = Problem)))]
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)), responses((status = 200, body = UploadState)))]
 pub(crate) async fn upload_state(
     State(checkpoints): State<Arc<Checkpoints>>,
     requester: RequestingAgent,
@@ -214,22 +214,12 @@ pub(crate) async fn upload_state(
     Ok(Json(state.map_err(refusal)?))
 }
 
-/// Position of a piece in its file.
-#[derive(Debug, Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-pub(crate) struct PieceQuery {
-    /// Number of bytes of the file before this piece.
-    #[serde(default)]
-    offset: u64,
-}
-
 /// Upload a piece of a checkpoint's file
 ///
 /// `MANIFEST.json` must be uploaded first, in one piece. The manifest limits the sizes of the other files.
 #[utoipa::path(put, path = "/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", tag = "agents",
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), PieceQuery),
-    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
-    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"), responses((status = 204),
         (status = 409, body = Problem, description = "The piece does not follow the uploaded bytes"),
         (status = 422, body = Problem, description = "The manifest or the piece is invalid"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
@@ -241,10 +231,7 @@ pub(crate) async fn upload_piece(
 ) -> Result<StatusCode> {
     requester.check_upload(&checkpoints).await?;
     // Read only after the check of the agent, because pieces are large.
-    let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
-        let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
-        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
-    })?;
+    let body = read_piece(request.into_body(), PIECE_BYTES).await?;
     let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
     let is_live = requester.has_attempt(&checkpoints.agents);
     let file = requester.path.file.clone();
@@ -262,8 +249,7 @@ pub(crate) async fn upload_piece(
 ///
 /// The server checks the files against the manifest. Only then can the checkpoint be downloaded, forked or used for the next attempt.
 #[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
-    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
-    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)), responses((status = 204),
         (status = 422, body = Problem, description = "The files differ from the manifest: upload the checkpoint again"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_done(

@@ -7,7 +7,7 @@ use crate::{
     },
     api::list,
     http::{
-        error::{Error, Problem, Result},
+        error::Result,
         extract::{Path, Query, count},
     },
     store::Store,
@@ -57,9 +57,8 @@ pub(crate) struct GpuMetrics {
 /// Show a machine's measurements
 ///
 /// Returns every sample of the last ten minutes (a sample every five seconds), and a mean for each minute of the last day.
-#[utoipa::path(get, path = "/agents/{id}/metrics", tag = "agents",
-    params(("id" = String, Path), MachineMetricsQuery),
-    responses((status = 200, body = MachineMetrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/agents/{id}/metrics", tag = "agents", params(("id" = String, Path), MachineMetricsQuery),
+    responses((status = 200, body = MachineMetrics)))]
 pub(crate) async fn find(
     State(store): State<Arc<dyn Store>>,
     State(agents): State<Arc<Agents>>,
@@ -70,9 +69,7 @@ pub(crate) async fn find(
     let now = crate::now();
     let since = list::parse_time("since", query.since.as_deref())?;
     let since = since.map_or(now - KEPT, |since| since.max(now - KEPT));
-    if !store.agents().await?.iter().any(|agent| agent.id == id) {
-        return Err(Error::NotFound("no machine has this id".into()));
-    }
+    super::find(&*store, &id).await?;
     let mut points = read_points(&*store, &agents, &id, since).await?;
     if let Some(interval_count) = query.points {
         points = buckets(&points, since, now.max(since), interval_count);

@@ -13,10 +13,7 @@ use super::{
     list::{List, ListParams, list_of},
 };
 use crate::{
-    agents::{
-        Online,
-        machines::{MachineState, warnings},
-    },
+    agents::machines::{MachineState, warnings},
     auth::access::Caller,
     http::{
         error::{Error, Problem, Result},
@@ -24,7 +21,7 @@ use crate::{
         ingress::Ingress,
     },
     scheduler::{Reservation, Scheduler},
-    store::AgentRow,
+    store::{AgentRow, Store},
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::{SignedDuration, Timestamp};
@@ -33,7 +30,7 @@ use lockstep_protocol::{
     job::JobId,
 };
 use serde::Serialize;
-use std::{collections::HashMap, sync::Arc};
+use std::sync::Arc;
 use utoipa::ToSchema;
 
 /// Time for which a warning about a second agent with the same identity is shown. A refused agent retries every few seconds.
@@ -44,8 +41,6 @@ list_of! {
     AgentList
     /// Ordered by name, unless `sort` is given.
     agents: Agent
-    /// Number of machines on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Agent> = List {
@@ -110,22 +105,20 @@ pub(crate) struct KeptFor {
 /// List machines
 ///
 /// `sort`: `name`, `last_seen`, `slots`. Machines have no time of creation, so `created_after` and `created_before` are refused.
-#[utoipa::path(get, path = "/agents", tag = "agents", params(ListParams),
-    responses((status = 200, body = AgentList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/agents", tag = "agents", params(ListParams), responses((status = 200, body = AgentList)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     State(ingress): State<Arc<Ingress>>,
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<AgentList>> {
-    Ok(Json(LIST.page(all_machines(&scheduler, &ingress, &caller).await?, &params)?.into()))
+    Ok(Json(LIST.page(None, all_machines(&scheduler, &ingress, &caller).await?, &params)?.into()))
 }
 
 /// Drain a machine
 ///
 /// The machine gets no new work. Running ranks continue.
-#[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", responses((status = 204)))]
 pub(crate) async fn drain(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -134,8 +127,7 @@ pub(crate) async fn drain(
 }
 
 /// Undrain a machine
-#[utoipa::path(post, path = "/agents/{id}/undrain", tag = "agents", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(post, path = "/agents/{id}/undrain", tag = "agents", responses((status = 204)))]
 pub(crate) async fn undrain(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -146,17 +138,12 @@ pub(crate) async fn undrain(
 /// Remove a machine that is offline
 ///
 /// The machine and its measurements are removed. If its agent starts again, the machine joins again.
-#[utoipa::path(delete, path = "/agents/{id}", tag = "agents", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
+#[utoipa::path(delete, path = "/agents/{id}", tag = "agents", responses((status = 204), (status = 409, body = Problem)))]
 pub(crate) async fn remove(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    let agents = scheduler.store.agents().await?;
-    let Some(agent) = agents.iter().find(|agent| agent.id == id) else {
-        return Err(Error::NotFound("no machine has this id".into()));
-    };
-    let name = &agent.name;
+    let name = find(&*scheduler.store, &id).await?.name;
     if scheduler.agents.is_connected(&id) {
         let detail =
             format!("{name:?} is online: stop its agent first (or drain it, so that it gets no new work)");
@@ -170,6 +157,15 @@ pub(crate) async fn remove(
     }
     forget(&scheduler, &id).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// Reads a machine.
+///
+/// # Errors
+/// 404: no machine has this id.
+async fn find(store: &dyn Store, id: &str) -> Result<AgentRow> {
+    let found = store.agents().await?.into_iter().find(|agent| agent.id == id);
+    found.ok_or_else(|| Error::NotFound("no machine has this id".into()))
 }
 
 /// Removes a machine that is offline and has no attempts.
@@ -187,13 +183,10 @@ pub(super) async fn forget(scheduler: &Scheduler, id: &str) -> crate::store::Res
 }
 
 async fn set_draining(scheduler: &Scheduler, id: &str, draining: bool) -> Result<StatusCode> {
-    let agents = &scheduler.agents;
-    if !scheduler.store.agents().await?.iter().any(|a| a.id == id) {
-        return Err(Error::NotFound("no machine has this id".into()));
-    }
+    find(&*scheduler.store, id).await?;
     scheduler.store.set_draining(id, draining).await?;
-    agents.drain(id, draining);
-    agents.leases.wake_dispatch();
+    scheduler.agents.drain(id, draining);
+    scheduler.agents.leases.wake_dispatch();
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -204,25 +197,21 @@ pub(super) async fn all_machines(
     caller: &Caller,
 ) -> Result<Vec<Agent>> {
     let reservations = scheduler.last_plan.reservations();
-    let mut reserved_slots: HashMap<(&str, u32), &Reservation> = HashMap::new();
-    for reservation in &reservations {
-        for slot in reservation.free.iter().chain(&reservation.ending) {
-            reserved_slots.entry((&reservation.agent_id, *slot)).or_insert(reservation);
-        }
-    }
     // Read after the reservations, so that a private job that is submitted in between is hidden.
     let hidden = jobs::hidden_from(&*scheduler.store, caller).await?;
     let online = scheduler.agents.online();
-    let online: HashMap<&str, &Online> = online.iter().map(|a| (a.row.id.as_str(), a)).collect();
     let agents = scheduler.store.agents().await?.into_iter().map(|row| {
-        let connected = online.get(row.id.as_str()).copied();
+        let connected = online.iter().find(|agent| agent.row.id == row.id);
         // The row of a connected agent in memory is newer than the stored row.
         let row = connected.map_or(row, |agent| AgentRow::clone(&agent.row));
         let mut in_use = scheduler.agents.leases.slots_in_use(&row.id);
         let if_visible = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
         let kept_for = |slot: u32| {
-            let reservation =
-                reserved_slots.get(&(row.id.as_str(), slot)).filter(|_| connected.is_some())?;
+            let is_of_slot = |reservation: &&Reservation| {
+                let mut slots = reservation.free.iter().chain(&reservation.ending);
+                reservation.agent_id == row.id && slots.any(|reserved| *reserved == slot)
+            };
+            let reservation = reservations.iter().find(is_of_slot).filter(|_| connected.is_some())?;
             Some(KeptFor { job: if_visible(reservation.job.clone()), since: reservation.since })
         };
         let slots = row.slots.into_iter().map(|slot| {

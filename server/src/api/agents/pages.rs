@@ -7,12 +7,22 @@ use crate::{
         server_url::ServerUrl,
     },
     auth::access::Caller,
-    http::ingress::Ingress,
+    http::{error::Result, ingress::Ingress},
     scheduler::Scheduler,
+    store::Store,
 };
 use axum::{Extension, extract::State};
+use lockstep_protocol::JobId;
 use lockstep_web::{Template as _, machines};
 use std::sync::Arc;
+
+/// Returns a job's id and name; an empty id and `private` for a private job of another person, and `None` if the job was deleted.
+async fn link(store: &dyn Store, job: Option<JobId>, private: &str) -> Result<Option<(String, String)>> {
+    Ok(match job {
+        Some(id) => store.job(&id).await?.map(|row| (id.to_string(), row.job.name)),
+        None => Some((String::new(), private.to_owned())),
+    })
+}
 
 /// `GET /machines`
 pub(crate) async fn machines(
@@ -27,26 +37,16 @@ pub(crate) async fn machines(
     for agent in agents {
         let mut slots = Vec::new();
         for slot_use in agent.slots {
-            let holder = match slot_use.job {
-                Some(id) => scheduler.store.job(&id).await?.map(|row| machines::Holder {
-                    job_id: id.to_string(),
-                    job_name: row.job.name,
-                    rank: slot_use.rank.unwrap_or(0),
-                }),
-                None => slot_use.rank.map(|rank| machines::Holder {
-                    job_id: String::new(),
-                    job_name: "private".into(),
-                    rank,
-                }),
+            let holder = match slot_use.rank {
+                Some(rank) => link(&*scheduler.store, slot_use.job, "private")
+                    .await?
+                    .map(|(job_id, job_name)| machines::Holder { job_id, job_name, rank }),
+                None => None,
             };
             let kept_for = match slot_use.kept_for {
-                Some(KeptFor { job: Some(id), .. }) => {
-                    let row = scheduler.store.job(&id).await?;
-                    row.map(|row| machines::KeptFor { job_id: id.to_string(), job_name: row.job.name })
-                }
-                Some(KeptFor { job: None, .. }) => {
-                    Some(machines::KeptFor { job_id: String::new(), job_name: "a private job".into() })
-                }
+                Some(KeptFor { job, .. }) => link(&*scheduler.store, job, "a private job")
+                    .await?
+                    .map(|(job_id, job_name)| machines::KeptFor { job_id, job_name }),
                 None => None,
             };
             slots.push(machines::SlotCell { slot: slot_use.slot, holder, kept_for });

@@ -6,7 +6,7 @@ mod messages;
 
 use crate::{
     agents::{
-        Joining, MayNotJoin,
+        MayNotJoin,
         inbox::{RESERVE_TIMEOUT, ReportConnection, Work},
         machines,
     },
@@ -29,7 +29,7 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use introduction::{Hello, MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, shortened};
+use introduction::{MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, shortened};
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
@@ -144,22 +144,15 @@ async fn serve(
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
     // Messages from agents contain no pictures, so they are shorter than messages to agents.
     let mut partial = PartialMessages::with_limit(MESSAGE_BYTES);
-    let joined = match check_hello(hello) {
-        Ok(hello) => identity::check(&auth, &caller, &hello.row).await.map(|()| hello),
-        Err(reason) => Err(reason),
-    };
-    let joined = joined.map_err(MayNotJoin::from).and_then(|mut hello| {
-        let joining = Joining {
-            row: hello.row.clone(),
-            only_job: hello.only_job.clone(),
-            no_work: hello.no_work.take(),
-            process: std::mem::take(&mut hello.process),
-            address: peer.address,
-        };
+    let joined = async {
+        let (joining, attempts) = check_hello(hello, peer.address)?;
+        identity::check(&auth, &caller, &joining.row).await?;
+        let (row, only_job) = (joining.row.clone(), joining.only_job.clone());
         // Half a lease, so that an agent's next process is accepted before the lease of the agent's attempts expires.
-        scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|number| (hello, number))
-    });
-    let (hello, number) = match joined {
+        let number = scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing)?;
+        Ok::<_, MayNotJoin>((row, attempts, only_job, number))
+    };
+    let (row, attempts, only_job, number) = match joined.await {
         Ok(joined) => joined,
         Err(MayNotJoin { why: reason, may_pass }) => {
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
@@ -168,24 +161,28 @@ async fn serve(
             return close(&mut to, close_code::POLICY, "refused").await;
         }
     };
-    let id = hello.row.id.clone();
-    let name = hello.row.name.clone();
-    let certificate = identity::AgentCertificate::of(&ingress, &caller, &peer, &hello.row);
+    let (id, name) = (row.id.clone(), row.name.clone());
+    let certificate = identity::certificate(&ingress, &caller, &peer, &row);
     let (reports, mut records_missing) = ReportConnection::new();
     let mut connection = Connection {
         scheduler: &scheduler,
         id: id.clone(),
         name: name.clone(),
         number,
-        slots: hello.row.slots.clone(),
+        slots: row.slots.clone(),
         reports,
-        only_job: hello.only_job.clone(),
+        only_job,
         leaving: None,
         waited: Duration::ZERO,
     };
-    let welcomed = connection.welcome(&mut to, hello).await;
+    let welcomed = connection.welcome(&mut to, row, &attempts).await;
     // One future for the whole connection, because each new future verifies the certificate's signatures.
-    let mut certificate_refused = std::pin::pin!(certificate.wait_until_refused());
+    let mut certificate_refused = std::pin::pin!(async {
+        match &certificate {
+            Some((trust, certificate)) => trust.wait_until_refused(certificate).await,
+            None => std::future::pending().await,
+        }
+    });
     // Unsent parts of long messages. Other messages are sent between the parts.
     let (mut parts, mut split_messages) = (VecDeque::new(), 0);
     let End { why, code } = match welcomed {
@@ -293,16 +290,21 @@ struct Connection<'a> {
 }
 
 impl Connection<'_> {
-    async fn welcome(&self, to: &mut Sink, hello: Hello) -> std::result::Result<(), String> {
+    async fn welcome(
+        &self,
+        to: &mut Sink,
+        row: AgentRow,
+        attempts: &[AttemptRef],
+    ) -> std::result::Result<(), String> {
         let scheduler = self.scheduler;
         let failed = |e: crate::store::StoreError| e.to_string();
-        scheduler.agents.rows.put(&*scheduler.store, hello.row.clone()).await.map_err(failed)?;
+        scheduler.agents.rows.put(&*scheduler.store, row).await.map_err(failed)?;
         scheduler.agents.note_message(&self.id);
         // Stores the pending reports of an earlier connection. Otherwise the agent would send them again.
         scheduler.agents.inbox.flush().await;
-        let revoked = scheduler.agents.leases.renew_at_connect(&self.id, &hello.attempts);
+        let revoked = scheduler.agents.leases.renew_at_connect(&self.id, attempts);
         let mut acknowledged = Vec::new();
-        for attempt in &hello.attempts {
+        for attempt in attempts {
             acknowledged.extend(scheduler.store.acknowledged(attempt, &self.id).await.map_err(failed)?);
         }
         let welcome = ToAgent::Welcome {
@@ -319,7 +321,7 @@ impl Connection<'_> {
         scheduler.agents.machines.connected(&self.id);
         send(to, &welcome).await?;
         // While the agent was not connected, a job may have been cancelled, or another agent's ranks of an attempt may have ended.
-        for attempt in &hello.attempts {
+        for attempt in attempts {
             let row = match scheduler.store.job(&attempt.job).await {
                 Err(error) if error.may_pass() => return Err(error.to_string()),
                 // An agent is welcome even if its job cannot be read.

@@ -120,7 +120,7 @@ pub(crate) struct NeighboursQuery {
 /// another dataset. The evaluation is computed at the first request, and again if the pictures have changed. This may take a while: 202
 /// means that the evaluation is in progress; repeat the request.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), EvaluationQuery),
-    responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
+    responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine, or the job is a run from elsewhere"),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the agent disconnected during the evaluation; ask again")))]
 pub(crate) async fn evaluation(
@@ -139,7 +139,7 @@ pub(crate) async fn evaluation(
 /// first request, and again if the validation pictures have changed. An agent embeds every picture on its CPU cores, which may take a
 /// while: 202 means that the evaluation is in progress; repeat the request.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation/neighbours", tag = "checkpoints", params(("id" = String, Path), NeighboursQuery),
-    responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"), (status = 404, body = Problem),
+    responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "The evaluation is in progress or in the queue"),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine, or the job is a run from elsewhere"),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the agent disconnected during the evaluation; ask again")))]
 pub(crate) async fn neighbours(
@@ -183,7 +183,8 @@ async fn find(
         Some(name) => {
             let datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
             let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
-            Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset(name, &datasets)))?)
+            let names = datasets.iter().map(|dataset| dataset.name.as_str());
+            Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset(name, names)))?)
         }
     };
     // The job's own dataset keeps the job's validation pictures, even if the request names it.
@@ -205,17 +206,15 @@ async fn find(
     checkpoints::check_here(&scheduler.checkpoints, &row).await?;
     let mut running = start(scheduler, &row, query.weights, other, neighbours, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
-    let outcome = match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
+    match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
         Err(_) => {
             let progress = running.under_way(&scheduler.agents, &row);
-            return Ok((StatusCode::ACCEPTED, Json(progress)).into_response());
+            Ok((StatusCode::ACCEPTED, Json(progress)).into_response())
         }
-        Ok(outcome) => outcome.unwrap_or_else(|_| Some(Err(stopping()))),
-    };
-    match outcome {
-        Some(Err(Failure::Agent(error))) => Err(error.without_pointer()),
-        Some(Err(Failure::Lost(detail))) => Err(Error::Unavailable(detail)),
-        _ => Ok(response(regular_files::read(&file).await?)),
+        Ok(Err(_)) => Err(Error::Unavailable("the server is stopping; ask again".into())),
+        Ok(Ok(Some(Err(Failure::Agent(error))))) => Err(error.without_pointer()),
+        Ok(Ok(Some(Err(Failure::Lost(detail))))) => Err(Error::Unavailable(detail)),
+        Ok(Ok(_)) => Ok(response(regular_files::read(&file).await?)),
     }
 }
 
@@ -276,10 +275,6 @@ async fn resolve_dataset(
     Ok((spec, dataset))
 }
 
-fn stopping() -> Failure {
-    Failure::Lost("the server is stopping; ask again".into())
-}
-
 /// Joins an evaluation in progress, or begins a new evaluation.
 async fn start(
     scheduler: &Arc<Scheduler>,
@@ -336,12 +331,13 @@ async fn start(
                 Err(error) => Err(Failure::Agent(error)),
             }
         };
-        let outcome = tokio::select! {
-            outcome = work => outcome,
-            () = scheduler.tasks.stopping.cancelled() => Err(stopping()),
-        };
-        lock(&scheduler.checkpoints.evaluations.0).remove(&file);
-        let _ = sender.send(Some(outcome));
+        tokio::select! {
+            outcome = work => {
+                lock(&scheduler.checkpoints.evaluations.0).remove(&file);
+                let _ = sender.send(Some(outcome));
+            }
+            () = scheduler.tasks.stopping.cancelled() => {}
+        }
     });
     Ok(running_evaluation)
 }

@@ -34,7 +34,7 @@ const MAX_CHECKS: u32 = 3;
     params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json; of a sharded checkpoint also model.safetensors.index.json and the files that it names, such as model-00001-of-00004.safetensors")),
     responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
         (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The requested range"),
-        (status = 304, description = "The file is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem),
+        (status = 304, description = "The file is unchanged since the response whose `ETag` is in `If-None-Match`"),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"), (status = 416, description = "The range is outside the file"),
         (status = 422, body = Problem, description = "The manifest or the file is damaged, or it is not a regular file")))]
 pub(crate) async fn file(

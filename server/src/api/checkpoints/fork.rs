@@ -16,7 +16,7 @@ use crate::{
     checkpoints::{artifact_fetches, manifest::verify_checkpoint},
     http::{
         error::{Error, Problem, Result},
-        extract::{Body, Path, job_id},
+        extract::{Body, Path},
     },
     lifecycle::{Fork, external::refuse_external},
     scheduler::{Scheduler, dispatch},
@@ -63,7 +63,7 @@ pub(crate) struct ForkRequest {
         ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client")),
     request_body = ForkRequest,
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "An earlier identical request has made this job"),
-        (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
+        (status = 409, body = Problem, description = "The job has no such checkpoint"),
         (status = 422, body = Problem, description = "Settings are invalid or do not fit the checkpoint, or the checkpoint is damaged")))]
 pub(crate) async fn fork(
     State(scheduler): State<Arc<Scheduler>>,
@@ -78,7 +78,7 @@ pub(crate) async fn fork(
     let (status, job) = match jobs::made_before(&*scheduler.store, &caller, key.as_ref()).await? {
         Some(job) => (StatusCode::OK, job),
         None => {
-            let Prepared { source, from, checked: Checked { spec, warnings, .. } } =
+            let (source, from, Checked { spec, warnings, .. }) =
                 prepare(&scheduler, &caller, &id, request).await?;
             let make = async move { make(&scheduler, &caller, &source, from, spec, key).await };
             let (status, job) = to_the_end(make).await?;
@@ -88,18 +88,16 @@ pub(crate) async fn fork(
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-/// A checked fork.
-struct Prepared {
-    source: Job,
-    from: CheckpointRow,
-    checked: Checked,
-}
-
-/// Checks a request for a fork.
+/// Checks a request for a fork. Returns the job, its checkpoint and the fork's checked specification.
 ///
 /// # Errors
 /// The request has mistakes (all are returned), or the checkpoint is not available.
-async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: ForkRequest) -> Result<Prepared> {
+async fn prepare(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    id: &str,
+    request: ForkRequest,
+) -> Result<(Job, CheckpointRow, Checked)> {
     let source = jobs::find(scheduler, id).await?;
     jobs::check_readable(&source)?;
     refuse_external(&source, "forked").map_err(StoreError::from)?;
@@ -144,7 +142,7 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     let warnings =
         [schedule_change(&source, &from, spec, steps_per_epoch, total), other_validation(&source.spec, spec)];
     checked.warnings.extend(warnings.into_iter().flatten());
-    Ok(Prepared { source, from, checked })
+    Ok((source, from, checked))
 }
 
 /// Returns the mistake if `[stop]` ended the source at this checkpoint, and would end the fork there, too.
@@ -204,16 +202,16 @@ fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
 ///
 /// Returns the report on the fork's specification. Warnings say whether the schedule of the learning rate changes, and whether the fork's
 /// validation pictures include pictures that the job has trained on.
-#[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", params(("id" = String, Path)), request_body = ForkRequest,
-    responses((status = 200, body = CheckReport), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
-        (status = 422, body = Problem)))]
+#[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", request_body = ForkRequest,
+    responses((status = 200, body = CheckReport), (status = 409, body = Problem, description = "The job has no such checkpoint")))]
 pub(crate) async fn check(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Body(request, _): Body<ForkRequest>,
 ) -> Result<Json<CheckReport>> {
-    Ok(Json(prepare(&scheduler, &caller, &id, request).await?.checked.report()))
+    let (_, _, checked) = prepare(&scheduler, &caller, &id, request).await?;
+    Ok(Json(checked.report()))
 }
 
 /// Stores the new job with the checkpoint in its folder.
@@ -361,7 +359,7 @@ fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
 
 /// Finds the checkpoint that a request for a fork of `job` names.
 async fn choose(store: &dyn Store, job: &Job, requested: &Value) -> Result<CheckpointRow> {
-    let rows = store.checkpoints(&job_id(job.id.as_str())?).await?;
+    let rows = store.checkpoints(&job.id).await?;
     let text = match requested {
         Value::Null => "latest".to_owned(),
         Value::String(text) => text.clone(),

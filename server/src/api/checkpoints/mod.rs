@@ -83,8 +83,6 @@ list_of! {
     CheckpointList
     /// Newest first, unless `sort` is given.
     checkpoints: Checkpoint
-    /// Number of checkpoints on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Checkpoint> = List {
@@ -141,7 +139,7 @@ impl Checkpoint {
 ///
 /// `sort`: `step`, `created`, `val_accuracy`, `val_loss`, `size` (default `-step`).
 #[utoipa::path(get, path = "/jobs/{id}/checkpoints", tag = "checkpoints", params(("id" = String, Path), ListParams),
-    responses((status = 200, body = CheckpointList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = CheckpointList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`")))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -156,12 +154,11 @@ pub(crate) async fn list(
         Checkpoint::of(&scheduler.checkpoints, row, copies)
     };
     let checkpoints = rows.into_iter().map(to_checkpoint).collect();
-    tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, checkpoints, &params)?))
+    tagged(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
 }
 
 /// Show a checkpoint
-#[utoipa::path(get, path = "/checkpoints/{id}", tag = "checkpoints", params(("id" = String, Path)),
-    responses((status = 200, body = CheckpointDetail), (status = 404, body = Problem),
+#[utoipa::path(get, path = "/checkpoints/{id}", tag = "checkpoints", responses((status = 200, body = CheckpointDetail),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
         (status = 422, body = Problem, description = "The checkpoint's manifest is damaged")))]
 pub(crate) async fn show(

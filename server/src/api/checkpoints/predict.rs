@@ -67,8 +67,8 @@ pub(crate) struct PredictQuery {
 /// in total. Pictures are prepared in the same way as for the job's validation. If a picture cannot be read, its prediction has the error.
 #[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), PredictQuery),
     request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
-    responses((status = 200, body = Predictions), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"), (status = 413, body = Problem), (status = 422, body = Problem),
+    responses((status = 200, body = Predictions),
+        (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"),
         (status = 503, body = Problem, description = "No agent is online")))]
 pub(crate) async fn predict(
     State(checkpoints): State<Arc<Checkpoints>>,

@@ -1,13 +1,13 @@
 //! The pictures that are bundled with the program. A single request unpacks and registers the pictures, so that a new server has a dataset
 //! to train on.
 
-use super::inspections::{InspectionProgress, MAX_WAIT};
+use super::inspections::{Inspected, InspectionProgress, MAX_WAIT};
 use crate::{
     api::datasets::{self, NewDataset},
     auth::access::Caller,
     config::{Bundled, ServeConfig},
     datasets::Datasets,
-    http::error::{Code, Error, Problem, Result, blocking},
+    http::error::{Code, Error, Problem, blocking},
 };
 use axum::{Extension, extract::State, response::Response};
 use lockstep_protocol::dataset::Dataset;
@@ -28,19 +28,19 @@ pub(crate) async fn register(
     State(config): State<Arc<ServeConfig>>,
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
-) -> Result<Response> {
-    let Some(bundled) = config.bundled else {
-        return Err(Error::NotFound("this server has no bundled pictures".into()));
-    };
+) -> Inspected<Response> {
+    let missing = || Error::NotFound("this server has no bundled pictures".into());
+    let bundled = config.bundled.ok_or_else(missing)?;
     if datasets.store.dataset(bundled.name).await?.is_some() {
-        return Err(Error::Of(Code::NameTaken, format!("a dataset is already called {:?}", bundled.name)));
+        let detail = format!("a dataset is already called {:?}", bundled.name);
+        return Err(Error::Of(Code::NameTaken, detail).into());
     }
     let folder = config.data_dir.join("datasets").join(bundled.name);
     let path = blocking(move || unpack(&bundled, &folder)).await?;
     let path = path.map_err(|error| Error::Internal(format!("the pictures cannot be unpacked: {error}")))?;
     let path = path.to_string_lossy().into_owned();
     let new = NewDataset { name: bundled.name.into(), path, private: false };
-    Ok(datasets::register(&datasets, &caller, new, MAX_WAIT).await?.respond(datasets::created_response))
+    Ok(datasets::created_response(datasets::register(&datasets, &caller, new, MAX_WAIT).await?))
 }
 
 /// Writes the files that are missing or different.

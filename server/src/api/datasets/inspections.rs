@@ -71,27 +71,28 @@ pub(crate) struct InspectionProgress {
     pub(crate) total: Option<u64>,
 }
 
-/// The outcome of an inspection within the time that a request waits.
+/// Why a request has no result of an inspection.
 #[derive(Debug)]
-pub(crate) enum Inspected<T> {
-    Done(T),
+pub(crate) enum NotInspected {
     /// The inspection is in progress; the request must be sent again.
     UnderWay(InspectionProgress),
+    Failed(Error),
 }
 
-impl<T> Inspected<T> {
-    pub(crate) fn try_map<U>(self, done: impl FnOnce(T) -> Result<U>) -> Result<Inspected<U>> {
-        Ok(match self {
-            Inspected::Done(value) => Inspected::Done(done(value)?),
-            Inspected::UnderWay(progress) => Inspected::UnderWay(progress),
-        })
-    }
+/// The result of an inspection within the time that a request waits.
+pub(crate) type Inspected<T> = std::result::Result<T, NotInspected>;
 
-    /// Returns the response that `done` makes of the result, or 202 with the progress.
-    pub(crate) fn respond(self, done: impl FnOnce(T) -> Response) -> Response {
+impl<E: Into<Error>> From<E> for NotInspected {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+impl IntoResponse for NotInspected {
+    fn into_response(self) -> Response {
         match self {
-            Inspected::Done(value) => done(value),
-            Inspected::UnderWay(progress) => (StatusCode::ACCEPTED, Json(progress)).into_response(),
+            Self::UnderWay(progress) => (StatusCode::ACCEPTED, Json(progress)).into_response(),
+            Self::Failed(error) => error.into_response(),
         }
     }
 }
@@ -105,18 +106,15 @@ pub(crate) async fn inspect(
     datasets: &Arc<Datasets>,
     path: String,
     patience: Duration,
-) -> Result<Inspected<(String, DatasetInfo)>> {
+) -> Inspected<(String, DatasetInfo)> {
     let Inspection { request, mut outcome } = join_or_start(datasets, &path);
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     match tokio::time::timeout(patience, done).await {
-        Err(_) => Ok(Inspected::UnderWay(progress_of(datasets, request.get(), path).await)),
+        Err(_) => Err(NotInspected::UnderWay(progress_of(datasets, request.get(), path).await)),
         Ok(outcome) => {
             datasets.inspections.forget(&path);
-            match outcome.ok().flatten() {
-                Some(Ok(inspected)) => Ok(Inspected::Done(inspected)),
-                Some(Err(error)) => Err(error.into()),
-                None => Err(Error::Unavailable("the server is stopping; ask again".into())),
-            }
+            let stopping = || Error::Unavailable("the server is stopping; ask again".into());
+            Ok(outcome.ok().flatten().ok_or_else(stopping)??)
         }
     }
 }

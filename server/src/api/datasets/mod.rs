@@ -20,7 +20,7 @@ use crate::{
         error::{Code, Error, Problem, Result},
         extract::{Body, Path, Query},
     },
-    store::{Store, StoreError},
+    store::Store,
 };
 use axum::{
     Extension, Json,
@@ -28,7 +28,7 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, WaitQuery};
+use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, NotInspected, WaitQuery};
 use lockstep_protocol::{
     Job,
     dataset::{Dataset, DatasetInfo},
@@ -51,8 +51,6 @@ list_of! {
     DatasetList
     /// Ordered by name, unless `sort` is given.
     datasets: Dataset
-    /// Number of datasets on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Dataset> = List {
@@ -91,15 +89,15 @@ pub(super) async fn visible_datasets(store: &dyn Store, caller: &Caller) -> Resu
 /// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes. A response 202 contains the
 /// progress; repeat the request until the response is 201.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
-    responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
+    responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn create(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
     Query(wait): Query<WaitQuery>,
     Body(new, _): Body<NewDataset>,
-) -> Result<Response> {
-    Ok(register(&datasets, &caller, new, wait.patience()?).await?.respond(created_response))
+) -> Inspected<Response> {
+    Ok(created_response(register(&datasets, &caller, new, wait.patience()?).await?))
 }
 
 fn created_response(dataset: Dataset) -> Response {
@@ -116,11 +114,11 @@ pub(crate) async fn register(
     caller: &Caller,
     new: NewDataset,
     patience: Duration,
-) -> Result<Inspected<Dataset>> {
+) -> Inspected<Dataset> {
     let mut errors: Vec<SpecError> = name_mistake(&new.name).into_iter().collect();
     errors.extend(path_mistake(datasets, caller, &new.path).await);
     if !errors.is_empty() {
-        return Err(Error::Invalid(errors));
+        return Err(Error::Invalid(errors).into());
     }
     if let Some(existing) = datasets.store.dataset(&new.name).await?
         && caller.sees(existing.private, existing.owner.as_deref())
@@ -130,22 +128,20 @@ pub(crate) async fn register(
             let detail = format!(
                 "the dataset {name:?} is already registered at this path; `lockstep dataset inspect` shows it"
             );
-            return Err(Error::Of(Code::NameTaken, detail));
+            return Err(Error::Of(Code::NameTaken, detail).into());
         }
         if matches!(changes::compare(&existing).await, Comparison::Missing) {
             let detail = format!(
                 "a dataset is already called {name:?}, but its folder {path} no longer exists: if the folder was moved, run \
                  `lockstep dataset remove {name}`, then register the new path"
             );
-            return Err(Error::Of(Code::NameTaken, detail));
+            return Err(Error::Of(Code::NameTaken, detail).into());
         }
     }
     check_free(datasets, &new.name).await?;
-    let registered = inspect_new(datasets, caller, new, patience).await?;
-    if let Inspected::Done(dataset) = &registered {
-        datasets.store.add_dataset(dataset).await?;
-    }
-    Ok(registered)
+    let dataset = inspect_new(datasets, caller, new, patience).await?;
+    datasets.store.add_dataset(&dataset).await?;
+    Ok(dataset)
 }
 
 /// Checks that no dataset has this name.
@@ -164,16 +160,15 @@ async fn inspect_new(
     caller: &Caller,
     new: NewDataset,
     patience: Duration,
-) -> Result<Inspected<Dataset>> {
-    inspections::inspect(datasets, new.path, patience).await?.try_map(|(path, info)| {
-        Ok(Dataset {
-            name: new.name,
-            info: check_info(datasets, &path, info)?,
-            path,
-            added_at: crate::now(),
-            owner: caller.owner().map(str::to_owned),
-            private: new.private,
-        })
+) -> Inspected<Dataset> {
+    let (path, info) = inspections::inspect(datasets, new.path, patience).await?;
+    Ok(Dataset {
+        name: new.name,
+        info: check_info(datasets, &path, info)?,
+        path,
+        added_at: crate::now(),
+        owner: caller.owner().map(str::to_owned),
+        private: new.private,
     })
 }
 
@@ -225,38 +220,34 @@ pub(crate) struct InspectedFolder {
 
 /// Inspect a folder without registering it
 #[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitQuery), request_body = Folder,
-    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again")))]
 pub(crate) async fn inspect(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
     Query(wait): Query<WaitQuery>,
     Body(folder, _): Body<Folder>,
-) -> Result<Response> {
+) -> Inspected<Json<InspectedFolder>> {
     if let Some(mistake) = path_mistake(&datasets, &caller, &folder.path).await {
-        return Err(Error::Invalid(vec![mistake]));
+        return Err(Error::Invalid(vec![mistake]).into());
     }
-    let inspected = inspections::inspect(&datasets, folder.path, wait.patience()?).await?;
-    let folder = inspected.try_map(|(path, info)| {
-        let info = check_info(&datasets, &path, info)?;
-        Ok(InspectedFolder { path, info })
-    });
-    Ok(folder?.respond(|folder| Json(folder).into_response()))
+    let (path, info) = inspections::inspect(&datasets, folder.path, wait.patience()?).await?;
+    let info = check_info(&datasets, &path, info)?;
+    Ok(Json(InspectedFolder { path, info }))
 }
 
 /// Inspect a registered dataset again
 ///
 /// The result replaces the dataset's stored information, even while jobs train on the dataset.
 #[utoipa::path(post, path = "/datasets/{name}/inspect", tag = "datasets", params(("name" = String, Path), WaitQuery),
-    responses((status = 200, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 404, body = Problem), (status = 422, body = Problem),
+    responses((status = 200, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn inspect_again(
     State(datasets): State<Arc<Datasets>>,
     Query(wait): Query<WaitQuery>,
     Path(name): Path<String>,
-) -> Result<Response> {
+) -> Inspected<Json<Dataset>> {
     let dataset = datasets.store.dataset(&name).await?.ok_or_else(no_such_dataset)?;
-    let inspected = inspect_registered(&datasets, dataset, wait.patience()?).await?;
-    Ok(inspected.respond(|dataset| Json(dataset).into_response()))
+    Ok(Json(inspect_registered(&datasets, dataset, wait.patience()?).await?))
 }
 
 /// Lets an agent inspect a registered dataset, and stores the result. Waits for the inspection for at most `patience`.
@@ -264,14 +255,11 @@ async fn inspect_registered(
     datasets: &Arc<Datasets>,
     dataset: Dataset,
     patience: Duration,
-) -> Result<Inspected<Dataset>> {
-    let inspected = inspections::inspect(datasets, dataset.path.clone(), patience).await?;
-    let inspected = inspected
-        .try_map(|(path, info)| Ok(Dataset { info: check_info(datasets, &path, info)?, ..dataset }))?;
-    if let Inspected::Done(dataset) = &inspected {
-        datasets.store.update_dataset(dataset).await?;
-    }
-    Ok(inspected)
+) -> Inspected<Dataset> {
+    let (path, info) = inspections::inspect(datasets, dataset.path.clone(), patience).await?;
+    let dataset = Dataset { info: check_info(datasets, &path, info)?, ..dataset };
+    datasets.store.update_dataset(&dataset).await?;
+    Ok(dataset)
 }
 
 /// Inspects a dataset again if it has changed since its last inspection. If the inspection fails or the files are missing, `dataset` stays
@@ -290,10 +278,10 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
     }
     let (shared, registered) = (Arc::clone(datasets), dataset.clone());
     let inspection =
-        to_the_end(async move { inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await });
+        to_the_end(async move { Ok(inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await) });
     match tokio::time::timeout(REFRESH_WAIT, inspection).await {
-        Ok(Ok(Inspected::Done(inspected))) => *dataset = inspected,
-        Ok(Err(error)) => {
+        Ok(Ok(Ok(inspected))) => *dataset = inspected,
+        Ok(Ok(Err(NotInspected::Failed(error))) | Err(error)) => {
             let name = &dataset.name;
             let why = match error {
                 // The pointers are for a request to register a dataset.
@@ -307,7 +295,7 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
                  numbers of the last inspection"
             ));
         }
-        Ok(Ok(Inspected::UnderWay(_))) | Err(_) => {}
+        Ok(Ok(Err(NotInspected::UnderWay(_)))) | Err(_) => {}
     }
     None
 }
@@ -370,19 +358,19 @@ async fn path_mistake(datasets: &Datasets, caller: &Caller, path: &str) -> Optio
 ///
 /// `sort`: `name`, `created` (the time of registration).
 #[utoipa::path(get, path = "/datasets", tag = "datasets", params(ListParams),
-    responses((status = 200, body = DatasetList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 400, body = Problem)))]
+    responses((status = 200, body = DatasetList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`")))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
-    tagged(&headers, &DatasetList::from(LIST.page(visible_datasets(&*store, &caller).await?, &params)?))
+    tagged(&headers, &DatasetList::from(LIST.page(None, visible_datasets(&*store, &caller).await?, &params)?))
 }
 
 /// Show a dataset
-#[utoipa::path(get, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 200, body = Dataset), (status = 304, description = "The dataset is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/datasets/{name}", tag = "datasets",
+    responses((status = 200, body = Dataset), (status = 304, description = "The dataset is unchanged since the response whose `ETag` is in `If-None-Match`")))]
 pub(crate) async fn show(
     State(store): State<Arc<dyn Store>>,
     headers: HeaderMap,
@@ -395,8 +383,8 @@ pub(crate) async fn show(
 ///
 /// The dataset's files are removed only if they were uploaded. Finished jobs keep the dataset's name; they cannot be evaluated or run again
 /// until a dataset is registered under this name.
-#[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Unfinished jobs train on the dataset; the problem names them")))]
+#[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets",
+    responses((status = 204), (status = 409, body = Problem, description = "Unfinished jobs train on the dataset; the problem names them")))]
 pub(crate) async fn delete(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
@@ -405,12 +393,12 @@ pub(crate) async fn delete(
     let store = &datasets.store;
     let uploaded = store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload(&dataset.path));
     let removed = match uploaded {
-        Some(folder) => to_the_end(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await?,
-        None => store.remove_dataset(&name).await,
+        Some(folder) => to_the_end(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await,
+        None => store.remove_dataset(&name).await.map_err(Error::from),
     };
     match removed {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
-        Err(error @ StoreError::DatasetInUse(_)) => {
+        Err(error @ Error::Of(Code::DatasetInUse, _)) => {
             let mut jobs = store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
             if !jobs.iter().all(|job| caller.sees_job(job)) {
@@ -418,13 +406,9 @@ pub(crate) async fn delete(
                 return Err(Error::Of(Code::DatasetInUse, detail.into()));
             }
             // If no job is left, the jobs have ended meanwhile.
-            Err(if jobs.is_empty() {
-                error.into()
-            } else {
-                Error::Of(Code::DatasetInUse, in_use_message(&jobs))
-            })
+            Err(if jobs.is_empty() { error } else { Error::Of(Code::DatasetInUse, in_use_message(&jobs)) })
         }
-        Err(error) => Err(error.into()),
+        Err(error) => Err(error),
     }
 }
 

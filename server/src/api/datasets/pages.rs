@@ -2,7 +2,7 @@
 
 use super::{
     NewDataset,
-    inspections::{Inspected, MAX_WAIT},
+    inspections::{MAX_WAIT, NotInspected},
     register, visible_datasets,
 };
 use crate::{
@@ -59,15 +59,15 @@ pub(crate) async fn add_dataset(
     let (name, path) = (new.name.clone(), new.path.clone());
     let mut form = views::DatasetForm { name, path, ..Default::default() };
     let status = match register(&datasets, &caller, new, MAX_WAIT).await {
-        Ok(Inspected::Done(dataset)) => {
+        Ok(dataset) => {
             let created = Extension(AuditSubject(dataset.name));
             return Ok((created, Redirect::to("/datasets")).into_response());
         }
-        Ok(Inspected::UnderWay(under_way)) => {
+        Err(NotInspected::UnderWay(under_way)) => {
             form.path_error = Some(format!("{}: send this form again to continue", under_way.detail));
             StatusCode::ACCEPTED
         }
-        Err(Error::Invalid(mistakes)) => {
+        Err(NotInspected::Failed(Error::Invalid(mistakes))) => {
             for mistake in mistakes {
                 let field =
                     if mistake.pointer == "/name" { &mut form.name_error } else { &mut form.path_error };
@@ -75,11 +75,11 @@ pub(crate) async fn add_dataset(
             }
             StatusCode::UNPROCESSABLE_ENTITY
         }
-        Err(Error::Conflict(detail) | Error::Of(Code::NameTaken, detail)) => {
+        Err(NotInspected::Failed(Error::Conflict(detail) | Error::Of(Code::NameTaken, detail))) => {
             form.name_error = Some(detail);
             StatusCode::CONFLICT
         }
-        Err(other) => return Err(PageError(other)),
+        Err(NotInspected::Failed(other)) => return Err(PageError(other)),
     };
     Ok((status, datasets_page(&datasets, &auth, &caller, form).await?).into_response())
 }

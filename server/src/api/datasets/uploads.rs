@@ -3,11 +3,11 @@
 
 use super::{
     NewDataset, check_free, created_response, inspect_new,
-    inspections::{Inspected, InspectionProgress, WaitQuery},
+    inspections::{Inspected, InspectionProgress, NotInspected, WaitQuery},
     name_mistake,
 };
 use crate::{
-    api::to_the_end,
+    api::{PieceQuery, read_piece, to_the_end},
     auth::access::Caller,
     datasets::{
         Datasets,
@@ -17,7 +17,6 @@ use crate::{
         error::{Error, Problem, Result, blocking, disk_error},
         extract::{Body, Path, Query},
     },
-    store::StoreError,
 };
 use axum::{
     Extension,
@@ -33,22 +32,13 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::sync::Mutex;
-use utoipa::{IntoParams, ToSchema};
+use utoipa::ToSchema;
 
 /// Locked while the folder of an upload is emptied, filled, registered or removed. A blocking thread keeps the lock until its
 /// work ends, even if the client disconnects.
 static FOLDERS: Mutex<()> = Mutex::const_new(());
 /// Time for which an archive is unpacked before the next archive gets its turn.
 const TURN: Duration = Duration::from_secs(5);
-
-/// Position of a piece in its file.
-#[derive(Debug, Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-pub(crate) struct ArchiveQuery {
-    /// Number of bytes of the file before this piece. 0 starts the upload again.
-    #[serde(default)]
-    offset: u64,
-}
 
 /// The dataset to make from an uploaded file.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -62,24 +52,22 @@ pub(crate) struct UploadedDataset {
 /// Upload a piece of a zip file
 ///
 /// The zip file must have pictures in folders of classes (`<class>/*`, or `train/<class>/*` and `val/<class>/*`). Pieces have at most 8
-/// MiB, the file at most 8 GiB, and its contents at most 16 GiB and 200,000 files. An upload that is not continued is removed after a day.
-#[utoipa::path(put, path = "/datasets/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), ArchiveQuery),
+/// MiB, the file at most 8 GiB, and its contents at most 16 GiB and 200,000 files. A piece with offset 0 starts the upload again. An upload
+/// that is not continued is removed after a day.
+#[utoipa::path(put, path = "/datasets/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), PieceQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 204), (status = 409, body = Problem, description = "The name is taken, or the piece does not follow the uploaded bytes"),
-        (status = 422, body = Problem), (status = 507, body = Problem, description = "The server's disk is full")))]
+        (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_archive(
     State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
-    Query(piece): Query<ArchiveQuery>,
+    Query(piece): Query<PieceQuery>,
     request: Request,
 ) -> Result<StatusCode> {
     let upload = upload(&datasets, &caller, &name)?;
     check_free(&datasets, &name).await?;
-    let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
-        let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
-        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
-    })?;
+    let body = read_piece(request.into_body(), PIECE_BYTES).await?;
     if piece.offset > 0 {
         blocking(move || upload.write(piece.offset, &body)).await?.map_err(refusal)?;
         return Ok(StatusCode::NO_CONTENT);
@@ -114,7 +102,7 @@ pub(crate) async fn register_upload(
     Query(wait): Query<WaitQuery>,
     Path(name): Path<String>,
     Body(new, _): Body<UploadedDataset>,
-) -> Result<Response> {
+) -> Inspected<Response> {
     let upload = upload(&datasets, &caller, &name)?;
     let patience = wait.patience()?;
     // The response to an earlier request may have been lost.
@@ -137,25 +125,20 @@ pub(crate) async fn register_upload(
         let detail = format!("unpacking {name}: {} of {} files; ask again", unpacked.files, unpacked.total);
         let progress =
             InspectionProgress { detail, inspected: Some(unpacked.files), total: Some(unpacked.total) };
-        return Ok(Inspected::UnderWay(progress).respond(created_response));
+        return Err(NotInspected::UnderWay(progress));
     }
     let path = unpacked.pictures.to_string_lossy().into_owned();
     let new = NewDataset { name, path: path.clone(), private: new.private };
-    let registered = inspect_new(&datasets, &caller, new, patience).await.map_err(|error| match error {
+    let inspected = inspect_new(&datasets, &caller, new, patience).await.map_err(|error| match error {
         // The path on the server means nothing to the sender.
-        Error::Invalid(mistakes) => {
+        NotInspected::Failed(Error::Invalid(mistakes)) => {
             let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();
             let detail = details.join("; ").replace(&path, "the zip file");
-            Error::unprocessable(detail)
+            Error::unprocessable(detail).into()
         }
         other => other,
     });
-    match registered? {
-        Inspected::Done(dataset) => {
-            to_the_end(add(datasets, upload, unpacked.pictures, dataset)).await.map(created_response)
-        }
-        under_way => Ok(under_way.respond(created_response)),
-    }
+    Ok(created_response(to_the_end(add(datasets, upload, unpacked.pictures, inspected?)).await?))
 }
 
 /// Stores the dataset of inspected `pictures`, and removes the zip file.
@@ -182,30 +165,20 @@ async fn add(
     Ok(dataset)
 }
 
-/// Removes a dataset that was uploaded, and its files. Returns whether the store has removed the dataset.
-///
-/// # Errors
-/// The files of the removed dataset cannot be removed, or the store cannot be read.
-pub(super) async fn remove(
-    datasets: Arc<Datasets>,
-    name: String,
-    folder: PathBuf,
-) -> Result<std::result::Result<(), StoreError>> {
+/// Removes a dataset that was uploaded, and its files.
+pub(super) async fn remove(datasets: Arc<Datasets>, name: String, folder: PathBuf) -> Result<()> {
     let lock = FOLDERS.lock().await;
-    if let Err(error) = datasets.store.remove_dataset(&name).await {
-        return Ok(Err(error));
-    }
+    datasets.store.remove_dataset(&name).await?;
     // The folder may also be registered under another name.
     let others = dataset_paths(&datasets).await?;
     if others.iter().any(|path| datasets.roots.upload(path).as_ref() == Some(&folder)) {
-        return Ok(Ok(()));
+        return Ok(());
     }
     let removed = blocking(move || {
         let _lock = lock;
         uploads::remove(&folder)
     });
-    removed.await?.map_err(|e| disk_error(&e))?;
-    Ok(Ok(()))
+    removed.await?.map_err(|e| disk_error(&e))
 }
 
 /// The paths of all datasets.

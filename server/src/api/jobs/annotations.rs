@@ -7,7 +7,7 @@ use crate::{
     },
     auth::access::Caller,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Body, Path, Query, count, job_id},
     },
     scheduler::Scheduler,
@@ -43,7 +43,6 @@ pub(crate) struct AnnotationsQuery {
     /// `next_cursor` of the previous page.
     cursor: Option<String>,
     /// Comma-separated names of the fields to return of each job: `notes`, `tags`.
-    #[param(min_length = 1)]
     fields: Option<String>,
     /// Whether to return the number of jobs on all pages as `total`.
     count: Option<bool>,
@@ -67,8 +66,7 @@ pub(crate) struct Change {
 }
 
 /// List notes and tags
-#[utoipa::path(get, path = "/annotations", tag = "jobs", params(AnnotationsQuery),
-    responses((status = 200, body = Annotations), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/annotations", tag = "jobs", params(AnnotationsQuery), responses((status = 200, body = Annotations)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -97,8 +95,7 @@ pub(crate) async fn list(
 }
 
 /// Change a job's notes, tags, priority or project
-#[utoipa::path(patch, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)), request_body = Change,
-    responses((status = 200, body = Annotation), (status = 404, body = Problem), (status = 422, body = Problem)))]
+#[utoipa::path(patch, path = "/jobs/{id}", tag = "jobs", request_body = Change, responses((status = 200, body = Annotation)))]
 pub(crate) async fn change(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -153,8 +150,7 @@ pub(crate) struct Size {
 }
 
 /// Show the disk space that deleting a job frees
-#[utoipa::path(get, path = "/jobs/{id}/size", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 200, body = Size), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/jobs/{id}/size", tag = "jobs", responses((status = 200, body = Size)))]
 pub(crate) async fn size(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,

@@ -6,7 +6,7 @@ use crate::{
         list::{List, ListParams, list_of},
     },
     http::{
-        error::{Problem, Result},
+        error::Result,
         extract::{Path, Query},
     },
     scheduler::Scheduler,
@@ -20,8 +20,6 @@ list_of! {
     AttemptList
     /// Ordered by attempt, unless `sort` is given.
     attempts: Attempt
-    /// Number of attempts on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Attempt> = List {
@@ -38,12 +36,12 @@ const LIST: List<Attempt> = List {
 /// Each attempt has its state, the reason for its end (a code, the rank and step that caused the end, a text), and the checkpoint from
 /// which it began. Attempts are kept as long as the job. `sort`: `attempt`.
 #[utoipa::path(get, path = "/jobs/{id}/attempts", tag = "jobs", params(("id" = String, Path), ListParams),
-    responses((status = 200, body = AttemptList), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = AttemptList)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<AttemptList>> {
     let job = jobs::find(&scheduler, &id).await?;
-    Ok(Json(LIST.page_of_job(&job.id, scheduler.store.attempts(&job.id).await?, &params)?.into()))
+    Ok(Json(LIST.page(Some(&job.id), scheduler.store.attempts(&job.id).await?, &params)?.into()))
 }

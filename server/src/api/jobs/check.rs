@@ -9,7 +9,7 @@ use crate::{
     },
     auth::access::Caller,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Document, Query},
     },
     scheduler::{Scheduler, device_for, max_capacity_of},
@@ -30,10 +30,7 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::{
-    collections::{HashMap, HashSet},
-    sync::Arc,
-};
+use std::{collections::HashSet, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
 /// Parameter of submissions by programs that also start the job's agents.
@@ -94,7 +91,7 @@ const MIN_MEASURED_STEPS: u64 = 20;
 ///
 /// Also accepts a job file with a section `sweep`, like `POST /sweeps`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
-    params(LaunchQuery), responses((status = 200, body = CheckReport), (status = 422, body = Problem)))]
+    params(LaunchQuery), responses((status = 200, body = CheckReport)))]
 pub(crate) async fn validate(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -201,39 +198,37 @@ pub(in crate::api) async fn check(
     check_on(scheduler, caller, &datasets, document, start).await
 }
 
-/// The datasets that a caller may see.
-struct CurrentDatasets {
-    datasets: Vec<Dataset>,
-    /// Warnings by the dataset's name: why a dataset whose files have changed was not inspected again.
-    warnings: HashMap<String, String>,
-}
-
-/// Returns the datasets that the caller may see. A dataset that a document names is inspected again if its files have changed.
+/// Returns the datasets that the caller may see. A dataset that a document names is inspected again if its files have changed; otherwise it
+/// has a warning that says why not.
 async fn current_datasets<'a>(
     scheduler: &Scheduler,
     caller: &Caller,
     documents: impl IntoIterator<Item = &'a Value>,
-) -> Result<CurrentDatasets> {
+) -> Result<Vec<(Dataset, Option<String>)>> {
     let names: HashSet<&str> = documents.into_iter().filter_map(dataset_name).collect();
-    let mut datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
-    let named = datasets.iter_mut().filter(|dataset| names.contains(dataset.name.as_str()));
-    let refreshed = named.map(|dataset| async {
-        let warning = datasets::refresh(&scheduler.datasets, dataset).await?;
-        Some((dataset.name.clone(), warning))
+    let visible = datasets::visible_datasets(&*scheduler.store, caller).await?;
+    let refreshed = visible.into_iter().map(|mut dataset| {
+        let is_named = names.contains(dataset.name.as_str());
+        async move {
+            let warning = match is_named {
+                true => datasets::refresh(&scheduler.datasets, &mut dataset).await,
+                false => None,
+            };
+            (dataset, warning)
+        }
     });
-    let warnings = join_all(refreshed).await.into_iter().flatten().collect();
-    Ok(CurrentDatasets { datasets, warnings })
+    Ok(join_all(refreshed).await)
 }
 
 fn dataset_name(document: &Value) -> Option<&str> {
     document.pointer("/data/dataset").and_then(Value::as_str)
 }
 
-/// Checks a document on `datasets`, the datasets that the caller may see.
+/// Checks a document on `datasets`, the result of [`current_datasets`].
 async fn check_on(
     scheduler: &Scheduler,
     caller: &Caller,
-    CurrentDatasets { datasets, warnings }: &CurrentDatasets,
+    datasets: &[(Dataset, Option<String>)],
     document: &Value,
     start: Start,
 ) -> Result<Checked> {
@@ -245,9 +240,10 @@ async fn check_on(
     let document_mistakes = DocumentMistakes(causes.collect());
     let error_at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
     let name = dataset_name(document).unwrap_or_default();
-    let dataset = datasets.iter().find(|d| d.name == name).cloned();
+    let (dataset, refresh_warning) = datasets.iter().find(|(d, _)| d.name == name).cloned().unzip();
     if dataset.is_none() && !name.is_empty() {
-        errors.push(error_at("/data/dataset", no_dataset(name, datasets)));
+        let names = datasets.iter().map(|(dataset, _)| dataset.name.as_str());
+        errors.push(error_at("/data/dataset", no_dataset(name, names)));
     }
     if let (Some(spec), Some(dataset)) = (&mut spec, &dataset)
         && document.pointer("/data/validation").is_none_or(Value::is_null)
@@ -287,9 +283,8 @@ async fn check_on(
     }
     match (spec, dataset) {
         (Some(spec), Some(dataset)) if errors.is_empty() => {
-            let refresh_warning = warnings.get(&dataset.name).cloned();
             let mut warnings = submission::warnings(&spec, &dataset);
-            warnings.extend(refresh_warning);
+            warnings.extend(refresh_warning.flatten());
             warnings.extend(weights_warning);
             warnings.extend(best_without_checkpoint(&spec, &dataset));
             warnings.extend(too_few_pictures_possible(&spec, &dataset));
@@ -447,9 +442,9 @@ impl DocumentMistakes {
     }
 }
 
-/// The error message if none of `datasets` is called `name`. Suggests the most similar name.
-pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
-    let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
+/// The error message if no dataset is called `name`. `names`: the names of the datasets, of which the most similar is suggested.
+pub(in crate::api) fn no_dataset<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
+    let names: Vec<_> = names.collect();
     let hint = match (nearest(name, names.iter().copied()), names.is_empty()) {
         (_, true) => "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
         (Some(near), _) => format!("did you mean {near:?}?"),

@@ -37,7 +37,7 @@ const MAX_KEY_BYTES: usize = 255;
 #[utoipa::path(post, path = "/jobs", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client"), LaunchQuery),
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "An earlier identical request has made this job"),
-        (status = 409, body = Problem, description = "The key was used with another request"), (status = 422, body = Problem)))]
+        (status = 409, body = Problem, description = "The key was used with another request")))]
 pub(crate) async fn create(
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,

@@ -6,7 +6,7 @@ use crate::{
         list::{self, Elements, Fields, MAX_LIMIT, Pages},
     },
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Path, Query, count},
     },
     scheduler::Scheduler,
@@ -66,7 +66,6 @@ pub(crate) struct EventsQuery {
     /// `next_cursor` of the previous page.
     cursor: Option<String>,
     /// Comma-separated names of the fields to return of each event.
-    #[param(min_length = 1)]
     fields: Option<String>,
 }
 
@@ -75,7 +74,7 @@ pub(crate) struct EventsQuery {
 /// Events have the same format and order as in the job's stream. A page may have fewer events than `limit`, or none, and still have a
 /// `next_cursor`: if events of the given types are rare in a long run, or if the page reached 4 MiB.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "jobs", params(("id" = String, Path), EventsQuery),
-    responses((status = 200, body = EventList), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = EventList)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,

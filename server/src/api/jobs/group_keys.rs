@@ -69,10 +69,10 @@ fn parse_key(part: &str) -> Result<GroupBy> {
 /// # Errors
 /// 400: only one of `by` and `group` is given, or the values do not fit the keys.
 pub(super) fn parse_group(by: Option<&str>, values: Option<&str>) -> Result<Vec<(GroupBy, GroupValue)>> {
-    let is_given = |text: Option<&str>| text.is_some_and(|text| !text.is_empty());
+    let (by, values) = (by.filter(|by| !by.is_empty()), values.filter(|values| !values.is_empty()));
     let (keys, values) = match (by, values) {
-        (Some(names), Some(values)) if is_given(by) => (parse_by(names)?, values),
-        _ if !is_given(by) && !is_given(values) => return Ok(Vec::new()),
+        (Some(by), Some(values)) => (parse_by(by)?, values),
+        (None, None) => return Ok(Vec::new()),
         _ => {
             return Err(Error::BadRequest(
                 "by and group belong together: by=train.lr&group=[0.1] lists the jobs of one group".into(),

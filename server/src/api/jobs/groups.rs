@@ -5,7 +5,7 @@ use crate::{
     api::list::{self, Key, MAX_LIMIT, Pages},
     auth::access::Caller,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Query, count},
     },
     store::{GroupRow, GroupValue, MeanAndSpread, Spread, Store},
@@ -113,15 +113,12 @@ impl Group {
         if id.len() > ID_BYTES {
             id = hex::encode(Sha256::digest(&id));
         }
+        let statistics = row.metrics.iter().map(Spread::statistics);
         Ok(Self {
             jobs: row.states.values().sum(),
             states: row.states,
             newest_at: row.newest_at,
-            metrics: metrics
-                .iter()
-                .map(|name| (*name).to_owned())
-                .zip(row.metrics.iter().map(Spread::statistics))
-                .collect(),
+            metrics: metrics.iter().map(|name| (*name).to_owned()).zip(statistics).collect(),
             values: row.values,
             id,
         })
@@ -138,37 +135,23 @@ impl Group {
     }
 }
 
-/// Parses the names of metrics in a request, without duplicates.
-fn parse_metric_names(text: Option<&str>) -> Result<Vec<&str>> {
-    let mut names: Vec<&str> = Vec::new();
-    for name in list::split_list(text) {
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    if names.len() > MAX_METRICS {
-        return Err(Error::BadRequest(format!(
-            "metrics has {} names; give at most {MAX_METRICS}",
-            names.len()
-        )));
-    }
-    Ok(names)
-}
-
 /// List groups of jobs
 ///
 /// Returns for each group the number of jobs in each state, and mean and standard deviation of metrics, for example over jobs that differ
 /// only in their seed. All matching jobs are included, except private jobs of other people. With `by=tag`, a job is in the group of each of
 /// its tags.
-#[utoipa::path(get, path = "/jobs/groups", tag = "jobs", params(GroupsQuery),
-    responses((status = 200, body = GroupList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/jobs/groups", tag = "jobs", params(GroupsQuery), responses((status = 200, body = GroupList)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<GroupsQuery>,
 ) -> Result<Json<GroupList>> {
     let by = group_keys::parse_by(&query.by)?;
-    let names = parse_metric_names(query.metrics.as_deref())?;
+    let names = list::split_unique(query.metrics.as_deref());
+    if names.len() > MAX_METRICS {
+        let detail = format!("metrics has {} names; give at most {MAX_METRICS}", names.len());
+        return Err(Error::BadRequest(detail));
+    }
     let metrics = names.iter().map(|name| numeric_sort_key(name)).collect::<Result<Vec<_>>>()?;
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let sort = query.sort.as_deref().filter(|sort| !sort.is_empty()).unwrap_or("group");

@@ -7,7 +7,7 @@ use crate::{
     },
     auth::{Auth, access::Caller},
     http::{
-        error::{Problem, Result},
+        error::Result,
         extract::{Path, Query, count, job_id},
     },
     scheduler::Scheduler,
@@ -52,7 +52,7 @@ const ORDER: &str = "at";
 /// also has the job's parent and forks, and its place in the queue. Everybody sees who submitted or forked the job. Only the owner and
 /// admins see who requested the other changes.
 #[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
-    responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = History)))]
 pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,

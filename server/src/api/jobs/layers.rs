@@ -3,7 +3,7 @@
 use crate::{
     api::jobs,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Path, Query},
     },
     scheduler::Scheduler,
@@ -49,7 +49,7 @@ fn parse_kind(text: &str) -> Result<HistogramKind> {
 /// A job has histograms if `log.histograms` is set. Without parameters, the response lists the layers and steps with histograms. With
 /// `layer`, the response has the layer's histograms at every step; with `step`, the histograms of every layer at that step.
 #[utoipa::path(get, path = "/jobs/{id}/histograms", tag = "metrics", params(("id" = String, Path), HistogramQuery),
-    responses((status = 200, body = Histograms), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = Histograms)))]
 pub(crate) async fn histograms(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -71,8 +71,7 @@ pub(crate) async fn histograms(
 /// Show a job's network
 ///
 /// The layers are in the order in which a picture passes them; empty until an attempt has reported them.
-#[utoipa::path(get, path = "/jobs/{id}/network", tag = "metrics", params(("id" = String, Path)),
-    responses((status = 200, body = NetworkDescription), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/jobs/{id}/network", tag = "metrics", responses((status = 200, body = NetworkDescription)))]
 pub(crate) async fn network(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,

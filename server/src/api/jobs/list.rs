@@ -27,8 +27,6 @@ list_of! {
     JobList
     /// In the order of `sort`. With `fields`, each job has only those fields.
     jobs: Job
-    /// Number of jobs on all pages; absent without `count=true`.
-    total
 }
 
 /// Parameters of `GET /jobs`.
@@ -74,7 +72,6 @@ pub(crate) struct ListQuery {
     /// `next_cursor` of the previous page, requested with the same `sort`.
     pub(super) cursor: Option<String>,
     /// Comma-separated names of the fields to return of each job, such as `id,name,state`. Jobs have `notes` only if `notes` is named here.
-    #[param(min_length = 1)]
     pub(super) fields: Option<String>,
     /// Comma-separated names of further metrics to return in `last` of each job, such as `grad_norm,step_ms`. `loss`, `accuracy`, `lr`,
     /// `val_loss` and `val_accuracy` are always included.
@@ -98,15 +95,10 @@ impl ListQuery {
         if let Some(mistake) = labels::tags_mistake(&tags) {
             return Err(Error::BadRequest(format!("tag: {mistake}")));
         }
-        let mut states: Vec<JobState> = Vec::new();
-        for state in list::split_list(self.state.as_deref()) {
-            let state = state.parse().map_err(Error::BadRequest)?;
-            if !states.contains(&state) {
-                states.push(state);
-            }
-        }
+        let states = list::split_unique(self.state.as_deref()).into_iter();
+        let states = states.map(|state| state.parse::<JobState>().map_err(Error::BadRequest));
         Ok(JobFilter {
-            states,
+            states: states.collect::<Result<_>>()?,
             name: self.name.clone().filter(|n| !n.is_empty()),
             text: self.q.clone().filter(|text| !text.is_empty()),
             conditions: conditions::parse(self.conditions.as_deref())?,
@@ -150,7 +142,7 @@ impl ListQuery {
 
 /// List jobs
 #[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery),
-    responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 200, body = JobList), (status = 422, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,

@@ -7,10 +7,10 @@ use crate::{
     },
     http::{
         error::{Error, Problem, Result},
-        extract::{Path, Query, count, job_id, search_text},
+        extract::{Path, Query, count, search_text},
     },
     scheduler::Scheduler,
-    store::{LogFilter, LogPage, Store},
+    store::{LogFilter, LogPage, Store, StoreError},
 };
 use axum::{
     body::Body,
@@ -137,7 +137,7 @@ pub(crate) struct Line {
 ///
 /// The response is a page of lines as JSON, or with `Accept: text/plain` a file of all matching lines.
 #[utoipa::path(get, path = "/jobs/{id}/logs", tag = "logs", params(("id" = String, Path), LogsQuery),
-    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 422, body = Problem)))]
 pub(crate) async fn query(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -172,13 +172,13 @@ pub(crate) async fn query(
         Some(seq) => (after.max(seq), before),
     };
     let filter = LogFilter { rank, attempt, after, before, limit, newest, containing: None };
-    if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
-        let found = search(&*scheduler.store, &job, filter, q).await?;
-        return found.at_most(limit as usize, newest).into_page(pages, newest).await;
-    }
-    let LogPage { events, range, full } = scheduler.store.logs(&job_id(&id)?, &filter).await?;
-    let next = range.filter(|_| full).map(|(first, last)| if newest { first } else { last });
-    let found = FoundLines { lines: lines(events, query.q.as_deref()), next };
+    let found = if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
+        search(&*scheduler.store, &job, filter, q).await?
+    } else {
+        let LogPage { events, range, full } = scheduler.store.logs(&job.id, &filter).await?;
+        let next = range.filter(|_| full).map(|(first, last)| if newest { first } else { last });
+        FoundLines { lines: lines(events, None), next }
+    };
     found.at_most(limit as usize, newest).into_page(pages, newest).await
 }
 
@@ -242,8 +242,7 @@ fn text_file(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFi
         let (store, job) = (store.clone(), job.clone());
         async move {
             let Some(filter) = filter else { return Ok(None) };
-            let LogPage { events, range, full } =
-                store.logs(&job, &filter).await.map_err(std::io::Error::other)?;
+            let LogPage { events, range, full } = store.logs(&job, &filter).await?;
             let mut text = String::new();
             for Line { rank, line, .. } in lines(events, filter.containing.as_deref()) {
                 let _ = match filter.rank {
@@ -252,7 +251,7 @@ fn text_file(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFi
                 };
             }
             let next = range.filter(|_| full).map(|(_, last)| LogFilter { after: last, ..filter });
-            Ok::<_, std::io::Error>(Some((text, next)))
+            Ok::<_, StoreError>(Some((text, next)))
         }
     });
     (

@@ -3,7 +3,7 @@
 use crate::{
     api::{jobs, large},
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Path, Query, count},
     },
     metrics::{
@@ -131,7 +131,7 @@ pub(crate) struct Series {
 /// buckets depend only on the stored points and the request, not on when points were stored. Buckets at the ends of the requested range are
 /// returned complete.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
-    responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, body = Metrics)))]
 pub(crate) async fn find(
     State(scheduler): State<Arc<Scheduler>>,
     State(metrics): State<Arc<metrics::Metrics>>,
@@ -178,7 +178,7 @@ fn to_series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
 /// ordered by name and rank instead, and a step that a run from elsewhere logged several times has only its last value. `points` has no
 /// effect.
 #[utoipa::path(get, path = "/jobs/{id}/metrics.csv", tag = "metrics", params(("id" = String, Path), MetricsQuery),
-    responses((status = 200, content_type = "text/csv", body = String), (status = 400, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 200, content_type = "text/csv", body = String)))]
 pub(crate) async fn csv(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -193,10 +193,8 @@ pub(crate) async fn csv(
     let csv = Csv::new(scheduler.store.clone(), job, filter).await?;
     let parts = stream::try_unfold(csv, |mut csv| async move {
         let part = csv.next().await?;
-        Ok::<_, Error>(part.map(|part| (part, csv)))
+        Ok::<_, store::StoreError>(part.map(|part| (part, csv)))
     });
-    let parts =
-        futures_util::StreamExt::map(parts, |part| part.map_err(|e| std::io::Error::other(format!("{e:?}"))));
     Ok((
         [(header::CONTENT_TYPE, "text/csv; charset=utf-8".to_owned()), (header::CONTENT_DISPOSITION, name)],
         Body::from_stream(parts),

@@ -64,26 +64,19 @@ pub(crate) struct JobMetrics {
 ///
 /// Returns for each job the response of `GET /jobs/{id}/metrics`: exact points if they fit, otherwise buckets of equal ranges of steps.
 #[utoipa::path(get, path = "/metrics/query", tag = "metrics", params(JobsMetricsQuery),
-    responses((status = 200, body = JobsMetrics), (status = 400, body = Problem), (status = 404, body = Problem, description = "No job has one of the ids; the problem names the id")))]
+    responses((status = 200, body = JobsMetrics), (status = 404, body = Problem, description = "No job has one of the ids; the problem names the id")))]
 pub(crate) async fn find(
     State(scheduler): State<Arc<Scheduler>>,
     State(stored_metrics): State<Arc<crate::metrics::Metrics>>,
     Extension(caller): Extension<Caller>,
     Query(params): Query<JobsMetricsQuery>,
 ) -> Result<Response> {
-    let mut ids: Vec<&str> = Vec::new();
-    for id in list::split_list(Some(&params.jobs)) {
-        if !ids.contains(&id) {
-            ids.push(id);
-        }
-        if ids.len() > MAX_JOBS {
-            return Err(Error::BadRequest(format!(
-                "jobs must be 1 to {MAX_JOBS} ids; request the metric of further jobs separately"
-            )));
-        }
-    }
-    if ids.is_empty() {
-        return Err(Error::BadRequest(format!("jobs must be 1 to {MAX_JOBS} ids, separated by commas")));
+    let ids = list::split_unique(Some(&params.jobs));
+    if !(1..=MAX_JOBS).contains(&ids.len()) {
+        let detail = format!(
+            "jobs must be 1 to {MAX_JOBS} ids, separated by commas; request the metric of further jobs separately"
+        );
+        return Err(Error::BadRequest(detail));
     }
     let points = count("points", params.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     if points * ids.len() > MAX_TOTAL_POINTS {

@@ -165,7 +165,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Resul
 ///
 /// With `wait`, the response comes when the job has ended (`succeeded`, `failed`, `cancelled`) or the time has passed.
 #[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path), WaitQuery),
-    responses((status = 200, body = Job), (status = 304, description = "The job is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 404, body = Problem)))]
+    responses((status = 200, body = Job), (status = 304, description = "The job is unchanged since the response whose `ETag` is in `If-None-Match`")))]
 pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
     State(metrics): State<Arc<Metrics>>,
@@ -187,8 +187,8 @@ pub(crate) async fn show(
 ///
 /// A queued job is cancelled at once. A running job is cancelled after its ranks have been stopped. A run from elsewhere is cancelled at
 /// once, but its program is not stopped: its later points are stored, and its end does not change the state.
-#[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has already ended")))]
+#[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "jobs",
+    responses((status = 202, body = Job), (status = 409, body = Problem, description = "The job has already ended")))]
 pub(crate) async fn cancel(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -200,8 +200,8 @@ pub(crate) async fn cancel(
 /// Pause a job
 ///
 /// The job's ranks finish their step, write a checkpoint and free their slots. A waiting job is paused at once.
-#[utoipa::path(post, path = "/jobs/{id}/pause", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job neither waits nor runs")))]
+#[utoipa::path(post, path = "/jobs/{id}/pause", tag = "jobs",
+    responses((status = 202, body = Job), (status = 409, body = Problem, description = "The job neither waits nor runs")))]
 pub(crate) async fn pause(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -213,8 +213,8 @@ pub(crate) async fn pause(
 /// Resume a paused job
 ///
 /// The job's next attempt continues from the newest checkpoint. The resulting weights are the same as without the pause.
-#[utoipa::path(post, path = "/jobs/{id}/resume", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job is not paused, or is a trial that waits at a rung for its sweep"),
+#[utoipa::path(post, path = "/jobs/{id}/resume", tag = "jobs",
+    responses((status = 202, body = Job), (status = 409, body = Problem, description = "The job is not paused, or is a trial that waits at a rung for its sweep"),
         (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered again and does not fit the newest checkpoint")))]
 pub(crate) async fn resume(
     State(scheduler): State<Arc<Scheduler>>,
@@ -231,8 +231,8 @@ pub(crate) async fn resume(
 /// Retry a failed or cancelled job
 ///
 /// The job's next attempt continues from the newest checkpoint. A job with registered versions is refused; fork the job instead.
-#[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has not failed or been cancelled, or has registered versions"),
+#[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs",
+    responses((status = 202, body = Job), (status = 409, body = Problem, description = "The job has not failed or been cancelled, or has registered versions"),
         (status = 422, body = Problem, description = "The job's dataset is not registered, or was registered again and does not fit the newest checkpoint")))]
 pub(crate) async fn retry(
     State(scheduler): State<Arc<Scheduler>>,
@@ -277,8 +277,7 @@ pub(super) fn check_readable(job: &Job) -> Result<()> {
 ///
 /// The job's events and checkpoints are deleted, too. An unfinished job is refused; cancel the job first. A job with registered versions is
 /// refused; remove the versions first.
-#[utoipa::path(delete, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
+#[utoipa::path(delete, path = "/jobs/{id}", tag = "jobs", responses((status = 204), (status = 409, body = Problem)))]
 pub(crate) async fn delete(
     State(scheduler): State<Arc<Scheduler>>,
     State(deleted_jobs): State<Arc<DeletedJobs>>,

@@ -4,7 +4,7 @@ use crate::{
     api::jobs,
     auth::access::Caller,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Result},
         extract::{Body, Path},
     },
     scheduler::Scheduler,
@@ -86,8 +86,7 @@ pub(crate) async fn job_panels(store: &dyn Store, job: &JobId, project: &str) ->
 /// Show a job's panels
 ///
 /// Returns the job's own panels, or else the project's.
-#[utoipa::path(get, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 200, body = JobPanels), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/jobs/{id}/panels", tag = "jobs", responses((status = 200, body = JobPanels)))]
 pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -99,8 +98,7 @@ pub(crate) async fn show(
 /// Set a job's own panels
 ///
 /// Replaces the job's own panels; the last write wins. Everybody who may change the job may set its panels.
-#[utoipa::path(put, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)), request_body = NewPanels,
-    responses((status = 200, body = JobPanels), (status = 404, body = Problem), (status = 422, body = Problem)))]
+#[utoipa::path(put, path = "/jobs/{id}/panels", tag = "jobs", request_body = NewPanels, responses((status = 200, body = JobPanels)))]
 pub(crate) async fn put(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -115,8 +113,7 @@ pub(crate) async fn put(
 /// Remove a job's own panels
 ///
 /// The job then shows the panels of its project.
-#[utoipa::path(delete, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(delete, path = "/jobs/{id}/panels", tag = "jobs", responses((status = 204)))]
 pub(crate) async fn delete(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -141,8 +138,7 @@ async fn visible_project(store: &dyn Store, caller: &Caller, name: String) -> Re
 /// Show a project's panels
 ///
 /// Jobs of the project without their own panels show these panels.
-#[utoipa::path(get, path = "/projects/{name}/panels", tag = "jobs", params(("name" = String, Path)),
-    responses((status = 200, body = ProjectPanels), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/projects/{name}/panels", tag = "jobs", responses((status = 200, body = ProjectPanels)))]
 pub(crate) async fn show_project(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -157,8 +153,8 @@ pub(crate) async fn show_project(
 ///
 /// Replaces the project's panels; the last write wins. Members and admins who see a job of the project may set its panels. An empty list
 /// removes the panels, and so does the deletion of the project's last job.
-#[utoipa::path(put, path = "/projects/{name}/panels", tag = "jobs", params(("name" = String, Path)), request_body = NewPanels,
-    responses((status = 200, body = ProjectPanels), (status = 404, body = Problem), (status = 422, body = Problem)))]
+#[utoipa::path(put, path = "/projects/{name}/panels", tag = "jobs", request_body = NewPanels,
+    responses((status = 200, body = ProjectPanels)))]
 pub(crate) async fn put_project(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,

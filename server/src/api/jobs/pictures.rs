@@ -95,7 +95,7 @@ pub(crate) struct SamplePage {
 
 /// Show pictures of a dataset
 #[utoipa::path(get, path = "/datasets/{name}/samples", tag = "datasets", params(("name" = String, Path), SamplesQuery),
-    responses((status = 200, body = SamplePage), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = SamplePage), (status = 422, body = Problem)))]
 pub(crate) async fn of_dataset(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -148,7 +148,7 @@ pub(crate) struct IndicesQuery {
 
 /// Show pictures as a job sees them
 #[utoipa::path(get, path = "/jobs/{id}/samples", tag = "checkpoints", params(("id" = String, Path), IndicesQuery),
-    responses((status = 200, body = Samples), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = Samples), (status = 422, body = Problem)))]
 pub(crate) async fn of_job(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,

@@ -3,10 +3,7 @@
 use crate::{
     api::list::{List, ListParams, list_of},
     auth::access::Caller,
-    http::{
-        error::{Problem, Result},
-        extract::Query,
-    },
+    http::{error::Result, extract::Query},
     store::{Project, Store},
 };
 use axum::{Extension, Json, extract::State};
@@ -17,8 +14,6 @@ list_of! {
     ProjectList
     /// Ordered by name, unless `sort` is given.
     projects: Project
-    /// Number of projects on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Project> = List {
@@ -37,13 +32,12 @@ const LIST: List<Project> = List {
 ///
 /// Each project has the number of its jobs in each state, without private jobs of other people. `sort`: `name`, `jobs`, `newest`. Projects
 /// have no time of creation, so `created_after` and `created_before` are refused.
-#[utoipa::path(get, path = "/projects", tag = "jobs", params(ListParams),
-    responses((status = 200, body = ProjectList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/projects", tag = "jobs", params(ListParams), responses((status = 200, body = ProjectList)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<ProjectList>> {
     let projects = store.projects(caller.sees_as().as_deref()).await?;
-    Ok(Json(LIST.page(projects, &params)?.into()))
+    Ok(Json(LIST.page(None, projects, &params)?.into()))
 }

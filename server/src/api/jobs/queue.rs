@@ -18,10 +18,7 @@ use lockstep_protocol::{
     queue::{QueueList, QueuedJob, Reservation},
 };
 use serde::{Deserialize, Serialize};
-use std::{
-    collections::{HashMap, HashSet},
-    sync::Arc,
-};
+use std::sync::Arc;
 use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 100;
@@ -38,7 +35,6 @@ pub(crate) struct QueueQuery {
     /// `next_cursor` of the previous page.
     pub(super) cursor: Option<String>,
     /// Comma-separated names of the fields to return of each job.
-    #[param(min_length = 1)]
     fields: Option<String>,
     /// Whether to return the number of jobs on all pages as `total`.
     pub(super) count: Option<bool>,
@@ -80,7 +76,7 @@ pub(crate) struct QueuePage {
 /// position, and are left out with `project` or `owner`. Positions count all jobs of the queue, and may change between two pages as jobs
 /// start.
 #[utoipa::path(get, path = "/queue", tag = "jobs", params(QueueQuery),
-    responses((status = 200, body = QueueList), (status = 400, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 200, body = QueueList), (status = 422, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -99,8 +95,7 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     // Uses the order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.
     scheduler.last_plan.sort(&mut rows, |row| &row.job.id);
     let planned = scheduler.last_plan.reservations();
-    let slots = reserved_slots(&planned);
-    let reservations = reservations(&scheduler.agents, caller, planned, &rows);
+    let reservations = reservations(&scheduler.agents, caller, &planned, &rows);
     let is_requested = |row: &JobRow, is_seen: bool| {
         let matches =
             |filter: Option<&str>, value: Option<&str>| filter.is_none() || is_seen && filter == value;
@@ -120,7 +115,7 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     jobs.truncate(limit);
     let last = jobs.last().filter(|_| has_more).map(|job| (job.place, job.row.map(|row| &row.job.id)));
     let next_cursor = last.map(|last| PAGES.cursor(&last)).transpose()?;
-    let items = jobs.into_iter().map(|job| queued_job(scheduler, &slots, job)).collect();
+    let items = jobs.into_iter().map(|job| queued_job(scheduler, &planned, job)).collect();
     Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }
 
@@ -143,32 +138,23 @@ fn previous_count(jobs: &[(u64, Option<&JobId>)], (last_place, last_id): &(u64, 
     }
 }
 
-/// Number of reserved slots by job.
-fn reserved_slots(planned: &[scheduler::Reservation]) -> HashMap<JobId, u32> {
-    let mut slots = HashMap::new();
-    for reservation in planned {
-        let count = u32::try_from(reservation.free.len() + reservation.ending.len()).unwrap_or(u32::MAX);
-        let sum: &mut u32 = slots.entry(reservation.job.clone()).or_default();
-        *sum = sum.saturating_add(count);
-    }
-    slots
-}
-
 fn queued_job(
     scheduler: &Scheduler,
-    slots: &HashMap<JobId, u32>,
+    planned: &[scheduler::Reservation],
     Placed { place, row }: Placed,
 ) -> QueuedJob {
     let Some(row) = row else {
         return QueuedJob { place, ..QueuedJob::default() };
     };
     let job = &row.job;
-    let planned = scheduler.last_plan.find(&job.id);
+    let waiting = scheduler.last_plan.find(&job.id);
+    let reserved = planned.iter().filter(|reservation| reservation.job == job.id);
+    let slots: usize = reserved.map(|reservation| reservation.free.len() + reservation.ending.len()).sum();
     QueuedJob {
         place,
         // The plan has no reason for a job that waits before its next attempt.
-        reason: planned.and_then(|waiting| waiting.reason).or_else(|| job.cause.clone()),
-        kept_slots: Some(slots.get(&job.id).copied().unwrap_or(0)),
+        reason: waiting.and_then(|waiting| waiting.reason).or_else(|| job.cause.clone()),
+        kept_slots: Some(u32::try_from(slots).unwrap_or(u32::MAX)),
         id: Some(job.id.clone()),
         name: Some(job.name.clone()),
         state: Some(job.state),
@@ -184,25 +170,22 @@ fn queued_job(
 fn reservations(
     agents: &Agents,
     caller: &Caller,
-    planned: Vec<scheduler::Reservation>,
+    planned: &[scheduler::Reservation],
     rows: &[Arc<JobRow>],
 ) -> Vec<Reservation> {
-    let reserving: HashSet<&JobId> = planned.iter().map(|reservation| &reservation.job).collect();
-    let rows = rows.iter().filter(|row| reserving.contains(&row.job.id));
-    let by_id: HashMap<JobId, &Arc<JobRow>> = rows.map(|row| (row.job.id.clone(), row)).collect();
     let online = agents.online();
-    let shown = planned.into_iter().filter_map(|reservation| {
+    let shown = planned.iter().filter_map(|reservation| {
         // Skips a job that has just started, and a machine that has just disconnected.
-        let row = by_id.get(&reservation.job)?;
+        let row = rows.iter().find(|row| row.job.id == reservation.job)?;
         let agent = online.iter().find(|agent| agent.row.id == reservation.agent_id)?;
         let is_seen = caller.sees_job(&row.job);
         Some(Reservation {
             agent: agent.row.name.clone(),
-            agent_id: reservation.agent_id,
-            job: is_seen.then_some(reservation.job),
+            agent_id: reservation.agent_id.clone(),
+            job: is_seen.then(|| row.job.id.clone()),
             name: is_seen.then(|| row.job.name.clone()),
-            free: reservation.free,
-            ending: reservation.ending,
+            free: reservation.free.clone(),
+            ending: reservation.ending.clone(),
             whole_machine: reservation.whole_machine,
             since: reservation.since,
         })

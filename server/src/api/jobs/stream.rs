@@ -63,7 +63,7 @@ pub(crate) struct SinceQuery {
 /// If `since` is above `last_seq` in `hello`, an older database was restored. The stream then continues from `last_seq`, and the client
 /// must discard the later events that it has.
 #[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), SinceQuery),
-    responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
+    responses((status = 101, body = Frame), (status = 426, body = Problem)))]
 pub(crate) async fn job_stream(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
@@ -90,6 +90,13 @@ pub(crate) async fn job_stream(
 /// Time limit for sending a close frame, which waits behind earlier messages. A reader that was asleep for longer (a laptop) gets no close
 /// frame: its connection is broken.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Close code and reason if the token or session of a reader has ended.
+const SIGNED_OUT: (u16, &str) = (CLOSE_SIGNED_OUT, "the token or session is no longer valid");
+/// Close code and reason if the server stops.
+const STOPPING: (u16, &str) = (close_code::AWAY, "the server is stopping");
+/// Close code and reason if the database cannot be read.
+const UNAVAILABLE: (u16, &str) = (close_code::AGAIN, "the database is not available; reconnect later");
 
 /// The connection has ended.
 struct Disconnected;
@@ -133,28 +140,20 @@ impl<'a> Reader<'a> {
             *sent = seq.unwrap_or(*sent);
             to.flush().await
         };
-        tokio::select! {
+        let end = tokio::select! {
             result = sending => return result.map_err(|_| Disconnected),
-            () = caller.ended() => {
-                self.close_signed_out().await;
-                return Err(Disconnected);
-            }
-            () = scheduler.tasks.stopping.cancelled() => {}
+            () = caller.ended() => SIGNED_OUT,
+            () = scheduler.tasks.stopping.cancelled() => STOPPING,
             () = tokio::time::sleep(scheduler.config.stream_patience) => {
-                self.give_up().await;
+                // The reader is too slow. The reason is the number of the last event that was sent.
+                self.is_given_up = true;
+                self.scheduler.events.stream_clients.fetch_sub(1, Ordering::Relaxed);
+                let reason = self.sent.to_string();
+                self.close_when_read(CLOSE_TOO_SLOW, &reason).await;
                 return Err(Disconnected);
             }
-        }
-        self.close(close_code::AWAY, "the server is stopping").await;
-        Err(Disconnected)
-    }
-
-    /// Closes the connection of a reader that is too slow, with code 4008 and the number of the last event that was sent.
-    async fn give_up(&mut self) {
-        self.is_given_up = true;
-        self.scheduler.events.stream_clients.fetch_sub(1, Ordering::Relaxed);
-        let reason = self.sent.to_string();
-        self.close_when_read(CLOSE_TOO_SLOW, &reason).await;
+        };
+        self.close(end).await
     }
 
     /// Closes the connection, and waits until the reader has read the close frame and all messages before it.
@@ -194,20 +193,23 @@ impl<'a> Reader<'a> {
         self.send_frame(&Frame::Heartbeat { at: crate::now() }).await
     }
 
-    /// Handles the end of the reading half.
-    async fn handle_end(&mut self, closed: std::result::Result<Option<u16>, tokio::task::JoinError>) {
-        if let Ok(Some(code)) = closed {
-            self.close(code, "a reader of a stream may send only pongs").await;
+    /// Waits until the connection must end. Returns close code and reason; `None` if the reader has ended the connection.
+    async fn wait_for_end(&mut self) -> Option<(u16, &'static str)> {
+        tokio::select! {
+            closed = &mut self.closed => {
+                let code = closed.ok().flatten()?;
+                Some((code, "a reader of a stream may send only pongs"))
+            }
+            () = self.caller.ended() => Some(SIGNED_OUT),
+            () = self.scheduler.tasks.stopping.cancelled() => Some(STOPPING),
         }
     }
 
-    async fn close_signed_out(&mut self) {
-        self.close(CLOSE_SIGNED_OUT, "the token or session is no longer valid").await;
-    }
-
-    async fn close(&mut self, code: u16, reason: &str) {
+    /// Closes the connection. Returns an error, because the connection has then ended.
+    async fn close(&mut self, (code, reason): (u16, &str)) -> std::result::Result<(), Disconnected> {
         let frame = CloseFrame { code, reason: reason.into() };
         let _ = tokio::time::timeout(Duration::from_secs(1), self.to.send(Message::Close(Some(frame)))).await;
+        Err(Disconnected)
     }
 }
 
@@ -220,11 +222,6 @@ impl Drop for Reader<'_> {
     }
 }
 
-async fn close_unavailable(reader: &mut Reader<'_>) -> std::result::Result<(), Disconnected> {
-    reader.close(close_code::AGAIN, "the database is not available; reconnect later").await;
-    Err(Disconnected)
-}
-
 async fn follow(
     scheduler: &Scheduler,
     mut reader: Reader<'_>,
@@ -234,7 +231,7 @@ async fn follow(
 ) -> std::result::Result<(), Disconnected> {
     let (id, last_seq) = (row.job.id.clone(), row.job.last_seq);
     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
-        return close_unavailable(&mut reader).await;
+        return reader.close(UNAVAILABLE).await;
     };
     // Events before `first_seq` were removed; their points can be read only with `GET /jobs/{id}/metrics`.
     // A number above the last event means that an older database was restored. Waiting for that number would withhold all events
@@ -245,7 +242,7 @@ async fn follow(
     let mut state = row.job.state;
     let pace = Pace::from(&row.job);
     let Ok(job) = jobs::job_for(scheduler, &reader.caller, row).await else {
-        return close_unavailable(&mut reader).await;
+        return reader.close(UNAVAILABLE).await;
     };
     let job = Box::new(Job { notes: None, queue: None, ..job });
     reader.send_frame(&Frame::Hello { job, first_seq, last_seq }).await?;
@@ -263,20 +260,19 @@ async fn follow(
                 Ok(events) => events,
                 Err(error) => {
                     tracing::warn!(%error, "the events of a stream cannot be read");
-                    return close_unavailable(&mut reader).await;
+                    return reader.close(UNAVAILABLE).await;
                 }
             };
             for event in &events {
                 if event.first() > reader.sent + 1 {
                     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
-                        return close_unavailable(&mut reader).await;
+                        return reader.close(UNAVAILABLE).await;
                     };
                     if first_seq > reader.sent + 1 {
                         // The next events were removed; their points can be read only with `GET /jobs/{id}/metrics`. `hello` of a new
                         // connection tells where the stream continues.
                         let reason = reader.sent.to_string();
-                        reader.close(CLOSE_TOO_SLOW, &reason).await;
-                        return Err(Disconnected);
+                        return reader.close((CLOSE_TOO_SLOW, &reason)).await;
                     }
                 }
                 reader.send_events(event).await?;
@@ -310,23 +306,12 @@ async fn follow(
                 update = subscription.wait(sent) => match update {
                     JobUpdate::Events => break,
                     JobUpdate::Labels(labels) => reader.send_frame(&Frame::Changed(labels)).await?,
-                    JobUpdate::Deleted => {
-                        reader.close(close_code::NORMAL, "the job was deleted").await;
-                        return Ok(());
-                    }
+                    JobUpdate::Deleted => return reader.close((close_code::NORMAL, "the job was deleted")).await,
                 },
-                closed = &mut reader.closed => {
-                    reader.handle_end(closed).await;
-                    return Ok(());
-                }
-                () = reader.caller.ended() => {
-                    reader.close_signed_out().await;
-                    return Ok(());
-                }
-                () = scheduler.tasks.stopping.cancelled() => {
-                    reader.close(close_code::AWAY, "the server is stopping").await;
-                    return Ok(());
-                }
+                end = reader.wait_for_end() => match end {
+                    Some(end) => return reader.close(end).await,
+                    None => return Ok(()),
+                },
                 () = tokio::time::sleep_until(next_progress), if new_pace.is_some() => {}
                 () = tokio::time::sleep_until(heartbeat) => {
                     reader.heartbeat().await?;
@@ -382,18 +367,10 @@ async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::resu
                     }
                 }
             },
-            closed = &mut reader.closed => {
-                reader.handle_end(closed).await;
-                return Ok(());
-            }
-            () = reader.caller.ended() => {
-                reader.close_signed_out().await;
-                return Ok(());
-            }
-            () = scheduler.tasks.stopping.cancelled() => {
-                reader.close(close_code::AWAY, "the server is stopping").await;
-                return Ok(());
-            }
+            end = reader.wait_for_end() => match end {
+                Some(end) => return reader.close(end).await,
+                None => return Ok(()),
+            },
             () = tokio::time::sleep_until(heartbeat) => {
                 reader.heartbeat().await?;
                 heartbeat = Instant::now() + HEARTBEAT;

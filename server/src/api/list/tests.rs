@@ -27,7 +27,7 @@ fn all_pages(sort: &str, limit: u32) -> Vec<String> {
     loop {
         let params =
             ListParams { sort: Some(sort.into()), limit: Some(limit), cursor, ..ListParams::default() };
-        let page = ITEMS.page(items(), &params).unwrap();
+        let page = ITEMS.page(None, items(), &params).unwrap();
         assert!(page.elements.items.len() <= limit as usize);
         ids.extend(page.elements.items.into_iter().map(|item| item.id));
         cursor = page.next_cursor;
@@ -50,7 +50,7 @@ fn pages_of_any_size_are_the_whole_list_in_order() {
 #[test]
 fn a_cursor_with_a_nul_character_is_refused() {
     let cursor = Pages::new("items", "id").cursor(&(Key::Text("a\0".into()), "a")).unwrap();
-    let page = ITEMS.page(items(), &ListParams { cursor: Some(cursor), ..ListParams::default() });
+    let page = ITEMS.page(None, items(), &ListParams { cursor: Some(cursor), ..ListParams::default() });
     let Err(Error::Of(Code::WrongCursor, detail)) = page else { panic!("it is refused") };
     assert!(detail.contains("not valid for this list"), "{detail}");
 }
@@ -59,7 +59,7 @@ fn a_cursor_with_a_nul_character_is_refused() {
 fn elements_have_only_the_requested_fields() {
     let params =
         ListParams { fields: Some("lr".into()), limit: Some(1), count: Some(true), ..Default::default() };
-    let page = ITEMS.page(items(), &params).unwrap();
+    let page = ITEMS.page(None, items(), &params).unwrap();
     assert_eq!(serde_json::to_string(&page.elements).unwrap(), r#"[{"lr":0.1}]"#);
     assert_eq!((page.next_cursor.is_some(), page.total), (true, Some(5)));
 }

@@ -39,8 +39,6 @@ list_of! {
     ModelList
     /// Ordered by name, unless `sort` is given.
     models: Model
-    /// Number of models on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Model> = List {
@@ -124,19 +122,17 @@ async fn find(store: &dyn Store, caller: &Caller, model: &str, which: &Which) ->
 /// List models
 ///
 /// `sort`: `name`, `created` (when the newest version was registered).
-#[utoipa::path(get, path = "/models", tag = "models", params(ListParams),
-    responses((status = 200, body = ModelList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/models", tag = "models", params(ListParams), responses((status = 200, body = ModelList)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<ModelList>> {
-    Ok(Json(LIST.page(visible_models(&*store, &caller).await?, &params)?.into()))
+    Ok(Json(LIST.page(None, visible_models(&*store, &caller).await?, &params)?.into()))
 }
 
 /// Show a model
-#[utoipa::path(get, path = "/models/{name}", tag = "models", params(("name" = String, Path)),
-    responses((status = 200, body = ModelDetail), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/models/{name}", tag = "models", responses((status = 200, body = ModelDetail)))]
 pub(crate) async fn show(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -160,8 +156,7 @@ fn no_such_model() -> Error {
 /// deleted.
 #[utoipa::path(post, path = "/models", tag = "models", request_body = NewModel,
     responses((status = 201, body = ModelVersion, headers(("Location" = String))), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "The job has not ended, its checkpoint is still being uploaded, or another owner's model has the name"),
-        (status = 422, body = Problem)))]
+        (status = 409, body = Problem, description = "The job has not ended, its checkpoint is still being uploaded, or another owner's model has the name")))]
 pub(crate) async fn create(
     State(checkpoints): State<Arc<Checkpoints>>,
     State(auth): State<Arc<Auth>>,
@@ -262,8 +257,7 @@ async fn lineage(
 }
 
 /// Show a version
-#[utoipa::path(get, path = "/models/{name}/versions/{version}", tag = "models", params(("name" = String, Path), ("version" = u32, Path)),
-    responses((status = 200, body = ModelVersion), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/models/{name}/versions/{version}", tag = "models", responses((status = 200, body = ModelVersion)))]
 pub(crate) async fn show_version(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -275,8 +269,8 @@ pub(crate) async fn show_version(
 /// Remove a version
 ///
 /// The version's number is not used again. The job keeps the checkpoint.
-#[utoipa::path(delete, path = "/models/{name}/versions/{version}", tag = "models", params(("name" = String, Path), ("version" = u32, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "An alias names the version")))]
+#[utoipa::path(delete, path = "/models/{name}/versions/{version}", tag = "models",
+    responses((status = 204), (status = 409, body = Problem, description = "An alias names the version")))]
 pub(crate) async fn remove_version(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -295,8 +289,7 @@ pub(crate) async fn remove_version(
 }
 
 /// Show the version of an alias
-#[utoipa::path(get, path = "/models/{name}/aliases/{alias}", tag = "models", params(("name" = String, Path), ("alias" = String, Path)),
-    responses((status = 200, body = ModelVersion), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/models/{name}/aliases/{alias}", tag = "models", responses((status = 200, body = ModelVersion)))]
 pub(crate) async fn show_alias(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -308,8 +301,8 @@ pub(crate) async fn show_alias(
 /// Move an alias to a version
 ///
 /// The alias is created if it does not exist.
-#[utoipa::path(put, path = "/models/{name}/aliases/{alias}", tag = "models", params(("name" = String, Path), ("alias" = String, Path)), request_body = AliasTarget,
-    responses((status = 200, body = ModelVersion), (status = 404, body = Problem), (status = 422, body = Problem)))]
+#[utoipa::path(put, path = "/models/{name}/aliases/{alias}", tag = "models", request_body = AliasTarget,
+    responses((status = 200, body = ModelVersion)))]
 pub(crate) async fn put_alias(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -326,8 +319,7 @@ pub(crate) async fn put_alias(
 }
 
 /// Remove an alias
-#[utoipa::path(delete, path = "/models/{name}/aliases/{alias}", tag = "models", params(("name" = String, Path), ("alias" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(delete, path = "/models/{name}/aliases/{alias}", tag = "models", responses((status = 204)))]
 pub(crate) async fn remove_alias(
     State(store): State<Arc<dyn Store>>,
     Path((name, alias)): Path<(String, String)>,

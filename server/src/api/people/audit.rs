@@ -16,7 +16,7 @@ use axum::{Extension, Json, extract::State};
 use lockstep_protocol::JobId;
 use lockstep_web::{Template as _, audit as views};
 use serde::{Deserialize, Serialize};
-use std::{collections::HashMap, sync::Arc};
+use std::sync::Arc;
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
@@ -43,7 +43,6 @@ pub(crate) struct AuditQuery {
     /// `next_cursor` of the previous page.
     cursor: Option<String>,
     /// Comma-separated names of the fields to return of each entry.
-    #[param(min_length = 1)]
     fields: Option<String>,
     /// Only entries at this time or later (RFC 3339).
     #[param(format = DateTime)]
@@ -61,7 +60,7 @@ pub(crate) struct AuditQuery {
 ///
 /// The log has every request that may have changed something and every attempt to sign in, with the sender, the sender's address, the
 /// action and the response's status. The newest 100 000 entries of the last year are kept.
-#[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::http::error::Problem)))]
+#[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage)))]
 pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
     Query(query): Query<AuditQuery>,
@@ -115,18 +114,9 @@ pub(crate) async fn show(
         job_name: String::new(),
     });
     let mut lines: Vec<_> = lines.collect();
-    let mut names = HashMap::new();
     for line in &mut lines {
         let Some(id) = line.job().and_then(|id| id.parse::<JobId>().ok()) else { continue };
-        line.job_name = match names.get(&id) {
-            Some(name) => String::clone(name),
-            None => {
-                let job = auth.store.job(&id).await?;
-                let name = job.map(|row| row.job.name).unwrap_or_default();
-                names.insert(id, name.clone());
-                name
-            }
-        };
+        line.job_name = auth.store.job(&id).await?.map(|row| row.job.name).unwrap_or_default();
     }
     let page = views::AuditPage {
         lines,

@@ -3,7 +3,7 @@
 use crate::{
     api::{
         html::{Page, form_error, html},
-        people::{self, NewPerson, Newcomer},
+        people::{self, NewPerson},
         server_url::ServerUrl,
     },
     auth::{
@@ -154,7 +154,7 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
     let name = input.name.trim().to_owned();
     let new =
         NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
-    match people::add(auth, new, Newcomer::First).await {
+    match people::add(auth, new, true).await {
         Ok(row) => Ok(sign_in_person(auth, peer, &row, "/people", SESSION_LIFE).await?),
         // Somebody else has made the first person.
         Err(error @ Error::Conflict(_)) => Err(error.into()),

@@ -62,8 +62,6 @@ list_of! {
     PersonList
     /// Ordered by name, unless `sort` is given.
     people: Person
-    /// Number of people on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Person> = List {
@@ -107,42 +105,32 @@ impl From<PasswordError> for Error {
 /// List people
 ///
 /// `sort`: `name`, `role`, `created`.
-#[utoipa::path(get, path = "/people", tag = "access", params(ListParams),
-    responses((status = 200, body = PersonList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/people", tag = "access", params(ListParams), responses((status = 200, body = PersonList)))]
 pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<PersonList>> {
-    Ok(Json(LIST.page(auth.access.people(), &params)?.into()))
+    Ok(Json(LIST.page(None, auth.access.people(), &params)?.into()))
 }
 
 /// Add a person
 ///
 /// The person signs in at `/login`. Once the server has people, only owners and admins may change jobs and datasets; see `owner`.
 #[utoipa::path(post, path = "/people", tag = "access", request_body = NewPerson,
-    responses((status = 201, body = Person), (status = 409, body = Problem, description = "The name is taken, there are 1000 people, or the server runs without authentication"),
-        (status = 422, body = Problem)))]
+    responses((status = 201, body = Person), (status = 409, body = Problem, description = "The name is taken, there are 1000 people, or the server runs without authentication")))]
 pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Body(new, _): Body<NewPerson>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
-    let person = add(&auth, new, Newcomer::Anybody).await?.person;
+    let person = add(&auth, new, false).await?.person;
     Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 
-/// Whom [`add`] may add.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Newcomer {
-    Anybody,
-    /// The first person of the server.
-    First,
-}
-
-/// Adds a person.
+/// Adds a person; if `must_be_first`, only the server's first person.
 ///
 /// # Errors
 /// The name or password is invalid, the name is taken, or the server cannot have further people.
-pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Result<PersonRow> {
+pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     if !auth.access.required {
         return conflict(
@@ -162,7 +150,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Resul
         None => return Err(Error::invalid("/password", "is missing; give a password or a subject")),
     };
     let _one_at_a_time = auth.access.changing.lock().await;
-    if allowed == Newcomer::First && auth.access.has_people() {
+    if must_be_first && auth.access.has_people() {
         return conflict(
             "somebody else has been added meanwhile; sign in as an admin to add more people".into(),
         );
@@ -228,8 +216,7 @@ fn identity(auth: &Auth, subject: &str) -> Result<Identity> {
 /// Change a person's role, password or account at the OpenID provider, or disable a person
 ///
 /// The person's sessions end at once. If the change reduces the person's rights, open connections of the person's tokens end, too.
-#[utoipa::path(patch, path = "/people/{name}", tag = "access", params(("name" = String, Path)), request_body = PersonChange,
-    responses((status = 200, body = Person), (status = 404, body = Problem), (status = 422, body = Problem)))]
+#[utoipa::path(patch, path = "/people/{name}", tag = "access", request_body = PersonChange, responses((status = 200, body = Person)))]
 pub(crate) async fn change(
     State(auth): State<Arc<Auth>>,
     Path(name): Path<String>,
@@ -284,8 +271,7 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
 /// The person's sessions end, and the person's tokens are revoked. The account at an OpenID provider cannot sign in until an admin binds it
 /// to a person. Jobs and datasets keep the person's name, so they will belong to the next person with this name. Therefore disable people
 /// who leave rather than remove them.
-#[utoipa::path(delete, path = "/people/{name}", tag = "access", params(("name" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(delete, path = "/people/{name}", tag = "access", responses((status = 204)))]
 pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<String>) -> Result<StatusCode> {
     remove(&auth, &name).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -304,7 +290,7 @@ pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
 ///
 /// All sessions of the person end, including the session of this request.
 #[utoipa::path(post, path = "/password", tag = "access", request_body = OwnPassword,
-    responses((status = 204), (status = 409, body = Problem, description = "The request does not come from a person with a password"), (status = 422, body = Problem),
+    responses((status = 204), (status = 409, body = Problem, description = "The request does not come from a person with a password"),
         (status = 429, body = Problem, description = "Too many wrong passwords")))]
 pub(crate) async fn change_own(
     State(auth): State<Arc<Auth>>,

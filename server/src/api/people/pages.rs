@@ -7,7 +7,7 @@ use super::{
 use crate::{
     api::{
         html::{Page, form_error, html},
-        people::{self, NewPerson, Newcomer, OwnPassword, PersonChange},
+        people::{self, NewPerson, OwnPassword, PersonChange},
     },
     auth::{
         Auth,
@@ -93,7 +93,7 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
-            return people::add(auth, new, Newcomer::Anybody).await.map(drop);
+            return people::add(auth, new, false).await.map(drop);
         }
         Action::Remove => return people::remove(auth, name).await,
         Action::Role => PersonChange { role: form.role, ..Default::default() },

@@ -53,8 +53,6 @@ list_of! {
     TokenList
     /// Oldest first, unless `sort` is given. Tokens that are no longer valid are listed for 90 days.
     tokens: Token
-    /// Number of tokens on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Token> = List {
@@ -73,8 +71,7 @@ const LIST: List<Token> = List {
 /// List tokens
 ///
 /// Admins see all tokens, other people their own. `sort`: `created`, `name`, `last_used`, `expires`.
-#[utoipa::path(get, path = "/tokens", tag = "access", params(ListParams),
-    responses((status = 200, body = TokenList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/tokens", tag = "access", params(ListParams), responses((status = 200, body = TokenList)))]
 pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
@@ -82,7 +79,7 @@ pub(crate) async fn list(
 ) -> Result<Json<TokenList>> {
     let mut tokens = auth.access.tokens();
     tokens.retain(|token| is_seen(token, &caller));
-    Ok(Json(LIST.page(tokens, &params)?.into()))
+    Ok(Json(LIST.page(None, tokens, &params)?.into()))
 }
 
 /// Whether a caller may see and revoke a token.
@@ -101,8 +98,7 @@ fn request_token(auth: &Auth, caller: &Caller) -> Option<Token> {
 /// when the person is removed, and when the token of that request is revoked. A personal token with the scope `read` cannot make tokens.
 /// Only admins make tokens that belong to no person, for programs and machines.
 #[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
-    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid tokens, or a person has the name"),
-        (status = 422, body = Problem)))]
+    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid tokens, or a person has the name")))]
 pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
@@ -119,38 +115,38 @@ pub(crate) async fn create(
 /// # Errors
 /// The request has a mistake or exceeds the caller's rights, or the maximum number of tokens is reached.
 pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<MadeToken> {
-    let mistake = |pointer: &str, detail: String| Err(Error::invalid(pointer, detail));
+    let mistake = |pointer: &str, detail: &str| Err(Error::invalid(pointer, detail));
     if new.name.trim().is_empty()
         || new.name.chars().count() > TOKEN_NAME_CHARS
         || first_invisible(&new.name).is_some()
     {
-        return mistake("/name", format!("must have 1 to {TOKEN_NAME_CHARS} plain characters"));
+        return mistake("/name", &format!("must have 1 to {TOKEN_NAME_CHARS} plain characters"));
     }
     let max_secs = u64::from(TOKEN_DAYS) * 24 * 3600;
     if new.expires_in_secs.is_some_and(|secs| !(1..=max_secs).contains(&secs)) {
-        return mistake("/expires_in_secs", format!("must be 1 to {max_secs} ({TOKEN_DAYS} days)"));
+        return mistake("/expires_in_secs", &format!("must be 1 to {max_secs} ({TOKEN_DAYS} days)"));
     }
     let (agent, agent_id) = match (new.scope, &new.agent) {
-        (Scope::Agent, Some(agent)) => match agent_named(auth, agent).await? {
-            Some(name_and_id) => name_and_id,
-            None => return mistake("/agent", "must have 1 to 100 plain characters".into()),
-        },
+        (Scope::Agent, Some(agent))
+            if agent.trim().is_empty() || agent.len() > 100 || first_invisible(agent).is_some() =>
+        {
+            return mistake("/agent", "must have 1 to 100 plain characters");
+        }
+        (Scope::Agent, Some(agent)) => {
+            let (name, id) = agent_named(auth, agent).await?;
+            (Some(name), id)
+        }
         (Scope::Agent, None) => {
-            return mistake(
-                "/agent",
-                "is missing; give the name of the agent that will use this token".into(),
-            );
+            return mistake("/agent", "is missing; give the name of the agent that will use this token");
         }
-        (_, Some(_)) => {
-            return mistake("/agent", "must be absent, unless the token's scope is agent".into());
-        }
+        (_, Some(_)) => return mistake("/agent", "must be absent, unless the token's scope is agent"),
         (_, None) => (None, None),
     };
     if let Some(own) = caller.scope()
         && !own.allows(new.scope)
         && !caller.may(Scope::Admin)
     {
-        return mistake("/scope", format!("must not allow more than your own scope, {own}"));
+        return mistake("/scope", &format!("must not allow more than your own scope, {own}"));
     }
     let now = crate::now();
     let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
@@ -163,7 +159,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     if last_expiry.is_some_and(|last| expires_at.is_none_or(|at| at > last)) {
         let detail = "must not be longer than the remaining lifetime of the token that makes this request; \
                       sign in with your password to make a token that stays valid for longer";
-        return mistake("/expires_in_secs", detail.into());
+        return mistake("/expires_in_secs", detail);
     }
     // A machine's token has no owner, so that it stays valid when a person leaves.
     let owner = caller.person().filter(|_| new.scope != Scope::Agent).map(str::to_owned);
@@ -207,28 +203,22 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     Ok(MadeToken { secret: secret.text, token })
 }
 
-/// Returns the name and id of the agent with a given name or id; `None` if `agent` is not a valid name or id. The id is absent for an
-/// unknown name.
-async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<(Option<String>, Option<String>)>> {
-    if agent.trim().is_empty() || agent.len() > 100 || first_invisible(agent).is_some() {
-        return Ok(None);
-    }
+/// Returns the name and id of the agent with a given name or id. The id is absent for an unknown name.
+async fn agent_named(auth: &Auth, agent: &str) -> Result<(String, Option<String>)> {
     let known = auth.store.agents_called(agent, agent).await?;
     let found = known.iter().find(|a| a.id == agent).or_else(|| known.iter().find(|a| a.name == agent));
-    Ok(Some(match found {
-        Some(row) => (Some(row.name.clone()), Some(row.id.clone())),
+    Ok(match found {
+        Some(row) => (row.name.clone(), Some(row.id.clone())),
         // Agents use UUIDs as ids.
-        None if uuid::Uuid::try_parse(agent).is_ok() => (Some(agent.to_owned()), Some(agent.to_owned())),
-        None => (Some(agent.to_owned()), None),
-    }))
+        None => (agent.to_owned(), uuid::Uuid::try_parse(agent).is_ok().then(|| agent.to_owned())),
+    })
 }
 
 /// Revoke a token
 ///
 /// Requests with the token are refused, and the token's websockets, sessions and login links end at once. Tokens that were made with the
 /// token are revoked, too. A token can revoke itself, and other tokens with at most the same rights.
-#[utoipa::path(delete, path = "/tokens/{id}", tag = "access", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(delete, path = "/tokens/{id}", tag = "access", responses((status = 204)))]
 pub(crate) async fn revoke(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,

@@ -90,7 +90,7 @@ fn refusal(why: Refused) -> Error {
 
 /// List the files of a run
 #[utoipa::path(get, path = "/runs/{id}/files", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose")),
-    responses((status = 200, body = FilesOfRun), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
+    responses((status = 200, body = FilesOfRun), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn list(
     State(config): State<Arc<ServeConfig>>,
     State(auth): State<Arc<Auth>>,
@@ -110,8 +110,7 @@ pub(super) async fn list_files(files: RunFiles) -> Result<Vec<RunFile>> {
 ///
 /// The body is the file. A file with the same path is replaced.
 #[utoipa::path(put, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose"), UploadQuery),
-    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
-    responses((status = 200, body = RunFile), (status = 404, body = Problem),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"), responses((status = 200, body = RunFile),
         (status = 409, body = Problem, description = "The server's own ranks train the job, or a folder has this path"),
         (status = 413, body = Problem, description = "The run has too many files, or they are too large"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
@@ -169,7 +168,7 @@ pub(super) async fn store_file(
 #[utoipa::path(get, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose"), FileQuery),
     responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>),
         (status = 206, content_type = "application/octet-stream", body = Vec<u8>, description = "The requested range"),
-        (status = 304, description = "The file has not changed"), (status = 404, body = Problem),
+        (status = 304, description = "The file has not changed"),
         (status = 409, body = Problem, description = "The server's own ranks train the job"), (status = 416, description = "There is no such range")))]
 pub(crate) async fn download(
     State(config): State<Arc<ServeConfig>>,
@@ -211,7 +210,7 @@ pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request
 ///
 /// If the path is a folder, all files in the folder are deleted.
 #[utoipa::path(delete, path = "/runs/{id}/file", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose"), FileQuery),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
+    responses((status = 204), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn delete(
     State(config): State<Arc<ServeConfig>>,
     State(auth): State<Arc<Auth>>,

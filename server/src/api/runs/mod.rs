@@ -117,7 +117,7 @@ impl NewRun {
 /// The run is a job that uses no slots and is shown like other jobs. If a run with this id exists, that run continues.
 #[utoipa::path(post, path = "/runs", tag = "runs", request_body = NewRun,
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The run existed and continues"),
-        (status = 404, body = Problem), (status = 409, body = Problem), (status = 422, body = Problem)))]
+        (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn create(
     State(runs): State<Arc<Runs>>,
     State(auth): State<Arc<Auth>>,
@@ -310,9 +310,8 @@ fn columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricC
 /// Records that are already stored are skipped, so a request may be repeated. If a metric has several values for the same step, charts show
 /// the last value.
 #[utoipa::path(post, path = "/runs/{id}/records", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose")),
-    request_body = NewRecords, responses((status = 200, body = RecordsStored), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "Earlier records are missing; `expected` has the number of the next record. Or no other program trains the job"),
-        (status = 422, body = Problem)))]
+    request_body = NewRecords, responses((status = 200, body = RecordsStored),
+        (status = 409, body = Problem, description = "Earlier records are missing; `expected` has the number of the next record. Or no other program trains the job")))]
 pub(crate) async fn log(
     State(runs): State<Arc<Runs>>,
     State(auth): State<Arc<Auth>>,
@@ -403,7 +402,7 @@ fn alert_mistakes(summary: &Map<String, Value>) -> Vec<SpecError> {
 /// A program should also send updates without changes: a run without requests for ten minutes (`lockstep serve --run-silence`) counts as
 /// failed until the next request.
 #[utoipa::path(patch, path = "/runs/{id}", tag = "runs", params(("id" = String, Path, description = "Id of the job, or the id that the program chose")),
-    request_body = RunNews, responses((status = 200, body = Job), (status = 404, body = Problem),
+    request_body = RunNews, responses((status = 200, body = Job),
         (status = 409, body = Problem, description = "No other program trains the job, or the settings or results are too long"),
         (status = 422, body = Problem, description = "An entry of `alerts` is not an alert")))]
 pub(crate) async fn change(

@@ -35,8 +35,6 @@ list_of! {
     SweepList
     /// Newest first, unless `sort` is given.
     sweeps: Sweep
-    /// Number of sweeps on all pages; absent without `count=true`.
-    total
 }
 
 const LIST: List<Sweep> = List {
@@ -73,7 +71,7 @@ async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepR
 #[utoipa::path(post, path = "/sweeps", tag = "sweeps", request_body(content((Object = "application/json"), (String = "application/toml"))),
     params(LaunchQuery, ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters, chosen by the client")),
     responses((status = 201, body = Sweep, headers(("Location" = String))), (status = 200, body = Sweep, description = "An earlier identical request has made this sweep"),
-        (status = 409, body = Problem, description = "The key was used with another request"), (status = 422, body = Problem)))]
+        (status = 409, body = Problem, description = "The key was used with another request")))]
 pub(crate) async fn create(
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,
@@ -162,8 +160,7 @@ async fn submit(
 /// List sweeps
 ///
 /// The list does not contain the trials. `sort`: `created`, `name`.
-#[utoipa::path(get, path = "/sweeps", tag = "sweeps", params(ListParams),
-    responses((status = 200, body = SweepList), (status = 400, body = Problem)))]
+#[utoipa::path(get, path = "/sweeps", tag = "sweeps", params(ListParams), responses((status = 200, body = SweepList)))]
 pub(crate) async fn list(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
@@ -171,7 +168,7 @@ pub(crate) async fn list(
 ) -> Result<Json<SweepList>> {
     let rows = visible_sweeps(&*store, &caller).await?;
     // `ended`, `best` and `steps` are computed from the trials, so the trials of this page's sweeps are read, but not listed.
-    let mut page = LIST.page(rows.iter().map(|row| describe(row, &[])).collect(), &params)?;
+    let mut page = LIST.page(None, rows.iter().map(|row| describe(row, &[])).collect(), &params)?;
     for sweep in &mut page.elements.items {
         if let Some(row) = rows.iter().find(|row| row.id == sweep.id) {
             *sweep = Sweep { trials: Vec::new(), ..with_trials(&*store, row).await? };
@@ -183,8 +180,7 @@ pub(crate) async fn list(
 /// Show a sweep
 ///
 /// Returns the sweep with its trials: settings, jobs, and the metric at the newest rung.
-#[utoipa::path(get, path = "/sweeps/{id}", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 200, body = Sweep), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/sweeps/{id}", tag = "sweeps", responses((status = 200, body = Sweep)))]
 pub(crate) async fn show(State(store): State<Arc<dyn Store>>, Path(id): Path<String>) -> Result<Json<Sweep>> {
     Ok(Json(with_trials(&*store, &find(&*store, &id).await?).await?))
 }
@@ -192,8 +188,8 @@ pub(crate) async fn show(State(store): State<Arc<dyn Store>>, Path(id): Path<Str
 /// Pause a sweep
 ///
 /// No trial starts or resumes. Running trials continue until their next rung or their end.
-#[utoipa::path(post, path = "/sweeps/{id}/pause", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep is not running")))]
+#[utoipa::path(post, path = "/sweeps/{id}/pause", tag = "sweeps",
+    responses((status = 202, body = Sweep), (status = 409, body = Problem, description = "The sweep is not running")))]
 pub(crate) async fn pause(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -202,8 +198,8 @@ pub(crate) async fn pause(
 }
 
 /// Resume a paused sweep
-#[utoipa::path(post, path = "/sweeps/{id}/resume", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep is not paused")))]
+#[utoipa::path(post, path = "/sweeps/{id}/resume", tag = "sweeps",
+    responses((status = 202, body = Sweep), (status = 409, body = Problem, description = "The sweep is not paused")))]
 pub(crate) async fn resume(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -214,8 +210,8 @@ pub(crate) async fn resume(
 /// Cancel a sweep
 ///
 /// The sweep's unfinished trials are cancelled, too. The trials keep their checkpoints.
-#[utoipa::path(post, path = "/sweeps/{id}/cancel", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 202, body = Sweep), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep has already ended")))]
+#[utoipa::path(post, path = "/sweeps/{id}/cancel", tag = "sweeps",
+    responses((status = 202, body = Sweep), (status = 409, body = Problem, description = "The sweep has already ended")))]
 pub(crate) async fn cancel(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
@@ -226,8 +222,8 @@ pub(crate) async fn cancel(
 /// Delete a sweep
 ///
 /// The sweep's jobs remain, as jobs without a sweep. An unfinished sweep is refused; cancel the sweep first.
-#[utoipa::path(delete, path = "/sweeps/{id}", tag = "sweeps", params(("id" = String, Path)),
-    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "The sweep has not ended")))]
+#[utoipa::path(delete, path = "/sweeps/{id}", tag = "sweeps",
+    responses((status = 204), (status = 409, body = Problem, description = "The sweep has not ended")))]
 pub(crate) async fn delete(
     State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,

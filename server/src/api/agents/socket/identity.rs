@@ -14,30 +14,23 @@ use crate::{
 use lockstep_protocol::access::Token;
 use std::sync::Arc;
 
-/// The certificate of an agent that has joined with a certificate; `None` if the agent has joined with a token.
-pub(super) struct AgentCertificate(Option<(Arc<AgentTrust>, Arc<ClientCertificate>)>);
-
-impl AgentCertificate {
-    /// Returns the agent's certificate, if any. Also records how the agent has joined, and logs a warning about the certificate.
-    pub(super) fn of(ingress: &Ingress, caller: &Caller, peer: &Peer, agent: &AgentRow) -> Self {
-        let uses_certificate = caller.token().is_some_and(is_certificate);
-        let joined = ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| uses_certificate);
-        if let Some(trust) = ingress.agents() {
-            trust.note_join(&agent.id, &agent.name, joined.as_ref().map(|(_, certificate)| &**certificate));
-            if let Some(warning) = trust.warning_of(&agent.id) {
-                tracing::warn!(agent = agent.name, "{warning}");
-            }
-        }
-        Self(joined)
-    }
-
-    /// Waits until the certificate is revoked or expires, and returns the reason.
-    pub(super) async fn wait_until_refused(&self) -> String {
-        match &self.0 {
-            Some((trust, certificate)) => trust.wait_until_refused(certificate).await,
-            None => std::future::pending().await,
+/// Returns the certificate with which an agent has joined; `None` if it has joined with a token. Also records how the agent has joined, and
+/// logs a warning about the certificate.
+pub(super) fn certificate(
+    ingress: &Ingress,
+    caller: &Caller,
+    peer: &Peer,
+    agent: &AgentRow,
+) -> Option<(Arc<AgentTrust>, Arc<ClientCertificate>)> {
+    let uses_certificate = caller.token().is_some_and(is_certificate);
+    let joined = ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| uses_certificate);
+    if let Some(trust) = ingress.agents() {
+        trust.note_join(&agent.id, &agent.name, joined.as_ref().map(|(_, certificate)| &**certificate));
+        if let Some(warning) = trust.warning_of(&agent.id) {
+            tracing::warn!(agent = agent.name, "{warning}");
         }
     }
+    joined
 }
 
 /// Checks an agent's id against its token. A token without an id is bound to the first new agent that joins with the token's name. Such a

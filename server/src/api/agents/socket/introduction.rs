@@ -1,12 +1,11 @@
 //! An agent's first message.
 
-use crate::store::AgentRow;
+use crate::{agents::Joining, store::AgentRow};
 use lockstep_protocol::{
-    JobId,
     agent::{AttemptRef, FromAgent, PROTOCOL_VERSION},
     invisible::first_invisible,
 };
-use std::collections::HashSet;
+use std::{collections::HashSet, net::IpAddr};
 
 /// Maximum length of an agent's name, and of an agent's id, in bytes.
 const MAX_NAME_BYTES: usize = 100;
@@ -19,26 +18,14 @@ pub(super) const TOO_MANY_ATTEMPTS: &str = "the agent reports more than 4096 att
 /// Maximum length of each text in a machine's description, in bytes.
 const MAX_DESCRIPTION_BYTES: usize = 500;
 
-/// The checked contents of `Hello`.
-pub(super) struct Hello {
-    pub(super) row: AgentRow,
-    pub(super) attempts: Vec<AttemptRef>,
-    /// The only job that the agent serves; `None` if it serves all jobs.
-    pub(super) only_job: Option<JobId>,
-    /// Why the agent accepts no work; `None` if it accepts work.
-    pub(super) no_work: Option<String>,
-    /// Id of the agent's process.
-    pub(super) process: String,
-}
-
 /// Truncates a text of an agent to the maximum length.
 pub(super) fn shortened(mut text: String) -> String {
     text.truncate(text.floor_char_boundary(MAX_DESCRIPTION_BYTES));
     text
 }
 
-/// Checks an agent's first message. The error is for the agent's user.
-pub(super) fn check_hello(message: FromAgent) -> Result<Hello, String> {
+/// Checks an agent's first message, which was sent from `address`. Returns the agent and its attempts. The error is for the agent's user.
+pub(super) fn check_hello(message: FromAgent, address: IpAddr) -> Result<(Joining, Vec<AttemptRef>), String> {
     let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job, no_work, process } =
         message
     else {
@@ -97,15 +84,22 @@ pub(super) fn check_hello(message: FromAgent) -> Result<Hello, String> {
     machine.nvlink_groups.iter_mut().for_each(|group| group.retain(|slot| ungrouped.remove(slot)));
     machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
-    let no_work = no_work.map(shortened);
-    let process = shortened(process);
-    Ok(Hello { row, attempts, only_job, no_work, process })
+    let (no_work, process) = (no_work.map(shortened), shortened(process));
+    Ok((Joining { row, only_job, no_work, process, address }, attempts))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::agent::{Machine, Slot};
+    use lockstep_protocol::{
+        JobId,
+        agent::{Machine, Slot},
+    };
+    use std::net::Ipv4Addr;
+
+    fn check(message: FromAgent) -> Result<(Joining, Vec<AttemptRef>), String> {
+        check_hello(message, Ipv4Addr::LOCALHOST.into())
+    }
 
     /// Checks the introduction of an agent with these lengths and counts.
     fn checked(
@@ -113,8 +107,8 @@ mod tests {
         slots: usize,
         attempts: usize,
         description_bytes: usize,
-    ) -> Result<Hello, String> {
-        check_hello(hello_of(&"n".repeat(name_bytes), slots, attempts, description_bytes))
+    ) -> Result<(Joining, Vec<AttemptRef>), String> {
+        check(hello_of(&"n".repeat(name_bytes), slots, attempts, description_bytes))
     }
 
     fn hello_of(name: &str, slots: usize, attempts: usize, description_bytes: usize) -> FromAgent {
@@ -157,7 +151,7 @@ mod tests {
             if let FromAgent::Hello { agent_id, .. } = &mut hello {
                 *agent_id = id.into();
             }
-            check_hello(hello)
+            check(hello)
         };
         assert!(hello("0af3-ID_a").is_ok());
         for id in [".", "..", "../people/ada", "a/b", "a?b", "a#b", "a%2Fb", "a b", "ä"] {
@@ -172,7 +166,7 @@ mod tests {
             if let FromAgent::Hello { slots, .. } = &mut hello {
                 slots.iter_mut().zip(indices).for_each(|(slot, index)| slot.index = index);
             }
-            check_hello(hello)
+            check(hello)
         };
         assert!(hello([0, 7]).is_ok());
         assert!(hello([3, 3]).err().unwrap().contains("names a slot twice"));
@@ -180,21 +174,21 @@ mod tests {
 
     #[test]
     fn introductions_above_the_limits_are_refused() {
-        let largest = checked(MAX_NAME_BYTES, MAX_SLOTS, MAX_ATTEMPTS, MAX_DESCRIPTION_BYTES)
+        let (largest, attempts) = checked(MAX_NAME_BYTES, MAX_SLOTS, MAX_ATTEMPTS, MAX_DESCRIPTION_BYTES)
             .unwrap_or_else(|why| panic!("{why}"));
-        assert_eq!((largest.row.slots.len(), largest.attempts.len()), (1024, 4096));
+        assert_eq!((largest.row.slots.len(), attempts.len()), (1024, 4096));
         assert_eq!(largest.row.machine.address.map(|address| address.len()), Some(100));
         for (checked, expected) in [
             (checked(MAX_NAME_BYTES + 1, 1, 0, 1), "1 to 100 plain characters; choose a name with --name"),
             (checked(1, MAX_SLOTS + 1, 0, 1), "has 1025 slots, but at most 1024 are allowed"),
             (checked(1, 1, MAX_ATTEMPTS + 1, 1), "more than 4096 attempts"),
         ] {
-            let why = checked.err().expect("it is above a limit");
+            let why = checked.expect_err("it is above a limit");
             assert!(why.contains(expected), "{why}");
         }
         // Descriptions that are too long are truncated.
         for (bytes, kept) in [(500, 500), (501, 500), (1 << 20, 500)] {
-            let row = checked(1, 1, 0, bytes).unwrap_or_else(|why| panic!("{why}")).row;
+            let row = checked(1, 1, 0, bytes).unwrap_or_else(|why| panic!("{why}")).0.row;
             let machine = row.machine;
             for text in [&machine.hostname, &machine.cpu, &machine.version, &row.slots[0].name] {
                 assert_eq!(text.len(), kept);

@@ -5,11 +5,11 @@
 
 use crate::{layout::CurrentUser, numbers::plural};
 use askama::Template;
-use fields::{Field, GROUPS, Kind};
+use fields::{FIELDS, Field};
 use form::{DEFAULTS, recipe_values};
 use lockstep_protocol::{
     dataset::Dataset,
-    spec::{Recipe, SpecError},
+    spec::{Kind, Recipe, SpecError},
     suggestion::Suggestion,
 };
 use presets::{PRESETS, preset_form};
@@ -82,13 +82,9 @@ impl SubmitPage {
             is_of_recipe: recipe.contains_key(f.key),
             errors: self.mistakes.iter().filter(|m| belongs(m, f)).map(|m| m.detail.clone()).collect(),
         };
-        GROUPS
-            .iter()
-            .map(|(title, fields)| {
-                (*title, fields.iter().filter(|f| f.is_in_more == is_in_more).map(view).collect::<Vec<_>>())
-            })
-            .filter(|(_, fields)| !fields.is_empty())
-            .collect()
+        let fields: Vec<_> = FIELDS.iter().filter(|field| field.is_in_more == is_in_more).collect();
+        let groups = fields.chunk_by(|a, b| a.group == b.group);
+        groups.map(|group| (group[0].group, group.iter().copied().map(view).collect())).collect()
     }
 
     /// Returns the id of a section of "More settings".
@@ -101,7 +97,7 @@ impl SubmitPage {
         self.mistakes
             .iter()
             .map(|mistake| {
-                let field = fields::fields().find(|field| belongs(mistake, field));
+                let field = FIELDS.iter().find(|field| belongs(mistake, field));
                 (field.map(|field| (field.id(), field.label)), mistake.detail.as_str())
             })
             .collect()
@@ -110,7 +106,7 @@ impl SubmitPage {
     /// Whether "More settings" must be open: the section contains a mistake, or the key that sets the job's length.
     fn is_more_open(&self) -> bool {
         let has_steps = self.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
-        let is_in_more = |mistake: &SpecError| fields::fields().any(|f| f.is_in_more && belongs(mistake, f));
+        let is_in_more = |mistake: &SpecError| FIELDS.iter().any(|f| f.is_in_more && belongs(mistake, f));
         has_steps || self.mistakes.iter().any(is_in_more)
     }
 
@@ -195,19 +191,24 @@ impl FieldView {
 
     /// Returns each choice, its text, and whether it is selected.
     fn options(&self) -> Vec<(&'static str, String, bool)> {
-        let options: &[&str] = if let Kind::Choice(options) = self.field.kind { options } else { &[] };
+        let Kind::Word(words) = self.field.kind else { return Vec::new() };
+        // A key without a default need not have a value.
+        let none = self.default.is_empty().then_some("");
         let text = |option: &str| match option.parse::<Recipe>() {
-            Ok(recipe) if self.field.key == "train.recipe" => format!("{option}: {}", recipe.settings().about),
+            Ok(recipe) if self.field.key == "train.recipe" => {
+                format!("{option}: {}", recipe.settings().about)
+            }
             _ if option.is_empty() => "none".to_owned(),
             _ => option.to_owned(),
         };
-        options.iter().map(|&option| (option, text(option), option == self.value)).collect()
+        let options = none.into_iter().chain(words.iter().copied());
+        options.map(|option| (option, text(option), option == self.value)).collect()
     }
 
     fn input_mode(&self) -> &'static str {
         match self.field.kind {
-            Kind::Integer => "numeric",
-            Kind::Number => "decimal",
+            Kind::Whole { .. } | Kind::Seed => "numeric",
+            Kind::Number { .. } => "decimal",
             _ => "text",
         }
     }
@@ -281,35 +282,12 @@ mod tests {
     }
 
     #[test]
-    fn the_form_has_a_field_for_every_key_of_a_specification() {
-        // A specification with every optional key.
-        let mut spec = JobSpec::default();
-        spec.train.recipe = Some(Recipe::Imagenet);
-        spec.model.pretrained = Some("x".into());
-        spec.data.image_size = Some(1.into());
-        spec.data.validation_size = Some(1);
-        spec.data.resize_size = Some(1);
-        spec.data.mean = Some(vec![0.5]);
-        spec.data.std = Some(vec![0.5]);
-        spec.train.epochs = Some(1);
-        spec.train.steps = Some(1);
-        spec.train.batch_size = Some(1);
-        spec.train.global_batch_size = Some(1);
-        spec.checkpoint.every_epochs = Some(1);
-        spec.checkpoint.every_steps = Some(1);
-        spec.loss.margin = Some(0.5);
-        spec.loss.class_weights = Some(ClassWeights::ByName([("cat".to_owned(), 2.0)].into()));
-        (spec.data.folds, spec.data.fold) = (Some(5), Some(1));
-        (spec.stop.patience, spec.stop.goal) = (Some(1), Some("maximize".into()));
-        spec.evaluate.views = 2;
-        spec.parallel.model = 2;
-        spec.parallel.height = 2;
-        spec.parallel.optimizer_sharding = true;
-        spec.parallel.pipeline = 2;
-        spec.parallel.shard = vec![ShardSpec { pattern: "fc".into(), split: Split::Out }];
-        let form = Form::from_spec(&spec);
-        let missing: Vec<_> = form.values.keys().filter(|k| !fields::fields().any(|f| f.key == *k)).collect();
-        assert!(missing.is_empty(), "{missing:?}");
+    fn the_form_has_one_field_for_every_key() {
+        let mut fields: Vec<_> = FIELDS.iter().map(|field| field.key.to_owned()).collect();
+        let mut keys: Vec<_> = fields::keys().map(|(path, _)| path).collect();
+        fields.sort();
+        keys.sort();
+        assert_eq!(fields, keys);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::{labels, numbers::count};
 use serde_json::Value;
 
 /// Values that a key accepts.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
     /// Text of `min` to `max` characters.
     Text {

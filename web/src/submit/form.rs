@@ -1,8 +1,11 @@
 //! Converts the form's texts to a specification, and a specification to the form's texts.
 
-use super::fields::{Kind, fields};
+use super::fields::FIELDS;
 use crate::numbers::setting;
-use lockstep_protocol::{JobSpec, spec::Recipe};
+use lockstep_protocol::{
+    JobSpec,
+    spec::{Kind, Recipe},
+};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, sync::LazyLock};
 
@@ -25,13 +28,16 @@ const FILLED: &str = "filled";
 impl Form {
     /// Reads the fields of a posted form. Unknown names are ignored.
     pub fn from_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
-        let mut values: BTreeMap<_, _> =
-            fields().filter(|f| f.kind == Kind::Switch).map(|f| (f.key.to_owned(), "false".into())).collect();
+        let mut values: BTreeMap<_, _> = FIELDS
+            .iter()
+            .filter(|f| f.kind == Kind::Bool)
+            .map(|f| (f.key.to_owned(), "false".into()))
+            .collect();
         let mut filled = String::new();
         for (key, value) in pairs {
             if key == FILLED {
                 filled = value;
-            } else if fields().any(|f| f.key == key) {
+            } else if FIELDS.iter().any(|f| f.key == key) {
                 values.insert(key, value);
             }
         }
@@ -59,7 +65,7 @@ impl Form {
     }
 
     fn flatten(&mut self, path: &str, value: &Value) {
-        let is_field = fields().any(|field| field.key == path);
+        let is_field = FIELDS.iter().any(|field| field.key == path);
         if let (Value::Object(map), false) = (value, is_field) {
             for (key, value) in map {
                 let inner = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
@@ -95,7 +101,7 @@ impl Form {
         let is_recipe_changed = self.text("train.recipe") != self.filled;
         let recipe_texts = recipe_values(if is_recipe_changed { "" } else { &self.filled });
         let untouched = is_recipe_changed.then(|| Self::untouched(&self.filled));
-        for field in fields() {
+        for field in FIELDS.iter() {
             let text = self.text(field.key).trim();
             let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
             let is_scaled = SCALED_WITH_EPOCHS.contains(&field.key)
@@ -109,7 +115,7 @@ impl Form {
             {
                 continue;
             }
-            put(field.key, field.kind.json(text));
+            put(field.key, field.json(text));
         }
         Value::Object(document)
     }

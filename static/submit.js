@@ -4,30 +4,26 @@
 import { offerBundled } from "./bundled.js";
 import { ask, byId, copy, make, press, Problem, errorText, errorTexts, text } from "./page.js";
 import { count, plural } from "./numbers.js";
-import { lineMistake, section, showSection, sweptKeys, tomlSection } from "./submit/sweep.js";
+import { lineMistake, section, showSection, sweptKeys } from "./submit/sweep.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
 
 offerBundled();
 
 const CHECK_AFTER_MS = 250;
-const form = byId("job-form"), fields = [...form.querySelectorAll("[data-kind]")];
+const form = byId("job-form"), fields = [...form.querySelectorAll("[data-default]")];
 const touched = new Set();
 /** The values of each recipe. `filled` contains the name of the recipe with which the fields were filled. */
 const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
 /** The value of each field that a recipe has filled, from before the recipe. */
 const replaced = new Map();
-/** Sizes that belong together in a recipe: they are sent even if they have the recipe's values. */
-const TOGETHER = ["data.validation_size", "data.resize_size"];
-/** Keys that a recipe scales with the epochs: sent only if the user has changed them. */
-const SCALED_WITH_EPOCHS = JSON.parse(form.dataset.scaledWithEpochs);
-/** Keys whose default depends on the dataset: sent only if the user has changed them. */
-const DATASET_DEFAULTS = JSON.parse(form.dataset.datasetDefaults);
+/** The key whose default depends on the dataset. */
+const DATASET_DEFAULT = "data.validation";
 /** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
 let isSubmitted = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 
-// --- the specification in the form ------------------------------------------------------------------
+// --- the job in the form ------------------------------------------------------------------
 
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
@@ -44,66 +40,21 @@ function writeValue(field, value, recipe, label = value) {
   else field.value = field.type === "text" && value === field.dataset.default && !(field.name in (recipes[recipe] ?? {})) ? "" : value;
 }
 
-/**
- * Converts a field's text to JSON. Text of the wrong type stays text, so that the check reports it. The same as `Kind::json` in
- * web/src/submit/fields.rs.
- */
-function jsonValue(field) {
-  const words = valueOf(field), { kind } = field.dataset;
-  const number = (t) => (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(t) && Number.isFinite(Number(t)) ? Number(t) : undefined);
-  if ({ sizes: "[", numbers: "[{", words: "[" }[kind]?.includes(words[0])) {
-    try { return JSON.parse(words); } catch { return words; }
-  }
-  switch (kind) {
-    case "number": return number(words) ?? words;
-    case "switch": return field.checked;
-    case "sizes": {
-      const items = words.split(",").map((entry) => entry.split(":").map((t) => number(t.trim())));
-      return number(words) ?? (items.every((e) => e.length === 2 && !e.includes(undefined)) ? items : words);
-    }
-    case "numbers": {
-      const items = words.split(/[,\s]+/).filter(Boolean).map(number);
-      return items.includes(undefined) ? words : items;
-    }
-    case "words": return words.split(",").map((word) => word.trim()).filter(Boolean);
-    default: return words;
-  }
-}
-
 /** Returns the value of a field that the reader has not changed: the recipe's value or the default. */
-const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
+const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? field.dataset.default;
 
-function specification({ defaults }) {
-  const spec = {};
-  for (const field of fields) {
-    const words = valueOf(field);
-    const isUnchanged = words === untouchedValue(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
-    const isScaled = isUnchanged && SCALED_WITH_EPOCHS.includes(field.name) && field.name in (recipes[filled.value] ?? {});
-    if (words === "" || (!defaults && isUnchanged) || isScaled || (isUnchanged && DATASET_DEFAULTS.includes(field.name))) continue;
-    const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
-    if (table) (spec[table] ??= {})[key] = jsonValue(field); else spec[key] = jsonValue(field);
-  }
-  const sweep = section();
-  return sweep ? { ...spec, sweep } : spec;
-}
-
-function toml({ sweep, ...spec }) {
-  const isTable = (v) => typeof v === "object" && v !== null && !Array.isArray(v);
-  const inTable = (v) => Object.entries(v).map(([k, w]) => `${/^[\w-]+$/.test(k) ? k : JSON.stringify(k)} = ${literal(w)}`).join(", ");
-  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : isTable(v) ? `{ ${inTable(v)} }` : typeof v === "string" ? JSON.stringify(v) : String(v));
-  const lines = (entries) => entries.map(([k, v]) => `${k} = ${literal(v)}`).join("\n");
-  const [values, tables] = [false, true].map((wanted) => Object.entries(spec).filter(([, v]) => isTable(v) === wanted));
-  return [lines(values), ...tables.map(([name, table]) => `[${name}]\n${lines(Object.entries(table))}`), sweep && tomlSection(sweep, literal)].filter(Boolean).join("\n\n") + "\n";
-}
-
-function showSpec() {
-  const spec = specification({ defaults: false });
+/** Requests the job that the form describes, without settings at their defaults, shows it as a file, and returns it. */
+async function readForm(signal) {
+  const texts = Object.fromEntries([filled, ...fields].map((field) => [field.name, valueOf(field)]));
+  const file = await ask("/jobs/new/file", { method: "POST", body: { fields: texts, sweep: section() }, signal });
   const area = byId("spec-text");
   // The text must not change while the reader edits it.
-  if (document.activeElement === area) return;
-  area.value = notation === "toml" ? toml(spec) : `${JSON.stringify(spec, null, 2)}\n`;
-  text(byId("spec-error"), "");
-  hasTextErrors = false;
+  if (document.activeElement !== area) {
+    area.value = notation === "toml" ? file.toml : `${JSON.stringify(file.document, null, 2)}\n`;
+    text(byId("spec-error"), "");
+    hasTextErrors = false;
+  }
+  return file.document;
 }
 
 // --- the same job, written as a file ------------------------------------------------------------------
@@ -118,6 +69,7 @@ async function readText() {
   const written = isJson ? "json" : "toml";
   if (written !== notation) { notation = written; press(notations, notations.find((b) => b.dataset.notation === written)); }
   let content;
+  checking?.abort();
   try {
     content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([words]) });
   } catch (error) {
@@ -162,7 +114,7 @@ function fillRecipe(name) {
     const value = effectiveValue(field, filled.value), isUnchanged = value === untouchedValue(field, filled.value);
     // The reader wrote this value, or a preset or a clone wrote it and the recipe does not set it.
     if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
-    const isChosenByServer = DATASET_DEFAULTS.includes(field.name), defaultValue = untouchedValue(field, "");
+    const isChosenByServer = field.name === DATASET_DEFAULT, defaultValue = untouchedValue(field, "");
     const earlier = isUnchanged ? replaced.get(field) ?? (isChosenByServer ? value : defaultValue) : value;
     const isWritten = field.name in own && (!isChosenByServer || earlier === defaultValue);
     writeValue(field, isWritten ? own[field.name] : earlier, name);
@@ -188,7 +140,7 @@ weights.addEventListener("focus", async () => {
 
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
 function showReplaced() {
-  const isDefault = (field, value) => value === untouchedValue(field, "") && !DATASET_DEFAULTS.includes(field.name);
+  const isDefault = (field, value) => value === untouchedValue(field, "") && field.name !== DATASET_DEFAULT;
   const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
   const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
   text(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
@@ -201,7 +153,7 @@ function forgetReplaced(field) {
 }
 
 byId("spec-text").addEventListener("input", () => { clearTimeout(readTimer); readTimer = setTimeout(readText, CHECK_AFTER_MS); });
-byId("spec-text").addEventListener("blur", () => { if (!hasTextErrors) showSpec(); });
+byId("spec-text").addEventListener("blur", () => { if (!hasTextErrors) check(); });
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
@@ -269,7 +221,7 @@ function showPlan(response) {
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
   // The dataset lacks the default split, so the server chose another split.
-  const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
+  const split = data?.validation, field = fields.find((f) => f.name === DATASET_DEFAULT);
   if (split && String(split) !== effectiveValue(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
@@ -284,22 +236,22 @@ function showPlan(response) {
 
 let timer = 0, checking = null;
 function checkSoon() {
-  showSpec();
   clearTimeout(timer);
   timer = setTimeout(check, CHECK_AFTER_MS);
 }
 
 async function check() {
-  // Mistakes are not shown to readers who may not start jobs.
-  if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
   checking?.abort();
-  const mine = checking = new AbortController();
+  const { signal } = checking = new AbortController();
   let plan;
   try {
-    plan = await ask("/api/v1/jobs/validate", { method: "POST", body: specification({ defaults: true }), signal: mine.signal });
+    const body = await readForm(signal);
+    // Mistakes are not shown to readers who may not start jobs.
+    if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
+    plan = await ask("/api/v1/jobs/validate", { method: "POST", body, signal });
   } catch (error) {
     // Other errors appear when the job is submitted.
-    if (mine.signal.aborted || error.status !== 422) return;
+    if (signal.aborted || error.status !== 422) return;
     showMistakes(error.errors);
     return showPlan(null);
   }
@@ -390,7 +342,7 @@ form.addEventListener("submit", async (event) => {
   try {
     // A repeated press sends the same key, so that a lost response does not lead to two jobs.
     form.dataset.key ??= crypto.randomUUID?.() ?? String(Math.random());
-    const body = specification({ defaults: true }), kind = body.sweep ? "sweeps" : "jobs";
+    const body = await readForm(), kind = body.sweep ? "sweeps" : "jobs";
     const made = await ask(`/api/v1/${kind}`, { method: "POST", body, headers: { "idempotency-key": form.dataset.key } });
     location.href = `/${kind}/${made.id}`;
   } catch (error) {
@@ -405,12 +357,11 @@ form.addEventListener("submit", async (event) => {
 });
 
 const notations = [...document.querySelectorAll("[data-notation]")];
-for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); showSpec(); });
+for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); check(); });
 byId("copy-spec").addEventListener("click", (event) => copy(byId("spec-text").value, event.currentTarget));
 
 byId("sweep-settings").hidden = false;
 byId("spec-side").hidden = false;
 byId("spec-side").parentElement.classList.add("with-spec");
-showSpec();
 // Without any dataset, the page's notice says what to do.
 if (readsOnly || form.dataset.hasDatasets !== undefined) check();

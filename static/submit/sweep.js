@@ -13,7 +13,7 @@ const number = (id) => { const given = byId(id).value.trim(); return given ? lit
 
 /** Returns the key of a setting, which may be written as the label of its field: `Learning rate`. */
 function keyOf(words) {
-  const fields = [...document.querySelectorAll("#job-form [data-kind]")];
+  const fields = [...document.querySelectorAll("#job-form [data-default]")];
   return fields.find((field) => field.labels[0].textContent.trim().toLowerCase() === words.toLowerCase())?.name ?? words;
 }
 
@@ -64,10 +64,4 @@ export function showSection(written) {
   byId("sweep-trials").value = max_trials ?? "";
   byId("sweep-concurrent").value = max_concurrent ?? "";
   byId("sweep-settings").open ||= Boolean(written);
-}
-
-/** Returns the section as TOML. `literal(value)`: formats a value. */
-export function tomlSection({ parameters, ...keys }, literal) {
-  const lines = (table, quote) => Object.entries(table).map(([key, value]) => `${quote}${key}${quote} = ${literal(value)}`).join("\n");
-  return `[sweep]\n${lines(keys, "")}\n\n[sweep.parameters]\n${lines(parameters, '"')}`;
 }

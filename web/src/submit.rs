@@ -1,5 +1,5 @@
-//! The form for a new job. The form works without a script. `static/submit.js` adds checks while the reader types, and the specification as
-//! TOML.
+//! The form for a new job. The form works without a script. `static/submit.js` adds checks while the reader types, and the job file beside
+//! the form.
 //!
 //! A field's name is its path in the specification (`train.lr`), so a mistake at `/train/lr` belongs to this field.
 
@@ -19,7 +19,7 @@ mod fields;
 mod form;
 mod presets;
 
-pub use form::Form;
+pub use form::{Form, job_file};
 
 /// `GET /jobs/new`, and the response to a `POST /jobs/new` with mistakes.
 #[derive(Debug, Clone, Template)]
@@ -85,6 +85,11 @@ impl SubmitPage {
         let fields: Vec<_> = FIELDS.iter().filter(|field| field.is_in_more == is_in_more).collect();
         let groups = fields.chunk_by(|a, b| a.group == b.group);
         groups.map(|group| (group[0].group, group.iter().copied().map(view).collect())).collect()
+    }
+
+    /// Returns the job file that the form describes.
+    fn job_file(&self) -> String {
+        job_file(&self.form.document())
     }
 
     /// Returns the id of a section of "More settings".
@@ -323,12 +328,12 @@ mod tests {
 
     #[test]
     fn posted_forms_keep_invalid_text_and_boxes_that_are_off() {
-        let pairs = [("train.lr", "fast"), ("name", "x"), ("data.horizontal_flip", "true"), ("evil", "1")];
+        let pairs = [("train.lr", "fast"), ("name", "x"), ("data.drop_remainder", "true"), ("evil", "1")];
         let form = Form::from_pairs(pairs.map(|(k, v)| (k.to_owned(), v.to_owned())));
         let document = form.document();
         assert_eq!(document["train"]["lr"], "fast");
-        assert_eq!(document["data"]["horizontal_flip"], true);
-        assert_eq!(document["data"]["drop_remainder"], false);
+        assert_eq!(document["data"]["horizontal_flip"], false);
+        assert_eq!(document["data"]["drop_remainder"], true);
         assert!(document.get("evil").is_none());
     }
 
@@ -351,7 +356,7 @@ mod tests {
         assert_eq!((other.train.epochs, other.train.schedule), (Some(10), ScheduleKind::Cosine));
         assert_eq!((other.train.gamma, other.train.lr), (0.2, 0.01 * 32.0 / 256.0));
 
-        // If the fields show the recipe's values, these values are sent.
+        // Values of the recipe are left out, and other values are sent.
         let mut form = Form::from_spec(&spec);
         form.set("train.weight_decay", "0");
         let again = from_json(&form.document()).expect("a specification");

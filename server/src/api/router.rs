@@ -156,11 +156,12 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// Routes that are not in the OpenAPI document: pages and their files, and calls of MLflow's clients.
-fn pages() -> [(&'static str, MethodRouter<App>); 33] {
+fn pages() -> [(&'static str, MethodRouter<App>); 34] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),
         ("/jobs/new", get(jobs::pages::new_job).post(jobs::pages::submit_job)),
+        ("/jobs/new/file", post(jobs::pages::job_file)),
         ("/jobs/{id}", get(jobs::pages::job)),
         ("/queue", get(jobs::queue_page::show)),
         ("/compare", get(jobs::pages::compare)),

@@ -305,22 +305,4 @@ impl Field {
             ),
         }
     }
-
-    /// Returns the type's name for `static/submit.js`.
-    pub(super) fn word(&self) -> &'static str {
-        match self.kind {
-            Kind::Text { .. } | Kind::Project | Kind::Notes | Kind::Word(_) => "text",
-            Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } | Kind::Validation | Kind::LossScale => {
-                "number"
-            }
-            Kind::Tags | Kind::Shards => "words",
-            Kind::ImageSize => "sizes",
-            Kind::Bool => "switch",
-            Kind::Channels { .. }
-            | Kind::Range { .. }
-            | Kind::ColorJitter
-            | Kind::Epochs
-            | Kind::ClassWeights => "numbers",
-        }
-    }
 }

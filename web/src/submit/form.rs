@@ -48,7 +48,8 @@ impl Form {
     pub fn from_spec(spec: &JobSpec) -> Self {
         // Converted through text, so that a 32-bit 0.1 is shown as 0.1 and not as its nearest 64-bit value.
         let document = serde_json::to_string(spec).ok().and_then(|text| serde_json::from_str(&text).ok());
-        let mut form = Self::default();
+        // A switch that the specification does not name is off.
+        let mut form = Self::from_pairs([]);
         form.flatten("", &document.unwrap_or(Value::Null));
         form.filled = form.text("train.recipe").to_owned();
         form
@@ -84,8 +85,8 @@ impl Form {
         self.values.insert(path.to_owned(), text);
     }
 
-    /// Converts the form to a specification as JSON, for `spec::from_json`. Empty fields are left out. Text of the wrong type stays text,
-    /// so that the check reports it.
+    /// Converts the form to a job file as JSON, for `spec::from_json`: the settings that differ from the defaults and from the recipe's
+    /// values. Text of the wrong type stays text, so that the check reports it.
     pub fn document(&self) -> Value {
         let mut document = Map::new();
         let mut put = |path: &str, value: Value| match path.split_once('.') {
@@ -99,23 +100,13 @@ impl Form {
         };
         // After a change of the recipe without a script, the fields still have the values of the previous recipe.
         let is_recipe_changed = self.text("train.recipe") != self.filled;
-        let recipe_texts = recipe_values(if is_recipe_changed { "" } else { &self.filled });
-        let untouched = is_recipe_changed.then(|| Self::untouched(&self.filled));
+        let untouched = Self::untouched(&self.filled);
         for field in FIELDS.iter() {
             let text = self.text(field.key).trim();
-            let is_untouched = untouched.as_ref().is_some_and(|form| form.text(field.key) == text);
-            let is_scaled = SCALED_WITH_EPOCHS.contains(&field.key)
-                && recipe_texts.get(field.key).is_some_and(|value| value == text);
-            let is_dataset_default = DATASET_DEFAULTS.contains(&field.key)
-                && recipe_texts.get(field.key).map_or(DEFAULTS.text(field.key), String::as_str) == text;
-            if text.is_empty()
-                || is_scaled
-                || is_dataset_default
-                || (is_untouched && field.key != "train.recipe")
-            {
-                continue;
+            let is_kept = !is_recipe_changed && KEPT_WITH_RECIPE.contains(&field.key);
+            if !text.is_empty() && (is_kept || text != untouched.text(field.key)) {
+                put(field.key, field.json(text));
             }
-            put(field.key, field.json(text));
         }
         Value::Object(document)
     }
@@ -131,12 +122,15 @@ impl Form {
     }
 }
 
-/// Keys whose value in a recipe is scaled with the job's epochs. These keys are sent only if the user has changed them.
-pub(super) const SCALED_WITH_EPOCHS: [&str; 3] =
-    ["train.milestones", "train.warmup_epochs", "data.image_size"];
+/// Keys that are written even with the recipe's value, because another key would otherwise replace this value: `train.steps` or
+/// `data.image_size`.
+const KEPT_WITH_RECIPE: [&str; 3] = ["train.epochs", "data.validation_size", "data.resize_size"];
 
-/// Keys whose default depends on the dataset. They are sent only if the user has changed them.
-pub(super) const DATASET_DEFAULTS: [&str; 1] = ["data.validation"];
+/// Formats a job file as TOML, or as JSON if a value has no TOML form.
+pub fn job_file(document: &Value) -> String {
+    let toml = toml::Table::try_from(document).and_then(|table| toml::to_string(&table));
+    toml.or_else(|_| serde_json::to_string_pretty(document)).unwrap_or_default()
+}
 
 /// Formats an entry of a list: a number, or an epoch and the size that starts there.
 fn item_text(value: &Value) -> String {

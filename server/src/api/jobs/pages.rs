@@ -12,7 +12,7 @@ use crate::{
     checkpoints::artifact_store::StoredState,
     http::{
         error::{Error, PageError, Result},
-        extract::{PageQuery, Path, job_id},
+        extract::{Body, PageQuery, Path, job_id},
     },
     ingest::run_files::RunFiles,
     metrics::Metrics,
@@ -20,7 +20,7 @@ use crate::{
     store::JobFilter,
 };
 use axum::{
-    Extension, Form,
+    Extension, Form, Json,
     extract::State,
     http::StatusCode,
     response::{IntoResponse, Redirect},
@@ -28,7 +28,8 @@ use axum::{
 use lockstep_protocol::{Job, access::Scope, spec::JobSpec};
 use lockstep_web::{Template as _, compare, job as job_views, jobs as jobs_views, submit as submit_views};
 use serde::Deserialize;
-use std::sync::Arc;
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, sync::Arc};
 
 /// Number of rows that the server renders, which fit on a screen. The script or a link loads further rows.
 const RENDERED_ROWS: u32 = 25;
@@ -176,6 +177,23 @@ pub(crate) async fn submit_job(
         }
         Err(other) => Err(PageError(other)),
     }
+}
+
+/// The form's texts, by the names of the fields, and the section `sweep`.
+#[derive(Debug, Deserialize)]
+pub(crate) struct FormTexts {
+    fields: BTreeMap<String, String>,
+    sweep: Option<Value>,
+}
+
+/// `POST /jobs/new/file`: the job file that the form describes, as JSON and as TOML.
+pub(crate) async fn job_file(Body(texts, _): Body<FormTexts>) -> Result<Json<Value>> {
+    let mut document = submit_views::Form::from_pairs(texts.fields).document();
+    if let Some(sweep) = texts.sweep {
+        document["sweep"] = sweep;
+    }
+    let toml = submit_views::job_file(&document);
+    Ok(Json(json!({"document": document, "toml": toml})))
 }
 
 /// `GET /jobs/{id}`

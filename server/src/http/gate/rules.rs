@@ -38,8 +38,9 @@ pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
         "/api/v1/agents/{id}" | "/api/v1/agents/{id}/drain" | "/api/v1/agents/{id}/undrain" => {
             Requirement::Scope(Scope::Admin)
         }
-        // MLflow's read requests that have a body.
-        "/api/2.0/mlflow/experiments/search"
+        // Read requests that have a body.
+        "/jobs/new/file"
+        | "/api/2.0/mlflow/experiments/search"
         | "/api/2.0/mlflow/runs/search"
         | "/api/2.0/mlflow/logged-models/search" => Requirement::Scope(Scope::Read),
         _ if is_safe(method) => Requirement::Scope(Scope::Read),
@@ -51,10 +52,11 @@ fn is_safe(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// Routes whose requests are not recorded, except with DELETE: checks of a specification, and requests that a program sends many times a
+/// Routes whose requests are not recorded, except with DELETE: checks and conversions of a specification, and requests that a program sends many times a
 /// minute (reports of a run, parts of an upload). The creation of a run, and an upload that becomes a dataset, are recorded. A run's end is
 /// in the run's history.
-const NOT_AUDITED: [&str; 10] = [
+const NOT_AUDITED: [&str; 11] = [
+    "/jobs/new/file",
     "/api/v1/jobs/validate",
     "/api/v1/jobs/{id}/fork/check",
     "/api/v1/runs/{id}",

@@ -29,7 +29,8 @@ const ADMIN: [&str; 15] = [
 /// Routes that every signed-in person may use with all methods, because they affect only this person.
 const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];
 /// Routes that only read, with all methods.
-const SEARCHES: [&str; 3] = [
+const SEARCHES: [&str; 4] = [
+    "/jobs/new/file",
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",
     "/api/2.0/mlflow/logged-models/search",

@@ -11,7 +11,7 @@ export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} 
  * Formats the standard error of an accuracy in percent: ` ± 2.6`. Empty for `FEW_PICTURES` or more, and if all or no pictures are
  * classified correctly. The same as `standard_error` in protocol/src/numbers.rs.
  */
-export const standardError = (share, pictures) => (pictures > 0 && pictures < FEW_PICTURES && share > 0 && share < 1 ? ` ± ${(100 * Math.sqrt(share * (1 - share) / pictures)).toFixed(1)}` : "");
+const standardError = (share, pictures) => (pictures > 0 && pictures < FEW_PICTURES && share > 0 && share < 1 ? ` ± ${(100 * Math.sqrt(share * (1 - share) / pictures)).toFixed(1)}` : "");
 
 /** Formats an accuracy, its standard error, and its number of pictures: `84.00 % ± 2.6 of 200`. */
 export const accuracyOf = (share, pictures, digits = 1) => `${percent(share, digits)}${standardError(share, pictures)} of ${count(pictures)}`;

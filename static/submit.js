@@ -23,7 +23,7 @@ const DATASET_DEFAULT = "data.validation";
 let isSubmitted = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 
-// --- the job in the form ------------------------------------------------------------------
+// --- the job in the form ----------------------------------------------------------------------------
 
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
@@ -46,7 +46,7 @@ const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? field
 /** Requests the job that the form describes, without settings at their defaults, shows it as a file, and returns it. */
 async function readForm(signal) {
   const texts = Object.fromEntries([filled, ...fields].map((field) => [field.name, valueOf(field)]));
-  const file = await ask("/jobs/new/file", { method: "POST", body: { fields: texts, sweep: section() }, signal });
+  const file = await ask("/api/v1/jobs/form", { method: "POST", body: { fields: texts, sweep: section() }, signal });
   const area = byId("spec-text");
   // The text must not change while the reader edits it.
   if (document.activeElement !== area) {

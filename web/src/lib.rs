@@ -4,7 +4,7 @@
 //! | URL | page | live data from |
 //! |---|---|---|
 //! | `GET /jobs` (and `/`) | [`jobs::JobsPage`] | `/api/v1/stream` |
-//! | `GET /jobs/new`, `POST /jobs/new` | [`submit::SubmitPage`] | `/api/v1/jobs/validate` |
+//! | `GET /jobs/new`, `POST /jobs/new` | [`submit::SubmitPage`] | `/api/v1/jobs/form`, `/api/v1/jobs/validate` |
 //! | `GET /jobs/{id}` | [`job::JobPage`] | `/api/v1/jobs/{id}/stream` |
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |

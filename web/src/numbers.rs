@@ -95,11 +95,7 @@ mod tests {
     use super::*;
     use crate::jobs::sparkline;
     use lockstep_protocol::{
-        agent::CheckpointInfo,
-        best::best_words,
-        job::Measured,
-        metric::quantity,
-        numbers::{standard_error, uncertainty},
+        agent::CheckpointInfo, best::best_words, job::Measured, metric::quantity, numbers::uncertainty,
     };
     use serde_json::Value;
     use std::collections::BTreeMap;
@@ -136,7 +132,6 @@ mod tests {
                         serde_json::from_value(arguments[0].clone()).expect("numbers");
                     sparkline(&values.into_iter().map(|v| v.unwrap_or(f32::NAN)).collect::<Vec<_>>())
                 }
-                "standardError" => standard_error(number(0), integer(1)),
                 "uncertainty" => uncertainty(number(0), arguments[1].as_u64()),
                 "value" => value(number(0)),
                 other => panic!("{other} is not a function of the scripts"),

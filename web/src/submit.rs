@@ -361,6 +361,11 @@ mod tests {
         form.set("train.weight_decay", "0");
         let again = from_json(&form.document()).expect("a specification");
         assert_eq!((again.train.weight_decay, again.train.recipe), (0.0, Some(Recipe::Imagenet)));
+        assert_eq!(
+            job_file(&form.document()),
+            "name = \"untitled\"\n\n[data]\ndataset = \"flowers\"\n\n\
+             [train]\nepochs = 90\ngamma = 0.2\nlr = 0.0125\nrecipe = \"imagenet\"\nweight_decay = 0\n"
+        );
 
         // Settings that scale with the epochs are sent only if the user has changed them.
         form.set("train.epochs", "30");

@@ -155,13 +155,13 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
     Json(openapi())
 }
 
-/// Routes that are not in the OpenAPI document: pages and their files, and calls of MLflow's clients.
+/// Routes that are not in the OpenAPI document: pages and their files, a call of a page's script, and calls of MLflow's clients.
 fn pages() -> [(&'static str, MethodRouter<App>); 34] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),
         ("/jobs/new", get(jobs::pages::new_job).post(jobs::pages::submit_job)),
-        ("/jobs/new/file", post(jobs::pages::job_file)),
+        ("/api/v1/jobs/form", post(jobs::pages::job_file)),
         ("/jobs/{id}", get(jobs::pages::job)),
         ("/queue", get(jobs::queue_page::show)),
         ("/compare", get(jobs::pages::compare)),

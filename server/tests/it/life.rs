@@ -213,6 +213,17 @@ async fn pages_show_stored_values() {
     assert_eq!(response.status().as_u16(), 303);
     let location = response.headers()["location"].to_str().unwrap().to_owned();
     assert_eq!(server.get_text(&location).await.0, 200);
+
+    // With scripts, the page shows the job file that the form describes.
+    let fields =
+        json!({"name": "x", "train.lr": "1e-1", "train.gamma": "0.1", "data.image_size": "1: 16, 2: 24"});
+    let form = json!({"fields": fields, "sweep": {"method": "grid"}});
+    let (status, file) = server.post("/jobs/form", &form).await;
+    let train = &file["document"]["train"];
+    assert_eq!((status, &train["lr"], &train["gamma"]), (200, &json!(0.1), &Value::Null), "{file}");
+    let toml = file["toml"].as_str().unwrap();
+    assert!(toml.starts_with("name = \"x\"\n"), "{toml}");
+    assert!(toml.contains("\nimage_size = [[1, 16], [2, 24]]\n") && toml.contains("\n[sweep]\n"), "{toml}");
     server.stop().await;
 }
 

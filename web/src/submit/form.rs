@@ -4,9 +4,9 @@ use super::fields::FIELDS;
 use crate::numbers::setting;
 use lockstep_protocol::{
     JobSpec,
-    spec::{Kind, Recipe},
+    spec::{Kind, Recipe, set_key},
 };
-use serde_json::{Map, Value};
+use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::LazyLock};
 
 /// The default of every key, as the form's text.
@@ -88,16 +88,7 @@ impl Form {
     /// Converts the form to a job file as JSON, for `spec::from_json`: the settings that differ from the defaults and from the recipe's
     /// values. Text of the wrong type stays text, so that the check reports it.
     pub fn document(&self) -> Value {
-        let mut document = Map::new();
-        let mut put = |path: &str, value: Value| match path.split_once('.') {
-            None => drop(document.insert(path.into(), value)),
-            Some((table, key)) => {
-                let table = document.entry(table).or_insert_with(|| Value::Object(Map::new()));
-                if let Value::Object(table) = table {
-                    table.insert(key.into(), value);
-                }
-            }
-        };
+        let mut document = json!({});
         // After a change of the recipe without a script, the fields still have the values of the previous recipe.
         let is_recipe_changed = self.text("train.recipe") != self.filled;
         let untouched = Self::untouched(&self.filled);
@@ -105,10 +96,11 @@ impl Form {
             let text = self.text(field.key).trim();
             let is_kept = !is_recipe_changed && KEPT_WITH_RECIPE.contains(&field.key);
             if !text.is_empty() && (is_kept || text != untouched.text(field.key)) {
-                put(field.key, field.json(text));
+                // The path of a field is always valid.
+                set_key(&mut document, field.key, field.json(text)).ok();
             }
         }
-        Value::Object(document)
+        document
     }
 
     /// Returns the text in the field of a key such as `train.lr`.

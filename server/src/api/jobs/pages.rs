@@ -186,7 +186,7 @@ pub(crate) struct FormTexts {
     sweep: Option<Value>,
 }
 
-/// `POST /jobs/new/file`: the job file that the form describes, as JSON and as TOML.
+/// `POST /api/v1/jobs/form`: the job file that the form describes, as JSON and as TOML.
 pub(crate) async fn job_file(Body(texts, _): Body<FormTexts>) -> Result<Json<Value>> {
     let mut document = submit_views::Form::from_pairs(texts.fields).document();
     if let Some(sweep) = texts.sweep {

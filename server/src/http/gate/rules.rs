@@ -39,7 +39,7 @@ pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
             Requirement::Scope(Scope::Admin)
         }
         // Read requests that have a body.
-        "/jobs/new/file"
+        "/api/v1/jobs/form"
         | "/api/2.0/mlflow/experiments/search"
         | "/api/2.0/mlflow/runs/search"
         | "/api/2.0/mlflow/logged-models/search" => Requirement::Scope(Scope::Read),
@@ -56,7 +56,7 @@ fn is_safe(method: &Method) -> bool {
 /// minute (reports of a run, parts of an upload). The creation of a run, and an upload that becomes a dataset, are recorded. A run's end is
 /// in the run's history.
 const NOT_AUDITED: [&str; 11] = [
-    "/jobs/new/file",
+    "/api/v1/jobs/form",
     "/api/v1/jobs/validate",
     "/api/v1/jobs/{id}/fork/check",
     "/api/v1/runs/{id}",

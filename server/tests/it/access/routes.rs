@@ -30,7 +30,7 @@ const ADMIN: [&str; 15] = [
 const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];
 /// Routes that only read, with all methods.
 const SEARCHES: [&str; 4] = [
-    "/jobs/new/file",
+    "/api/v1/jobs/form",
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",
     "/api/2.0/mlflow/logged-models/search",

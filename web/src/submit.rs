@@ -328,12 +328,12 @@ mod tests {
 
     #[test]
     fn posted_forms_keep_invalid_text_and_boxes_that_are_off() {
-        let pairs = [("train.lr", "fast"), ("name", "x"), ("data.drop_remainder", "true"), ("evil", "1")];
+        let pairs = [("train.lr", "fast"), ("name", "x"), ("data.vertical_flip", "true"), ("evil", "1")];
         let form = Form::from_pairs(pairs.map(|(k, v)| (k.to_owned(), v.to_owned())));
         let document = form.document();
         assert_eq!(document["train"]["lr"], "fast");
-        assert_eq!(document["data"]["horizontal_flip"], false);
-        assert_eq!(document["data"]["drop_remainder"], true);
+        assert_eq!(document["data"]["vertical_flip"], true);
+        assert_eq!(document["data"]["drop_remainder"], false);
         assert!(document.get("evil").is_none());
     }
 

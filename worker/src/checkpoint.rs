@@ -30,6 +30,7 @@ pub use state::{
 };
 pub use tensors::{join, metadata, read as read_tensors, shapes};
 pub(crate) use tensors::{read_opened as read_opened_tensors, shapes_opened, write as write_tensors};
+pub(crate) use writer::RETRY;
 pub use writer::{CheckpointEvent, CheckpointWriter, Retention};
 
 pub use lockstep_protocol::checkpoint_files::{AVERAGE, MANIFEST, MODEL, OPTIMIZER, STATE};

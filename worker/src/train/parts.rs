@@ -8,7 +8,7 @@ use super::{
 };
 use crate::checkpoint::{
     Best, CheckpointError, CheckpointEvent, Files, RETRY, Retention, Snapshot, State, TEMPORARY,
-    complete_parts, parts_folder, write_part,
+    complete_parts, temporary_folder, write_part,
 };
 use lockstep_engine::{AverageOn, Contribution, StateDict, Writers, slots};
 use serde::{Deserialize, Serialize};
@@ -110,14 +110,14 @@ impl Parts {
     fn begin(&mut self, training: &Training<'_>, snapshot: Snapshot) -> io::Result<()> {
         self.begun += 1;
         let unique = format!("{}.{}", self.run.trim_start_matches(TEMPORARY), self.begun);
-        let folder = parts_folder(training.checkpoints, &snapshot.state, &unique);
+        let folder = temporary_folder(training.checkpoints, &snapshot.state, &unique);
         let state = training.is_first().then(|| snapshot.state.clone());
         let part = self.writers.part_of(training.group.rank());
         let thread = part.map(|part| {
             let (folder, divides_average) = (folder.clone(), self.writers.divides_average());
             let write = move || {
                 let began = Instant::now();
-                let written = write_part(&folder, &snapshot, part, divides_average);
+                let written = write_part(&folder, &snapshot, Some(part), divides_average);
                 let took = began.elapsed();
                 match written {
                     Ok(files) => Part { files, error: None, took },

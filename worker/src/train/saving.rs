@@ -149,7 +149,8 @@ impl Run<'_> {
             }
             self.announce(events);
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
-                return Err(last_checkpoint_failed(self.failed_retries, reason));
+                let retries = self.unwritten.map_or(0, |(_, attempts)| attempts - 1);
+                return Err(last_checkpoint_failed(retries, reason));
             }
         }
         Ok(())
@@ -165,6 +166,7 @@ impl Run<'_> {
         self.announce(events.unwrap_or_default());
     }
 
+    /// Reports events of checkpoints: lines for the log, and the events that the server stores.
     pub(super) fn announce(&mut self, events: Vec<CheckpointEvent>) {
         let (training, observer) = (self.training, self.training.observer);
         for event in events {
@@ -177,11 +179,10 @@ impl Run<'_> {
                         "checkpoint {}-{} is written ({megabytes:.1} MB{best})",
                         info.epoch, info.step
                     ));
-                    observer.event(&AttemptEvent::Checkpoint(info));
-                    if self.failed_retries > 0 {
-                        let attempts = self.failed_retries + 1;
+                    if let Some((_, attempts)) = self.unwritten.take_if(|(step, _)| *step == info.step) {
                         observer.log(&format!("the last checkpoint took {attempts} more attempts"));
                     }
+                    observer.event(&AttemptEvent::Checkpoint(info));
                     let warning = slow_checkpoint_warning(took, training.stop_within);
                     // Logged once per run, because later checkpoints take equally long.
                     if let Some(warning) = warning.filter(|_| !self.slow_warned) {
@@ -194,16 +195,19 @@ impl Run<'_> {
                      checkpoint is kept",
                     training.checkpoints.display()
                 )),
-                CheckpointEvent::Failed { epoch, step, reason, is_retry: false } => observer.log(&format!(
-                    "checkpoint {epoch}-{step} could not be written: {reason}; training continues, and the previous checkpoint is kept"
-                )),
-                CheckpointEvent::Failed { epoch, step, reason, is_retry: true } => {
-                    self.failed_retries += 1;
-                    // Only the first retry gets a line; the number of retries follows at the end.
-                    if self.failed_retries == 1 {
-                        observer.log(&format!(
+                CheckpointEvent::Failed { epoch, step, reason, is_retry } => {
+                    let earlier = self.unwritten.filter(|_| is_retry).map_or(0, |(_, attempts)| attempts);
+                    self.unwritten = Some((step, earlier + 1));
+                    // Only the first retry gets a line; the number of attempts follows at the end.
+                    match earlier {
+                        0 => observer.log(&format!(
+                            "checkpoint {epoch}-{step} could not be written: {reason}; training continues, and the previous \
+                             checkpoint is kept"
+                        )),
+                        1 => observer.log(&format!(
                             "checkpoint {epoch}-{step} still cannot be written: {reason}; retrying"
-                        ));
+                        )),
+                        _ => {}
                     }
                 }
                 CheckpointEvent::Removed { epoch, step } => {

@@ -14,22 +14,21 @@ mod state;
 mod tensors;
 mod writer;
 
-pub use files::write;
+pub use files::{complete_parts, temporary_folder, write, write_part};
 pub use folders::{
     folder_name, is_being_written, list, newest, parse_folder_name, remove, remove_leftovers, set_aside,
 };
 pub use manifest::{Files, Manifest, ManifestFile, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
 pub(crate) use parts::read_selected;
-pub use parts::{
-    complete_parts, files_of, folder_metadata, model_files, parts_folder, read_files, write_part,
-};
+pub use parts::{files_of, folder_metadata, model_files, read_files};
 pub use read::{Loaded, infos, load, load_average, verified_info};
 pub use state::{
     Best, DataPosition, OptimizerNote, RandomState, Snapshot, State, StopProgress, unverified_state,
 };
 pub use tensors::{join, metadata, read as read_tensors, shapes};
 pub(crate) use tensors::{read_opened as read_opened_tensors, shapes_opened, write as write_tensors};
+pub(crate) use writer::RETRY;
 pub use writer::{CheckpointEvent, CheckpointWriter, Retention};
 
 pub use lockstep_protocol::checkpoint_files::{AVERAGE, MANIFEST, MODEL, OPTIMIZER, STATE};

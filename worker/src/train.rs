@@ -204,6 +204,7 @@ fn train_with<'a>(
         writer,
         parts,
         slow_warned: false,
+        unwritten: None,
         throughput,
     };
     let outcome = run.epochs();
@@ -239,6 +240,8 @@ struct Run<'a> {
     parts: Option<Parts>,
     /// Whether the log already warns that a checkpoint may take longer than ranks have at their end.
     slow_warned: bool,
+    /// The step of the checkpoint that could not be written last, and the number of failed attempts.
+    unwritten: Option<(u64, u64)>,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
     throughput: ThroughputMeter<'a>,

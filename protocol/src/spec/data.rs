@@ -121,7 +121,7 @@ pub enum Augment {
     Rand,
 }
 
-words!(Augment, "augmentation policy": None = "none", Trivial = "trivial", Rand = "rand");
+words!(Augment, "augmentation": None = "none", Trivial = "trivial", Rand = "rand");
 
 /// Where validation pictures come from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -141,7 +141,7 @@ pub enum BrokenFiles {
     Skip,
 }
 
-words!(BrokenFiles, "policy": Fail = "fail", Skip = "skip");
+words!(BrokenFiles, "mode": Fail = "fail", Skip = "skip");
 
 impl Default for DataSpec {
     fn default() -> Self {

@@ -78,13 +78,7 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
         splits.push(Split {
             name: name.into(),
             labels,
-            samples: Samples::Memory {
-                pixels,
-                measured: None,
-                height: SIDE as u32,
-                width: SIDE as u32,
-                channels: 3,
-            },
+            samples: Samples::Memory { pixels, height: SIDE as u32, width: SIDE as u32, channels: 3 },
             broken,
         });
     }

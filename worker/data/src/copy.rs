@@ -10,6 +10,8 @@ use std::{collections::BTreeMap, path::Path};
 pub(super) const UNFINISHED: &str = "unfinished.json";
 /// File name of the record of a complete copy.
 pub(super) const PREPARED: &str = "prepared.json";
+/// The version of the copy's content. Another version may produce other bytes from the same pictures.
+pub(super) const VERSION: u32 = 1;
 /// Size limit of a record. The record of a hundred thousand shards has 10 MB.
 pub(super) const MAX_BYTES: u64 = 256 << 20;
 
@@ -47,12 +49,27 @@ pub(super) struct Finished {
     pub(super) broken: Vec<BrokenFile>,
 }
 
+/// Whether `bytes` are the record of another version. Its other fields may be unknown.
+pub(super) fn is_of_another_version(bytes: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    serde_json::from_slice::<Version>(bytes).is_ok_and(|found| found.version != VERSION)
+}
+
 /// How a complete copy differs from its record. `None` if it does not differ, or if `dir` has no copy. `size_of`
 /// returns the size of a shard in bytes, or `None` for a shard that was not found; this is damage only if `needs_all`.
 /// Only the record is opened.
 pub(super) fn damage(dir: &Path, needs_all: bool, size_of: impl Fn(&str) -> Option<u64>) -> Option<String> {
     // The file may come from another program and only have the same name.
     let bytes = files::read(&dir.join(PREPARED), MAX_BYTES).ok()?;
+    if is_of_another_version(&bytes) {
+        return Some(format!(
+            "has a {PREPARED} of another version of lockstep, so it is unknown whether the copy is complete. Create a new copy with \
+             `lockstep dataset prepare`, or remove {PREPARED} to use the shards that exist"
+        ));
+    }
     let record = serde_json::from_slice::<Record>(&bytes).ok()?;
     let found = record.shards.iter().find_map(|(file, written)| match size_of(file) {
         Some(size) if size == written.bytes => None,

@@ -5,7 +5,7 @@
 //! IDX files are read. A copy of a dataset has the same fingerprint. New modification times do not change the
 //! fingerprint.
 
-use super::{Catalog, ChangeDetection, DataError, IndexStore, Samples, packed::Reading, pattern};
+use super::{Catalog, ChangeDetection, DataError, IndexStore, Samples, pattern};
 use lockstep_protocol::dataset::PicturesFingerprint;
 use sha2::{Digest, Sha256};
 use std::path::Path;
@@ -15,7 +15,7 @@ use std::path::Path;
 /// # Errors
 /// `path` is not a dataset.
 pub fn fingerprint(path: &Path, changes: ChangeDetection) -> Result<PicturesFingerprint, DataError> {
-    let catalog = Catalog::open_reading(path, &IndexStore::of_user(changes), Reading::Measure)?;
+    let catalog = Catalog::open_with(path, &IndexStore::of_user(changes))?;
     Ok(catalog.fingerprint(path))
 }
 
@@ -35,14 +35,11 @@ impl Catalog {
             pictures += count;
             split.labels.iter().for_each(|label| add(&label.to_le_bytes()));
             match &split.samples {
-                Samples::Memory { pixels, measured, height, width, channels } => {
+                Samples::Memory { pixels, height, width, channels } => {
                     for side in [height, width, channels] {
                         add(&side.to_le_bytes());
                     }
-                    match measured {
-                        Some(measured) => add(measured.sha256.as_bytes()),
-                        None => add(hex::encode(Sha256::digest(pixels)).as_bytes()),
-                    }
+                    add(hex::encode(Sha256::digest(pixels)).as_bytes());
                     picture_bytes += count * u64::from(*height) * u64::from(*width) * u64::from(*channels);
                 }
                 Samples::Listed(listing) => {

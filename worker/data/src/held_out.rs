@@ -9,10 +9,7 @@
 //! all pictures, so adding or removing pictures moves other pictures, too.
 
 use super::{
-    Catalog, ChangeDetection, DataError, Random, Samples,
-    index::{IndexStore, content_hash},
-    label::class_counts,
-    listing::Listing,
+    Catalog, DataError, Random, Samples, index::content_hash, label::class_counts, listing::Listing,
 };
 use lockstep_protocol::{
     dataset::{HeldOut, ValidationSet, held_out_share},
@@ -171,11 +168,11 @@ pub(super) fn fingerprint(pictures: impl Iterator<Item = (Identity, u32)>) -> Op
 /// # Errors
 /// `path` is no longer a dataset.
 pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationSet>, DataError> {
-    let catalog = Catalog::open_with(path, &IndexStore::of_user(ChangeDetection::Files))?;
+    let catalog = Catalog::open(path)?;
     let Some(split) = catalog.split(validation_split_name(spec)) else { return Ok(None) };
     let identities = match &split.samples {
         Samples::Listed(listing) => identities_of_files(listing, &split.labels, &catalog.classes),
-        Samples::Memory { pixels, height, width, channels, .. } => {
+        Samples::Memory { pixels, height, width, channels } => {
             identities_of_packed(pixels, (height * width * channels) as usize)
         }
     };

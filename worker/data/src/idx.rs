@@ -1,16 +1,9 @@
 //! IDX files, the format of MNIST and similar datasets (LeCun, Cortes, Burges), optionally compressed with gzip.
 //! Pictures have one channel.
 
-use super::{
-    Catalog, DataError, Measured, Samples, Split,
-    inspect::{STATISTICS_SAMPLES, Statistics},
-    names_from,
-    packed::{self, Reading},
-    picture::too_large,
-};
+use super::{Catalog, DataError, Samples, Split, names_from, packed};
 use flate2::bufread::MultiGzDecoder;
 use lockstep_host::files;
-use sha2::{Digest, Sha256};
 use std::{
     fs,
     io::{self, BufRead, BufReader, ErrorKind, Read},
@@ -26,7 +19,7 @@ const MAX_BYTES: u64 = 8 << 30;
 const BUFFER_BYTES: usize = 64 << 10;
 
 /// Finds the IDX files in `dir`; `None` if there are none.
-pub(super) fn find(dir: &Path, reading: Reading) -> Option<Result<Catalog, DataError>> {
+pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
     let mut names: Vec<String> = fs::read_dir(dir)
         .ok()?
         .filter_map(|e| e.ok()?.file_name().into_string().ok())
@@ -43,21 +36,17 @@ pub(super) fn find(dir: &Path, reading: Reading) -> Option<Result<Catalog, DataE
             found.push((name, pictures, file(words, "labels")));
         }
     }
-    if found.is_empty() { None } else { Some(read(dir, found, reading)) }
+    if found.is_empty() { None } else { Some(read(dir, found)) }
 }
 
-fn read(
-    dir: &Path,
-    found: Vec<(&str, PathBuf, Option<PathBuf>)>,
-    reading: Reading,
-) -> Result<Catalog, DataError> {
+fn read(dir: &Path, found: Vec<(&str, PathBuf, Option<PathBuf>)>) -> Result<Catalog, DataError> {
     let mut splits: Vec<Split> = Vec::new();
     for (name, pictures, labels) in found {
         let Some(labels) = labels else {
             return Err(DataError::Invalid(format!("{} has no labels file next to it", pictures.display())));
         };
         // Both headers are compared before the data is decompressed.
-        let pictures = IdxFile::open(&pictures, PICTURES_MAGIC)?;
+        let mut pictures = IdxFile::open(&pictures, PICTURES_MAGIC)?;
         let mut labels = IdxFile::open(&labels, LABELS_MAGIC)?;
         if pictures.shape[0] != labels.shape[0] {
             return Err(DataError::Invalid(format!(
@@ -68,26 +57,24 @@ fn read(
                 labels.shape[0]
             )));
         }
-        let size = (pictures.shape[1] as u32, pictures.shape[2] as u32);
-        if let Some(Samples::Memory { height, width, .. }) = splits.first().map(|s| &s.samples)
-            && (*height, *width) != size
+        let (height, width) = (pictures.shape[1] as u32, pictures.shape[2] as u32);
+        if let Some(Samples::Memory { height: train_height, width: train_width, .. }) =
+            splits.first().map(|s| &s.samples)
+            && (*train_height, *train_width) != (height, width)
         {
             return Err(DataError::Invalid(format!(
-                "{} has pictures of {} x {}, but the training split has pictures of {width} x {height}: they do \
-                 not belong together",
-                pictures.path.display(),
-                size.1,
-                size.0
+                "{} has pictures of {width} x {height}, but the training split has pictures of {train_width} x {train_height}: \
+                 they do not belong together",
+                pictures.path.display()
             )));
         }
         // Each label has one byte in the file and four in memory.
-        labels.check_fits(5)?;
-        let labels = labels.read_all()?;
-        let samples = pictures.read_samples(reading)?;
+        let labels = labels.read_all(5)?;
+        let pixels = pictures.read_all(1)?;
         splits.push(Split {
             name: name.into(),
             labels: labels.into_iter().map(u32::from).collect(),
-            samples,
+            samples: Samples::Memory { pixels, height, width, channels: 1 },
             broken: Vec::new(),
         });
     }
@@ -139,87 +126,31 @@ impl IdxFile {
         DataError::file(&self.path, detail)
     }
 
-    /// The number of data bytes according to the header.
-    fn data_bytes(&self) -> usize {
-        self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX)
-    }
-
-    /// Fails if the memory does not suffice for the data that the header announces. Each byte of the file needs
-    /// `memory_bytes` bytes of memory.
-    fn check_fits(&self, memory_bytes: u64) -> Result<(), DataError> {
-        let bytes = (self.data_bytes() as u64).saturating_mul(memory_bytes);
-        packed::check_fits(bytes).map_err(|detail| self.broken(detail))
-    }
-
-    /// Appends up to `bytes` bytes to `to`.
-    fn read(&mut self, bytes: usize, to: &mut Vec<u8>) -> Result<(), DataError> {
-        let read = self.data.by_ref().take(bytes as u64).read_to_end(to);
-        read.map(|_| ()).map_err(|e| self.broken(describe_read_error(e)))
-    }
-
-    /// All data after the header.
-    fn read_all(&mut self) -> Result<Vec<u8>, DataError> {
-        let mut bytes = Vec::new();
-        self.read(self.data_bytes(), &mut bytes)?;
-        self.check_end(bytes.len())?;
-        Ok(bytes)
-    }
-
-    /// Fails unless the file ends after `read` bytes, as its header says.
-    fn check_end(&mut self, read: usize) -> Result<(), DataError> {
-        let mut more = Vec::new();
+    /// All data after the header. Each byte of the file needs `memory_bytes` bytes of memory.
+    ///
+    /// # Errors
+    /// The memory does not suffice for the data that the header announces, or the file has other data.
+    fn read_all(&mut self, memory_bytes: u64) -> Result<Vec<u8>, DataError> {
+        let announced = self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX);
+        let needed_bytes = (announced as u64).saturating_mul(memory_bytes);
+        packed::check_fits(needed_bytes).map_err(|detail| self.broken(detail))?;
+        let (mut bytes, mut more) = (Vec::new(), Vec::new());
+        self.read(announced, &mut bytes)?;
         self.read(1, &mut more)?;
-        if read == self.data_bytes() && more.is_empty() && !self.shape.contains(&0) {
-            return Ok(());
+        if bytes.len() == announced && more.is_empty() && !self.shape.contains(&0) {
+            return Ok(bytes);
         }
-        let follow = if more.is_empty() { read.to_string() } else { "more".to_owned() };
+        let follow = if more.is_empty() { bytes.len().to_string() } else { "more".to_owned() };
         Err(self.broken(format!(
             "has a header for {:?} bytes, but {follow} follow it: it is cut off or damaged; download it again",
             self.shape
         )))
     }
 
-    /// Reads or measures all pictures.
-    fn read_samples(mut self, reading: Reading) -> Result<Samples, DataError> {
-        let [count, height, width] = self.shape[..] else {
-            return Err(self.broken("has no pictures".into()));
-        };
-        let size = height.saturating_mul(width);
-        let (mut pixels, mut measured) = (Vec::new(), None);
-        match reading {
-            // For an empty set, only checks that no data follows.
-            _ if size == 0 || count == 0 => self.check_end(0)?,
-            Reading::Whole => {
-                self.check_fits(1)?;
-                pixels = self.read_all()?;
-            }
-            Reading::Measure => {
-                if let Some(words) = too_large(width as u32, height as u32) {
-                    return Err(self.broken(format!("has pictures each of which {words}")));
-                }
-                measured = Some(self.measure(count, size)?);
-            }
-        }
-        Ok(Samples::Memory { pixels, measured, height: height as u32, width: width as u32, channels: 1 })
-    }
-
-    /// As [`Statistics::of_packed`], with only one picture in memory at a time.
-    fn measure(&mut self, count: usize, size: usize) -> Result<Measured, DataError> {
-        let every = count.div_ceil(STATISTICS_SAMPLES).max(1);
-        let (mut statistics, mut hash, mut picture) = (Statistics::default(), Sha256::new(), Vec::new());
-        for i in 0..count {
-            picture.clear();
-            self.read(size, &mut picture)?;
-            if picture.len() < size {
-                self.check_end(i * size + picture.len())?;
-            }
-            hash.update(&picture);
-            if i.is_multiple_of(every) {
-                statistics.add(&Statistics::of(&picture, 1));
-            }
-        }
-        self.check_end(count * size)?;
-        Ok(Measured { statistics, sha256: hex::encode(hash.finalize()) })
+    /// Appends up to `bytes` bytes to `to`.
+    fn read(&mut self, bytes: usize, to: &mut Vec<u8>) -> Result<(), DataError> {
+        let read = self.data.by_ref().take(bytes as u64).read_to_end(to);
+        read.map(|_| ()).map_err(|e| self.broken(describe_read_error(e)))
     }
 }
 
@@ -257,53 +188,27 @@ mod tests {
         file(dir, "train-labels-idx1-ubyte", LABELS_MAGIC, &[labels], &classes);
     }
 
-    fn error(dir: &Path, reading: Reading) -> String {
-        find(dir, reading).unwrap().unwrap_err().to_string()
-    }
-
-    #[test]
-    fn an_inspection_keeps_no_pictures_and_finds_the_same_statistics() {
-        let dir = tempfile::tempdir().unwrap();
-        // More than the number of pictures in the statistics, so every second picture is measured.
-        let count = STATISTICS_SAMPLES + 7;
-        let pixels: Vec<u8> = (0..count * 6).map(|i| (i * i % 251) as u8).collect();
-        set(dir.path(), [count, 2, 3], &pixels, count);
-        let read = |reading| find(dir.path(), reading).unwrap().unwrap();
-        let (measured, whole) = (read(Reading::Measure), read(Reading::Whole));
-        assert_eq!(measured.splits[0].labels, whole.splits[0].labels);
-        let Samples::Memory { pixels: none, measured: Some(found), height: 2, width: 3, channels: 1 } =
-            &measured.splits[0].samples
-        else {
-            panic!("{measured:?}")
-        };
-        assert!(none.is_empty());
-        let Samples::Memory { pixels: all, measured: None, .. } = &whole.splits[0].samples else {
-            panic!("pictures are in memory")
-        };
-        assert!(*all == pixels);
-        assert_eq!(found.statistics.mean_std(), Statistics::of_packed(all, 6, 1).mean_std());
+    fn error(dir: &Path) -> String {
+        find(dir).unwrap().unwrap_err().to_string()
     }
 
     #[test]
     fn files_that_exceed_memory_are_refused_before_decompression() {
         let dir = tempfile::tempdir().unwrap();
         let some = vec![0; SIDE * SIDE];
-        for reading in [Reading::Whole, Reading::Measure] {
-            // The file is also truncated, which would be an error only after decompression.
-            set(dir.path(), [1500, SIDE, SIDE], &some, 7);
-            let why = error(dir.path(), reading);
-            assert!(why.contains("has 1500 pictures") && why.contains("has 7 labels"), "{why}");
-            set(dir.path(), [7, SIDE, SIDE], &some, 7);
-            let why = error(dir.path(), reading);
-            assert!(why.contains("[7, 64, 64] bytes, but 4096 follow"), "{why}");
-        }
+        // The file is also truncated, which would be an error only after decompression.
+        set(dir.path(), [1500, SIDE, SIDE], &some, 7);
+        let why = error(dir.path());
+        assert!(why.contains("has 1500 pictures") && why.contains("has 7 labels"), "{why}");
+        set(dir.path(), [7, SIDE, SIDE], &some, 7);
+        let why = error(dir.path());
+        assert!(why.contains("[7, 64, 64] bytes, but 4096 follow"), "{why}");
         // More than the memory of any machine.
         set(dir.path(), [7, u32::MAX as usize, 1 << 31], &some, 7);
-        assert!(error(dir.path(), Reading::Whole).contains("are free on this machine"));
-        assert!(error(dir.path(), Reading::Measure).contains("at most 64 megapixels are allowed"));
+        assert!(error(dir.path()).contains("are free on this machine"));
         file(dir.path(), "train-images-idx3-ubyte", PICTURES_MAGIC, &[u32::MAX as usize, 1, 1], &some);
         file(dir.path(), "train-labels-idx1-ubyte", LABELS_MAGIC, &[u32::MAX as usize], &some);
-        let why = error(dir.path(), Reading::Measure);
+        let why = error(dir.path());
         assert!(why.contains("4096 follow") || why.contains("are free on this machine"), "{why}");
     }
 }

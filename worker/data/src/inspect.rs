@@ -26,7 +26,7 @@ const MAX_DECODED: usize = 20_000;
 /// # Errors
 /// The errors of [`inspect`].
 pub fn splits(path: &Path) -> Result<Vec<(String, u64)>, DataError> {
-    let splits = Catalog::measure(path)?.splits.into_iter();
+    let splits = Catalog::open(path)?.splits.into_iter();
     let counted = splits.map(|split| (split.name, split.labels.len() as u64));
     Ok(counted.filter(|(_, samples)| *samples > 0).collect())
 }
@@ -36,7 +36,7 @@ pub fn splits(path: &Path) -> Result<Vec<(String, u64)>, DataError> {
 /// # Errors
 /// The errors of [`inspect`].
 pub fn classes(path: &Path) -> Result<Vec<String>, DataError> {
-    Ok(Catalog::measure(path)?.classes)
+    Ok(Catalog::open(path)?.classes)
 }
 
 /// Examines the files below `path`, decodes pictures unless there are very many, and describes the dataset.
@@ -44,7 +44,7 @@ pub fn classes(path: &Path) -> Result<Vec<String>, DataError> {
 /// # Errors
 /// `path` has no known format (the message names the supported formats), or the dataset cannot be read.
 pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
-    let mut catalog = Catalog::measure(path)?;
+    let mut catalog = Catalog::open(path)?;
     if let Some(mistake) = too_few_classes(&catalog.classes) {
         return Err(DataError::Invalid(format!("{} {mistake}", path.display())));
     }
@@ -59,14 +59,11 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         broken.append(&mut split.broken);
         let is_train = split.name == "train";
         match &split.samples {
-            Samples::Memory { pixels, measured, height, width, channels } => {
+            Samples::Memory { pixels, height, width, channels } => {
                 sizes.push((*height, *width, *channels));
                 if is_train {
                     let (size, channels) = ((height * width * channels) as usize, *channels as usize);
-                    (mean, std) = match measured {
-                        Some(measured) => measured.statistics.mean_std(),
-                        None => Statistics::of_packed(pixels, size, channels).mean_std(),
-                    };
+                    (mean, std) = Statistics::of_packed(pixels, size, channels).mean_std();
                 }
             }
             Samples::Listed(listing) => {

@@ -39,14 +39,12 @@ pub use random::Random;
 pub use stored::{StoredPicture, StoredPictures, read_stored};
 
 use index::IndexStore;
-use inspect::Statistics;
 use listing::Listing;
 use lockstep_host::files::{self, allowed::is_allowed};
 use lockstep_protocol::{
     agent::AllowedFolders,
     dataset::{BrokenFile, class_names_mistake, too_few_classes},
 };
-use packed::Reading;
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -111,39 +109,20 @@ pub(crate) struct Split {
 #[derive(Debug)]
 pub(crate) enum Samples {
     /// Uncompressed pictures in memory, one after another, as height, width, channels.
-    Memory {
-        pixels: Vec<u8>,
-        /// The measurements of the pictures. An inspection has these instead of `pixels`.
-        measured: Option<Measured>,
-        height: u32,
-        width: u32,
-        channels: u32,
-    },
+    Memory { pixels: Vec<u8>, height: u32, width: u32, channels: u32 },
     /// Encoded pictures in files or shards, which are read as RGB.
     Listed(Listing),
 }
 
-/// The results of [`Reading::Measure`], which keeps no pictures.
-#[derive(Debug)]
-pub(crate) struct Measured {
-    statistics: Statistics,
-    /// The SHA-256 of all pixels, in hexadecimal.
-    sha256: String,
-}
-
 impl Catalog {
+    /// As [`Catalog::open_with`], with the user's index.
+    fn open(path: &Path) -> Result<Self, DataError> {
+        Self::open_with(path, &IndexStore::of_user(ChangeDetection::Files))
+    }
+
     /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other formats, only pictures that are not in the
     /// index in `store` are read.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
-        Self::open_reading(path, store, Reading::Whole)
-    }
-
-    /// As [`Catalog::open_with`], with the user's index, for an inspection: pictures of datasets that jobs keep in memory are only measured.
-    fn measure(path: &Path) -> Result<Self, DataError> {
-        Self::open_reading(path, &IndexStore::of_user(ChangeDetection::Files), Reading::Measure)
-    }
-
-    fn open_reading(path: &Path, store: &IndexStore, reading: Reading) -> Result<Self, DataError> {
         let checked = |catalog: Catalog| {
             let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
             let mistake = match names.contains(&"train") {
@@ -167,9 +146,8 @@ impl Catalog {
         }
         // An archive unpacks into its own folder. Accept that folder and its parent.
         for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
-            if let Some(found) = cifar::find(&dir)
-                .or_else(|| idx::find(&dir, reading))
-                .or_else(|| image_folder::find(&dir, store))
+            if let Some(found) =
+                cifar::find(&dir).or_else(|| idx::find(&dir)).or_else(|| image_folder::find(&dir, store))
             {
                 return found.and_then(checked);
             }

@@ -1,15 +1,6 @@
-//! Packed pictures (IDX, CIFAR), which jobs keep in memory: how they are read, and a check of the available memory.
+//! Packed pictures (IDX, CIFAR), which are kept in memory: a check of the available memory.
 
 use lockstep_host::usage::memory_available;
-
-/// How packed pictures are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reading {
-    /// All pictures are kept in memory.
-    Whole,
-    /// The pictures are counted and measured, one after another.
-    Measure,
-}
 
 /// Fails if `bytes` do not fit in the memory that is available on this machine or in its control group.
 ///

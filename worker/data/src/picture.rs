@@ -158,8 +158,8 @@ impl Picture {
     /// Why the picture cannot be decoded, as a phrase to follow its name.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let mut decoder = Decoder::default();
-        let PictureRef { width, height, channels, pixels } = decoder.decode(bytes)?;
-        Ok(Self { width, height, channels, pixels: pixels.to_vec() })
+        let (width, height, pixels) = decoder.pixels_of(Header::read(bytes)?)?;
+        Ok(Self { width, height, channels: 3, pixels: std::mem::take(pixels) })
     }
 
     pub(super) fn view(&self) -> PictureRef<'_> {

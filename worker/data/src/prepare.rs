@@ -12,10 +12,7 @@ mod shard;
 mod tests;
 
 use super::{
-    Catalog, ChangeDetection, DataError, MAX_NAMES_BYTES, Samples, Split,
-    copy::Plan,
-    index::{IndexStore, Progress},
-    listing::Listing,
+    Catalog, DataError, MAX_NAMES_BYTES, Samples, Split, copy::Plan, index::Progress, listing::Listing,
     pattern, shards,
 };
 use lockstep_host::{files, write_atomically};
@@ -86,7 +83,7 @@ pub fn prepare(
     report: impl Fn(Progress),
 ) -> Result<Prepared, DataError> {
     check_settings(settings)?;
-    let catalog = Catalog::open_with(path, &IndexStore::of_user(ChangeDetection::Files))?;
+    let catalog = Catalog::open(path)?;
     let sources = sources(path, &catalog)?;
     let names = class_names(path, &catalog.classes)?;
     let mut broken: Vec<BrokenFile> = catalog.all_broken().cloned().collect();

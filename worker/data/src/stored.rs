@@ -1,6 +1,6 @@
 //! Pictures as stored in a dataset, independent of a job.
 
-use super::{Catalog, ChangeDetection, DataError, Picture, Samples, index::IndexStore, random::Random};
+use super::{Catalog, DataError, Picture, Samples, random::Random};
 use std::path::Path;
 
 /// Pictures of a split.
@@ -37,7 +37,7 @@ pub fn read_stored(
     offset: u64,
     limit: usize,
 ) -> Result<StoredPictures, DataError> {
-    let catalog = Catalog::open_with(path, &IndexStore::of_user(ChangeDetection::Files))?;
+    let catalog = Catalog::open(path)?;
     let Some(found) = catalog.split(split) else {
         let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
         return Err(DataError::Invalid(format!(
@@ -67,7 +67,7 @@ pub fn read_stored(
         .take(limit)
         .filter_map(|&i| {
             let (file, picture) = match &found.samples {
-                Samples::Memory { pixels, height, width, channels, .. } => {
+                Samples::Memory { pixels, height, width, channels } => {
                     let size = (height * width * channels) as usize;
                     let pixels = pixels.get(i * size..(i + 1) * size)?.to_vec();
                     (None, Picture { width: *width, height: *height, channels: *channels, pixels })

@@ -2,16 +2,15 @@
 
 use super::{
     AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE,
-    Snapshot, State, TEMPORARY, at, folders::folder_name, manifest::size_of, tensors, unverified_state,
-    validate,
+    Snapshot, State, TEMPORARY, at, folders::folder_name, manifest::size_of, parts::write_indexes, tensors,
+    unverified_state, validate,
 };
-use lockstep_protocol::fault;
-use serde::Serialize;
+use lockstep_protocol::{checkpoint_files, fault};
 use std::{
     collections::BTreeMap,
     fs::{self, File},
     io,
-    path::Path,
+    path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
 
@@ -29,20 +28,15 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
     if let Some(size_bytes) = size_if_kept(directory, &snapshot.state)? {
         return Ok(size_bytes);
     }
-    let name = folder_name(snapshot.state.epoch, snapshot.state.step);
     // After a rank is lost, another rank may write the same step while rank 0 is still writing it. Each writer uses a
     // separate folder.
-    let writer = (std::process::id(), BEGUN.fetch_add(1, Ordering::Relaxed));
-    let temporary = directory.join(format!("{TEMPORARY}{name}.{}.{}", writer.0, writer.1));
-    fs::create_dir_all(directory).map_err(at(directory))?;
+    let writer = format!("{}.{}", std::process::id(), BEGUN.fetch_add(1, Ordering::Relaxed));
+    let temporary = temporary_folder(directory, &snapshot.state, &writer);
     if temporary.exists() {
         // A folder of an earlier process with the same process id.
         fs::remove_dir_all(&temporary).map_err(at(&temporary))?;
     }
-    fault::point("checkpoint.begin").map_err(at(&temporary))?;
-    let written = fs::create_dir(&temporary)
-        .map_err(at(&temporary))
-        .and_then(|()| write_tensors(&temporary, snapshot, str::to_owned))
+    let written = write_part(&temporary, snapshot, None, false)
         .and_then(|files| complete(directory, &temporary, &snapshot.state, best, files));
     // If the folder still exists, it has an incomplete or a replaced checkpoint, and is removed to free its disk space.
     // If the removal fails, the next start of the job removes it.
@@ -50,9 +44,66 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
     written
 }
 
+/// The folder in which a checkpoint is written. If several ranks write it, `writer` is equal on all of them. It is used
+/// only once.
+pub fn temporary_folder(directory: &Path, state: &State, writer: &str) -> PathBuf {
+    directory.join(format!("{TEMPORARY}{}.{writer}", folder_name(state.epoch, state.step)))
+}
+
+/// Writes the tensors of a snapshot to the temporary `folder`, which is created if needed. If several ranks write the
+/// checkpoint, `part` is the number of this rank's part (from 1) and the number of parts. The average is then written as
+/// a whole unless `divides_average`.
+///
+/// # Errors
+/// The disk is full or not writable.
+pub fn write_part(
+    folder: &Path,
+    snapshot: &Snapshot,
+    part: Option<(usize, usize)>,
+    divides_average: bool,
+) -> Result<Files, CheckpointError> {
+    fault::point("checkpoint.begin").map_err(at(folder))?;
+    fs::create_dir_all(folder).map_err(at(folder))?;
+    let batches = Some(snapshot.batches);
+    let model = Some((MODEL, &snapshot.parameters, batches, &snapshot.metadata));
+    let average = snapshot.average.as_ref().map(|average| (AVERAGE, average, batches, &snapshot.metadata));
+    let optimizer = Some((OPTIMIZER, &snapshot.optimizer, None, &BTreeMap::new()));
+    let mut files = Files::new();
+    for (kind, tensors, batches, metadata) in [model, average, optimizer].into_iter().flatten() {
+        let name = match part {
+            Some((number, count)) if kind != AVERAGE || divides_average => {
+                checkpoint_files::part(kind, number, count)
+            }
+            _ => kind.to_owned(),
+        };
+        let path = folder.join(&name);
+        let file = with_fault_point(kind, &path, tensors::write(&path, tensors, batches, metadata))?;
+        files.insert(name, file);
+    }
+    Ok(files)
+}
+
+/// Completes the checkpoint whose parts are in `temporary`, like [`write`]. `files` lists the files of all ranks.
+///
+/// # Errors
+/// As [`write`], or a part is missing.
+pub fn complete_parts(
+    directory: &Path,
+    temporary: &Path,
+    state: &State,
+    best: Option<&Best>,
+    mut files: Files,
+) -> Result<u64, CheckpointError> {
+    if let Some(size_bytes) = size_if_kept(directory, state)? {
+        return Ok(size_bytes);
+    }
+    write_indexes(temporary, &mut files)?;
+    complete(directory, temporary, state, best, files)
+}
+
 /// The size of the existing checkpoint of the step of `state`, if it is complete and is kept. `None` if a checkpoint
 /// with this state must be written. A damaged checkpoint is removed.
-pub(super) fn size_if_kept(directory: &Path, state: &State) -> Result<Option<u64>, CheckpointError> {
+fn size_if_kept(directory: &Path, state: &State) -> Result<Option<u64>, CheckpointError> {
     let final_path = directory.join(folder_name(state.epoch, state.step));
     if !final_path.exists() {
         return Ok(None);
@@ -116,26 +167,6 @@ pub(super) fn rename_to_final(
     }
 }
 
-/// Writes the tensors of a snapshot to `folder`. `name` maps each kind to a file name.
-pub(super) fn write_tensors(
-    folder: &Path,
-    snapshot: &Snapshot,
-    name: impl Fn(&str) -> String,
-) -> Result<Files, CheckpointError> {
-    let batches = Some(snapshot.batches);
-    let model = Some((MODEL, &snapshot.parameters, batches, &snapshot.metadata));
-    let average = snapshot.average.as_ref().map(|average| (AVERAGE, average, batches, &snapshot.metadata));
-    let optimizer = Some((OPTIMIZER, &snapshot.optimizer, None, &BTreeMap::new()));
-    let mut files = Files::new();
-    for (kind, tensors, batches, metadata) in [model, average, optimizer].into_iter().flatten() {
-        let name = name(kind);
-        let path = folder.join(&name);
-        let file = with_fault_point(kind, &path, tensors::write(&path, tensors, batches, metadata))?;
-        files.insert(name, file);
-    }
-    Ok(files)
-}
-
 /// Adds the path to an error, and triggers the fault point of `kind`.
 fn with_fault_point(
     kind: &str,
@@ -148,7 +179,7 @@ fn with_fault_point(
 
 /// Adds the state and the manifest to the folder `temporary`, which contains `files`, and renames the folder to the
 /// checkpoint's name. Returns the size of all files in bytes.
-pub(super) fn complete(
+fn complete(
     directory: &Path,
     temporary: &Path,
     state: &State,
@@ -160,10 +191,10 @@ pub(super) fn complete(
     let fault_point = |point: &str, path: &Path| fault::point(point).map_err(at(path));
     let state = State { best: best.cloned(), ..state.clone() };
     let path = temporary.join(STATE);
-    files.insert(STATE.into(), with_fault_point(STATE, &path, write_json(&path, &state))?);
+    files.insert(STATE.into(), with_fault_point(STATE, &path, tensors::write_json(&path, &state))?);
     let manifest = Manifest { version: 1, epoch, step, files };
     let path = temporary.join(MANIFEST);
-    write_json(&path, &manifest).map_err(at(&path))?;
+    tensors::write_json(&path, &manifest).map_err(at(&path))?;
     fault_point("checkpoint.manifest", &path)?;
     sync_directory(temporary)?;
     let size_bytes = size_of(temporary, &manifest);
@@ -177,12 +208,6 @@ pub(super) fn complete(
     } else {
         validate(&final_path).map(|manifest| size_of(&final_path, &manifest))
     }
-}
-
-pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<ManifestFile> {
-    let mut json = serde_json::to_vec_pretty(value)?;
-    json.push(b'\n');
-    tensors::write_bytes(path, &json)
 }
 
 fn sync_directory(path: &Path) -> Result<(), CheckpointError> {

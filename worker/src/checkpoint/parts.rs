@@ -3,19 +3,17 @@
 //! checkpoint's tensors, sharded or not.
 
 use super::{
-    AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, OPTIMIZER, Snapshot, State, TEMPORARY, at,
-    files::{complete, size_if_kept, write_json, write_tensors},
-    folders::folder_name,
+    AVERAGE, CheckpointError, Files, MANIFEST, MODEL, OPTIMIZER, at,
     header::HEADER_BYTES,
     manifest::{check, manifest},
     tensors,
 };
 use lockstep_host::{files, tensors::NamedTensors};
-use lockstep_protocol::{checkpoint_files, fault};
+use lockstep_protocol::checkpoint_files;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    fs, io,
+    io,
     path::{Path, PathBuf},
 };
 
@@ -38,63 +36,25 @@ struct WeightMap {
     weight_map: BTreeMap<String, String>,
 }
 
-/// The temporary folder of a checkpoint that several ranks write. `unique` must be equal on all ranks, and used only
-/// once.
-pub fn parts_folder(directory: &Path, state: &State, unique: &str) -> PathBuf {
-    directory.join(format!("{TEMPORARY}{}.{unique}", folder_name(state.epoch, state.step)))
-}
-
-/// Writes a rank's tensors to `folder`, as part `number` (from 1) of `count`. The average is written as a whole
-/// unless `divides_average`.
-///
-/// # Errors
-/// The disk is full or not writable.
-pub fn write_part(
-    folder: &Path,
-    snapshot: &Snapshot,
-    (number, count): (usize, usize),
-    divides_average: bool,
-) -> Result<Files, CheckpointError> {
-    fault::point("checkpoint.begin").map_err(at(folder))?;
-    fs::create_dir_all(folder).map_err(at(folder))?;
-    write_tensors(folder, snapshot, |kind| match kind {
-        AVERAGE if !divides_average => AVERAGE.into(),
-        kind => checkpoint_files::part(kind, number, count),
-    })
-}
-
-/// Completes the checkpoint whose parts are in `temporary`, like [`write`](super::write). `files` lists the files of
-/// all ranks.
-///
-/// # Errors
-/// As [`write`](super::write), or a part is missing.
-pub fn complete_parts(
-    directory: &Path,
-    temporary: &Path,
-    state: &State,
-    best: Option<&Best>,
-    mut files: Files,
-) -> Result<u64, CheckpointError> {
-    if let Some(size_bytes) = size_if_kept(directory, state)? {
-        return Ok(size_bytes);
-    }
+/// Writes the index of each kind of tensors whose parts are in `folder`.
+pub(super) fn write_indexes(folder: &Path, files: &mut Files) -> Result<(), CheckpointError> {
     for kind in [MODEL, OPTIMIZER, AVERAGE] {
         let parts = files.keys().filter(|name| *name != kind && checkpoint_files::kind(name) == Some(kind));
         let (mut weight_map, mut total_size) = (BTreeMap::new(), 0);
         for part in parts {
-            let path = temporary.join(part);
+            let path = folder.join(part);
             let sizes = tensors::sizes(&path).map_err(|detail| at(&path)(io::Error::other(detail)))?;
             total_size += sizes.values().sum::<u64>();
             weight_map.extend(sizes.into_keys().map(|name| (name, part.clone())));
         }
         if !weight_map.is_empty() {
             let name = checkpoint_files::index(kind);
-            let path = temporary.join(&name);
+            let path = folder.join(&name);
             let index = Index { metadata: IndexMetadata { total_size }, map: WeightMap { weight_map } };
-            files.insert(name, write_json(&path, &index).map_err(at(&path))?);
+            files.insert(name, tensors::write_json(&path, &index).map_err(at(&path))?);
         }
     }
-    complete(directory, temporary, state, best, files)
+    Ok(())
 }
 
 /// The files with the tensors of `kind` ([`MODEL`], [`OPTIMIZER`] or [`AVERAGE`]) in a folder: the file of that name,
@@ -158,7 +118,7 @@ pub(crate) fn read_selected(
 ) -> Result<NamedTensors, String> {
     let mut all = NamedTensors::new();
     for file in files {
-        all.extend(tensors::read_selected(file, tensors::open(file)?, select)?);
+        all.extend(tensors::read_opened(file, tensors::open(file)?, select)?);
     }
     Ok(all)
 }

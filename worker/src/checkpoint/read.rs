@@ -27,16 +27,25 @@ pub struct Loaded {
 pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
     validate(folder)?;
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
-    let state = read_state(folder, &name)?;
-    let tensors = |kind| files_of(folder, kind).and_then(|files| read_files(&files)).map_err(damaged);
-    let (parameters, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
-    for (file, tensors) in [(MODEL, &parameters), (OPTIMIZER, &optimizer)] {
-        if let Some(found) = first_not_finite(tensors) {
-            return Err(CheckpointError::NotFinite { name, detail: format!("{file}: {found}") });
+    let tensors = |kind| read_tensors(folder, &name, kind);
+    Ok(Loaded {
+        state: read_state(folder, &name)?,
+        parameters: tensors(MODEL)?,
+        optimizer: tensors(OPTIMIZER)?,
+    })
+}
+
+/// Reads the tensors of `kind` of the checkpoint `name` in `folder`.
+fn read_tensors(folder: &Path, name: &str, kind: &str) -> Result<NamedTensors, CheckpointError> {
+    let tensors = files_of(folder, kind)
+        .and_then(|files| read_files(&files))
+        .map_err(|detail| CheckpointError::Damaged { name: name.into(), detail })?;
+    match first_not_finite(&tensors) {
+        Some(found) => {
+            Err(CheckpointError::NotFinite { name: name.into(), detail: format!("{kind}: {found}") })
         }
+        None => Ok(tensors),
     }
-    Ok(Loaded { state, parameters, optimizer })
 }
 
 /// The moving average of the weights (`train.ema_decay`) in a checkpoint, if it has one. The checkpoint's checksums must have
@@ -49,14 +58,7 @@ pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointErr
     if !manifest.files.keys().any(|file| checkpoint_files::kind(file) == Some(AVERAGE)) {
         return Ok(None);
     }
-    let average = match files_of(folder, AVERAGE).and_then(|files| read_files(&files)) {
-        Ok(average) => average,
-        Err(detail) => return Err(CheckpointError::Damaged { name, detail }),
-    };
-    match first_not_finite(&average) {
-        Some(found) => Err(CheckpointError::NotFinite { name, detail: format!("{AVERAGE}: {found}") }),
-        None => Ok(Some(average)),
-    }
+    read_tensors(folder, &name, AVERAGE).map(Some)
 }
 
 /// Verifies a checkpoint, and returns the facts that are reported about it.

@@ -12,6 +12,7 @@ use lockstep_host::{
 };
 use lockstep_protocol::pickle;
 use safetensors::Dtype;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::{
@@ -118,10 +119,11 @@ pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
     write_all(path, &all, &metadata).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Writes a small file, and returns its manifest entry.
-pub(super) fn write_bytes(path: &Path, bytes: &[u8]) -> io::Result<ManifestFile> {
+/// Writes a file of JSON, and returns its manifest entry.
+pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<ManifestFile> {
     let mut out = HashingWriter::create(path)?;
-    out.write_all(bytes)?;
+    out.write_all(&serde_json::to_vec_pretty(value)?)?;
+    out.write_all(b"\n")?;
     out.finish()
 }
 
@@ -158,17 +160,12 @@ impl HashingWriter {
 /// The file cannot be read, is not a safetensors file, or has unsupported types. For a PyTorch pickle, the error tells
 /// how to convert the file.
 pub fn read(path: &Path) -> Result<NamedTensors, String> {
-    read_opened(path, open(path)?)
+    read_opened(path, open(path)?, &|_| true)
 }
 
-/// As [`read`], for an opened file with its size.
-pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTensors, String> {
-    read_selected(path, opened, &|_| true)
-}
-
-/// Reads the tensors whose names `select` accepts, as [`read_opened`]. Other tensors are not read, so they may be larger than
-/// the memory.
-pub(super) fn read_selected(
+/// As [`read`], for an opened file with its size, and only the tensors whose names `select` accepts. Other tensors are not
+/// read, so they may be larger than the memory.
+pub(crate) fn read_opened(
     path: &Path,
     (file, file_bytes): (File, u64),
     select: &dyn Fn(&str) -> bool,

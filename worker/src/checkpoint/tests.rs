@@ -1,6 +1,6 @@
 use super::{
-    files::write_json,
     manifest::{self, size_of},
+    tensors::write_json,
     *,
 };
 use crate::precision::SkippedSteps;
@@ -377,7 +377,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
     write(whole.path(), &saved, None).unwrap();
     let write_parts = |divides_average: bool| {
         let unique = format!("x.{divides_average}");
-        let folder = parts_folder(sharded.path(), &saved.state, &unique);
+        let folder = temporary_folder(sharded.path(), &saved.state, &unique);
         let part_of = |of_first: bool| {
             let mut own = saved.clone();
             let keeps = |name: &str| name.starts_with("fc.") != of_first;
@@ -390,7 +390,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
             own
         };
         let parts = [(1, true), (2, false)].map(|(number, of_first)| {
-            write_part(&folder, &part_of(of_first), (number, 2), divides_average).unwrap()
+            write_part(&folder, &part_of(of_first), Some((number, 2)), divides_average).unwrap()
         });
         let files = parts.into_iter().flatten().collect();
         let size = complete_parts(sharded.path(), &folder, &saved.state, None, files).unwrap();

@@ -11,7 +11,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::JoinHandle,
@@ -20,8 +20,8 @@ use std::{
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum CheckpointEvent {
-    /// The checkpoint is complete on disk.
-    Written(CheckpointInfo),
+    /// The checkpoint is complete on disk, and writing it took this long.
+    Written { info: CheckpointInfo, took: Duration },
     /// An older checkpoint was removed according to `checkpoint.keep`.
     Removed { epoch: u32, step: u64 },
     /// A newer snapshot replaced the waiting snapshot of this step, because an earlier checkpoint was still being written.
@@ -37,7 +37,7 @@ pub enum CheckpointEvent {
 }
 
 /// Pause between two attempts to write the last snapshot to a full disk.
-const RETRY: Duration = Duration::from_secs(1);
+pub(crate) const RETRY: Duration = Duration::from_secs(1);
 
 /// A queue for one snapshot, which waits while another is being written.
 #[derive(Debug, Default)]
@@ -90,8 +90,6 @@ pub struct CheckpointWriter {
     thread: Option<JoinHandle<()>>,
     /// Set when the writer must no longer wait for a full disk.
     give_up: Arc<AtomicBool>,
-    /// How long writing the newest checkpoint took, in milliseconds.
-    took_ms: Arc<AtomicU64>,
 }
 
 impl CheckpointWriter {
@@ -106,7 +104,6 @@ impl CheckpointWriter {
         let give_up = Arc::new(AtomicBool::new(false));
         let must_give_up = give_up.clone();
         let mut retention = Retention::new(directory, spec, best);
-        let took_ms = retention.took_ms.clone();
         let write_all = move || {
             let mut unwritten = None;
             while let Some(snapshot) = incoming.next() {
@@ -129,7 +126,6 @@ impl CheckpointWriter {
             events,
             thread: Some(thread),
             give_up,
-            took_ms,
         })
     }
 
@@ -167,11 +163,6 @@ impl CheckpointWriter {
         self.events.try_iter().collect()
     }
 
-    /// How long writing the newest checkpoint took.
-    pub fn write_duration(&self) -> Duration {
-        Duration::from_millis(self.took_ms.load(Ordering::Relaxed))
-    }
-
     /// Closes the queue of snapshots. Returns `None` when all snapshots are on disk and reported, otherwise the events
     /// after a short wait. Writes to a full disk are retried; drop the writer to give up.
     pub fn finish(&mut self) -> Option<Vec<CheckpointEvent>> {
@@ -202,14 +193,13 @@ pub struct Retention {
     keep: usize,
     metric: String,
     best: Option<Best>,
-    took_ms: Arc<AtomicU64>,
 }
 
 impl Retention {
     /// Keeps checkpoints in `directory`. `best` is the best checkpoint so far.
     pub fn new(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> Self {
         let (keep, metric) = ((spec.keep as usize).max(2), spec.keep_best.clone());
-        Self { directory: directory.into(), keep, metric, best, took_ms: Arc::default() }
+        Self { directory: directory.into(), keep, metric, best }
     }
 
     /// Writes a snapshot, and sends the events of this checkpoint and of removed checkpoints. Returns the snapshot if
@@ -221,65 +211,54 @@ impl Retention {
         sender: &Sender<CheckpointEvent>,
     ) -> Option<Snapshot> {
         let directory = self.directory.clone();
-        let (is_written, events) =
-            self.add(&snapshot.state, is_retry, |best| write(&directory, &snapshot, best));
+        let began = Instant::now();
+        let events = self.add(&snapshot.state, is_retry, began, |best| write(&directory, &snapshot, best));
+        let is_written = matches!(events[..], [CheckpointEvent::Written { .. }, ..]);
         // Sending fails if no one receives events any more. Only the files matter then.
         let _ = events.into_iter().try_for_each(|event| sender.send(event));
         (!is_written).then_some(snapshot)
     }
 
     /// Writes the checkpoint of `state` by calling `write` with the best checkpoint so far; `write` returns the size in
-    /// bytes. Then removes older checkpoints. Returns whether the checkpoint was written, and the events of this
-    /// checkpoint and of removed checkpoints.
+    /// bytes. Then removes older checkpoints. Returns the events of this checkpoint and of removed checkpoints. Writing
+    /// began at `began`.
     pub fn add(
         &mut self,
         state: &State,
         is_retry: bool,
+        began: Instant,
         write: impl FnOnce(Option<&Best>) -> Result<u64, CheckpointError>,
-    ) -> (bool, Vec<CheckpointEvent>) {
-        let mut events = Vec::new();
-        let previous_best = self.best.clone();
-        match self.write(state, write, &mut events) {
-            Ok(()) => (true, events),
-            // The checkpoint was written, but an older checkpoint could not be removed. The next call retries the
-            // removal.
-            Err(error) if !events.is_empty() => {
-                tracing::warn!(%error, "an old checkpoint cannot be removed now; the removal is retried after the next checkpoint");
-                (true, events)
-            }
+    ) -> Vec<CheckpointEvent> {
+        let best = Best::if_better(self.best.as_ref(), &self.metric, state).or_else(|| self.best.clone());
+        let size_bytes = match write(best.as_ref()) {
+            Ok(size_bytes) => size_bytes,
             Err(error) => {
-                self.best = previous_best;
                 let (epoch, step, reason) = (state.epoch, state.step, error.to_string());
-                (false, vec![CheckpointEvent::Failed { epoch, step, reason, is_retry }])
+                return vec![CheckpointEvent::Failed { epoch, step, reason, is_retry }];
             }
+        };
+        self.best = best;
+        let info = state.info(self.best.as_ref(), size_bytes);
+        let mut events = vec![CheckpointEvent::Written { info, took: began.elapsed() }];
+        if let Err(error) = self.remove_old((state.epoch, state.step), &mut events) {
+            tracing::warn!(%error, "an old checkpoint cannot be removed now; the removal is retried after the next checkpoint");
         }
+        events
     }
 
-    fn write(
-        &mut self,
-        state: &State,
-        write: impl FnOnce(Option<&Best>) -> Result<u64, CheckpointError>,
+    /// Removes all checkpoints except `newest`, those of the last steps, and the best.
+    fn remove_old(
+        &self,
+        newest: (u32, u64),
         events: &mut Vec<CheckpointEvent>,
     ) -> Result<(), CheckpointError> {
-        let (epoch, step) = (state.epoch, state.step);
-        if let Some(best) = Best::if_better(self.best.as_ref(), &self.metric, state) {
-            self.best = Some(best);
-        }
-        let began = Instant::now();
-        let size_bytes = write(self.best.as_ref())?;
-        let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.took_ms.store(took_ms, Ordering::Relaxed);
-        events.push(CheckpointEvent::Written(state.info(self.best.as_ref(), size_bytes)));
         // Keep the checkpoints of the last steps. An earlier attempt may have written later steps than this attempt.
         let mut others = list(&self.directory)?;
         others.truncate(others.len().saturating_sub(self.keep));
-        others.retain(|other| *other != (epoch, step));
-        for (epoch, step) in others {
-            let is_best = self.best.as_ref().is_some_and(|best| (best.epoch, best.step) == (epoch, step));
-            if !is_best {
-                remove(&self.directory, epoch, step)?;
-                events.push(CheckpointEvent::Removed { epoch, step });
-            }
+        let best = self.best.as_ref().map(|best| (best.epoch, best.step));
+        for (epoch, step) in others.into_iter().filter(|other| *other != newest && Some(*other) != best) {
+            remove(&self.directory, epoch, step)?;
+            events.push(CheckpointEvent::Removed { epoch, step });
         }
         Ok(())
     }
@@ -319,7 +298,7 @@ mod tests {
     /// The step of each written checkpoint, and whether it was the best.
     fn written(events: &[CheckpointEvent]) -> Vec<(u64, bool)> {
         let written = |event: &CheckpointEvent| match event {
-            CheckpointEvent::Written(info) => Some((info.step, info.best)),
+            CheckpointEvent::Written { info, .. } => Some((info.step, info.best)),
             _ => None,
         };
         events.iter().filter_map(written).collect()
@@ -407,7 +386,7 @@ mod tests {
                             std::fs::remove_file(&path).unwrap();
                         }
                     }
-                    CheckpointEvent::Written(info) => written.push(info.step),
+                    CheckpointEvent::Written { info, .. } => written.push(info.step),
                     other => panic!("{other:?}"),
                 }
             }
@@ -440,7 +419,7 @@ mod tests {
         // The pipe responds with its end.
         drop(File::options().write(true).open(&pipe).unwrap());
         let written = finish_and_collect_events(writer).into_iter().map(|event| match event {
-            CheckpointEvent::Written(info) => info.step,
+            CheckpointEvent::Written { info, .. } => info.step,
             other => panic!("{other:?}"),
         });
         assert_eq!(written.collect::<Vec<_>>(), [1, 4]);

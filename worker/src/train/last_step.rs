@@ -14,7 +14,7 @@
 //!   lost.
 //! - The ranks evaluate the averaged weights, which temporarily replace the trained weights.
 
-use super::{Run, TrainError, saving::announce};
+use super::{Run, TrainError};
 use crate::checkpoint::{self, CheckpointEvent, OwnDiskNote};
 use lockstep_host::{lock_within, open_lock};
 use std::{
@@ -79,7 +79,7 @@ impl Run<'_> {
         let began = Instant::now();
         if let Some(mut writer) = self.writer.take() {
             while let Some(events) = writer.finish() {
-                announce(self.training, events);
+                self.announce(events);
                 if began.elapsed() > WRITE_TIMEOUT {
                     break;
                 }
@@ -104,12 +104,13 @@ impl Run<'_> {
         if let Some(detail) = snapshot.first_not_finite() {
             return Err(self.diverged(detail));
         }
+        let write_began = Instant::now();
         let size_bytes = checkpoint::write(directory, &snapshot, self.best.as_ref())?;
         self.training
             .observer
             .log(&format!("another rank is lost: wrote a checkpoint of the last step, {step}"));
         let info = snapshot.state.info(self.best.as_ref(), size_bytes);
-        announce(self.training, vec![CheckpointEvent::Written(info)]);
+        self.announce(vec![CheckpointEvent::Written { info, took: write_began.elapsed() }]);
         if is_own_folder {
             let mut old = checkpoint::list(directory)?;
             old.truncate(old.len().saturating_sub(MAX_CHECKPOINTS));

@@ -3,10 +3,12 @@
 //! index, the state and the manifest, and renames the checkpoint to its final name. So a checkpoint has all of its
 //! parts or does not exist, whichever rank is lost meanwhile.
 
-use super::{Run, TrainError, Training, plan::RunPlan, saving::announce, start::broadcast_json};
+use super::{
+    Run, TrainError, Training, plan::RunPlan, saving::last_checkpoint_failed, start::broadcast_json,
+};
 use crate::checkpoint::{
-    Best, CheckpointError, CheckpointEvent, Files, Retention, Snapshot, State, TEMPORARY, complete_parts,
-    parts_folder, write_part,
+    Best, CheckpointError, CheckpointEvent, Files, RETRY, Retention, Snapshot, State, TEMPORARY,
+    complete_parts, temporary_folder, write_part,
 };
 use lockstep_engine::{AverageOn, Contribution, StateDict, Writers, slots};
 use serde::{Deserialize, Serialize};
@@ -16,9 +18,6 @@ use std::{
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
-
-/// Pause between two attempts to write the last checkpoint to a full disk.
-const RETRY: Duration = Duration::from_secs(1);
 
 /// How the ranks of a run write checkpoints together.
 pub(super) struct Parts {
@@ -46,7 +45,7 @@ struct Pending {
 struct Part {
     files: Files,
     error: Option<String>,
-    secs: f64,
+    took: Duration,
 }
 
 impl Parts {
@@ -111,18 +110,18 @@ impl Parts {
     fn begin(&mut self, training: &Training<'_>, snapshot: Snapshot) -> io::Result<()> {
         self.begun += 1;
         let unique = format!("{}.{}", self.run.trim_start_matches(TEMPORARY), self.begun);
-        let folder = parts_folder(training.checkpoints, &snapshot.state, &unique);
+        let folder = temporary_folder(training.checkpoints, &snapshot.state, &unique);
         let state = training.is_first().then(|| snapshot.state.clone());
         let part = self.writers.part_of(training.group.rank());
         let thread = part.map(|part| {
             let (folder, divides_average) = (folder.clone(), self.writers.divides_average());
             let write = move || {
                 let began = Instant::now();
-                let written = write_part(&folder, &snapshot, part, divides_average);
-                let secs = began.elapsed().as_secs_f64();
+                let written = write_part(&folder, &snapshot, Some(part), divides_average);
+                let took = began.elapsed();
                 match written {
-                    Ok(files) => Part { files, error: None, secs },
-                    Err(error) => Part { error: Some(error.to_string()), secs, ..Part::default() },
+                    Ok(files) => Part { files, error: None, took },
+                    Err(error) => Part { error: Some(error.to_string()), took, ..Part::default() },
                 }
             };
             thread::Builder::new().name("checkpoints".into()).spawn(write)
@@ -131,8 +130,7 @@ impl Parts {
         Ok(())
     }
 
-    /// On rank 0: completes a checkpoint of which every rank has written its part. Returns the events to report, and
-    /// the time that writing took.
+    /// On rank 0: completes a checkpoint of which every rank has written its part. Returns the events to report.
     fn complete(
         &mut self,
         training: &Training<'_>,
@@ -140,9 +138,9 @@ impl Parts {
         state: &State,
         parts: Vec<Part>,
         is_retry: bool,
-    ) -> (Vec<CheckpointEvent>, Duration) {
-        let began = Instant::now();
-        let longest = parts.iter().map(|part| part.secs).fold(0.0, f64::max);
+    ) -> Vec<CheckpointEvent> {
+        let longest = parts.iter().map(|part| part.took).max().unwrap_or_default();
+        let began = Instant::now().checked_sub(longest).unwrap_or_else(Instant::now);
         let failed = |(rank, part): (usize, &Part)| Some(format!("rank {rank}: {}", part.error.as_ref()?));
         let error = parts.iter().enumerate().find_map(failed);
         let files = parts.into_iter().flat_map(|part| part.files).collect();
@@ -150,13 +148,10 @@ impl Parts {
             Some(error) => Err(CheckpointError::Io { path: folder.clone(), error: io::Error::other(error) }),
             None => complete_parts(training.checkpoints, &folder, state, best, files),
         };
-        let events = self.retention.as_mut().map(|retention| retention.add(state, is_retry, complete).1);
+        let events = self.retention.as_mut().map(|retention| retention.add(state, is_retry, began, complete));
         // Removes an incomplete or replaced checkpoint.
         let _ = fs::remove_dir_all(&folder);
-        (
-            events.unwrap_or_default(),
-            began.elapsed() + Duration::try_from_secs_f64(longest).unwrap_or_default(),
-        )
+        events.unwrap_or_default()
     }
 }
 
@@ -173,9 +168,8 @@ impl Run<'_> {
     }
 
     /// Collective: waits until all parts of the current checkpoint are on disk, and completes the checkpoint. The inner
-    /// error tells why it could not be written: training continues, and the previous checkpoint is kept. `retry` is the
-    /// number of the retry, from 1. Only the first retry is logged.
-    pub(super) fn complete_parts(&mut self, retry: Option<u64>) -> Result<Result<(), String>, TrainError> {
+    /// error tells why it could not be written: training continues, and the previous checkpoint is kept.
+    pub(super) fn complete_parts(&mut self, is_retry: bool) -> Result<Result<(), String>, TrainError> {
         let pending = self.parts.as_mut().and_then(|parts| parts.pending.take());
         let Some(Pending { folder, state, thread }) = pending else { return Ok(Ok(())) };
         let panicked = |_| Part { error: Some("its thread panicked".into()), ..Part::default() };
@@ -186,16 +180,12 @@ impl Run<'_> {
         if let (Some(run_parts), Some(state)) = (&mut self.parts, state) {
             let parts = parts.iter().map(|part| serde_json::from_slice(part)).collect::<Result<_, _>>();
             let parts = parts.map_err(io::Error::from)?;
-            let (mut events, took) =
-                run_parts.complete(self.training, folder, &state, parts, retry.is_some());
+            let events = run_parts.complete(self.training, folder, &state, parts, is_retry);
             failed = events.iter().find_map(|event| match event {
                 CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
                 _ => None,
             });
-            let is_logged = retry.is_none_or(|retry| retry == 1);
-            events.retain(|event| is_logged || !matches!(event, CheckpointEvent::Failed { .. }));
-            announce(self.training, events);
-            self.warn_of_slow_checkpoints(took);
+            self.announce(events);
         }
         let failed = self.training.is_first().then_some(failed);
         Ok(broadcast_json::<Option<String>>(group, failed)?.map_or(Ok(()), Err))
@@ -205,20 +195,13 @@ impl Run<'_> {
     /// to `patience`. All ranks make the same number of attempts.
     pub(super) fn flush_parts(&mut self, patience: Duration) -> Result<(), TrainError> {
         let mut tries = 0;
-        let mut written = self.complete_parts(None)?;
-        while let Err(reason) = written {
+        while let Err(reason) = self.complete_parts(tries > 0)? {
             if tries >= patience.as_secs().max(1) {
-                return Err(TrainError::System(io::Error::other(format!(
-                    "the last checkpoint could not be written in {tries} more attempts: {reason}"
-                ))));
+                return Err(last_checkpoint_failed(tries, &reason));
             }
             tries += 1;
             thread::sleep(RETRY);
             self.save()?;
-            written = self.complete_parts(Some(tries))?;
-        }
-        if tries > 0 {
-            self.training.log([format!("the last checkpoint took {} more attempts", tries)]);
         }
         Ok(())
     }

@@ -42,7 +42,7 @@ pub(super) fn load(
     let mut given = NamedTensors::new();
     for file in &files {
         let (file, opened) = allowed::open(file, training.weights_in).map_err(wrong)?;
-        given.extend(checkpoint::read_opened_tensors(&file, opened).map_err(wrong)?);
+        given.extend(checkpoint::read_opened_tensors(&file, opened, &|_| true).map_err(wrong)?);
     }
     // The only file, or the folder of several files.
     let path = if let [file] = &files[..] { file } else { &path };

@@ -1,8 +1,9 @@
 //! Checkpoints of a run: their content, when ranks wait for them, and the checkpoint at the end of a run.
 
-use super::{Outcome, Run, TrainError, Training};
+use super::{Outcome, Run, TrainError};
 use crate::checkpoint::{
-    Best, CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
+    Best, CheckpointError, CheckpointEvent, CheckpointWriter, DataPosition, OptimizerNote, RandomState,
+    Snapshot, State,
 };
 use lockstep_data::loader::Shape;
 use lockstep_engine::{Contribution, StateDict, Writers};
@@ -19,7 +20,7 @@ impl Run<'_> {
     pub(super) fn save(&mut self) -> Result<(), TrainError> {
         self.drain()?;
         // A failure of the previous checkpoint is reported by the call itself.
-        let _ = self.complete_parts(None)?;
+        let _ = self.complete_parts(false)?;
         self.check_state()?;
         // Called on every rank, because this flushes the rank's reports. So even if the rank is killed right after, no
         // step before a checkpoint is missing from its records.
@@ -42,7 +43,7 @@ impl Run<'_> {
             if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
                 return Err(self.diverged(detail));
             }
-            announce(self.training, saved?.into_iter().collect());
+            self.announce(saved?.into_iter().collect());
         }
         self.throughput.report("training");
         self.announce_checkpoints();
@@ -138,32 +139,19 @@ impl Run<'_> {
         self.throughput.report("checkpointing");
         let began = Instant::now();
         let mut failed = None;
-        let mut retries = 0_u64;
-        while let Some(mut events) = writer.finish() {
+        while let Some(events) = writer.finish() {
             for event in &events {
                 failed = match event {
                     CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
-                    CheckpointEvent::Written(_) => None,
+                    CheckpointEvent::Written { .. } => None,
                     CheckpointEvent::Removed { .. } | CheckpointEvent::Dropped { .. } => failed,
                 };
             }
-            // The first failure and the first retry get a line; the number of attempts follows at the end.
-            events.retain(|event| {
-                let is_failed_retry = matches!(event, CheckpointEvent::Failed { is_retry: true, .. });
-                retries += u64::from(is_failed_retry);
-                !is_failed_retry || retries == 1
-            });
-            announce(self.training, events);
+            self.announce(events);
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
-                let waited = began.elapsed().as_secs();
-                return Err(TrainError::System(std::io::Error::other(format!(
-                    "the last checkpoint could not be written for {waited} s, in {retries} more attempts: {reason}"
-                ))));
+                let retries = self.unwritten.map_or(0, |(_, attempts)| attempts - 1);
+                return Err(last_checkpoint_failed(retries, reason));
             }
-        }
-        if retries > 0 {
-            let text = format!("the last checkpoint took {} more attempts", retries + 1);
-            self.training.observer.log(&text);
         }
         Ok(())
     }
@@ -174,20 +162,67 @@ impl Run<'_> {
 
     /// Reports the checkpoints that were written or removed since the last call.
     pub(super) fn announce_checkpoints(&mut self) {
-        let Some(writer) = &self.writer else { return };
-        announce(self.training, writer.events());
-        let took = writer.write_duration();
-        self.warn_of_slow_checkpoints(took);
+        let events = self.writer.as_ref().map(CheckpointWriter::events);
+        self.announce(events.unwrap_or_default());
     }
 
-    pub(super) fn warn_of_slow_checkpoints(&mut self, took: Duration) {
-        let warning = slow_checkpoint_warning(took, self.training.stop_within);
-        // Logged once per run, because later checkpoints take equally long.
-        if let Some(warning) = warning.filter(|_| !self.slow_warned) {
-            self.slow_warned = true;
-            self.training.observer.log(&warning);
+    /// Reports events of checkpoints: lines for the log, and the events that the server stores.
+    pub(super) fn announce(&mut self, events: Vec<CheckpointEvent>) {
+        let (training, observer) = (self.training, self.training.observer);
+        for event in events {
+            match event {
+                CheckpointEvent::Written { info, took } => {
+                    training.checkpointed_step.fetch_max(info.step, Ordering::Relaxed);
+                    let best = if info.best { ", the best so far" } else { "" };
+                    let megabytes = info.size_bytes as f64 / 1e6;
+                    observer.log(&format!(
+                        "checkpoint {}-{} is written ({megabytes:.1} MB{best})",
+                        info.epoch, info.step
+                    ));
+                    if let Some((_, attempts)) = self.unwritten.take_if(|(step, _)| *step == info.step) {
+                        observer.log(&format!("the last checkpoint took {attempts} more attempts"));
+                    }
+                    observer.event(&AttemptEvent::Checkpoint(info));
+                    let warning = slow_checkpoint_warning(took, training.stop_within);
+                    // Logged once per run, because later checkpoints take equally long.
+                    if let Some(warning) = warning.filter(|_| !self.slow_warned) {
+                        self.slow_warned = true;
+                        observer.log(&warning);
+                    }
+                }
+                CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
+                    "checkpoint {epoch}-{step} was dropped: an earlier checkpoint is still being written to {}. Training continues, and the newest complete \
+                     checkpoint is kept",
+                    training.checkpoints.display()
+                )),
+                CheckpointEvent::Failed { epoch, step, reason, is_retry } => {
+                    let earlier = self.unwritten.filter(|_| is_retry).map_or(0, |(_, attempts)| attempts);
+                    self.unwritten = Some((step, earlier + 1));
+                    // Only the first retry gets a line; the number of attempts follows at the end.
+                    match earlier {
+                        0 => observer.log(&format!(
+                            "checkpoint {epoch}-{step} could not be written: {reason}; training continues, and the previous \
+                             checkpoint is kept"
+                        )),
+                        1 => observer.log(&format!(
+                            "checkpoint {epoch}-{step} still cannot be written: {reason}; retrying"
+                        )),
+                        _ => {}
+                    }
+                }
+                CheckpointEvent::Removed { epoch, step } => {
+                    observer.event(&AttemptEvent::CheckpointRemoved { epoch, step });
+                }
+            }
         }
     }
+}
+
+/// The error of a run whose last checkpoint could not be written.
+pub(super) fn last_checkpoint_failed(retries: u64, reason: &str) -> TrainError {
+    TrainError::System(std::io::Error::other(format!(
+        "the last checkpoint could not be written in {retries} more attempts: {reason}"
+    )))
 }
 
 /// A warning for the log if a checkpoint that took `took` to write may not be done in time: ranks that are asked to
@@ -247,35 +282,6 @@ pub(super) fn model_metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, 
         metadata.insert("resize".into(), resize.to_string());
     }
     metadata
-}
-
-pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
-    let observer = training.observer;
-    for event in events {
-        match event {
-            CheckpointEvent::Written(info) => {
-                training.checkpointed_step.fetch_max(info.step, Ordering::Relaxed);
-                let best = if info.best { ", the best so far" } else { "" };
-                let megabytes = info.size_bytes as f64 / 1e6;
-                observer.log(&format!(
-                    "checkpoint {}-{} is written ({megabytes:.1} MB{best})",
-                    info.epoch, info.step
-                ));
-                observer.event(&AttemptEvent::Checkpoint(info));
-            }
-            CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
-                "checkpoint {epoch}-{step} was dropped: an earlier checkpoint is still being written to {}. Training continues, and the newest complete \
-                 checkpoint is kept",
-                training.checkpoints.display()
-            )),
-            CheckpointEvent::Failed { epoch, step, reason, is_retry: false } => observer.log(&format!(
-                "checkpoint {epoch}-{step} could not be written: {reason}; training continues, and the previous checkpoint is kept"
-            )),
-            CheckpointEvent::Failed { epoch, step, reason, is_retry: true } => observer
-                .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; retrying")),
-            CheckpointEvent::Removed { epoch, step } => observer.event(&AttemptEvent::CheckpointRemoved { epoch, step }),
-        }
-    }
 }
 
 #[cfg(test)]

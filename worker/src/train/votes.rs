@@ -120,7 +120,7 @@ impl Run<'_> {
         }
         // Complete a checkpoint of earlier steps before the run ends.
         if written == f64::from(group.size()) || not_finite > 0.0 {
-            let _ = self.complete_parts(None)?;
+            let _ = self.complete_parts(false)?;
         }
         if not_finite > 0.0 {
             let oldest = self.in_flight.front().map_or((self.step, 0.0), |u| (u.step, u.lr));

@@ -93,7 +93,7 @@ pub(super) fn open_splits(
         let (mut files_digest, mut identities) = (None, Vec::new());
         let has_validation = name == held_out::validation_split_name(spec);
         let (pixels, width, height, channels) = match samples {
-            Samples::Memory { pixels, height, width, channels, .. } => {
+            Samples::Memory { pixels, height, width, channels } => {
                 if has_validation {
                     identities =
                         held_out::identities_of_packed(&pixels, (height * width * channels) as usize);

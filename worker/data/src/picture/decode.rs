@@ -194,10 +194,12 @@ impl Decoder {
     /// # Errors
     /// Why the picture cannot be decoded, as a phrase to follow its name.
     pub(crate) fn decode(&mut self, bytes: &[u8]) -> Result<PictureRef<'_>, String> {
-        self.pixels_of(Header::read(bytes)?)
+        let (width, height, pixels) = self.pixels_of(Header::read(bytes)?)?;
+        Ok(PictureRef { width, height, channels: 3, pixels })
     }
 
-    pub(super) fn pixels_of(&mut self, header: Header<'_>) -> Result<PictureRef<'_>, String> {
+    /// Width and height of the upright picture, and the buffer with its RGB pixels.
+    pub(super) fn pixels_of(&mut self, header: Header<'_>) -> Result<(u32, u32, &mut Vec<u8>), String> {
         for buffer in [&mut self.stored, &mut self.pixels, &mut self.turned] {
             if buffer.capacity() > MAX_KEPT_BYTES {
                 *buffer = Vec::new();
@@ -231,12 +233,12 @@ impl Decoder {
             }
         }
         let pixels = if orientation == Orientation::NoTransforms {
-            &self.pixels
+            &mut self.pixels
         } else {
             turn(orientation, stored_width, &self.pixels, &mut self.turned);
-            &self.turned
+            &mut self.turned
         };
-        Ok(PictureRef { width, height, channels: 3, pixels })
+        Ok((width, height, pixels))
     }
 }
 

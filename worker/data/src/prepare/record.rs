@@ -2,7 +2,7 @@
 
 use super::DataError;
 use crate::{
-    copy::{Finished, MAX_BYTES, PREPARED, Plan, Record, UNFINISHED},
+    copy::{Finished, MAX_BYTES, PREPARED, Plan, Record, UNFINISHED, VERSION, is_of_another_version},
     pattern,
 };
 use lockstep_host::{files, write_atomically};
@@ -13,9 +13,6 @@ use std::{
     os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
 };
-
-/// The version of the copy's content. Another version may produce other bytes from the same pictures.
-const VERSION: u32 = 1;
 
 /// Number of pieces of a shard that are checked, including the first and the last piece. The last piece shows whether a
 /// file was truncated and extended again (an interrupted copy, a disk that lost writes).
@@ -34,12 +31,11 @@ pub(super) fn sample_checksum(file: &File) -> io::Result<u32> {
     Ok(sum.finalize())
 }
 
+/// How to proceed if the folder has another copy.
+const ADVICE: &str = "give another folder, or remove this one";
+
 /// Fails if a copy was begun with other settings or of another dataset than in `plan`.
-fn check_same(Record { version, plan: begun, .. }: &Record, plan: &Plan) -> Result<(), String> {
-    let advice = "give another folder, or remove this one";
-    if *version != VERSION {
-        return Err(format!("was begun by another version of lockstep; {advice}"));
-    }
+fn check_same(begun: &Plan, plan: &Plan) -> Result<(), String> {
     for (what, begun, given) in [
         ("a short side", begun.short_side, plan.short_side),
         ("a quality", begun.quality.into(), plan.quality.into()),
@@ -52,7 +48,7 @@ fn check_same(Record { version, plan: begun, .. }: &Record, plan: &Plan) -> Resu
     }
     if begun.source != plan.source {
         return Err(format!(
-            "contains a copy of another dataset, or the dataset's files have changed; {advice}"
+            "contains a copy of another dataset, or the dataset's files have changed; {ADVICE}"
         ));
     }
     Ok(())
@@ -99,10 +95,13 @@ impl Destination {
         let record = match begun {
             Some(name) => {
                 let bytes = files::read(&dir.join(name), MAX_BYTES).map_err(wrong)?;
+                if is_of_another_version(&bytes) {
+                    return Err(wrong(format!("contains a copy by another version of lockstep; {ADVICE}")));
+                }
                 let record = serde_json::from_slice::<Record>(&bytes).map_err(|error| {
                     wrong(format!("has a {name} that cannot be read ({error}); give another folder"))
                 })?;
-                check_same(&record, &plan).map_err(wrong)?;
+                check_same(&record.plan, &plan).map_err(wrong)?;
                 record
             }
             None => {

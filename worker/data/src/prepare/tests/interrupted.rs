@@ -105,6 +105,12 @@ fn other_settings_sources_or_files_are_refused_with_the_difference() {
         prepare_error(from.path(), to.path(), &settings(16)).contains("contains a copy of another dataset")
     );
     assert!(files_of(to.path()) == before, "no file is changed");
+    fs::write(to.path().join("prepared.json"), r#"{"version": 2, "kept": []}"#).unwrap();
+    for message in
+        [prepare_error(from.path(), to.path(), &settings(16)), open(to.path()).unwrap_err().to_string()]
+    {
+        assert!(message.contains("another version of lockstep"), "{message}");
+    }
     let inside = from.path().join("copy");
     assert!(prepare_error(from.path(), &inside, &settings(16)).contains("is inside the dataset"));
     assert!(!inside.exists());
@@ -113,8 +119,19 @@ fn other_settings_sources_or_files_are_refused_with_the_difference() {
     let message = prepare_error(from.path(), mine.path(), &settings(16));
     assert!(message.contains("contains other files (letter.txt)"), "{message}");
     assert_eq!(files_of(mine.path()).len(), 1);
-    // Two copies to one folder at the same time.
-    let lock = fs::File::open(to.path()).unwrap();
-    lock.lock().unwrap();
-    assert!(prepare_error(from.path(), to.path(), &settings(16)).contains("being written by another"));
+}
+
+#[test]
+fn a_folder_is_locked_while_a_copy_is_written() {
+    let (from, to) = (folder(25), tempfile::tempdir().unwrap());
+    let refused = RefCell::new(0);
+    let second = |_: Progress| {
+        let message = prepare_error(from.path(), to.path(), &small_shards());
+        assert!(message.contains("is being written by another"), "{message}");
+        *refused.borrow_mut() += 1;
+    };
+    let prepared = prepare(from.path(), to.path(), &small_shards(), second).unwrap();
+    assert!(*refused.borrow() >= prepared.shards);
+    let again = run(from.path(), to.path(), &small_shards()).unwrap();
+    assert_eq!(again.kept_shards, prepared.shards);
 }

@@ -158,7 +158,7 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         let state = rules.as_ref().zip(job).and_then(|(rules, job)| TrialState::of(rules, job));
         let values = state.map(|state| state.values).unwrap_or_default();
         let so_far = || {
-            let (rules, row) = rules.as_ref().zip(job)?;
+            let (rules, row) = rules.as_ref().zip(job).filter(|(_, row)| !row.job.state.is_final())?;
             let results = trial::rung(row, row.job.epoch);
             rules.metric.of(results.val_accuracy, results.val_loss)
         };
@@ -180,11 +180,13 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         }
     };
     let trials: Vec<_> = (1..).zip(&row.settings).map(trial_of).collect();
+    // With a single rung, trials that still train have the same rank as trials that have ended.
+    let rung = |trial: &Trial| if row.rungs.len() > 1 { trial.rung } else { 0 };
     let best = rules.as_ref().and_then(|rules| {
         let compared = trials.iter().filter(|trial| trial.metric.is_some());
         compared.min_by(|a, b| {
-            b.rung
-                .cmp(&a.rung)
+            rung(b)
+                .cmp(&rung(a))
                 .then_with(|| rules.metric.order(a.metric, b.metric))
                 .then_with(|| a.number.cmp(&b.number))
         })

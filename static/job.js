@@ -74,7 +74,7 @@ let stream = null;
 let shownLagSecs = null;
 let factsTimer = 0;
 let drawnAt = 0;
-let refreshTimer = 0, refreshRequest = null;
+let refreshTimer = 0, refreshRequest = null, diagnosisTimer = 0;
 /** Number of the newest call of `reload`, which ends all earlier calls. */
 let newestReload = 0;
 
@@ -132,6 +132,8 @@ function apply(event) {
         job = facts.job = { ...job, best: { value, loss, step, epoch } };
       }
       charts.dataChanged();
+      clearTimeout(diagnosisTimer);
+      diagnosisTimer = setTimeout(refreshDiagnosis, 150);
       break;
     case "alert": jobHistory.load().catch(() => {}); break;
     case "checkpoint": checkpoints.apply(event); break;
@@ -163,9 +165,9 @@ const NEXT_VALUE = {
 };
 
 /**
- * Shows why the accuracy of an ended job is low, then links to clones of the job, each with the next value of a setting in the text. Only
- * `GET /jobs/{id}` and the rendered page have this text, not the stream. The reason of a job that has diverged, which the banner shows,
- * also names settings.
+ * Shows whether the accuracy of a running job improves, or why the accuracy of an ended job is low, then links to clones of the job, each
+ * with the next value of a setting in the text. Only `GET /jobs/{id}` and the rendered page have this text, not the stream. The reason of
+ * a job that has diverged, which the banner shows, also names settings.
  */
 function showDiagnosis({ id, spec, state, cause, reason, diagnosis = "" }) {
   const hasDiverged = state === "failed" && cause?.code === "diverged", advice = hasDiverged ? reason : diagnosis;
@@ -176,6 +178,12 @@ function showDiagnosis({ id, spec, state, cause, reason, diagnosis = "" }) {
   });
   byId("diagnosis").replaceChildren(...diagnosis ? [diagnosis, ...links] : links.slice(1));
   byId("diagnosis").hidden = !diagnosis && !links.length;
+}
+
+/** Reads whether the accuracy of a running job improves, after an evaluation. */
+async function refreshDiagnosis() {
+  const next = await ask(`/api/v1/jobs/${job.id}`).catch(() => null);
+  if (next?.state === job.state) showDiagnosis(next);
 }
 
 /** Reads facts that a `state` event lacks: the machines, the start, the end and the diagnosis. */

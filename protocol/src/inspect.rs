@@ -107,6 +107,8 @@ pub struct ModelEvaluation {
     pub note: Option<String>,
     /// 0 to 1.
     pub accuracy: f64,
+    /// The 95 % confidence interval of `accuracy` (Wilson 1927): both ends, 0 to 1.
+    pub interval: [f64; 2],
     /// Mean cross-entropy.
     pub loss: f64,
     pub secs: f64,

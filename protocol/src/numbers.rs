@@ -43,6 +43,16 @@ pub fn standard_error(accuracy: f64, pictures: u64) -> String {
     format!(" ± {:.1}", 100.0 * error.sqrt())
 }
 
+/// The 95 % confidence interval of an accuracy (Wilson 1927), which is wide for few pictures, even at 0 and 1.
+pub fn confidence_interval(accuracy: f64, pictures: u64) -> [f64; 2] {
+    const Z: f64 = 1.96;
+    let n = pictures.max(1) as f64;
+    let centre = accuracy + Z * Z / (2.0 * n);
+    let variance = accuracy * (1.0 - accuracy) / n + Z * Z / (4.0 * n * n);
+    let margin = Z * variance.max(0.0).sqrt();
+    [centre - margin, centre + margin].map(|end| (end / (1.0 + Z * Z / n)).clamp(0.0, 1.0))
+}
+
 /// ` ± 2.6 of 200`: the standard error of an accuracy in percent and its number of pictures, for lists and tables, which show them
 /// after the accuracy. Empty for many pictures and for an unknown number. The same as `uncertainty` in `static/numbers.js`.
 pub fn uncertainty(accuracy: f64, pictures: Option<u64>) -> String {
@@ -91,6 +101,16 @@ mod tests {
     fn speeds_below_100_have_a_decimal() {
         let words = [5.44, 99.94, 99.95, 99.96, 1010.4, -0.1].map(rate);
         assert_eq!(words, ["5.4", "99.9", "100", "100", "1010", "0.0"]);
+    }
+
+    #[test]
+    fn the_confidence_interval_of_few_pictures_is_wide() {
+        for (accuracy, pictures, expected) in
+            [(0.84, 200, "78.3 % to 88.4 %"), (1.0, 4, "51.0 % to 100.0 %"), (0.0, 4, "0.0 % to 49.0 %")]
+        {
+            let [low, high] = confidence_interval(accuracy, pictures).map(percent);
+            assert_eq!(format!("{low} to {high}"), expected, "{accuracy} of {pictures}");
+        }
     }
 
     #[test]

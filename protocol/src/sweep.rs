@@ -57,8 +57,8 @@ pub struct Sweep {
     /// Numbers of the trials that a person has paused: the sweep cannot end until these are resumed or cancelled.
     #[serde(default)]
     pub paused: Vec<u32>,
-    /// The best trial so far: among the trials at the highest rung, the one with the best metric. Absent before the first
-    /// trial has been compared.
+    /// The best trial so far: among the trials at the highest rung, or with a single rung among all trials, the one with the
+    /// best metric. Absent before the first validation of a trial.
     pub best: Option<Trial>,
     /// Number of optimizer steps of all trials together, without deleted trials.
     pub steps: u64,
@@ -70,7 +70,7 @@ pub struct Sweep {
 }
 
 impl Sweep {
-    /// A trial's metric as it is shown, such as `75.0 % ± 3.1 of 200`; `None` before its first rung.
+    /// A trial's metric as it is shown, such as `75.0 % ± 3.1 of 200`; `None` before its first validation.
     pub fn metric_of(&self, trial: &Trial) -> Option<String> {
         trial.metric.map(|metric| match self.metric.as_str() {
             "val_loss" => value(metric),
@@ -114,8 +114,9 @@ pub struct Trial {
     pub ended_early: bool,
     /// Number of rungs that the trial has reached.
     pub rung: u32,
-    /// The best value of the metric among all validations up to the newest rung; absent before the first rung, and if the
-    /// validation at the newest rung was not finite.
+    /// The best value of the metric among all validations up to the newest rung, or so far before the first rung; absent
+    /// before the first validation, if the validation at the newest rung was not finite, and if the trial ended before its
+    /// first rung.
     pub metric: Option<f64>,
     /// Number of validation pictures on which the metric was measured, if known.
     #[serde(default)]

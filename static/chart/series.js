@@ -7,6 +7,8 @@
 export class Segment {
   constructor(attempt, capacity) {
     this.attempt = attempt;
+    /** The segment of the attempt before; null for the first. */
+    this.previous = null;
     this.capacity = capacity;
     this.length = 0;
     /** Whether every bucket is one raw point. */
@@ -100,16 +102,34 @@ export class Segment {
   }
 
   /** Returns the smoothed mean. */
-  smooth(factor) { return smoothed(this.mean.subarray(0, this.length), this, factor); }
+  smooth(factor) { return smoothed(this, factor, (segment, i) => segment.mean[i]); }
 }
 
-/** Returns `values` of a segment's buckets, exponentially smoothed with bias correction. A gap in the segment does not change the average. */
-export function smoothed(values, { mean, counts }, factor) {
-  let sum = 0, weight = 0;
-  return values.map((v, i) => {
-    const keep = factor ** counts[i], gap = !Number.isFinite(mean[i]);
-    [sum, weight] = gap ? [sum, weight] : [sum * keep + v * (1 - keep), weight * keep + (1 - keep)];
-    return gap ? NaN : sum / weight;
+/** Share of an average below which older points do not count. */
+const NEGLIGIBLE = 1e-4;
+
+/**
+ * Returns `valueAt(segment, i)` of a segment's buckets, exponentially smoothed with bias correction. The average continues that of the
+ * earlier attempts, up to the segment's first step. A gap in a segment does not change the average.
+ */
+export function smoothed(segment, factor, valueAt) {
+  let sum = 0, weight = 0, share = 1, end = segment.steps[0];
+  for (let before = segment.previous; before && share > NEGLIGIBLE; before = before.previous) {
+    for (let i = before.find(end) - 1; i >= 0 && share > NEGLIGIBLE; i--) {
+      if (!Number.isFinite(before.mean[i])) continue;
+      const keep = factor ** before.counts[i];
+      sum += share * (1 - keep) * valueAt(before, i);
+      weight += share * (1 - keep);
+      share *= keep;
+    }
+    if (before.length) end = Math.min(end, before.steps[0]);
+  }
+  return segment.mean.subarray(0, segment.length).map((v, i) => {
+    if (!Number.isFinite(v)) return NaN;
+    const keep = factor ** segment.counts[i];
+    sum = sum * keep + valueAt(segment, i) * (1 - keep);
+    weight = weight * keep + (1 - keep);
+    return sum / weight;
   });
 }
 
@@ -127,7 +147,7 @@ export class Series {
     if (!segment) {
       segment = new Segment(attempt, this.capacity);
       this.segments.push(segment);
-      this.segments.sort((a, b) => a.attempt - b.attempt);
+      this.segments.sort((a, b) => a.attempt - b.attempt).forEach((s, i, all) => { s.previous = all[i - 1] ?? null; });
     }
     return segment;
   }

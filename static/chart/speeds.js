@@ -5,16 +5,16 @@ import { smoothed } from "./series.js";
 
 /** Returns a segment of step times as speeds. `picturesUntil(n)`: the number of pictures in steps 1 to n, over all ranks. */
 function toSpeeds(segment, picturesUntil) {
-  const { length, steps, counts } = segment;
-  // Mean number of pictures in a step of each bucket: the last step of an epoch may have fewer pictures.
-  const pictures = Float64Array.from({ length }, (_, i) => (picturesUntil(steps[i] + counts[i] - 1) - picturesUntil(steps[i] - 1)) / counts[i]);
-  const column = (name) => segment[name].subarray(0, length).map((ms, i) => pictures[i] * 1000 / ms);
+  // Mean number of pictures in a step of a bucket: the last step of an epoch may have fewer pictures.
+  const pictures = ({ steps, counts }, i) => (picturesUntil(steps[i] + counts[i] - 1) - picturesUntil(steps[i] - 1)) / counts[i];
+  const own = segment.steps.subarray(0, segment.length).map((_, i) => pictures(segment, i));
+  const column = (name) => segment[name].subarray(0, segment.length).map((ms, i) => own[i] * 1000 / ms);
   return Object.assign(Object.create(segment), {
     source: segment, // the segment of step times
     // The longest step time is the lowest speed.
     mean: column("mean"), min: column("max"), max: column("min"), lastValue: (picturesUntil(segment.lastPushed) - picturesUntil(segment.lastPushed - 1)) * 1000 / segment.lastValue,
     // The numbers of pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
-    smooth: (factor) => { const smoothPictures = smoothed(pictures, segment, factor); return segment.smooth(factor).map((ms, i) => smoothPictures[i] * 1000 / ms); },
+    smooth: (factor) => { const smoothPictures = smoothed(segment, factor, pictures); return segment.smooth(factor).map((ms, i) => smoothPictures[i] * 1000 / ms); },
   });
 }
 

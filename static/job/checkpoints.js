@@ -124,7 +124,7 @@ async function downloadAll(id, menu) {
   const url = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(url).catch(() => ({ files: {} }));
   for (const [i, file] of [...Object.keys(files), "MANIFEST.json"].entries()) {
     setTimeout(() => {
-      make("a", { href: `${url}/${file}`, download: `${id}-${file}` }).click();
+      make("a", { href: `${url}/${file}`, download: "" }).click();
     }, i * 300);
   }
 }

@@ -93,7 +93,7 @@ export class Evaluation {
     const names = found.classes.map((c) => c.name), out = byId("evaluation-out");
     this.found = found;
     tell("");
-    text(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
+    text(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · 95 % interval ${found.interval.map((end) => percent(end)).join(" to ")} · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
     text(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
     // A class without pictures has no scores.
     const scores = ({ samples, precision, recall, f1 }) => [count(samples), ...[precision, recall, f1].map((share) => (samples ? percent(share) : "–"))].map((textContent) => make("td", { textContent, className: "num" }));

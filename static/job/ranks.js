@@ -3,7 +3,7 @@
 
 import { read, write } from "../address.js";
 import { byId, make, text } from "../page.js";
-import { count, millis, percent, rate } from "../numbers.js";
+import { count, millis, percent } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { describePosition } from "./mesh.js";
 import { about as aboutMetric } from "./names.js";
@@ -174,10 +174,10 @@ export class Ranks {
     return Object.entries({ pipeline, data, height, model }).filter(([, size]) => size > 1).map(([axis]) => `${axis} ${percent(spent[axis] / step, 0)}`);
   }
 
-  draw({ state, cause, attempt, images_per_second: speed, spec: { parallel } }) {
+  draw({ state, cause, attempt, spec: { parallel } }) {
     const live = !isFinal(state), splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
-    text(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(splits)}${speed ? ` · ${rate(speed)} images/s in all` : ""}`);
+    text(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(splits)}`);
     for (let r = 0; r < splits.length; r++) {
       const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {

@@ -33,9 +33,10 @@ export class FilterMenu {
   /** `change(values)`: writes values into the URL and reads the list again. `keys()`: returns the settings to offer. */
   constructor(change, keys) {
     this.change = change;
-    const input = make("input", { id: "condition", list: "condition-keys", placeholder: "lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
+    const input = make("input", { id: "condition", list: "condition-keys", placeholder: "lr > 0.1", "aria-describedby": "condition-hint", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
     const list = make("datalist", { id: "condition-keys" });
     const form = make("form", {}, field("A setting or result: = != < <= > >=", input), make("button", { textContent: "Add" }));
+    const hint = make("p", { className: "small", id: "condition-hint", textContent: "Any setting, the best validation accuracy (best > 80 % or best > 0.8), speed in images/s, or the newest value of a metric, such as val_loss." });
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const found = parseCondition(input.value), { conditions } = filter();
@@ -59,10 +60,10 @@ export class FilterMenu {
     // A chosen tag is added to the other tags, which are shown as chips.
     this.tag = select("tag", (tag) => { if (tag) this.addTag(tag); this.#offer("tag", []); });
     for (const by of ["owner", "project", "tag"]) this.#offer(by, []);
-    this.menu = menu("Filter", "narrow", form, list, error, field("Project", this.project), field("Tag", this.tag), field("Owner", this.owner), field("Submitted from", this.from), field("Submitted until", this.to));
+    this.menu = menu("Filter", "narrow", form, hint, list, error, field("Project", this.project), field("Tag", this.tag), field("Owner", this.owner), field("Submitted from", this.from), field("Submitted until", this.to));
     this.menu.addEventListener("toggle", () => {
       if (!this.menu.open) return;
-      list.replaceChildren(...keys().map((value) => make("option", { value })));
+      list.replaceChildren(...["best", "speed", "loss", "val_loss", ...keys()].map((value) => make("option", { value })));
       // Offers the values of the jobs that the reader may see, the most frequent values first.
       for (const by of ["owner", "project", "tag"]) ask(`/api/v1/jobs/groups?by=${by}&sort=-jobs&limit=1000`).then(({ groups }) => { this.known[by] = groups; this.#offer(by, groups); }, () => {});
     });

@@ -52,6 +52,7 @@ export async function fillServer(server, browser, many = 60) {
   for (const { number, job } of trials) {
     const attempt = await train(job, 1, 100 * number);
     await agent.report(attempt, 0, [{ type: "evaluation", epoch: 1, step: 100, samples: 187, accuracy: number / 10, loss: 1 / number, secs: 1.5 }]);
+    await until("the newest trial is the best so far, before and after others end", async () => (await server.ask(`/sweeps/${jobs.sweep}`)).best?.number === number);
     if (number <= 2) await agent.endAttempt(attempt, { how: "succeeded", step: 1000 });
   }
   jobs.queued = (await submit(`queued-${LONG}`.slice(0, 120), 8, about)).id;

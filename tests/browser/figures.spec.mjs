@@ -70,7 +70,6 @@ describe("a job", () => {
     assert.ok(Math.abs(current.eta_secs - left) < 0.05, `${current.eta_secs} s left instead of ${left}`);
     await shows(page, "#speed", words);
     await shows(page, "#speed-more", `${Math.round(speed / 2)} per rank`);
-    await shows(page, "#ranks-note", `${words} images/s`);
     await shows(page, "#speed-note", `${words} in all`);
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
     assert.equal(await list.locator(`tr[data-id="${job.id}"] [data-f=best]`).textContent(), "87.5 %", "the best accuracy, not the last");

@@ -37,7 +37,8 @@ describe("a model", () => {
     assert.ok(Math.abs(evaluation.accuracy - checkpoint.val_accuracy) < 1e-9, "the accuracy is that of the training's validation");
     const cells = (await page.locator("#matrix td").allTextContents()).map(Number);
     assert.deepEqual(cells.slice(1), evaluation.confusion.flat().map(Number), "the page shows the evaluation's matrix");
-    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(evaluation.accuracy * 100).toFixed(2)} %( ± [0-9.]+)? of 187 right`));
+    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(evaluation.accuracy * 100).toFixed(2)} %( ± [0-9.]+)? of 187 right · 95 % interval ${evaluation.interval.map((end) => `${(100 * end).toFixed(1)} %`).join(" to ")} · loss `));
+    assert.ok(evaluation.interval[0] <= evaluation.accuracy && evaluation.accuracy <= evaluation.interval[1], `${evaluation.interval} contains ${evaluation.accuracy}`);
     // Computes recall from the matrix.
     for (const [i, c] of evaluation.classes.entries()) assert.ok(Math.abs(c.recall - evaluation.confusion[i][i] / Math.max(1, evaluation.confusion[i].reduce((a, b) => a + b))) < 1e-9);
 
@@ -163,6 +164,7 @@ describe("a model", () => {
     page.on("download", (d) => files.push(d.suggestedFilename()));
     await row.getByRole("button", { name: /Everything/ }).click();
     await until("all four files are downloaded", async () => files.length === 4);
+    assert.ok(files.every((name) => /^looked at-\d+-\d+-(model|optimizer|state|MANIFEST)\.\w+$/.test(name)), files.join());
     await row.getByRole("button", { name: /Evaluate/ }).click();
     await until("the evaluation opens", () => page.locator("#evaluation-out").isVisible());
     assert.equal(new URL(page.url()).searchParams.get("tab"), "evaluation");

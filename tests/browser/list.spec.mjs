@@ -91,6 +91,7 @@ describe("the filters", () => {
     await add("train.lr >= 0.2");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "train.lr>=0.2");
+    assert.ok(await page.locator("#condition-keys option[value=best]").count(), "results are offered like settings");
     await add("project = vision");
     await untilListed(page, "berta");
     await page.getByRole("button", { name: "Remove the filter train.lr >= 0.2" }).click();

@@ -176,6 +176,9 @@ describe("a chart", () => {
         series.append(1, steps, steps.map(() => 5));
       }
       const segment = series.segments[0], indicesWhere = (f) => Array.from({ length: segment.length }, (_, i) => i).filter(f);
+      const resumed = new Series("loss", 0), ones = Array(20).fill(1);
+      resumed.append(1, ones.map((_, i) => i + 1), ones);
+      resumed.append(2, [11], [5]);
       const mean = new MeanSeries("loss", () => 2, 1024);
       mean.appendRank(1, [1, 2, 3], [1, 2, 3]);
       mean.appendRank(1, [1, 2], [3, null]);
@@ -185,7 +188,7 @@ describe("a chart", () => {
         gap: indicesWhere((i) => Number.isNaN(segment.mean[i])).reduce((n, i) => n + segment.counts[i], 0),
         mean: Array.from(mean.segments[0].mean.subarray(0, mean.segments[0].length)),
         widest: Math.max(...segment.counts.subarray(0, segment.length)), last: segment.lastValue,
-        smooth: [...segment.smooth(0.6).subarray(0, 3)],
+        smooth: [...segment.smooth(0.6).subarray(0, 3)], resumed: resumed.segments[1].smooth(0.9)[0],
       };
     });
     assert.ok(merged.held <= 1024 && merged.points === 100_000 && !merged.exact, JSON.stringify(merged));
@@ -194,6 +197,8 @@ describe("a chart", () => {
     assert.deepEqual([merged.peaks, merged.wrong, merged.gap], [1, 0, 10_000]);
     assert.deepEqual(merged.mean, [2, NaN], "the mean includes a step once each rank has reported the step");
     assert.deepEqual(merged.smooth, [1, 1, 1], "smoothing has no bias at its start");
+    // The average of ten steps before the resume, whose weights are 1 - 0.9 ** 10.
+    assert.ok(Math.abs(merged.resumed - ((1 - 0.9 ** 10) * 0.9 + 5 * 0.1) / (1 - 0.9 ** 11)) < 1e-3, `smoothing continues at a resume: ${merged.resumed}`);
     await page.end();
   });
 });

@@ -82,7 +82,7 @@ fn method(sweep: &Sweep) -> &str {
     sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Returns a trial's metric as text; a dash before its first rung.
+/// Returns a trial's metric as text; a dash before its first validation.
 fn metric(sweep: &Sweep, trial: &Trial) -> String {
     sweep.metric_of(trial).unwrap_or_else(|| "–".into())
 }
@@ -176,6 +176,11 @@ mod tests {
         }
         assert!(!html.contains("<i>lrs") && !html.contains("<b>0.1"), "{html}");
         assert!(!page(false).contains("data-act") && !html.contains("data-act=\"delete\""));
+        let leading = Trial { epoch: None, rung: 0, ..sweep.trials[1].clone() };
+        let early = Sweep { best: Some(leading), ..sweep.clone() };
+        let early = SweepPage { sweep: early, may_change: true, user: CurrentUser::NOBODY };
+        let early = early.render().expect("renders");
+        assert!(early.contains(">2</a>, so far: train.lr="), "before the first comparison: {early}");
         let finished_at = Some(Timestamp::UNIX_EPOCH);
         let finished = Sweep { finished_at, state: SweepState::Finished, ..sweep.clone() };
         let finished = SweepPage { sweep: finished, may_change: true, user: CurrentUser::NOBODY };

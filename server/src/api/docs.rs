@@ -62,7 +62,8 @@ const CONTEXT_CHARS: usize = 60;
 
 /// Returns the pages that contain all words of the query, ignoring case, the best page first (`rank`). Each page has an excerpt of its best
 /// passage (`score`): a definition of the query's words, otherwise a passage below a heading with all words, a row of the reference with
-/// the words, or the passage with the most words.
+/// the words, or the passage with the most words. A word also matches within a longer word. If no page has all words, searches for their
+/// stems.
 fn search(query: &str) -> Vec<DocsResult> {
     let typed = query.to_lowercase();
     let typed: Vec<_> =
@@ -118,8 +119,18 @@ fn search(query: &str) -> Vec<DocsResult> {
         Some((rank, DocsResult { page, passage }))
     });
     let mut results: Vec<_> = results.collect();
+    let stems: Vec<_> = words.iter().map(|word| stem(word)).collect();
+    if results.is_empty() && stems != words {
+        return search(&stems.join(" "));
+    }
     results.sort_by_key(|(rank, _)| Reverse(*rank));
     results.into_iter().map(|(_, result)| result).collect()
+}
+
+/// Returns a word without the ending of a plural or a participle, if four letters remain: `resum` for `resuming`.
+fn stem(word: &str) -> &str {
+    let mut stems = ["ing", "ed", "es", "s"].into_iter().filter_map(|ending| word.strip_suffix(ending));
+    stems.find(|stem| stem.chars().count() >= 4).unwrap_or(word)
 }
 
 /// Cuts the text to an excerpt that contains the first of the words.
@@ -187,6 +198,7 @@ mod tests {
         };
         assert!(found.iter().all(is_from_the_body), "{found:?}");
         assert!(paths("no-page-has-this-word").is_empty());
+        assert!(!paths("resuming jobs").is_empty(), "pages with resume and job");
         for (word, heading) in
             [("predict", "in-the-browser-from-pictures-to-a-prediction"), ("overfit", "your-own-pictures")]
         {

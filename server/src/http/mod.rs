@@ -1,6 +1,7 @@
 //! From the socket to the handler: listener, TLS, the sender of a request, access control, and the format of responses and errors.
 
 pub(crate) mod access_log;
+pub(crate) mod attachment;
 pub(crate) mod conditional;
 pub(crate) mod document;
 pub(crate) mod error;

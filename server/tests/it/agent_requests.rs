@@ -282,6 +282,7 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
         trained_on: Some(0),
         note: None,
         accuracy: 0.5,
+        interval: [0.25, 0.75],
         loss: 1.0,
         secs: 0.1,
         classes: Vec::new(),

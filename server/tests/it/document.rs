@@ -65,6 +65,7 @@ async fn answer_all(mut agent: Agent) {
                 trained_on: None,
                 note: None,
                 accuracy: 1.0,
+                interval: [0.2, 1.0],
                 loss: 0.0,
                 secs: 0.0,
                 classes: Vec::new(),

@@ -400,7 +400,10 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     let response = server.http.get(url).send().await.unwrap();
     // Uploaded files are never served as HTML.
     assert_eq!(response.headers()["content-type"], "application/octet-stream");
-    assert_eq!(response.headers()["content-disposition"], "attachment; filename*=UTF-8''a%20picture%2Epng");
+    assert_eq!(
+        response.headers()["content-disposition"],
+        "attachment; filename=\"a-picture.png\"; filename*=UTF-8''a%20picture.png"
+    );
     assert_eq!(response.text().await.unwrap(), "newer");
     for (query, expected) in [
         ("path=../a", 400),

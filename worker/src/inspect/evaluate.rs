@@ -3,10 +3,10 @@
 use super::model::{BATCH, Model, Output, cross_entropy, softmax};
 use crate::checkpoint;
 use lockstep_data::{held_out::foreign_divisions, loader::DataSource};
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     dataset::{ValidationSet, classes_differ},
     inspect::{ClassScore, EvaluateModel, ModelEvaluation, PredictedPicture},
+    numbers::{confidence_interval, plural},
     spec::{DataSpec, ImageSize},
 };
 use std::{path::Path, time::Instant};
@@ -68,6 +68,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     mistakes.truncate(MAX_MISTAKES);
     let samples: u64 = confusion.iter().flatten().sum();
     let correct: u64 = (0..classes).map(|c| confusion[c][c]).sum();
+    let accuracy = correct as f64 / samples.max(1) as f64;
     let (validation, trained_on, note) = compare(Path::new(&request.model), &data, &spec.data);
     Ok(ModelEvaluation {
         validation,
@@ -75,7 +76,8 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
         trained_on,
         note,
         samples,
-        accuracy: correct as f64 / samples.max(1) as f64,
+        accuracy,
+        interval: confidence_interval(accuracy, samples),
         loss: loss / samples.max(1) as f64,
         secs: start.elapsed().as_secs_f64(),
         classes: scores(&model.classes, &confusion),

@@ -6,6 +6,7 @@ use crate::{
     },
     checkpoints::{Checkpoints, artifact_fetches, manifest::ManifestFile},
     http::{
+        attachment::attachment,
         conditional::{self, CACHING},
         error::{Error, Problem, Result},
         extract::Path,
@@ -84,6 +85,7 @@ pub(crate) async fn file(
             return Err(Error::NotFound(detail));
         }
     }
+    let job = checkpoints.store.job(&row.job).await?;
     let path = checkpoints.folder(&row).join(name);
     let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
     if response.status() == StatusCode::NOT_FOUND {
@@ -100,13 +102,12 @@ pub(crate) async fn file(
     }
     let kind = if name.ends_with(".json") { "application/json" } else { "application/octet-stream" };
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
-    if !name.ends_with(".json") {
-        let attachment = format!("attachment; filename=\"{}-{}-{name}\"", row.info.epoch, row.info.step);
-        headers.insert(
-            header::CONTENT_DISPOSITION,
-            HeaderValue::from_str(&attachment).map_err(|e| Error::Internal(e.to_string()))?,
-        );
-    }
+    let job = job.map_or_else(|| row.job.to_string(), |found| found.job.name);
+    let file_name = format!("{job}-{}-{}-{name}", row.info.epoch, row.info.step);
+    headers.insert(
+        header::CONTENT_DISPOSITION,
+        HeaderValue::try_from(attachment(&file_name)).map_err(|e| Error::Internal(e.to_string()))?,
+    );
     Ok(response)
 }
 

@@ -1,4 +1,4 @@
-//! Advice for a finished job: why its accuracy is low, and what to change.
+//! The course of a job's accuracy: whether it improves while the job runs; after the end, why it is low and what to change.
 
 use crate::{
     http::error::Result,
@@ -7,7 +7,7 @@ use crate::{
 };
 use lockstep_protocol::{
     Job, JobState,
-    numbers::{accuracy_of, percent},
+    numbers::{accuracy_of, confidence_interval, percent},
     spec::{Augment, LossSpec},
 };
 use std::collections::BTreeMap;
@@ -27,10 +27,21 @@ const USUAL_GAP: f64 = 0.08;
 /// Minimum rise of the accuracy that is not noise.
 const MIN_RISE: f64 = 0.01;
 
-/// Returns the diagnosis of a job; `None` if the job did not succeed, was not validated, or needs no advice.
+/// Returns the diagnosis of a job. `None` if the job neither runs nor succeeded, or has too few validations; after the end, also if the job
+/// needs no advice.
 pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
-    if job.state != JobState::Succeeded || job.last.val_accuracy.is_none() || job.external.is_some() {
+    let is_running = job.state == JobState::Running;
+    let has_course = is_running || job.state == JobState::Succeeded;
+    if !has_course || job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
+    }
+    let series = read(metrics, job, "val_accuracy", None).await?;
+    // If several attempts did the same step, the value of the last attempt counts.
+    let by_step: BTreeMap<u64, f64> =
+        series.iter().flatten().filter_map(|bucket| Some((bucket.step, mean([bucket])?))).collect();
+    let validations: Vec<f64> = by_step.into_values().collect();
+    if is_running {
+        return Ok(progress(&validations, job.last.val_pictures));
     }
     let (train, data) = (&job.spec.train, &job.spec.data);
     // With mixed pictures, or a loss other than the default, training and validation accuracy are not comparable.
@@ -44,11 +55,6 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
         }
         false => None,
     };
-    let series = read(metrics, job, "val_accuracy", None).await?;
-    // If several attempts did the same step, the value of the last attempt counts.
-    let by_step: BTreeMap<u64, f64> =
-        series.iter().flatten().filter_map(|bucket| Some((bucket.step, mean([bucket])?))).collect();
-    let validations = by_step.into_values().collect();
     Ok(Course { training, is_augmented, validations, pictures: job.last.val_pictures }.diagnosis())
 }
 
@@ -61,6 +67,25 @@ async fn read(metrics: &Metrics, job: &Job, name: &str, from: Option<u64>) -> Re
 fn mean<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<f64> {
     let (sum, count) = buckets.into_iter().fold((0.0, 0), |(sum, count), b| (sum + b.sum, count + b.finite));
     (count > 0).then(|| sum / count as f64)
+}
+
+/// Says whether the validation accuracy of a running job improves; `None` before the second validation.
+fn progress(validations: &[f64], pictures: Option<u64>) -> Option<String> {
+    let (newest, before) = validations.split_last()?;
+    let best_before = before.iter().copied().reduce(f64::max)?;
+    let (measured, best) = (accuracy_of(*newest, pictures), percent(best_before));
+    if *newest > best_before {
+        return Some(format!(
+            "Validation accuracy improves: the newest, {measured}, is the best so far; the best before was {best}."
+        ));
+    }
+    let since = match before.iter().skip_while(|accuracy| **accuracy < best_before).count() {
+        1 => "the last validation".to_owned(),
+        count => format!("the last {count} validations"),
+    };
+    Some(format!(
+        "Validation accuracy has not improved in {since}: the newest is {measured}, the best {best}."
+    ))
 }
 
 /// A job's accuracies over time.
@@ -78,7 +103,10 @@ struct Course {
 impl Course {
     fn diagnosis(&self) -> Option<String> {
         let last = *self.validations.last()?;
-        let margin = self.pictures.map_or(0.0, |pictures| margin(last, pictures));
+        let margin = self.pictures.map_or(0.0, |pictures| {
+            let [low, high] = confidence_interval(last, pictures);
+            (high - low) / 2.0
+        });
         let overfitted = self.training.filter(|training| training - last > USUAL_GAP.max(margin));
         let is_learned =
             last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
@@ -137,14 +165,6 @@ impl Course {
         }
         (!findings.is_empty()).then(|| findings.join(" "))
     }
-}
-
-/// Half the width of the 95 % confidence interval of an accuracy (Wilson 1927), which is wide for few pictures, even at 0 and 1.
-fn margin(accuracy: f64, pictures: u64) -> f64 {
-    const Z: f64 = 1.96;
-    let n = pictures.max(1) as f64;
-    let variance = accuracy * (1.0 - accuracy) / n + Z * Z / (4.0 * n * n);
-    Z / (1.0 + Z * Z / n) * variance.max(0.0).sqrt()
 }
 
 /// The mean of the last fifth of the values minus the mean of the fifth before it; `None` for fewer than three values.
@@ -276,6 +296,33 @@ mod tests {
             (0.9, &[0.97], None),
         ] {
             check(Some(training), true, validations, Some(5000), expected);
+        }
+    }
+
+    #[test]
+    fn a_running_job_shows_whether_its_accuracy_improves() {
+        for (validations, expected) in [
+            (&[0.5][..], None),
+            (
+                &[0.5, 0.25, 0.75],
+                Some(
+                    "improves: the newest, 75.0 % ± 4.3 of 100 pictures, is the best so far; the best before was 50.0 %.",
+                ),
+            ),
+            (
+                &[0.5, 0.25],
+                Some(
+                    "has not improved in the last validation: the newest is 25.0 % ± 4.3 of 100 pictures, the best 50.0 %.",
+                ),
+            ),
+            (
+                &[0.25, 0.5, 0.5, 0.4],
+                Some("has not improved in the last 2 validations: the newest is 40.0 %"),
+            ),
+        ] {
+            let found = progress(validations, Some(100));
+            assert_eq!(found.is_some(), expected.is_some(), "{validations:?}: {found:?}");
+            assert!(found.unwrap_or_default().contains(expected.unwrap_or_default()), "{validations:?}");
         }
     }
 

@@ -6,6 +6,7 @@ use crate::{
         list::{self, Pages},
     },
     http::{
+        attachment::attachment,
         error::{Error, Problem, Result},
         extract::{Path, Query, count, search_text},
     },
@@ -164,7 +165,7 @@ pub(crate) async fn query(
         let containing = query.q;
         let filter =
             LogFilter { rank, attempt, after, before, limit: DEFAULT_LINES, newest: false, containing };
-        return Ok(text_file(scheduler.store.clone(), job.id, filter));
+        return Ok(text_file(scheduler.store.clone(), job, filter));
     }
     let (after, before) = match position {
         None => (after, before),
@@ -235,11 +236,11 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
 
 /// Returns a text file with time, rank and text of each line. If the request names a rank, lines have only the text, as in the rank's log
 /// file.
-fn text_file(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFilter) -> Response {
+fn text_file(store: Arc<dyn Store>, job: Job, filter: LogFilter) -> Response {
     let rank = filter.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
-    let name = format!("attachment; filename=\"{job}{rank}.log\"");
+    let name = attachment(&format!("{}{rank}.log", job.name));
     let parts = stream::try_unfold(Some(filter), move |filter| {
-        let (store, job) = (store.clone(), job.clone());
+        let (store, job) = (store.clone(), job.id.clone());
         async move {
             let Some(filter) = filter else { return Ok(None) };
             let LogPage { events, range, full } = store.logs(&job, &filter).await?;

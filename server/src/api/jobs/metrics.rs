@@ -3,6 +3,7 @@
 use crate::{
     api::{jobs, large},
     http::{
+        attachment::attachment,
         error::{Error, Result},
         extract::{Path, Query, count},
     },
@@ -189,7 +190,7 @@ pub(crate) async fn csv(
     count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
     let job = jobs::find(&scheduler, &id).await?;
     check_name(filter.name.as_deref(), [&job])?;
-    let name = format!("attachment; filename=\"{}-metrics.csv\"", job.id);
+    let name = attachment(&format!("{}-metrics.csv", job.name));
     let csv = Csv::new(scheduler.store.clone(), job, filter).await?;
     let parts = stream::try_unfold(csv, |mut csv| async move {
         let part = csv.next().await?;

@@ -5,6 +5,7 @@ use crate::{
     auth::{Auth, access::Caller},
     config::ServeConfig,
     http::{
+        attachment::attachment,
         conditional,
         error::{Error, Problem, Result, blocking, disk_error},
         extract::{Path, Query},
@@ -24,7 +25,6 @@ use axum::{
 };
 use futures_util::StreamExt;
 use lockstep_protocol::{JobId, job::RunFile};
-use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tokio::io::AsyncWriteExt;
@@ -194,8 +194,7 @@ pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request
     if response.status() == StatusCode::NOT_FOUND {
         return Err(missing());
     }
-    let name = utf8_percent_encode(path.rsplit('/').next().unwrap_or(path), NON_ALPHANUMERIC);
-    let attachment = HeaderValue::try_from(format!("attachment; filename*=UTF-8''{name}"));
+    let attachment = HeaderValue::try_from(attachment(path.rsplit('/').next().unwrap_or(path)));
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static(conditional::CACHING));

@@ -157,6 +157,11 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         let job = jobs.iter().find(|row| number_of(row) == Some(number));
         let state = rules.as_ref().zip(job).and_then(|(rules, job)| TrialState::of(rules, job));
         let values = state.map(|state| state.values).unwrap_or_default();
+        let so_far = || {
+            let (rules, row) = rules.as_ref().zip(job).filter(|(_, row)| !row.job.state.is_final())?;
+            let results = trial::rung(row, row.job.epoch);
+            rules.metric.of(results.val_accuracy, results.val_loss)
+        };
         Trial {
             number,
             setting: setting.clone(),
@@ -165,7 +170,7 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
             state: job.map(|row| row.job.state),
             ended_early: job.is_some_and(|row| row.job.ended_early()),
             rung: u32::try_from(values.len()).unwrap_or(u32::MAX),
-            metric: values.last().copied().flatten(),
+            metric: values.last().copied().unwrap_or_else(so_far),
             val_pictures: job.and_then(|row| row.job.last.val_pictures),
             epoch: job.and_then(|row| match row.job.state {
                 JobState::Succeeded => Some(row.job.epoch),
@@ -175,11 +180,13 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         }
     };
     let trials: Vec<_> = (1..).zip(&row.settings).map(trial_of).collect();
+    // With a single rung, trials that still train have the same rank as trials that have ended.
+    let rung = |trial: &Trial| if row.rungs.len() > 1 { trial.rung } else { 0 };
     let best = rules.as_ref().and_then(|rules| {
         let compared = trials.iter().filter(|trial| trial.metric.is_some());
         compared.min_by(|a, b| {
-            b.rung
-                .cmp(&a.rung)
+            rung(b)
+                .cmp(&rung(a))
                 .then_with(|| rules.metric.order(a.metric, b.metric))
                 .then_with(|| a.number.cmp(&b.number))
         })

@@ -109,12 +109,12 @@ impl AuditLine {
         }
     }
 
-    /// Returns the changes to a job or a person: `role: "viewer" (was "member")`. Empty for other requests.
+    /// Returns the changes to a job, a person or an alias: `role: "viewer" (was "member")`. Empty for other requests.
     fn changes(&self) -> &str {
         let (_, name) = self.url_and_name();
         match self.action.as_str() {
             "POST /people" => name.split_once("\": ").map_or("", |(_, changes)| changes),
-            action if action.starts_with("PATCH ") => name,
+            action if action.starts_with("PATCH ") || action.starts_with("PUT ") => name,
             _ => "",
         }
     }

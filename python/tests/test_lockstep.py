@@ -235,15 +235,19 @@ def test_a_submission_with_a_lost_response_creates_one_job() -> None:
         job.cancel()
 
 
-def test_warnings_about_a_job_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_and_notes_about_jobs_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with zipfile.ZipFile("sides.zip", "w") as archive:
         for number in range(16):
             for folder in ("train/left", "train/right", "val/left"):
                 archive.write("shoe.png", f"{folder}/{number}.png")
     with lockstep.Client() as client:
         client.upload("sides", "sides.zip")
-        client.submit(SPEC, set={"data.dataset": "sides", "data.validation": "val"}).cancel()
-    assert "lockstep: warning: dataset sides: " in capsys.readouterr().err
+        jobs = [client.submit(SPEC, name="sides", set={"data.dataset": "sides", "data.validation": "val"}) for _ in "12"]
+        assert "lockstep: warning: dataset sides: " in capsys.readouterr().err
+        assert client.job("sides").id == jobs[1].id
+        assert f"2 jobs are called sides; the newest is taken: {jobs[1].id}" in capsys.readouterr().err
+        for job in jobs:
+            job.cancel()
 
 
 def test_progress_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,11 @@ use super::{
 };
 use lockstep_protocol::{
     Job, JobState,
-    numbers::{percent, rate, uncertainty},
+    metric::quantity,
+    numbers::{percent, rate, uncertainty, value},
 };
 use serde_json::Value;
+use std::collections::BTreeSet;
 
 /// List jobs, newest first
 #[derive(clap::Args)]
@@ -26,7 +28,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "TEXT")]
     search: Option<String>,
     /// Only jobs whose settings or results match this condition, such as 'lr > 0.1' or 'best > 0.9', with = != < <= > or >= (may be
-    /// repeated: all conditions must match)
+    /// repeated: all conditions must match); the table then shows the values
     #[arg(long = "where", value_name = "CONDITION")]
     conditions: Vec<String>,
     /// Only jobs of this person, or of the token with this name
@@ -83,8 +85,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return groups::run(&api, by, query, args.limit, args.server.json);
     }
     let filtered = !query.is_empty();
-    let jobs = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
-    let jobs: Vec<Job> = list(&Value::Array(jobs), "jobs")?;
+    let values = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
+    let jobs: Vec<Job> = list(&Value::Array(values.clone()), "jobs")?;
     if args.server.json {
         return output::json(&jobs);
     }
@@ -94,8 +96,44 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if jobs.is_empty() {
         return output::line("no jobs; submit one with `lockstep submit JOB.toml`");
     }
-    let header = ["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST", "AGE"];
-    output::table_of_names(header, &["NAME"], jobs.iter().map(row))
+    let mut header = vec!["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST", "AGE"];
+    let is_new = |key: &&str| !["name", "images_per_second", "speed", "loss", "best"].contains(key);
+    let conditions = args.conditions.iter().flat_map(|conditions| conditions.split(','));
+    let keys: BTreeSet<&str> = conditions.map(compared_key).filter(is_new).collect();
+    header.extend(&keys);
+    let rows = jobs.iter().map(|job| {
+        // Jobs that this version cannot read are left out of `jobs`.
+        let of_job = values.iter().find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);
+        row(job)
+            .into_iter()
+            .chain(keys.iter().map(|key| compared_value(of_job, key)))
+            .collect::<Vec<String>>()
+    });
+    output::table_of_columns(&header, &["NAME"], &rows.collect::<Vec<_>>())
+}
+
+/// Returns the key in a condition that the server has accepted: `lr` in `lr > 0.1`.
+fn compared_key(condition: &str) -> &str {
+    let key = condition.split(['=', '!', '<', '>']).next().unwrap_or_default().trim();
+    key.strip_prefix("spec.").unwrap_or(key)
+}
+
+/// Returns a job's value for the key of a condition: a setting, also without the name of its section, or else the newest value of a metric.
+fn compared_value(job: &Value, key: &str) -> String {
+    let name = key.rsplit('.').next().unwrap_or(key);
+    let in_section = || job["spec"].as_object()?.values().find_map(|section| section.get(name));
+    let setting = match key.split_once('.') {
+        _ if !job["external"].is_null() => job["external"]["config"].get(name),
+        Some((table, key)) => job["spec"][table].get(key),
+        None => job["spec"].get(key).or_else(in_section),
+    };
+    match (setting.or_else(|| job.get(key)), job["last"][key].as_f64()) {
+        (None, Some(newest)) if quantity(key) == "accuracy" => percent(newest),
+        (None, Some(newest)) => value(newest),
+        (None | Some(Value::Null), _) => String::new(),
+        (Some(Value::String(text)), _) => text.clone(),
+        (Some(setting), _) => setting.to_string(),
+    }
 }
 
 fn row(job: &Job) -> [String; 9] {

@@ -95,8 +95,8 @@ pub(crate) fn table_of_names<const N: usize>(
     Table::new(&header, names, rows).print()
 }
 
-/// Like [`table_of_columns`], with columns of `names` as in [`table_of_names`], and sentences in the last column. If a terminal is too narrow
-/// for this column, each sentence is printed below its row.
+/// Like [`table_of_columns`], with sentences in the last column. If a terminal is too narrow for this column, each sentence is printed below
+/// its row.
 pub(crate) fn table_of_sentences(
     header: &[&str],
     names: &[&str],
@@ -105,9 +105,9 @@ pub(crate) fn table_of_sentences(
     Table { has_sentences: true, ..Table::new(header, names, rows) }.print()
 }
 
-/// Like [`table`], for a number of columns that is not constant. Each row must have a cell for each column.
-pub(crate) fn table_of_columns(header: &[&str], rows: &[Vec<String>]) -> anyhow::Result<()> {
-    Table::new(header, &[], rows).print()
+/// Like [`table_of_names`], for a number of columns that is not constant. Each row must have a cell for each column.
+pub(crate) fn table_of_columns(header: &[&str], names: &[&str], rows: &[Vec<String>]) -> anyhow::Result<()> {
+    Table::new(header, names, rows).print()
 }
 
 /// Number of spaces between two columns.

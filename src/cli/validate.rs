@@ -1,6 +1,7 @@
 //! `lockstep validate`: checks a specification like a submission, without creating a job.
 
 use super::{
+    age::span,
     api::{Api, ServerArgs},
     block_on, file,
     job_file::{self, UnknownPath},
@@ -49,6 +50,14 @@ struct Plan {
     total_steps: u64,
     #[serde(default)]
     warnings: Vec<String>,
+    estimate: Option<Estimate>,
+}
+
+/// The time of training, from the speed of the earlier job with this name.
+#[derive(Deserialize)]
+struct Estimate {
+    secs: f64,
+    name: String,
 }
 
 /// Checks as much as possible locally, then on the server.
@@ -88,15 +97,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let spec = &plan.spec;
     let about = if plan.is_expected { "about " } else { "" };
+    let of_trial = if trials.is_some() { " for the first trial" } else { "" };
+    let estimate = plan.estimate.map(|Estimate { secs, name }| {
+        format!(", about {} of training{of_trial}, as fast as {name}", span(secs.round() as i64))
+    });
     output::line(format_args!(
-        "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}",
+        "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}{}",
         args.job.display(),
         trials.map(|trials| format!("{}, ", plural(trials as u64, "trial"))).unwrap_or_default(),
         plural(plan.samples, "training picture"),
         plan.global_batch_size,
         plural(plan.steps_per_epoch, "step"),
         if spec.train.steps.is_none() { about } else { "" },
-        plural(plan.total_steps, "step")
+        plural(plan.total_steps, "step"),
+        estimate.unwrap_or_default()
     ))
 }
 

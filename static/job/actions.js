@@ -99,7 +99,7 @@ export class Actions {
   /** Asks for settings to change, then starts a new job from a checkpoint of this job. */
   fork(checkpoint) {
     const choice = byId("fork-checkpoint");
-    const { name, spec: { train }, total_steps } = this.page.job(), key = train.steps ? "steps" : "epochs";
+    const { id, name, spec: { train }, total_steps } = this.page.job(), key = train.steps ? "steps" : "epochs";
     this.page.checkpoints.offer(choice, checkpoint);
     text(byId("fork-title"), `Fork ${name}`);
     // From the last checkpoint, no steps are left unless the fork trains longer.
@@ -109,7 +109,8 @@ export class Actions {
       if (isLast && train[key] && !field.value.trim()) field.value = longer;
       else if (!isLast && field.value === longer) field.value = "";
     };
-    suggest();
+    const choose = () => { suggest(); byId("fork-weights").href = `/jobs/new?from=${id}&set=model.pretrained=${choice.value}`; };
+    choose();
     /** Returns the request that the fields describe. Throws an error about an invalid line. */
     const request = () => {
       const set = {};
@@ -128,7 +129,7 @@ export class Actions {
       if (byId("fork-set").value.trim()) try { ({ warnings } = await this.#post("fork/check", request())); } catch { /* While the reader types, a line is often incomplete. */ }
       if (mine === this.checking) text(byId("fork-warnings"), warnings.map((w) => `${w[0].toUpperCase()}${w.slice(1)}.`).join(" "));
     };
-    choice.onchange = () => { suggest(); check(); };
+    choice.onchange = () => { choose(); check(); };
     byId("fork-set").oninput = () => { clearTimeout(this.typing); this.typing = setTimeout(check, 300); };
     check();
     openForm("fork", async () => { location.href = `/jobs/${(await this.#post("fork", request())).id}`; }, errorTexts);

@@ -70,6 +70,7 @@ describe("a model", () => {
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+)? of 187/);
     await page.locator("#fork").click();
     assert.equal(await page.getByLabel("Settings to change").inputValue(), "train.steps = 80", "without more steps, nothing is left to train");
+    assert.match(await page.locator("#fork-weights").getAttribute("href"), new RegExp(`^/jobs/new\\?from=${job.id}&set=model.pretrained=${job.id}-[0-9]+-[0-9]+$`));
     await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");
     await until("the fork's form describes the learning rate", async () => /^The learning rate changes where the run continues: .* and 0 at the last step, 240/.test(await page.locator("#fork-warnings").textContent()));
     await page.end();

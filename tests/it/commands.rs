@@ -67,6 +67,11 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     assert!(listed.stdout.lines().next().is_some_and(|header| header.ends_with("AGE")), "{}", listed.stdout);
     let age = listed.stdout.lines().nth(1).map(|row| row.split("  ").last().unwrap_or_default());
     assert!(age.is_some_and(|age| age.ends_with(" s") || age.ends_with(" min")), "{}", listed.stdout);
+    let compared = server.cli(&["list", "--where", "lr > 0, val_accuracy >= 0", "--where", "best >= 0"]);
+    let (header, row) = compared.ok().split_once('\n').expect("two lines");
+    let columns: Vec<_> = header.split_whitespace().rev().take(3).collect();
+    assert_eq!(columns, ["val_accuracy", "lr", "AGE"], "the compared values are shown");
+    assert!(row.trim_end().ends_with(" %"), "{row}");
     let job = server.cli(&["show", "watched", "--json"]).json();
     assert_eq!((&job["state"], &job["step"]), (&"succeeded".into(), &12.into()));
     let id = job["id"].as_str().expect("an id");

@@ -29,7 +29,7 @@ pub struct AuditLine {
 static ACTIONS: [(&str, &str, &str, &str); 60] = [
     ("POST /api/v1/jobs", "submit", "submitted", "job"),
     ("POST /jobs/new", "submit", "submitted", "job"),
-    ("PATCH /api/v1/jobs/{id}", "change", "changed", "notes, tags, project or priority of job"),
+    ("PATCH /api/v1/jobs/{id}", "change", "changed", "job"),
     ("DELETE /api/v1/jobs/{id}", "delete", "deleted", "job"),
     ("POST /api/v1/jobs/{id}/cancel", "cancel", "cancelled", "job"),
     ("POST /api/v1/jobs/{id}/pause", "pause", "paused", "job"),
@@ -102,9 +102,20 @@ impl AuditLine {
         let (_, name) = self.url_and_name();
         match (self.action.as_str(), name.split_once(' ').unwrap_or((name, ""))) {
             ("POST /people" | "POST /webhooks", (button, name)) if !button.is_empty() => {
+                let name = name.split_once("\": ").map_or(name, |(name, _)| name);
                 (format!("{} {button}", self.action), name.trim_matches('"'))
             }
             _ => (self.action.clone(), name),
+        }
+    }
+
+    /// Returns the changes to a job, a person or an alias: `role: "viewer" (was "member")`. Empty for other requests.
+    fn changes(&self) -> &str {
+        let (_, name) = self.url_and_name();
+        match self.action.as_str() {
+            "POST /people" => name.split_once("\": ").map_or("", |(_, changes)| changes),
+            action if action.starts_with("PATCH ") || action.starts_with("PUT ") => name,
+            _ => "",
         }
     }
 
@@ -252,11 +263,15 @@ mod tests {
         }
         let mut lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];
         lines.push(AuditLine { status: 422, ..line("POST /api/v1/jobs", "/api/v1/jobs", "") });
+        lines.push(line("PATCH /api/v1/jobs/{id}", "/api/v1/jobs/j1: priority: 5 (was 0)", "shoes"));
+        lines.push(line("POST /people", "/people: Role \"bob\": role: \"viewer\" (was \"member\")", ""));
         let (who, text, user) = ("ada".into(), "/jobs".into(), CurrentUser::NOBODY);
         let html = AuditPage { lines, next: Some("c".into()), who, text, user }.render().expect("renders");
         for expected in [
             "<b>ada</b> cancelled job <a href=\"/jobs/j1\">&#60;shoes&#62;</a>",
             "<b>ada</b> tried to submit job",
+            "<b>ada</b> changed job <a href=\"/jobs/j1\">shoes</a>: priority: 5 (was 0)",
+            "<b>ada</b> changed the role of person bob: role: &#34;viewer&#34; (was",
             "refused: 422",
             "/audit?who=ada&#38;q=%2Fjobs&#38;cursor=c",
         ] {

@@ -101,6 +101,7 @@ mod tests {
             "0123456789ab<",
             "lockstep 0.1.0",
             "?tab=classify&amp;checkpoint=j1-3-90\"",
+            "&amp;set=model.pretrained=models:/shoes/2\"",
             "href=\"/api/v1/checkpoints/j1-3-90/model.safetensors\" download",
             "data-unset=\"champion\"",
             "id=\"alias\"",

@@ -419,6 +419,8 @@ class ClientCalls(Calls, Generic[J]):
             ids = [data["id"] for data in listed if data["name"] == name]
         if not ids:
             raise LockstepError(f"no job is called {name}; jobs() returns all jobs")
+        if len(ids) > 1:
+            say(f"{len(ids)} jobs are called {name}; the newest is taken: {ids[0]}")
         return self._job_type(self._io, await self._get(f"/jobs/{ids[0]}"))
 
     @call

@@ -33,9 +33,10 @@ use axum::{
     response::{IntoResponse, Redirect, Response},
 };
 use base64::{Engine, prelude::BASE64_STANDARD};
-use lockstep_protocol::{access::Scope, people::Role};
+use lockstep_protocol::{access::Scope, people::Role, spec::shortened};
 use lockstep_web::layout::CurrentUser;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use serde_json::Value;
 use std::sync::Arc;
 
 /// Maximum length of an object in the audit log, in characters.
@@ -72,10 +73,22 @@ pub(crate) struct SignedIn {
     pub(crate) token_id: String,
 }
 
-/// Response extension of a handler: the object of the request, if the path does not name the object. The audit log has the path and the
-/// object.
+/// Response extension of a handler: the object of the request, if the path does not name the object, or the changes to the object. The
+/// audit log has the path and this text.
 #[derive(Debug, Clone)]
 pub(crate) struct AuditSubject(pub(crate) String);
+
+impl AuditSubject {
+    /// The fields whose values differ: `priority: 5 (was 0), project: "shoes" (was "default")`. Empty if nothing has changed.
+    pub(crate) fn of_changes(before: &Value, after: &Value) -> Self {
+        let fields = after.as_object().into_iter().flatten();
+        let changes = fields.filter(|(key, now)| before[key.as_str()] != **now).map(|(key, now)| {
+            let [was, now] = [&before[key.as_str()], now].map(|value| shortened(&value.to_string()));
+            if was == "null" { format!("{key}: {now}") } else { format!("{key}: {now} (was {was})") }
+        });
+        Self(changes.collect::<Vec<_>>().join(", "))
+    }
+}
 
 pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
     let tasks = gate.tasks.tracker.clone();
@@ -150,6 +163,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
             // The URL of a sign-in may contain a code or a token, which must not be recorded.
             let mut object = if is_sign_in { path } else { object };
             let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
+            let subject = subject.filter(|what| !what.is_empty());
             if let Some(what) = subject.or_else(|| created_object(&response).filter(|_| !is_sign_in)) {
                 object.push_str(": ");
                 object.extend(what.chars().take(OBJECT_CHARS));

@@ -91,6 +91,8 @@ async fn test_models(server: TestServer) {
         assert_eq!((status, &put["version"], &put["aliases"]), (200, &json!(version), &json!(["champion"])));
         assert_eq!(server.get(champion).await, (200, put));
     }
+    let (_, log) = server.get("/audit?q=aliases/champion").await;
+    assert_eq!(log["entries"][0]["object"], format!("/api/v1{champion}: version: 2 (was 1)"));
     assert_eq!(server.get("/models/shoes/versions/1").await.1["aliases"], json!([]));
     let (_, list) = server.get("/models?count=true&fields=name,aliases,version_count").await;
     let expected = json!([{"name": "shoes", "aliases": {"champion": 2}, "version_count": 2}]);

@@ -9,6 +9,7 @@ use crate::{
     http::{
         error::{Error, Result},
         extract::{Body, Path, Query, count, job_id},
+        gate::AuditSubject,
     },
     scheduler::Scheduler,
     store::{Annotation, Store},
@@ -16,7 +17,7 @@ use crate::{
 use axum::{Extension, Json, extract::State, response::Response};
 use lockstep_protocol::{labels, spec::SpecError};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
@@ -100,7 +101,7 @@ pub(crate) async fn change(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
     Body(change, _): Body<Change>,
-) -> Result<Json<Annotation>> {
+) -> Result<(Extension<AuditSubject>, Json<Annotation>)> {
     let job = jobs::find(&scheduler, &id).await?;
     let mut errors = Vec::new();
     let mut mistake = |pointer: &str, detail: String| {
@@ -133,13 +134,25 @@ pub(crate) async fn change(
         scheduler.waiting.note(&job);
         scheduler.agents.leases.wake_dispatch();
     }
-    if let Some(project) = change.project.filter(|project| *project != job.project) {
-        scheduler.store.set_project(&id, &project).await?;
+    if let Some(project) = change.project.as_ref().filter(|project| **project != job.project) {
+        scheduler.store.set_project(&id, project).await?;
         scheduler.waiting.note(&job);
     }
     // Updates open pages.
     scheduler.events.hub.send_labels(jobs::find(&scheduler, id.as_str())).await?;
-    Ok(Json(annotation))
+    let before = json!({
+        "notes": job.notes.unwrap_or_default(),
+        "tags": job.tags,
+        "priority": job.spec.priority,
+        "project": job.project,
+    });
+    let after = json!({
+        "notes": annotation.notes,
+        "tags": annotation.tags,
+        "priority": change.priority.unwrap_or(job.spec.priority),
+        "project": change.project.unwrap_or(job.project),
+    });
+    Ok((Extension(AuditSubject::of_changes(&before, &after)), Json(annotation)))
 }
 
 /// Disk space of a job.

@@ -31,6 +31,7 @@ use lockstep_protocol::{
     models::{Model, ModelVersion, Which, alias_mistake, name_mistake},
 };
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use std::{collections::BTreeMap, sync::Arc};
 use utoipa::ToSchema;
 
@@ -308,14 +309,17 @@ pub(crate) async fn put_alias(
     Extension(caller): Extension<Caller>,
     Path((name, alias)): Path<(String, String)>,
     Body(AliasTarget { version }, _): Body<AliasTarget>,
-) -> Result<Json<ModelVersion>> {
+) -> Result<(Extension<AuditSubject>, Json<ModelVersion>)> {
     if let Some(detail) = alias_mistake(&alias) {
         return Err(Error::invalid("/alias", detail));
     }
     let which = Which::Number(version);
     find(&*store, &caller, &name, &which).await?;
+    let before = find(&*store, &caller, &name, &Which::Alias(alias.clone())).await.ok();
     store.set_model_alias(&name, &alias, Some(version)).await?;
-    Ok(Json(find(&*store, &caller, &name, &which).await?))
+    let before = json!({"version": before.map(|before| before.version)});
+    let changes = AuditSubject::of_changes(&before, &json!({"version": version}));
+    Ok((Extension(changes), Json(find(&*store, &caller, &name, &which).await?)))
 }
 
 /// Remove an alias

@@ -26,6 +26,7 @@ use lockstep_protocol::{
     people::{Identity, Person, Role, name_mistake, password_mistake, subject_mistake},
 };
 use serde::Deserialize;
+use serde_json::json;
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
@@ -221,15 +222,16 @@ pub(crate) async fn change(
     State(auth): State<Arc<Auth>>,
     Path(name): Path<String>,
     Body(change, _): Body<PersonChange>,
-) -> Result<Json<Person>> {
-    Ok(Json(edit(&auth, &name, change).await?.person))
+) -> Result<(Extension<AuditSubject>, Json<Person>)> {
+    let (row, changes) = edit(&auth, &name, change).await?;
+    Ok((Extension(changes), Json(row.person)))
 }
 
-/// Changes a person.
+/// Changes a person. Also returns the changes for the audit log.
 ///
 /// # Errors
 /// No person has this name, the password is invalid, or the account is bound to another person.
-pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Result<PersonRow> {
+pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Result<(PersonRow, AuditSubject)> {
     if let Some(password) = &change.password {
         check_password("/password", password)?;
     }
@@ -263,7 +265,13 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
         auth.store.put_person(&row).await?;
         auth.access.put_person(row.clone());
     }
-    Ok(row)
+    let fields = |PersonRow { person, hash }: &PersonRow| {
+        let subject = person.identity.as_ref().map(|identity| &identity.subject);
+        let password = (*hash != before.hash).then_some("changed");
+        json!({"role": person.role, "disabled": person.disabled_at.is_some(), "subject": subject, "password": password})
+    };
+    let changes = AuditSubject::of_changes(&fields(&before), &fields(&row));
+    Ok((row, changes))
 }
 
 /// Remove a person

@@ -78,30 +78,38 @@ pub(crate) async fn change(
     Form(form): Form<PeopleForm>,
 ) -> Page {
     let name = form.name.trim().to_owned();
-    let subject = Extension(AuditSubject(format!("{:?} {name:?}", form.action)));
+    let subject = format!("{:?} {name:?}", form.action);
     match apply(&auth, &name, form).await {
-        Ok(()) => Ok((subject, Redirect::to("/people")).into_response()),
+        Ok(AuditSubject(changes)) => {
+            let subject = if changes.is_empty() { subject } else { format!("{subject}: {changes}") };
+            Ok((Extension(AuditSubject(subject)), Redirect::to("/people")).into_response())
+        }
         Err(error) => {
             let (status, text) = form_error(error)?;
+            let subject = Extension(AuditSubject(subject));
             Ok((status, subject, people_page(&auth, &caller, &name, &text)?).into_response())
         }
     }
 }
 
-async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
+/// Performs the action. Returns the changes to an existing person, for the audit log.
+async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<AuditSubject> {
+    let no_changes = |()| AuditSubject(String::new());
     let change = match form.action {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
-            return people::add(auth, new, false).await.map(drop);
+            return people::add(auth, new, false).await.map(drop).map(no_changes);
         }
-        Action::Remove => return people::remove(auth, name).await,
+        Action::Remove => return people::remove(auth, name).await.map(no_changes),
         Action::Role => PersonChange { role: form.role, ..Default::default() },
         Action::Password => PersonChange { password: Some(form.password), ..Default::default() },
         Action::Disable => PersonChange { disabled: Some(true), ..Default::default() },
         Action::Enable => PersonChange { disabled: Some(false), ..Default::default() },
     };
-    people::edit(auth, name, change).await.map(drop)
+    let (_, changes) = people::edit(auth, name, change).await?;
+    // The names of the other actions say what has changed.
+    Ok(if matches!(form.action, Action::Role) { changes } else { no_changes(()) })
 }
 
 /// `GET /account`

@@ -40,7 +40,8 @@ pub struct AuditEntry {
     pub address: String,
     /// Method and route, or `sign in`.
     pub action: String,
-    /// The requested path. If the path does not name the object that was created or changed, the object follows after `: `.
+    /// The requested path. If the path does not name the object that was created or changed, the object follows after `: `; so do the
+    /// changes to a job, a person or an alias, such as `priority: 5 (was 0)`.
     pub object: String,
     /// HTTP status of the response.
     pub status: u16,

@@ -68,7 +68,7 @@ async fn all_changing_requests_are_in_the_audit_log() {
 }
 
 #[tokio::test]
-async fn created_objects_are_named_in_the_audit_log() {
+async fn created_objects_and_changes_are_in_the_audit_log() {
     let (server, _agent, job, _) = start_job(|s| s["name"] = json!("a job")).await;
     let form = client_without_redirects(&server.token).post(server.url("/jobs/new"));
     let form = form.header("content-type", "application/x-www-form-urlencoded");
@@ -80,6 +80,14 @@ async fn created_objects_are_named_in_the_audit_log() {
     let expected = [format!("/jobs/new: {by_form}"), format!("/api/v1/jobs: {job}")];
     assert_eq!(objects[..2], expected.map(Value::from), "newest first");
     assert!(objects[2..].contains(&json!("/api/v1/datasets: pictures")), "{objects:?}");
+    let path = format!("/api/v1/jobs/{job}");
+    for (body, changes) in [
+        (json!({"priority": 5, "notes": "good"}), ": notes: \"good\" (was \"\"), priority: 5 (was 0)"),
+        (json!({"priority": 5}), ""),
+    ] {
+        assert_eq!(server.send(server.http.patch(server.url(&path)).json(&body)).await.0, 200);
+        assert_eq!(entries(&server).await[0]["object"], format!("{path}{changes}"));
+    }
     server.stop().await;
 }
 

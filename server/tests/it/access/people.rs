@@ -361,7 +361,8 @@ async fn the_page_people_has_the_same_effects_as_the_api() {
     assert_eq!(post("action=remove&name=bob").await, 303);
     assert_eq!(post("action=remove&name=bob").await, 404);
     let (_, log) = server.get("/audit").await;
-    for object in ["/people: Disable \"bob\"", "/people: Role \"bob\"", "/api/v1/people: ada"] {
+    let role = "/people: Role \"bob\": role: \"member\" (was \"viewer\")";
+    for object in ["/people: Disable \"bob\"", role, "/api/v1/people: ada"] {
         let is_logged = log["entries"].as_array().unwrap().iter().any(|entry| entry["object"] == object);
         assert!(is_logged, "{object}: {log}");
     }

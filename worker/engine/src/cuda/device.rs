@@ -80,16 +80,22 @@ impl Device {
         match unsafe { result::malloc_sync(bytes.max(256)) } {
             Ok(ptr) => Ok(Buffer { ptr, bytes }),
             Err(error) if error.0 == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-                let (free, total) = self.memory();
-                Err(CudaError::OutOfMemory {
-                    needed_mb: bytes as u64 >> 20,
-                    free_mb: free >> 20,
-                    total_mb: total >> 20,
-                })
+                Err(self.out_of_memory(bytes))
             }
             // Allocations also fail after an earlier kernel has failed.
             Err(error) => Err(CudaError::driver("allocating GPU memory")(error)),
         }
+    }
+
+    /// Checks that `bytes` of memory are free.
+    pub(super) fn check_free(&self, bytes: usize) -> Result<(), CudaError> {
+        let (free, total) = self.memory();
+        if total == 0 || bytes as u64 <= free { Ok(()) } else { Err(self.out_of_memory(bytes)) }
+    }
+
+    fn out_of_memory(&self, bytes: usize) -> CudaError {
+        let (free, total) = self.memory();
+        CudaError::OutOfMemory { needed_mb: bytes as u64 >> 20, free_mb: free >> 20, total_mb: total >> 20 }
     }
 
     /// Allocates `bytes` zeros.

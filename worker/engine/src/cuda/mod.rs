@@ -116,7 +116,6 @@ fn build(
         _ => comm.clone(),
     };
     let warm::Opened { device, kernels, cudnn, free_before, .. } = warm::open(gpu.ordinal, dtype)?;
-    check_memory(&part, config.batch_size, dtype, device.memory())?;
     // The watchdog also counts the steps of earlier engines of this process.
     let steps_done = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let program =
@@ -149,24 +148,6 @@ fn build(
     // The threads of this pool draw the initial values.
     thread_pool(engine.config.threads)?.install(|| engine.set_from(&initial))?;
     Ok(engine)
-}
-
-/// Checks that the GPU's memory is large enough for the activations of batch norm's backward pass, before plans are timed
-/// with tensors of the same size. Counts only half of the activations, because fused passes do not need all of them. The
-/// exact requirement is checked after plans have been chosen.
-fn check_memory(
-    network: &Network,
-    batch: usize,
-    dtype: DType,
-    (free, total): (u64, u64),
-) -> Result<(), CudaError> {
-    let bytes = dtype.size() as u64;
-    let needed = network.convolution_values().saturating_mul(batch as u64).saturating_mul(bytes) / 2;
-    if total == 0 || needed <= total {
-        return Ok(());
-    }
-    let [needed_mb, free_mb, total_mb] = [needed, free, total].map(|bytes| bytes >> 20);
-    Err(CudaError::OutOfMemory { needed_mb, free_mb, total_mb })
 }
 
 fn dtype_of(precision: Precision) -> DType {

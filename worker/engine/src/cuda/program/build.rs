@@ -208,8 +208,11 @@ impl Program {
         self.allocate(device, bytes)
     }
 
-    /// Chooses cuDNN's algorithm for each convolution of the current size, for the forward pass or, if `trains`, for all passes.
+    /// Chooses cuDNN's algorithm for each convolution of the current size, for the forward pass or, if `trains`, for all passes. Checks the
+    /// memory for activations before, because timing the algorithms of a large batch takes minutes.
     fn tune_convolutions(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
+        let bytes = self.arena_bytes(trains)?.saturating_mul(self.micro_batches_in_flight);
+        device.check_free(bytes.saturating_sub(self.arena.bytes))?; // The current arena is freed first.
         let mut convolutions = Vec::new();
         for op in &self.plan.ops {
             let Some((convolution, first)) = self.plan.convolution(op) else { continue };

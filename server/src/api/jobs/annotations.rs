@@ -1,24 +1,18 @@
 //! Annotations of jobs by users: notes, tags, priorities and projects; and how much disk space deleting a job frees.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         jobs, large,
         list::{Fields, MAX_LIMIT, Pages},
     },
-    auth::access::Caller,
-    http::{
-        error::{Error, Result},
-        extract::{Body, Path, Query, count, job_id},
-    },
+    http::extract::{Body, count, job_id},
     scheduler::Scheduler,
     store::{Annotation, Store},
 };
-use axum::{Extension, Json, extract::State, response::Response};
 use lockstep_protocol::{labels, spec::SpecError};
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::{collections::BTreeMap, sync::Arc};
-use utoipa::{IntoParams, ToSchema};
+use std::collections::BTreeMap;
 
 /// Notes and tags of all jobs that have notes or tags. Each job also has its notes and tags as fields.
 #[derive(Debug, Serialize, ToSchema)]

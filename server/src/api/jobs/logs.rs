@@ -1,23 +1,16 @@
 //! Log lines of a job.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         jobs, large,
         list::{self, Pages},
     },
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Path, Query, count, search_text},
-    },
+    http::extract::{count, search_text},
     scheduler::Scheduler,
     store::{LogFilter, LogPage, Store, StoreError},
 };
-use axum::{
-    body::Body,
-    extract::State,
-    http::{HeaderMap, header},
-    response::{IntoResponse, Response},
-};
+use axum::{body::Body, http::HeaderMap};
 use futures_util::stream;
 use lockstep_protocol::{
     agent::LogLine,
@@ -25,13 +18,10 @@ use lockstep_protocol::{
     spec::shortened,
     stream::{Event, EventBody},
 };
-use serde::{Deserialize, Serialize};
 use std::{
     fmt::Write as _,
-    sync::Arc,
     time::{Duration, Instant},
 };
-use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LINES: u32 = 1000;
 const MAX_LINES: u32 = 10_000;

@@ -7,9 +7,8 @@ use lockstep_comm::{
     ring::Ring,
 };
 use lockstep_engine::registry;
-use lockstep_host::{NCCL_INTERFACE, gpu::RankGpu, own_program};
+use lockstep_host::{NCCL_INTERFACE, gpu::RankGpu, memory_file, own_program};
 use lockstep_protocol::spec::Device;
-use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 use std::{
     ffi::OsString,
@@ -136,7 +135,6 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
 
 /// Starts a member. Also returns its standard output and its standard error, which are files in memory.
 fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, (File, File))> {
-    let memory_file = || Ok::<_, io::Error>(File::from(memfd_create("output", MemfdFlags::CLOEXEC)?));
     let (stdout, stderr) = (memory_file()?, memory_file()?);
     let mut command = Command::new(own_program()?);
     command

@@ -1,14 +1,8 @@
 //! Styles and scripts, embedded in the binary.
 
-use crate::http::{
-    conditional,
-    error::{Error, Result},
-    extract::Path,
-};
-use axum::{
-    http::{HeaderMap, StatusCode, header},
-    response::{IntoResponse, Response},
-};
+use crate::api::prelude::*;
+use crate::http::conditional;
+use axum::http::HeaderMap;
 use rust_embed::RustEmbed;
 use sha2::{Digest, Sha256};
 use std::sync::OnceLock;

@@ -1,20 +1,15 @@
 //! The documentation of this build: pages from the Markdown files in `docs/`, which are embedded in the binary.
 
+use crate::api::prelude::*;
 use crate::{
     api::html::{Page, html},
-    auth::access::Caller,
-    http::{
-        error::{Error, PageError},
-        extract::{PageQuery, Path},
-    },
+    http::{error::PageError, extract::PageQuery},
 };
-use axum::Extension;
 use lockstep_web::{
     Template as _,
     docs::{DocsEntry, DocsPage, DocsResult, Passage, passages, title},
 };
 use rust_embed::RustEmbed;
-use serde::Deserialize;
 use std::cmp::Reverse;
 
 #[derive(RustEmbed)]

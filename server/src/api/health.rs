@@ -1,24 +1,19 @@
 //! Health checks for supervisors, and metrics for Prometheus.
 
+use crate::api::prelude::*;
 use crate::{
     agents::Agents,
-    auth::access::Caller,
     config::ServeConfig,
     events::Events,
-    http::{
-        error::{Error, Result, blocking},
-        ingress::Ingress,
-        request_times::RequestTimes,
-    },
+    http::{error::blocking, ingress::Ingress, request_times::RequestTimes},
     store::{Location, Store},
 };
-use axum::{Extension, extract::State, http::header, response::IntoResponse};
 use lockstep_protocol::job::JobState;
 use std::{
     fmt::Write as _,
     fs, io,
     path::Path,
-    sync::{Arc, atomic::Ordering},
+    sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 

@@ -1,10 +1,8 @@
 //! Responses with HTML pages.
 
-use crate::http::error::{Error, PageError, Result};
-use axum::{
-    http::StatusCode,
-    response::{Html, IntoResponse, Response},
-};
+use crate::api::prelude::*;
+use crate::http::error::PageError;
+use axum::response::Html;
 
 pub(crate) type Page = std::result::Result<Response, PageError>;
 

@@ -1,12 +1,8 @@
 //! Responses that may have megabytes. At most two such responses are produced at a time, and blocking threads serialize them, so that other
 //! requests are not delayed.
 
-use crate::http::error::{Error, Result, blocking};
-use axum::{
-    http::header,
-    response::{IntoResponse, Response},
-};
-use serde::Serialize;
+use crate::api::prelude::*;
+use crate::http::error::blocking;
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 

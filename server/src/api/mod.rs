@@ -12,6 +12,7 @@ mod large;
 mod list;
 mod models;
 mod people;
+mod prelude;
 pub(crate) mod router;
 mod runs;
 mod server_url;

@@ -4,28 +4,16 @@ use super::{
     html::{Page as HtmlPage, form_error, html},
     list::{List, ListParams, list_of},
 };
+use crate::api::prelude::*;
 use crate::{
-    auth::access::Caller,
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Body, Path, Query},
-        gate::AuditSubject,
-    },
+    http::{extract::Body, gate::AuditSubject},
     store::{Delivery, Webhook, WebhookEvent, WebhookForm, WebhookRow},
     webhooks::{Webhooks, addresses, mail, new_secret},
 };
-use axum::{
-    Extension, Form, Json,
-    extract::State,
-    http::StatusCode,
-    response::{IntoResponse, Redirect},
-};
+use axum::{Form, response::Redirect};
 use lockstep_protocol::labels::project_mistake;
 use lockstep_web::{Template as _, webhooks as views};
 use reqwest::Url;
-use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use utoipa::ToSchema;
 
 /// Maximum number of webhooks.
 const MAX_WEBHOOKS: usize = 50;

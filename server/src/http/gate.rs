@@ -154,6 +154,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         // entries.
         let is_sign_in = rules::is_sign_in(route.as_deref());
         let is_failed_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
+        let is_change = is_change && status != StatusCode::METHOD_NOT_ALLOWED;
         if signed_in.is_some() || is_failed_sign_in || (is_change && caller.is_some()) {
             let token = caller.as_ref().and_then(Caller::token);
             let action = match route.as_deref() {

@@ -67,11 +67,12 @@ struct Watched {
 
 /// Inode, length and modification time, which differ after a file was changed or replaced.
 type FileStamp = (u64, u64, i64, i64);
-/// The stamps of two files; `None` for a missing file.
+/// The stamps of two files; `None` for a missing file, and for a pipe, which can be read only once.
 type Stamp = [Option<FileStamp>; 2];
 
 fn stamp_of(path: &Path) -> Option<FileStamp> {
-    fs::metadata(path).ok().map(|found| (found.ino(), found.len(), found.mtime(), found.mtime_nsec()))
+    let found = fs::metadata(path).ok().filter(fs::Metadata::is_file);
+    found.map(|found| (found.ino(), found.len(), found.mtime(), found.mtime_nsec()))
 }
 
 impl ServerCertificate {

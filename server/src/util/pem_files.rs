@@ -14,7 +14,7 @@ pub(crate) enum Readers {
     Owner,
 }
 
-/// Reads a file.
+/// Reads a file or a pipe.
 ///
 /// # Errors
 /// The file cannot be read, is too long, or can be read by more users than `readers`.
@@ -23,12 +23,6 @@ pub(crate) fn read(path: &Path, readers: Readers) -> Result<Vec<u8>, String> {
     let failed = |error: std::io::Error| format!("{shown}: {error}");
     let file = File::open(path).map_err(failed)?;
     let metadata = file.metadata().map_err(failed)?;
-    if !metadata.is_file() {
-        return Err(format!("{shown} is not a regular file"));
-    }
-    if metadata.len() > FILE_BYTES {
-        return Err(format!("{shown} has more than {} KiB", FILE_BYTES >> 10));
-    }
     let open_to = metadata.mode() & if metadata.uid() == 0 { 0o037 } else { 0o077 };
     if readers == Readers::Owner && open_to != 0 {
         return Err(format!(
@@ -37,7 +31,10 @@ pub(crate) fn read(path: &Path, readers: Readers) -> Result<Vec<u8>, String> {
         ));
     }
     let mut content = Vec::new();
-    file.take(FILE_BYTES).read_to_end(&mut content).map_err(failed)?;
+    file.take(FILE_BYTES + 1).read_to_end(&mut content).map_err(failed)?;
+    if content.len() as u64 > FILE_BYTES {
+        return Err(format!("{shown} has more than {} KiB", FILE_BYTES >> 10));
+    }
     Ok(content)
 }
 
@@ -59,6 +56,16 @@ pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{io::Write as _, os::fd::AsRawFd as _};
+
+    #[test]
+    fn a_key_is_read_from_a_pipe() {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        writer.write_all(b"key").unwrap();
+        drop(writer);
+        let path = format!("/proc/self/fd/{}", reader.as_raw_fd());
+        assert_eq!(read(Path::new(&path), Readers::Owner).unwrap(), b"key");
+    }
 
     #[test]
     fn files_of_more_than_one_mebibyte_are_refused() {

@@ -17,9 +17,10 @@ pub use file_lock::{lock_within, open_lock};
 pub use interfaces::{NCCL_INTERFACE, interface_of_environment as nccl_interface, nccl_variable};
 pub use listener_owner::listener_owners;
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use std::{
     ffi::c_int,
-    fs::{self, Permissions},
+    fs::{self, File, Permissions},
     io::{self, Write},
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
@@ -38,6 +39,17 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub fn own_program() -> io::Result<PathBuf> {
     let path = std::env::current_exe()?;
     Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
+}
+
+/// Creates an anonymous file in memory (memfd), which may be sealed.
+///
+/// # Errors
+/// The system cannot create the file.
+pub fn memory_file() -> io::Result<File> {
+    let create = |flags| memfd_create("lockstep", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags);
+    // The sysctl `vm.memfd_noexec=2` requires this flag, which Linux before 6.3 refuses.
+    let created = create(MemfdFlags::NOEXEC_SEAL).or_else(|_| create(MemfdFlags::empty()));
+    Ok(created?.into())
 }
 
 /// Environment variables of a server or an agent that contain credentials. Processes of jobs do not get these variables, because

@@ -7,6 +7,7 @@
 //! attempt.
 
 use super::requesting_agent::{AttemptPath, RequestingAgent};
+use crate::api::prelude::*;
 use crate::{
     api::{
         PieceQuery,
@@ -21,26 +22,16 @@ use crate::{
     },
     datasets::notes,
     events::Events,
-    http::{
-        error::{Code, Error, Problem, Result, blocking, disk_error},
-        extract::{Path, Query},
-    },
+    http::error::{Code, blocking, disk_error},
     store::CheckpointRow,
 };
-use axum::{
-    Json,
-    body::Body,
-    extract::{State, rejection::BytesRejection},
-    http::{Request, StatusCode},
-    response::Response,
-};
+use axum::{body::Body, extract::rejection::BytesRejection, http::Request};
 use bytes::Bytes;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptRef, UploadState, WhatIsNeeded},
     dataset::DatasetNote,
 };
-use std::sync::Arc;
 
 /// Maximum size of a dataset's fingerprint, in bytes.
 const FINGERPRINT_BYTES: usize = 64 << 10;

@@ -1,23 +1,17 @@
 //! Measurements of a machine over the last day, for charts.
 
+use crate::api::prelude::*;
 use crate::{
     agents::{
         Agents,
         machines::{GPU_METRICS, KEPT, MACHINE_METRICS, Point, buckets, minute_of, point_of},
     },
     api::list,
-    http::{
-        error::Result,
-        extract::{Path, Query, count},
-    },
+    http::extract::count,
     store::Store,
 };
-use axum::{Json, extract::State};
 use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
-use utoipa::{IntoParams, ToSchema};
 
 const MAX_POINTS: u32 = 2000;
 

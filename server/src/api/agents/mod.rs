@@ -12,26 +12,18 @@ use super::{
     jobs,
     list::{List, ListParams, list_of},
 };
+use crate::api::prelude::*;
 use crate::{
     agents::machines::{MachineState, warnings},
-    auth::access::Caller,
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Path, Query},
-        ingress::Ingress,
-    },
+    http::ingress::Ingress,
     scheduler::{Reservation, Scheduler},
     store::{AgentRow, Store},
 };
-use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::{SignedDuration, Timestamp};
 use lockstep_protocol::{
     agent::{Machine, MachineSample, MachineWarning, Slot},
     job::JobId,
 };
-use serde::Serialize;
-use std::sync::Arc;
-use utoipa::ToSchema;
 
 /// Time for which a warning about a second agent with the same identity is shown. A refused agent retries every few seconds.
 const TWIN_WARNING_LIFE: SignedDuration = SignedDuration::from_secs(60);

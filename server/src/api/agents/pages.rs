@@ -1,20 +1,18 @@
 //! The page of machines.
 
 use super::{KeptFor, all_machines, join};
+use crate::api::prelude::*;
 use crate::{
     api::{
         html::{Page, html},
         server_url::ServerUrl,
     },
-    auth::access::Caller,
-    http::{error::Result, ingress::Ingress},
+    http::ingress::Ingress,
     scheduler::Scheduler,
     store::Store,
 };
-use axum::{Extension, extract::State};
 use lockstep_protocol::JobId;
 use lockstep_web::{Template as _, machines};
-use std::sync::Arc;
 
 /// Returns a job's id and name; an empty id and `private` for a private job of another person, and `None` if the job was deleted.
 async fn link(store: &dyn Store, job: Option<JobId>, private: &str) -> Result<Option<(String, String)>> {

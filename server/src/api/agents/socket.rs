@@ -4,6 +4,7 @@ mod identity;
 mod introduction;
 mod messages;
 
+use crate::api::prelude::*;
 use crate::{
     agents::{
         MayNotJoin,
@@ -11,22 +12,15 @@ use crate::{
         machines,
     },
     api::agents,
-    auth::{Auth, access::Caller},
-    http::{
-        error::{Problem, Result},
-        ingress::{Ingress, Peer},
-    },
+    auth::Auth,
+    http::ingress::{Ingress, Peer},
     lifecycle,
     scheduler::{Scheduler, dispatch},
     store::{AgentRow, Report, Store},
 };
-use axum::{
-    Extension,
-    extract::{
-        State, WebSocketUpgrade,
-        ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
-    },
-    response::Response,
+use axum::extract::{
+    WebSocketUpgrade,
+    ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use introduction::{MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, shortened};
@@ -40,7 +34,6 @@ use messages::{HELLO_BYTES, MESSAGE_BYTES, read, read_first};
 use std::{
     collections::VecDeque,
     ops::ControlFlow,
-    sync::Arc,
     time::{Duration, Instant},
 };
 use tokio::sync::mpsc;

@@ -1,6 +1,7 @@
 //! Evaluations of checkpoints on validation pictures. An agent computes an evaluation once. The result is stored in the job's folder and is
 //! deleted with the job.
 
+use crate::api::prelude::*;
 use crate::{
     agents::{Agents, QueuePosition, RequestError, requests},
     api::{
@@ -12,23 +13,13 @@ use crate::{
             submission,
         },
     },
-    auth::access::Caller,
     checkpoints::evaluations::{Failure, Running},
     datasets::Datasets,
-    http::{
-        error::{Error, Problem, Result},
-        extract::{self, Path, Query, job_id},
-    },
+    http::extract::{self, job_id},
     lifecycle::external::refuse_external,
     scheduler::Scheduler,
     store::{CheckpointRow, StoreError},
     util::{lock, regular_files},
-};
-use axum::{
-    Extension, Json,
-    extract::State,
-    http::{StatusCode, header},
-    response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
     Job, JobSpec,
@@ -39,14 +30,8 @@ use lockstep_protocol::{
     },
     spec::Validation,
 };
-use serde::{Deserialize, Serialize};
-use std::{
-    path::PathBuf,
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
+use std::{path::PathBuf, sync::OnceLock, time::Duration};
 use tokio::sync::watch;
-use utoipa::{IntoParams, ToSchema};
 
 /// Time limit of an evaluation. A large validation split takes long on a busy machine's CPU.
 const EVALUATION_TIMEOUT: Duration = Duration::from_secs(3600);

@@ -1,5 +1,6 @@
 //! Files of checkpoints, with ranges and checksums. Files are compared with the manifest before they are sent.
 
+use crate::api::prelude::*;
 use crate::{
     api::checkpoints::{
         await_fetch, check_regular, damaged, find, is_checkpoint_file, manifest, no_average, removed,
@@ -8,19 +9,15 @@ use crate::{
     http::{
         attachment::attachment,
         conditional::{self, CACHING},
-        error::{Error, Problem, Result},
-        extract::Path,
     },
     store::CheckpointRow,
 };
 use axum::{
     body::Body,
-    extract::State,
-    http::{HeaderValue, Request, StatusCode, header},
-    response::{IntoResponse, Response},
+    http::{HeaderValue, Request},
 };
 use lockstep_protocol::checkpoint_files::{self, AVERAGE};
-use std::{io, sync::Arc};
+use std::io;
 use tower_http::services::ServeFile;
 
 /// Number of times that a file is compared with the manifest before it counts as damaged. Between two checks, the checkpoint may be

@@ -1,6 +1,7 @@
 //! Forks: new jobs that continue from a checkpoint of another job with changed settings. The checkpoint's files are checked against the
 //! manifest, so that a damaged checkpoint is refused at once, and not after the ranks have waited for slots.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         checkpoints,
@@ -12,22 +13,14 @@ use crate::{
         },
         to_the_end,
     },
-    auth::{Auth, access::Caller},
+    auth::Auth,
     checkpoints::{artifact_fetches, manifest::verify_checkpoint},
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Body, Path},
-    },
+    http::extract::Body,
     lifecycle::{Fork, external::refuse_external},
     scheduler::{Scheduler, dispatch},
     store::{CheckpointRow, Store, StoreError},
 };
-use axum::{
-    Extension, Json,
-    extract::{OriginalUri, State},
-    http::{HeaderMap, StatusCode, header},
-    response::{IntoResponse, Response},
-};
+use axum::{extract::OriginalUri, http::HeaderMap};
 use lockstep_protocol::{
     Job, JobId,
     job::Parent,
@@ -35,10 +28,8 @@ use lockstep_protocol::{
     schedule::{self, Schedule},
     spec::{JobSpec, Recipe, SpecError, ValidationDivision, from_json, key_parts, set_key},
 };
-use serde::Deserialize;
 use serde_json::Value;
-use std::{fs, io, path::Path as FilePath, sync::Arc};
-use utoipa::ToSchema;
+use std::{fs, io, path::Path as FilePath};
 
 /// The checkpoint and the changed settings of a fork.
 #[derive(Debug, Default, Deserialize, ToSchema)]

@@ -6,6 +6,7 @@ pub(crate) mod fork;
 pub(crate) mod predict;
 
 use super::list::{List, ListParams, list_of};
+use crate::api::prelude::*;
 use crate::{
     api::jobs,
     checkpoints::{
@@ -13,25 +14,19 @@ use crate::{
         artifact_store::{Fetch, NotFetched, StoredState},
     },
     config::ServeConfig,
-    http::{
-        conditional::tagged,
-        error::{Code, Error, Problem, Result},
-        extract::{Path, Query},
-    },
+    http::{conditional::tagged, error::Code},
     scheduler::Scheduler,
     store::{CheckpointRow, Copies, Store},
     util::regular_files,
 };
-use axum::{Json, extract::State, http::HeaderMap, response::Response};
+use axum::http::HeaderMap;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::CheckpointInfo,
     checkpoint_files::{self, AVERAGE, MANIFEST, MODEL, STATE},
 };
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::{fmt::Display, sync::Arc};
-use utoipa::ToSchema;
+use std::fmt::Display;
 
 /// Whether a checkpoint may have a file of this name. Other files in a checkpoint's folder are not served.
 pub(super) fn is_checkpoint_file(name: &str) -> bool {

@@ -1,29 +1,20 @@
 //! Predictions of a checkpoint for uploaded pictures. An agent computes the predictions.
 
+use crate::api::prelude::*;
 use crate::{
     agents::requests,
     api::checkpoints::{self, Weights},
     checkpoints::Checkpoints,
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Path, Query},
-    },
 };
-use axum::{
-    Json,
-    extract::{FromRequest, Multipart, Request, State, multipart::MultipartError},
-    http::{StatusCode, header},
-};
+use axum::extract::{FromRequest, Multipart, Request, multipart::MultipartError};
 use base64::Engine as _;
 use bytes::Bytes;
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{NamedPicture, Prediction},
 };
-use serde::{Deserialize, Serialize};
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 use tokio::sync::Semaphore;
-use utoipa::{IntoParams, ToSchema};
 
 /// Maximum number of pictures in a request.
 const MAX_PICTURES: usize = 100;

@@ -2,19 +2,17 @@
 //! to train on.
 
 use super::inspections::{Inspected, InspectionProgress, MAX_WAIT};
+use crate::api::prelude::*;
 use crate::{
     api::datasets::{self, NewDataset},
-    auth::access::Caller,
     config::{Bundled, ServeConfig},
     datasets::Datasets,
-    http::error::{Code, Error, Problem, blocking},
+    http::error::{Code, blocking},
 };
-use axum::{Extension, extract::State, response::Response};
 use lockstep_protocol::dataset::Dataset;
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 /// Register the bundled pictures

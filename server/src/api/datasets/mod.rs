@@ -9,25 +9,16 @@ use super::{
     list::{List, ListParams, list_of},
     to_the_end,
 };
+use crate::api::prelude::*;
 use crate::{
-    auth::access::Caller,
     datasets::{
         Datasets,
         changes::{self, Comparison},
     },
-    http::{
-        conditional::tagged,
-        error::{Code, Error, Problem, Result},
-        extract::{Body, Path, Query},
-    },
+    http::{conditional::tagged, error::Code, extract::Body},
     store::Store,
 };
-use axum::{
-    Extension, Json,
-    extract::State,
-    http::{HeaderMap, StatusCode, header},
-    response::{IntoResponse, Response},
-};
+use axum::http::HeaderMap;
 use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, NotInspected, WaitQuery};
 use lockstep_protocol::{
     Job,
@@ -35,9 +26,7 @@ use lockstep_protocol::{
     numbers::plural,
     spec::SpecError,
 };
-use serde::{Deserialize, Serialize};
-use std::{sync::Arc, time::Duration};
-use utoipa::ToSchema;
+use std::time::Duration;
 
 const MAX_PATH_BYTES: usize = 4096;
 const MAX_NAME_BYTES: usize = 100;

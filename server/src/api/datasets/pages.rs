@@ -5,24 +5,19 @@ use super::{
     inspections::{MAX_WAIT, NotInspected},
     register, visible_datasets,
 };
+use crate::api::prelude::*;
 use crate::{
     api::html::{Page, html},
-    auth::{Auth, access::Caller},
+    auth::Auth,
     datasets::Datasets,
     http::{
-        error::{Code, Error, PageError},
+        error::{Code, PageError},
         gate::AuditSubject,
     },
 };
-use axum::{
-    Extension, Form,
-    extract::State,
-    http::StatusCode,
-    response::{IntoResponse, Redirect},
-};
+use axum::{Form, response::Redirect};
 use lockstep_protocol::{access::Scope, dataset::Dataset};
 use lockstep_web::{Template as _, datasets as views};
-use std::sync::Arc;
 
 /// `GET /datasets`
 pub(crate) async fn datasets(

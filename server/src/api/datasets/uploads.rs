@@ -6,33 +6,25 @@ use super::{
     inspections::{Inspected, InspectionProgress, NotInspected, WaitQuery},
     name_mistake,
 };
+use crate::api::prelude::*;
 use crate::{
     api::{PieceQuery, read_piece, to_the_end},
-    auth::access::Caller,
     datasets::{
         Datasets,
         uploads::{self, PIECE_BYTES, Refused, Upload},
     },
     http::{
-        error::{Error, Problem, Result, blocking, disk_error},
-        extract::{Body, Path, Query},
+        error::{blocking, disk_error},
+        extract::Body,
     },
 };
-use axum::{
-    Extension,
-    extract::{Request, State},
-    http::StatusCode,
-    response::Response,
-};
+use axum::extract::Request;
 use lockstep_protocol::dataset::Dataset;
-use serde::Deserialize;
 use std::{
     path::PathBuf,
-    sync::Arc,
     time::{Duration, Instant},
 };
 use tokio::sync::Mutex;
-use utoipa::ToSchema;
 
 /// Locked while the folder of an upload is emptied, filled, registered or removed. A blocking thread keeps the lock until its
 /// work ends, even if the client disconnects.

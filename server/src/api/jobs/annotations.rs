@@ -1,25 +1,21 @@
 //! Annotations of jobs by users: notes, tags, priorities and projects; and how much disk space deleting a job frees.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         jobs, large,
         list::{Fields, MAX_LIMIT, Pages},
     },
-    auth::access::Caller,
     http::{
-        error::{Error, Result},
-        extract::{Body, Path, Query, count, job_id},
+        extract::{Body, count, job_id},
         gate::AuditSubject,
     },
     scheduler::Scheduler,
     store::{Annotation, Store},
 };
-use axum::{Extension, Json, extract::State, response::Response};
 use lockstep_protocol::{labels, spec::SpecError};
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::{collections::BTreeMap, sync::Arc};
-use utoipa::{IntoParams, ToSchema};
+use std::collections::BTreeMap;
 
 /// Notes and tags of all jobs that have notes or tags. Each job also has its notes and tags as fields.
 #[derive(Debug, Serialize, ToSchema)]

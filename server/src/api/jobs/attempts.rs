@@ -1,19 +1,14 @@
 //! A job's attempts: every start of the job's ranks, and why the attempt ended.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         jobs,
         list::{List, ListParams, list_of},
     },
-    http::{
-        error::Result,
-        extract::{Path, Query},
-    },
     scheduler::Scheduler,
 };
-use axum::{Json, extract::State};
 use lockstep_protocol::attempt::Attempt;
-use std::sync::Arc;
 
 list_of! {
     /// A job's attempts.

@@ -1,21 +1,17 @@
 //! Checks of a specification that need the server's data: whether the dataset is registered and fits, and whether the machines have enough
 //! slots for the ranks.
 
+use crate::api::prelude::*;
 use crate::{
     agents::Agents,
     api::{
         datasets,
         jobs::submission::{self, WeightsCheck},
     },
-    auth::access::Caller,
-    http::{
-        error::{Error, Result},
-        extract::{Document, Query},
-    },
+    http::extract::Document,
     scheduler::{Scheduler, device_for, max_capacity_of},
     store::JobFilter,
 };
-use axum::{Extension, Json, extract::State};
 use futures_util::future::join_all;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
@@ -28,10 +24,8 @@ use lockstep_protocol::{
     },
     throughput::Throughput,
 };
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::{collections::HashSet, sync::Arc};
-use utoipa::{IntoParams, ToSchema};
+use std::collections::HashSet;
 
 /// Parameter of submissions by programs that also start the job's agents.
 #[derive(Debug, Default, Deserialize, IntoParams)]

@@ -1,13 +1,11 @@
 //! Submitting a job. The server checks the job and stores it with its folder, once for each `Idempotency-Key`.
 
 use super::check::{Checked, LaunchQuery, Start, check};
+use crate::api::prelude::*;
 use crate::{
     api::to_the_end,
-    auth::{Auth, access::Caller},
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Document, Query},
-    },
+    auth::Auth,
+    http::extract::Document,
     lifecycle::Fork,
     scheduler::{
         Scheduler,
@@ -16,16 +14,13 @@ use crate::{
     store::{Created, Store, StoreError},
 };
 use axum::{
-    Extension, Json,
-    extract::{OriginalUri, State},
-    http::{HeaderMap, StatusCode, Uri, header},
-    response::{IntoResponse, Response},
+    extract::OriginalUri,
+    http::{HeaderMap, Uri},
 };
 use bytes::Bytes;
 use lockstep_protocol::{Job, JobId, JobSpec};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::sync::Arc;
 
 /// Maximum length of an `Idempotency-Key`, in bytes.
 const MAX_KEY_BYTES: usize = 255;

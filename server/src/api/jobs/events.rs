@@ -1,23 +1,17 @@
 //! The stored events of a job as a list, for clients that do not need a stream.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         jobs, large,
         list::{self, Elements, Fields, MAX_LIMIT, Pages},
     },
-    http::{
-        error::{Error, Result},
-        extract::{Path, Query, count},
-    },
+    http::extract::count,
     scheduler::Scheduler,
     store::{PAGE_BYTES, Stored},
 };
-use axum::{extract::State, response::Response};
 use lockstep_protocol::stream::Event;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::sync::Arc;
-use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
 /// The only sort key, for cursors.

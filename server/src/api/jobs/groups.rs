@@ -1,22 +1,16 @@
 //! Groups of jobs, with mean and spread of metrics over the jobs of each group.
 
 use super::{group_keys, list::ListQuery, sorting::numeric_sort_key};
+use crate::api::prelude::*;
 use crate::{
     api::list::{self, Key, MAX_LIMIT, Pages},
-    auth::access::Caller,
-    http::{
-        error::{Error, Result},
-        extract::{Query, count},
-    },
+    http::extract::count,
     store::{GroupRow, GroupValue, MeanAndSpread, Spread, Store},
 };
-use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, time::Duration};
 use tokio::sync::Semaphore;
-use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
 /// Maximum number of groups on all pages.

@@ -1,19 +1,16 @@
 //! A job's history: its changes of state, with reasons and the people who requested them, and its alerts.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         jobs,
         list::{MAX_LIMIT, Pages},
     },
-    auth::{Auth, access::Caller},
-    http::{
-        error::Result,
-        extract::{Path, Query, count, job_id},
-    },
+    auth::Auth,
+    http::extract::{count, job_id},
     scheduler::Scheduler,
     store::{AuditEntry, Store},
 };
-use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
 use lockstep_protocol::{
     attempt::Attempt,
@@ -22,9 +19,7 @@ use lockstep_protocol::{
     reason::{Reason, ReasonKind},
     stream::{Event, EventBody},
 };
-use serde::Deserialize;
-use std::{mem::discriminant, sync::Arc};
-use utoipa::IntoParams;
+use std::mem::discriminant;
 
 /// Maximum time between a change of state and the audit log's entry of the request, which is written after the response.
 const MAX_RESPONSE_TIME: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);

@@ -1,19 +1,12 @@
 //! Layers of a job's network, as reported by ranks: the structure of the network, and histograms of weights and gradients.
 
+use crate::api::prelude::*;
 use crate::{
     api::jobs,
-    http::{
-        error::{Error, Result},
-        extract::{Path, Query},
-    },
     scheduler::Scheduler,
     store::{Histogram, HistogramFilter, HistogramLayer},
 };
-use axum::{Json, extract::State};
 use lockstep_protocol::{histograms::HistogramKind, network::NetworkDescription};
-use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use utoipa::{IntoParams, ToSchema};
 
 /// Parameters of `GET /jobs/{id}/histograms`.
 #[derive(Debug, Deserialize, IntoParams)]

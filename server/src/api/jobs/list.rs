@@ -1,24 +1,17 @@
 //! The list of jobs: filters, order and fields.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         jobs::{conditions, group_keys, sorting::sort},
         large,
         list::{self, Elements, Fields, MAX_LIMIT, Page, Pages, list_of},
     },
-    auth::access::Caller,
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Query, count, search_text},
-    },
+    http::extract::{count, search_text},
     scheduler::Scheduler,
     store::JobFilter,
 };
-use axum::{Extension, extract::State, response::Response};
 use lockstep_protocol::{Job, JobState, labels, metric};
-use serde::Deserialize;
-use std::sync::Arc;
-use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 50;
 

@@ -1,5 +1,6 @@
 //! Log lines of a job.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         jobs, large,
@@ -7,18 +8,12 @@ use crate::{
     },
     http::{
         attachment::attachment,
-        error::{Error, Problem, Result},
-        extract::{Path, Query, count, search_text},
+        extract::{count, search_text},
     },
     scheduler::Scheduler,
     store::{LogFilter, LogPage, Store, StoreError},
 };
-use axum::{
-    body::Body,
-    extract::State,
-    http::{HeaderMap, header},
-    response::{IntoResponse, Response},
-};
+use axum::{body::Body, http::HeaderMap};
 use futures_util::stream;
 use lockstep_protocol::{
     agent::LogLine,
@@ -26,13 +21,10 @@ use lockstep_protocol::{
     spec::shortened,
     stream::{Event, EventBody},
 };
-use serde::{Deserialize, Serialize};
 use std::{
     fmt::Write as _,
-    sync::Arc,
     time::{Duration, Instant},
 };
-use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LINES: u32 = 1000;
 const MAX_LINES: u32 = 10_000;

@@ -1,12 +1,9 @@
 //! Metrics of a job: exact points if they fit into a response, otherwise buckets with minimum, maximum and mean.
 
+use crate::api::prelude::*;
 use crate::{
     api::{jobs, large},
-    http::{
-        attachment::attachment,
-        error::{Error, Result},
-        extract::{Path, Query, count},
-    },
+    http::{attachment::attachment, extract::count},
     metrics::{
         self,
         chunk::{Bucket, SeriesKey},
@@ -15,25 +12,17 @@ use crate::{
     scheduler::Scheduler,
     store::{self, MetricChunk, MetricFilter, Store},
 };
-use axum::{
-    body::Body,
-    extract::State,
-    http::header,
-    response::{IntoResponse, Response},
-};
+use axum::body::Body;
 use futures_util::stream;
 use lockstep_protocol::{
     job::Job,
     metric::{self, MetricColumn},
 };
-use serde::{Deserialize, Serialize};
 use std::{
     borrow::Cow,
     collections::{HashMap, VecDeque},
     fmt::Write as _,
-    sync::Arc,
 };
-use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_POINTS: u32 = 1000;
 const MAX_POINTS: u32 = 10_000;

@@ -1,20 +1,13 @@
 //! One metric of several jobs at once, to compare them.
 
 use super::metrics::{self, Metrics, MetricsQuery};
+use crate::api::prelude::*;
 use crate::{
     api::{jobs, large, list},
-    auth::access::Caller,
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Query, count},
-    },
+    http::extract::count,
     metrics::query,
     scheduler::Scheduler,
 };
-use axum::{Extension, extract::State, response::Response};
-use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use utoipa::{IntoParams, ToSchema};
 
 /// Maximum number of jobs in a request.
 const MAX_JOBS: usize = 50;

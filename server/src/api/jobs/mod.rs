@@ -32,13 +32,9 @@ pub(super) use create::{idempotency_key, made_before, store};
 pub(crate) use list::ListQuery;
 
 use super::to_the_end;
+use crate::api::prelude::*;
 use crate::{
-    auth::access::Caller,
-    http::{
-        conditional,
-        error::{Error, Problem, Result},
-        extract::{Path, Query, job_id},
-    },
+    http::{conditional, extract::job_id},
     lifecycle,
     metrics::Metrics,
     scheduler::{
@@ -47,16 +43,9 @@ use crate::{
     },
     store::{JobRow, Store, purge::DeletedJobs},
 };
-use axum::{
-    Extension, Json,
-    extract::State,
-    http::{HeaderMap, StatusCode},
-    response::Response,
-};
+use axum::http::HeaderMap;
 use lockstep_protocol::{Job, JobId};
-use serde::Deserialize;
-use std::{collections::HashSet, sync::Arc, time::Duration};
-use utoipa::IntoParams;
+use std::{collections::HashSet, time::Duration};
 
 /// Returns the ids of the jobs that a caller may not see.
 pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {

@@ -1,6 +1,7 @@
 //! Pages of jobs: stored data in the views of `lockstep_web`.
 
 use super::{ListQuery, check_readable, diagnose, find_visible, panels, submit};
+use crate::api::prelude::*;
 use crate::{
     agents::Agents,
     api::{
@@ -8,28 +9,22 @@ use crate::{
         html::{Page, html},
         server_url::ServerUrl,
     },
-    auth::{Auth, access::Caller},
+    auth::Auth,
     checkpoints::artifact_store::StoredState,
     http::{
-        error::{Error, PageError, Result},
-        extract::{Body, PageQuery, Path, job_id},
+        error::PageError,
+        extract::{Body, PageQuery, job_id},
     },
     ingest::run_files::RunFiles,
     metrics::Metrics,
     scheduler::Scheduler,
     store::JobFilter,
 };
-use axum::{
-    Extension, Form, Json,
-    extract::State,
-    http::StatusCode,
-    response::{IntoResponse, Redirect},
-};
+use axum::{Form, response::Redirect};
 use lockstep_protocol::{Job, access::Scope, spec::JobSpec};
 use lockstep_web::{Template as _, compare, job as job_views, jobs as jobs_views, submit as submit_views};
-use serde::Deserialize;
 use serde_json::{Value, json};
-use std::{collections::BTreeMap, sync::Arc};
+use std::collections::BTreeMap;
 
 /// Number of rows that the server renders, which fit on a screen. The script or a link loads further rows.
 const RENDERED_ROWS: u32 = 25;

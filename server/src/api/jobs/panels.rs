@@ -1,23 +1,16 @@
 //! Panels: user-defined charts on the pages of a job or of all jobs of a project. The last write wins.
 
+use crate::api::prelude::*;
 use crate::{
     api::jobs,
-    auth::access::Caller,
-    http::{
-        error::{Error, Result},
-        extract::{Body, Path},
-    },
+    http::extract::Body,
     scheduler::Scheduler,
     store::{PanelsOf, Store},
 };
-use axum::{Extension, Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
     JobId, labels,
     panels::{self, Panel},
 };
-use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use utoipa::ToSchema;
 
 /// Where the panels of a job come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]

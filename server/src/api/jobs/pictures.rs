@@ -1,25 +1,19 @@
 //! Pictures of datasets, as stored and as jobs see them. An agent reads the pictures.
 
+use crate::api::prelude::*;
 use crate::{
     agents::requests,
     api::{jobs, list::Pages},
-    auth::access::Caller,
     datasets::Datasets,
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Path, Query, count},
-    },
+    http::extract::count,
     scheduler::Scheduler,
 };
-use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::Dataset,
     inspect::{Pick, Samples},
 };
-use serde::{Deserialize, Serialize};
-use std::{sync::Arc, time::Duration};
-use utoipa::{IntoParams, ToSchema};
+use std::time::Duration;
 
 const DEFAULT_PICTURES: u32 = 60;
 const MAX_PICTURES: u32 = 200;

@@ -1,13 +1,10 @@
 //! Projects: names by which jobs are grouped.
 
+use crate::api::prelude::*;
 use crate::{
     api::list::{List, ListParams, list_of},
-    auth::access::Caller,
-    http::{error::Result, extract::Query},
     store::{Project, Store},
 };
-use axum::{Extension, Json, extract::State};
-use std::sync::Arc;
 
 list_of! {
     /// A page of projects.

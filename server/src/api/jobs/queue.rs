@@ -1,25 +1,18 @@
 //! The queue: waiting jobs in the order in which dispatch considers them, and the slots that are reserved for them.
 
+use crate::api::prelude::*;
 use crate::{
     agents::Agents,
     api::list::{Elements, Fields, MAX_LIMIT, Pages},
-    auth::access::Caller,
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Query, count, search_text},
-    },
+    http::extract::{count, search_text},
     scheduler::{self, Scheduler},
     store::JobRow,
 };
-use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{
     job::JobId,
     labels,
     queue::{QueueList, QueuedJob, Reservation},
 };
-use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 100;
 /// Pages of the queue for cursors. The only sort key is the place.

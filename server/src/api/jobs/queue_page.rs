@@ -1,16 +1,15 @@
 //! The page of the queue.
 
 use super::queue::{self, QueuePage, QueueQuery};
+use crate::api::prelude::*;
 use crate::{
     api::html::{Page, html},
-    auth::{Auth, access::Caller},
+    auth::Auth,
     http::extract::PageQuery,
     scheduler::Scheduler,
 };
-use axum::{Extension, extract::State};
 use lockstep_protocol::{access::Scope, queue::QueuedJob};
 use lockstep_web::{Template as _, queue as views};
-use std::sync::Arc;
 
 /// `GET /queue`
 pub(crate) async fn show(

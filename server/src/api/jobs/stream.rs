@@ -1,34 +1,22 @@
 //! Websockets of the dashboard: the events of one job, each exactly once and in order, and the list of jobs.
 
+use crate::api::prelude::*;
 use crate::{
     api::jobs,
-    auth::access::Caller,
     events::hub::{JobUpdate, LIST_INTERVAL, Subscription},
-    http::{
-        error::{Problem, Result},
-        extract::{Path, Query, job_id},
-    },
+    http::extract::job_id,
     scheduler::Scheduler,
     store::{EventRow, JobFilter, JobRow},
 };
-use axum::{
-    Extension,
-    extract::{
-        State, WebSocketUpgrade,
-        ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
-    },
-    response::Response,
+use axum::extract::{
+    WebSocketUpgrade,
+    ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use lockstep_protocol::Job;
 use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, HEARTBEAT_SECS, Pace};
-use serde::Deserialize;
-use std::{
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{sync::atomic::Ordering, time::Duration};
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
-use utoipa::IntoParams;
 
 /// Interval between two heartbeats. With each heartbeat, the server sends a ping, to notice a disconnected reader. The heartbeat is for the
 /// reader's script, which does not see pings: if heartbeats stop, the connection is broken.

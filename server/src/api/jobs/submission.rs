@@ -1,10 +1,9 @@
 //! Checks of a valid specification that need the server's data: the default validation split, warnings, and pretrained weights.
 
+use crate::api::prelude::*;
 use crate::{
     agents::{RequestError, requests},
-    auth::access::Caller,
     checkpoints::{Checkpoints, artifact_fetches, artifact_store::NotFetched},
-    http::error::{Error, Result},
     scheduler::{Scheduler, dispatch},
     store::{CheckpointRow, Store},
 };
@@ -18,7 +17,7 @@ use lockstep_protocol::{
     pickle,
     spec::{BrokenFiles, KNOWN_WEIGHTS, SpecError, Validation},
 };
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 /// Time limit for an agent to check the header of a weights file. Without an answer, the ranks check the file when the job starts.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,9 +1,10 @@
 //! A cursor has the position where a page ends, and the list and order of the page. A cursor is valid only for the same list in the same
 //! order, because its position would be meaningless in another list, such as another job's log.
 
-use crate::http::error::{Code, Error, Result};
+use crate::api::prelude::*;
+use crate::http::error::Code;
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 /// Maximum length of a cursor, in bytes. A cursor may contain a name of 200 characters.

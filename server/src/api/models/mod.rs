@@ -6,23 +6,18 @@ use super::{
     checkpoints,
     list::{List, ListParams, list_of},
 };
+use crate::api::prelude::*;
 use crate::{
-    auth::{Auth, access::Caller},
+    auth::Auth,
     checkpoints::Checkpoints,
     datasets::notes,
     http::{
-        error::{Code, Error, Problem, Result, blocking},
-        extract::{Body, Path, Query, job_id},
+        error::{Code, blocking},
+        extract::{Body, job_id},
         gate::AuditSubject,
     },
     store::{CheckpointRow, NewVersion, Store},
     util::regular_files,
-};
-use axum::{
-    Extension, Json,
-    extract::State,
-    http::{StatusCode, header},
-    response::IntoResponse,
 };
 use lockstep_protocol::{
     checkpoint_files::STATE,
@@ -30,10 +25,8 @@ use lockstep_protocol::{
     labels,
     models::{Model, ModelVersion, Which, alias_mistake, name_mistake},
 };
-use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::{collections::BTreeMap, sync::Arc};
-use utoipa::ToSchema;
+use std::collections::BTreeMap;
 
 list_of! {
     /// A page of models with at least one version that the caller may see.

@@ -1,16 +1,14 @@
 //! The pages of models.
 
 use super::{no_such_model, visible_models};
+use crate::api::prelude::*;
 use crate::{
     api::html::{Page, html},
-    auth::{Auth, access::Caller},
-    http::extract::Path,
+    auth::Auth,
     store::Store,
 };
-use axum::{Extension, extract::State};
 use lockstep_protocol::access::Scope;
 use lockstep_web::{Template as _, models as views};
-use std::sync::Arc;
 
 /// `GET /models`
 pub(crate) async fn models(

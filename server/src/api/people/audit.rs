@@ -1,23 +1,17 @@
 //! The audit log.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         html,
         list::{self, Elements, Fields, MAX_LIMIT, Pages},
     },
-    auth::{Auth, access::Caller},
-    http::{
-        error::Result,
-        extract::{PageQuery, Query, count},
-    },
+    auth::Auth,
+    http::extract::{PageQuery, count},
     store::AuditEntry,
 };
-use axum::{Extension, Json, extract::State};
 use lockstep_protocol::JobId;
 use lockstep_web::{Template as _, audit as views};
-use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
 /// Pages of the audit log for cursors. The only order is newest first.

@@ -1,5 +1,6 @@
 //! Signing in and out in a browser: with a name and a password, with a login link, or with a token.
 
+use crate::api::prelude::*;
 use crate::{
     api::{
         html::{Page, form_error, html},
@@ -8,22 +9,17 @@ use crate::{
     },
     auth::{
         Auth,
-        access::{CODE_LIFE, Caller, NotSignedIn, Password, SESSION_LIFE, Secret},
+        access::{CODE_LIFE, NotSignedIn, Password, SESSION_LIFE, Secret},
     },
     http::{
-        error::{Error, PageError, Problem, Result},
+        error::PageError,
         extract::PageQuery,
         gate::{AuditSubject, SignedIn, set_cookie},
         ingress::{Ingress, Peer},
     },
     store::{PersonRow, SessionRow},
 };
-use axum::{
-    Extension, Form, Json,
-    extract::State,
-    http::{Method, StatusCode},
-    response::{IntoResponse, Redirect, Response},
-};
+use axum::{Form, http::Method, response::Redirect};
 use jiff::Timestamp;
 use lockstep_protocol::{access::Scope, people::Role};
 use lockstep_web::{
@@ -31,9 +27,7 @@ use lockstep_web::{
     layout::CurrentUser,
     login::{FirstAdminPage, LoginPage, ProviderButton},
 };
-use serde::{Deserialize, Serialize};
-use std::{net::IpAddr, sync::Arc, time::Duration};
-use utoipa::ToSchema;
+use std::{net::IpAddr, time::Duration};
 
 /// Maximum length of the path to return to, in bytes.
 const MAX_NEXT_BYTES: usize = 2000;

@@ -7,28 +7,21 @@ pub(crate) mod pages;
 pub(crate) mod tokens;
 
 use super::list::{List, ListParams, list_of};
+use crate::api::prelude::*;
 use crate::{
     auth::{
         Auth,
-        access::{Caller, NotSignedIn, Password, PasswordError, SignsInAs},
+        access::{NotSignedIn, Password, PasswordError, SignsInAs},
     },
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Body, Path, Query},
-        gate::AuditSubject,
-        ingress::Peer,
-    },
+    http::{extract::Body, gate::AuditSubject, ingress::Peer},
     store::PersonRow,
 };
-use axum::{Extension, Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
     limits::PEOPLE,
     people::{Identity, Person, Role, name_mistake, password_mistake, subject_mistake},
 };
-use serde::Deserialize;
 use serde_json::json;
-use std::{net::IpAddr, sync::Arc, time::Duration};
-use utoipa::ToSchema;
+use std::{net::IpAddr, time::Duration};
 
 /// A person to add.
 #[derive(Debug, Deserialize, ToSchema)]

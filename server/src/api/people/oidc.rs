@@ -2,6 +2,7 @@
 //! accounts to people.
 
 use super::login::{self, FailedSignIn};
+use crate::api::prelude::*;
 use crate::{
     api::{html::Page, people, server_url::ServerUrl},
     auth::{
@@ -10,21 +11,15 @@ use crate::{
         oidc::{Account, Answer, Oidc, OidcError, OpenRequest, REQUEST_LIFE},
     },
     http::{
-        error::{Error, PageError, Result},
+        error::PageError,
         extract::PageQuery,
         gate::{AuditSubject, cookie, set_cookie},
         ingress::{Ingress, Peer},
     },
     store::{JobFilter, PersonRow},
 };
-use axum::{
-    Extension,
-    extract::State,
-    http::{HeaderMap, StatusCode},
-    response::{IntoResponse, Redirect, Response},
-};
-use serde::Deserialize;
-use std::{sync::Arc, time::Duration};
+use axum::{http::HeaderMap, response::Redirect};
+use std::time::Duration;
 
 /// Duration of a session. It is shorter than the duration of a session with a password, so that people who are locked out at the provider
 /// lose access soon.

@@ -4,6 +4,7 @@ use super::{
     login,
     tokens::{self, NewToken},
 };
+use crate::api::prelude::*;
 use crate::{
     api::{
         html::{Page, form_error, html},
@@ -11,27 +12,16 @@ use crate::{
     },
     auth::{
         Auth,
-        access::{Caller, Password, SESSION_LIFE},
+        access::{Password, SESSION_LIFE},
     },
-    http::{
-        error::{Error, PageError, Result},
-        extract::PageQuery,
-        gate::AuditSubject,
-        ingress::Peer,
-    },
+    http::{error::PageError, extract::PageQuery, gate::AuditSubject, ingress::Peer},
 };
-use axum::{
-    Extension, Form,
-    extract::State,
-    response::{IntoResponse, Redirect},
-};
+use axum::{Form, response::Redirect};
 use lockstep_protocol::{access::Scope, people::Role};
 use lockstep_web::{
     Template as _,
     people::{AccountPage, PeoplePage},
 };
-use serde::Deserialize;
-use std::sync::Arc;
 
 /// `GET /people`
 pub(crate) async fn all(State(auth): State<Arc<Auth>>, Extension(caller): Extension<Caller>) -> Page {

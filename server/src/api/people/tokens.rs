@@ -1,27 +1,18 @@
 //! Tokens: make, list, revoke.
 
+use crate::api::prelude::*;
 use crate::{
     api::list::{Key, List, ListParams, list_of},
-    auth::{
-        Auth,
-        access::{Caller, Secret},
-    },
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Body, Path, Query},
-        gate::AuditSubject,
-    },
+    auth::{Auth, access::Secret},
+    http::{extract::Body, gate::AuditSubject},
     store::TokenRow,
 };
-use axum::{Extension, Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
     access::{Scope, Token},
     invisible::first_invisible,
     limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
 };
-use serde::{Deserialize, Serialize};
-use std::{sync::Arc, time::Duration};
-use utoipa::ToSchema;
+use std::time::Duration;
 
 /// Maximum number of valid tokens of a person, so that no person alone reaches the server's maximum.
 const MAX_TOKENS_OF_A_PERSON: usize = 50;

@@ -1,14 +1,14 @@
 //! Files of runs from elsewhere: programs upload, list, download and delete them. `mlflow/artifacts.rs` has the calls of MLflow's clients.
 
+use crate::api::prelude::*;
 use crate::{
     api::{jobs, to_the_end},
-    auth::{Auth, access::Caller},
+    auth::Auth,
     config::ServeConfig,
     http::{
         attachment::attachment,
         conditional,
-        error::{Error, Problem, Result, blocking, disk_error},
-        extract::{Path, Query},
+        error::{blocking, disk_error},
     },
     ingest::{
         run_files::{Refused, RunFiles, check_size},
@@ -17,19 +17,13 @@ use crate::{
     util::disk_space::check_space,
 };
 use axum::{
-    Extension, Json,
     body::Body,
-    extract::State,
-    http::{HeaderValue, Request, StatusCode, header},
-    response::{IntoResponse, Response},
+    http::{HeaderValue, Request},
 };
 use futures_util::StreamExt;
 use lockstep_protocol::{JobId, job::RunFile};
-use serde::{Deserialize, Serialize};
-use std::sync::Arc;
 use tokio::io::AsyncWriteExt;
 use tower_http::services::ServeFile;
-use utoipa::{IntoParams, ToSchema};
 
 /// Number of received bytes of a file between two checks of the disk's free space.
 const CHECK_BYTES: usize = 8 << 20;

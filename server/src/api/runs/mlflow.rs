@@ -6,13 +6,11 @@ pub(crate) mod artifacts;
 mod models;
 
 use super::{LAST_STEP, NAME_CHARS, NewRun, columns, number, start_run};
+use crate::api::prelude::*;
 use crate::{
     api::{jobs, list::Pages, to_the_end},
-    auth::{Auth, access::Caller},
-    http::{
-        error::{Detail, Error},
-        gate::is_mlflow,
-    },
+    auth::Auth,
+    http::{error::Detail, gate::is_mlflow},
     ingest::runs::Runs,
     lifecycle::external::{RunChange, text_of},
     metrics::{self, query},
@@ -20,11 +18,9 @@ use crate::{
     store::{JobFilter, JobSort, MetricFilter, RunRecords, SortBy, StoreError, purge::DeletedJobs},
 };
 use axum::{
-    Extension, Json,
-    extract::{FromRequest, Query, Request, State},
-    http::{Method, StatusCode, header},
+    extract::{FromRequest, Query, Request},
+    http::Method,
     middleware::Next,
-    response::{IntoResponse, Response},
 };
 use bytes::Bytes;
 use jiff::Timestamp;
@@ -36,7 +32,7 @@ use lockstep_protocol::{
     spec::shortened,
 };
 use serde_json::{Map, Value, json};
-use std::{collections::BTreeMap, str::FromStr, sync::Arc};
+use std::{collections::BTreeMap, str::FromStr};
 
 const PREFIX: &str = "/api/2.0/mlflow/";
 /// MLflow's default experiment, which clients use if none is named.

@@ -4,22 +4,14 @@
 pub(crate) mod files;
 pub(crate) mod mlflow;
 
+use crate::api::prelude::*;
 use crate::{
     api::to_the_end,
-    auth::{Auth, access::Caller},
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Body, Path},
-    },
+    auth::Auth,
+    http::extract::Body,
     ingest::runs::Runs,
     lifecycle::external::RunChange,
     store::{Annotation, Appended, NewJob, RunRecords},
-};
-use axum::{
-    Extension, Json,
-    extract::State,
-    http::{StatusCode, header},
-    response::{IntoResponse, Response},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -30,10 +22,9 @@ use lockstep_protocol::{
     metric::{MetricColumn, name_mistake},
     spec::{JobSpec, SpecError},
 };
-use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
+use serde::{Deserializer, de::Error as _};
 use serde_json::{Map, Value};
-use std::{collections::BTreeMap, sync::Arc};
-use utoipa::ToSchema;
+use std::collections::BTreeMap;
 
 /// Maximum length of a run's name, in characters; the same as for a job.
 const NAME_CHARS: usize = 200;

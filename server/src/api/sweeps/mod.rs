@@ -7,28 +7,21 @@ use super::{
     list::{List, ListParams, list_of},
     to_the_end,
 };
+use crate::api::prelude::*;
 use crate::{
-    auth::{Auth, access::Caller},
-    http::{
-        error::{Error, Problem, Result},
-        extract::{Document, Path, Query},
-    },
+    auth::Auth,
+    http::extract::Document,
     scheduler::{Scheduler, sweeps::describe},
     store::{Owned, Store, StoreError, SweepRow},
 };
-use axum::{
-    Extension, Json,
-    extract::{OriginalUri, State},
-    http::{HeaderMap, StatusCode, header},
-    response::IntoResponse,
-};
+use axum::{extract::OriginalUri, http::HeaderMap};
 use lockstep_protocol::{
     spec::split_sweep,
     sweep::{Sweep, SweepState},
 };
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::{collections::BTreeSet, sync::Arc};
+use std::collections::BTreeSet;
 
 list_of! {
     /// A page of sweeps that the caller may see.

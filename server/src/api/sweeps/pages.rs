@@ -1,16 +1,14 @@
 //! The pages of sweeps.
 
 use super::{find, visible_sweeps, with_trials};
+use crate::api::prelude::*;
 use crate::{
     api::html::{Page, html},
-    auth::{Auth, access::Caller},
-    http::extract::Path,
+    auth::Auth,
     store::Store,
 };
-use axum::{Extension, extract::State};
 use lockstep_protocol::{access::Scope, sweep::Sweep};
 use lockstep_web::{Template as _, sweeps as views};
-use std::sync::Arc;
 
 /// `GET /sweeps`
 pub(crate) async fn sweeps(

@@ -29,6 +29,10 @@ async fn all_changing_requests_are_in_the_audit_log() {
     // Refused requests are not logged, so that strangers cannot displace entries.
     assert_eq!(reader.post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 403);
     assert_eq!(client("").post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 401);
+    // Every token may call these URLs, which have no such method.
+    for path in ["/static/x", "/login/oidc"] {
+        assert_eq!(reader.post(server.url(path)).send().await.unwrap().status(), 405, "{path}");
+    }
 
     let logged = entries(&server).await;
     let seen: Vec<_> = logged

@@ -3,8 +3,9 @@
 
 #![allow(unsafe_code)] // Slices of mapped memory.
 
+use lockstep_host::memory_file;
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, SealFlags};
 use std::{
     fs::{File, OpenOptions},
     io,
@@ -29,9 +30,9 @@ pub(super) struct MemFile(File);
 impl MemFile {
     /// An empty file that is sealed against shrinking, so mapped pages cannot disappear.
     pub(super) fn create() -> io::Result<Self> {
-        let fd = rustix::fs::memfd_create("lockstep", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK)?;
-        Ok(Self(fd.into()))
+        let file = memory_file()?;
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK)?;
+        Ok(Self(file))
     }
 
     /// Opens the file that process `pid` of this user has as descriptor `fd`.

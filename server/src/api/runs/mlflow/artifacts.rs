@@ -2,22 +2,21 @@
 //! run's id and the file's path: `mlflow-artifacts:/RUN/PATH`.
 
 use super::{Parameters, Result, check_may_change, find_run, invalid, unsupported_call};
+use crate::api::prelude::*;
 use crate::{
     api::runs::files,
-    auth::{Auth, access::Caller},
+    auth::Auth,
     config::ServeConfig,
     ingest::{run_files::RunFiles, runs::Runs},
     scheduler::Scheduler,
 };
 use axum::{
-    Extension, Json,
-    extract::{Path, Request, State},
+    extract::{Path, Request},
     http::Method,
-    response::{IntoResponse, Response},
 };
 use lockstep_protocol::job::{Job, RunFile};
 use serde_json::{Value, json};
-use std::{collections::BTreeMap, sync::Arc};
+use std::collections::BTreeMap;
 
 const NAME: &str = "mlflow-artifacts/artifacts";
 

@@ -1,14 +1,10 @@
 //! Follows Kubernetes' Job and its pods, prints changes, and suspends the Job while Lockstep's job is paused.
 
 use super::{
-    super::{
-        super::output,
-        Launch,
-        uploads::{UploadStatus, report_upload_once},
-    },
+    super::{super::output, Launch, uploads::UploadStatus},
     POLL_INTERVAL,
     cluster::{Cluster, Kind},
-    objects::PAUSED,
+    objects::SUSPENDED,
     observe::{Observation, observe},
     words,
 };
@@ -159,7 +155,7 @@ impl Steering<'_> {
     /// Suspends the Job while Lockstep's job is paused. A Job that another user or program has suspended stays suspended.
     async fn follow_lockstep_job(&mut self) -> anyhow::Result<()> {
         let (None, Some(job)) = (self.queue, &self.job) else { return Ok(()) };
-        let is_suspended_by_launch = job["metadata"]["annotations"][PAUSED].is_string();
+        let is_suspended_by_launch = job["metadata"]["annotations"][SUSPENDED].is_string();
         let Ok(lockstep_job) = self.lockstep_job().await else { return Ok(()) };
         let is_paused = lockstep_job.state == JobState::Paused;
         if is_paused && !is_suspended_by_launch && !words::is_suspended(job) {
@@ -168,7 +164,7 @@ impl Steering<'_> {
             match self.launch.upload_status().await {
                 Ok(UploadStatus::Complete(lockstep_job)) if lockstep_job.state == JobState::Paused => {}
                 Ok(UploadStatus::Uploading) => {
-                    report_upload_once(&mut self.is_upload_reported);
+                    self.launch.report_upload_once(&mut self.is_upload_reported);
                     return Ok(());
                 }
                 _ => return Ok(()),
@@ -193,13 +189,14 @@ fn suspend(job: &mut Value) -> bool {
         return false;
     }
     job["spec"]["suspend"] = json!(true);
-    job["metadata"]["annotations"][PAUSED] = json!("true");
+    job["metadata"]["annotations"][SUSPENDED] = json!("true");
     true
 }
 
-fn unsuspend(job: &mut Value) -> bool {
+/// Starts a Job that a launch has suspended.
+pub(super) fn unsuspend(job: &mut Value) -> bool {
     let marked =
-        job["metadata"]["annotations"].as_object_mut().is_some_and(|map| map.remove(PAUSED).is_some());
+        job["metadata"]["annotations"].as_object_mut().is_some_and(|map| map.remove(SUSPENDED).is_some());
     if marked {
         job["spec"]["suspend"] = json!(false);
     }

@@ -58,6 +58,7 @@ mod sweep;
 pub(crate) mod sweeps;
 pub(crate) mod token;
 pub(crate) mod train;
+mod training_bar;
 pub(crate) mod user;
 pub(crate) mod validate;
 pub(crate) mod watch;

@@ -1,7 +1,10 @@
 //! The end of a launch after its job is over: the agents upload the job's checkpoints, then exit. Agents that do not exit are ended only after
 //! the uploads.
 
-use super::{super::output, Launch};
+use super::{
+    super::{WrongRequest, output},
+    Launch,
+};
 use anyhow::Context as _;
 use lockstep_protocol::Job;
 use serde_json::Value;
@@ -126,6 +129,7 @@ impl EndWait {
                 }
             }
             Ok(UploadStatus::Uploading) => launch.report_upload_once(&mut self.is_upload_reported),
+            Err(error) if error.is::<WrongRequest>() => return Some(AgentsEnd::NotUploaded),
             // The state of the uploads is unknown.
             Err(_) => {}
         }

@@ -137,10 +137,14 @@ impl Policy for Command {
     }
 }
 
+fn succeeded(show: &Show) -> Outcome {
+    Outcome::Succeeded { accuracy: show.accuracy, step: show.bar.step, best: show.describe_best() }
+}
+
 /// Returns the outcome from the first cause among the ranks' reports and exit statuses.
 fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Outcome {
     if ranks.ends().all(RankEnd::is_success) {
-        return Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.describe_best() };
+        return succeeded(show);
     }
     // If a rank has reported a cause, ranks that stopped in order are not the cause.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
@@ -148,12 +152,12 @@ fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrup
     let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
     let ended_in_order = |end: &RankEnd| matches!(end.exit, Some(Exit::Status(EXIT_FINISHED | EXIT_STOPPED)));
     if !has_own_reason && (interrupted || ranks.ends().all(ended_in_order)) {
-        return Outcome::Stopped { step: show.step };
+        return Outcome::Stopped { step: show.bar.step };
     }
     let without_report = || ranks.ends().find(|end| !ended_in_order(end));
     let Some(RankEnd { rank, step, failure, exit, last_stderr_line, .. }) = cause.or_else(without_report)
     else {
-        return Outcome::Stopped { step: show.step };
+        return Outcome::Stopped { step: show.bar.step };
     };
     let reason = match (failure, exit) {
         (Some(failure), _) => format!("rank {rank} failed at step {step}: {}", failure.reason),
@@ -212,21 +216,19 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
         end_by_force_within(EXIT_TIMEOUT);
     }
     Ok(match status {
-        EXIT_FINISHED => {
-            Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.describe_best() }
-        }
+        EXIT_FINISHED => succeeded(&show),
         // Only rank 0 writes checkpoints.
         EXIT_STOPPED if config.rank > 0 => {
-            Outcome::Failed { reason: format!("stopped after step {}", show.step), is_retriable: true }
+            Outcome::Failed { reason: format!("stopped after step {}", show.bar.step), is_retriable: true }
         }
-        EXIT_STOPPED => Outcome::Stopped { step: show.step },
+        EXIT_STOPPED => Outcome::Stopped { step: show.bar.step },
         _ => {
             // CUDA's exit handlers may wait for ranks that have exited. The caller prints the reason within this time.
             end_by_force_within(EXIT_TIMEOUT);
             // Exit handlers free resources that aborts still use.
             let may_run_exit_handlers = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
-            let reason = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
+            let reason = format!("rank {} failed at step {}: {reason}", config.rank, show.bar.step);
             if !may_run_exit_handlers {
                 output::warn(&reason);
                 registry::exit(1, Duration::ZERO);

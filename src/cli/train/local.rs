@@ -13,7 +13,7 @@ use lockstep_worker::{
     report::{Tail, TailError, events_path},
     supervisor::{EndDelays, Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, supervise},
 };
-use std::time::Duration;
+use std::{fs, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -48,6 +48,7 @@ pub(super) enum Outcome {
 /// A process cannot be started, or a rank's records cannot be read.
 pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
     let first = &configs[0];
+    fs::create_dir_all(first.attempt_dir())?;
     let checkpoints = checkpoint::infos(&first.checkpoints_dir())?;
     block_on(async {
         let ranks: Vec<_> = configs.iter().map(|config| config.rank).collect();
@@ -183,6 +184,7 @@ fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrup
 /// # Errors
 /// No thread can be started, or the rank's records cannot be read.
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
+    fs::create_dir_all(config.attempt_dir())?;
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let checkpoints = checkpoint::infos(&config.checkpoints_dir())?;
     let mut show = Show::new(&config.start.spec, &[config.rank], checkpoints);

@@ -23,7 +23,7 @@ use lockstep_protocol::{
     JobSpec,
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
-    numbers::plural,
+    numbers::{accuracy_of, plural},
     spec::{SpecError, Validation},
 };
 use lockstep_worker::{
@@ -264,18 +264,16 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
     let given: Vec<_> = options.iter().filter(|(_, is_given)| *is_given).map(|(option, _)| *option).collect();
     let again = if given.is_empty() { String::new() } else { format!("; give {} again", given.join(", ")) };
     match outcome {
-        Outcome::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
-            "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",
-            lockstep_protocol::numbers::accuracy_of(*accuracy, Some(*pictures)),
+        Outcome::Succeeded { accuracy, step, best } => output::line(format_args!(
+            "succeeded: {} in {:.0} s; checkpoints are in {}{}",
+            match accuracy {
+                Some((share, pictures)) =>
+                    format!("validation accuracy {}", accuracy_of(*share, Some(*pictures))),
+                None => plural(*step, "step"),
+            },
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display(),
             best.as_deref().unwrap_or_default()
-        )),
-        Outcome::Succeeded { accuracy: None, step, .. } => output::line(format_args!(
-            "succeeded: {} in {:.0} s; checkpoints are in {}",
-            plural(*step, "step"),
-            began.elapsed().as_secs_f64(),
-            out.join("checkpoints").display()
         )),
         Outcome::Stopped { step } => match newest_step(out)? {
             Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(

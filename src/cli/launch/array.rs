@@ -249,11 +249,8 @@ impl Array {
                     None if ended_early.insert(task) => {}
                     None => {
                         let how = slurm::describe_end(&in_slurm);
-                        output::warn(format_args!(
-                            "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts \
-                             agents for it again",
-                            job.id, job.state
-                        ));
+                        let how = format!("Slurm's task {in_slurm} is over ({how})");
+                        output::warn(launch.describe_early_end(&how, &job));
                         self.remove_bundle(task);
                         remaining.remove(&task);
                     }

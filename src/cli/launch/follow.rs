@@ -146,11 +146,8 @@ async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: E
                 return anyhow::anyhow!(explanation);
             }
             if is_last {
-                return anyhow::anyhow!(
-                    "no agent of this launch is left, and the job is {}: {explanation}. `lockstep launch {}` starts agents for it again",
-                    job.state,
-                    job.id
-                );
+                let how = format!("{explanation}; no agent of this launch is left");
+                return anyhow::Error::msg(launch.describe_early_end(&how, &job));
             }
             output::warn(explanation);
         }
@@ -267,7 +264,7 @@ async fn final_state(launch: &Launch) -> Option<JobState> {
     read_job(launch).await.ok().map(|job| job.state).filter(|state| state.is_final())
 }
 
-async fn read_job(launch: &Launch) -> anyhow::Result<Job> {
+pub(super) async fn read_job(launch: &Launch) -> anyhow::Result<Job> {
     let id = &launch.job.id;
     let found = launch.api.find(&format!("/jobs/{id}")).await?;
     found.ok_or_else(|| usage_error(format!("the job {id} no longer exists")))

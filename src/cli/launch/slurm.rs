@@ -5,14 +5,14 @@ use super::{
     super::{output, usage_error},
     Args, Launch, MAX_SLOTS,
     bundle::{AGENT_LIMIT, Bundle},
-    follow::follow_until_over,
+    follow::{follow_until_over, read_job},
     format_command,
     hosts::Host,
     quote,
     uploads::Agents,
 };
 use lockstep_host::write_private;
-use lockstep_protocol::{Job, JobState, spec::Device};
+use lockstep_protocol::{JobState, spec::Device};
 use std::{
     collections::BTreeMap,
     fmt::Write as _,
@@ -266,16 +266,11 @@ async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
         if now.is_none() {
             // The display of Lockstep's job reports its end.
             tokio::time::sleep(POLL_INTERVAL).await;
-            let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
-            if let Ok(job) = job
+            if let Ok(job) = read_job(launch).await
                 && !job.state.is_final()
             {
-                return anyhow::anyhow!(
-                    "Slurm's job {id} is over ({}) and the job is {}; `lockstep launch {}` starts agents for it again",
-                    describe_end(id),
-                    job.state,
-                    job.id
-                );
+                let how = format!("Slurm's job {id} is over ({})", describe_end(id));
+                return anyhow::Error::msg(launch.describe_early_end(&how, &job));
             }
         }
         tokio::time::sleep(POLL_INTERVAL).await;

@@ -1,16 +1,15 @@
 //! Follows Kubernetes' Job and its pods, prints changes, and suspends the Job while Lockstep's job is paused.
 
 use super::{
-    super::{super::output, Launch, uploads::UploadStatus},
+    super::{super::output, Launch, follow::read_job, uploads::UploadStatus},
     POLL_INTERVAL,
     cluster::{Cluster, Kind},
     objects::SUSPENDED,
     observe::{Observation, observe},
     words,
 };
-use anyhow::Context as _;
 use kube::api::ListParams;
-use lockstep_protocol::{Job, JobState};
+use lockstep_protocol::JobState;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use tokio::{sync::mpsc, time::Instant};
@@ -118,11 +117,6 @@ impl Steering<'_> {
         }
     }
 
-    async fn lockstep_job(&self) -> anyhow::Result<Job> {
-        let job = self.launch.api.find(&format!("/jobs/{}", self.launch.job.id)).await?;
-        job.context("the job is deleted")
-    }
-
     /// Compares the Job with Lockstep's job, and suspends or resumes the Job.
     ///
     /// # Errors
@@ -141,13 +135,11 @@ impl Steering<'_> {
         if since.elapsed() < 2 * POLL_INTERVAL {
             return Ok(());
         }
-        match self.lockstep_job().await {
-            Ok(job) if !job.state.is_final() => anyhow::bail!(
-                "Kubernetes' Job {} {how}, and the job is {}; `lockstep launch {} --with kubernetes` starts agents for it again",
-                self.name,
-                job.state,
-                job.id
-            ),
+        match read_job(self.launch).await {
+            Ok(job) if !job.state.is_final() => {
+                let how = format!("Kubernetes' Job {} {how}", self.name);
+                anyhow::bail!(self.launch.describe_early_end(&how, &job))
+            }
             _ => Ok(()),
         }
     }
@@ -156,7 +148,7 @@ impl Steering<'_> {
     async fn follow_lockstep_job(&mut self) -> anyhow::Result<()> {
         let (None, Some(job)) = (self.queue, &self.job) else { return Ok(()) };
         let is_suspended_by_launch = job["metadata"]["annotations"][SUSPENDED].is_string();
-        let Ok(lockstep_job) = self.lockstep_job().await else { return Ok(()) };
+        let Ok(lockstep_job) = read_job(self.launch).await else { return Ok(()) };
         let is_paused = lockstep_job.state == JobState::Paused;
         if is_paused && !is_suspended_by_launch && !words::is_suspended(job) {
             // The last checkpoint may be only on the pods' disks, which are deleted with the pods. So the pods stay until the checkpoint is

@@ -165,9 +165,9 @@ fn check_listener(server: &str, owner: u32, token_file: &Path) -> anyhow::Result
     }
 }
 
-/// Returns a warning if other users can read the file of a token or another secret. Only a file that root owns may be readable for its group, because systemd and
-/// pods mount secrets in this way for a process of another user. After a warning the file is still used, because Kubernetes mounts secrets
-/// with mode 0644 by default.
+/// Returns a warning if other users can read the file of a token or another secret. Only a file that root owns may be readable for its
+/// group, because systemd and pods mount secrets in this way for a process of another user. After a warning the file is still used, because
+/// Kubernetes mounts secrets with mode 0644 by default.
 pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
     let metadata = fs::metadata(path).ok()?;
     let open_bits = metadata.mode() & if metadata.uid() == ROOT { 0o004 } else { 0o044 };

@@ -223,9 +223,10 @@ fn slots_left(launch: &Launch, launched: &[Launched]) -> u32 {
 }
 
 /// Shows a job whose agents another system runs, until the job is over and its agents may be ended, or until `ended` returns because that
-/// system has ended the agents. `agents` returns the state of the agents of a job with this final state, or of a job that is not over.
-/// `continues` says that the agents continue, and how to end them. Also returns whether the agents may be ended. A long outage of the server
-/// does not end training.
+/// system has ended the agents. Also returns whether the agents may be ended. A long outage of the server does not end training.
+///
+/// `agents` returns the state of the agents of a job with this final state, or of a job that is not over. `continues` says that the agents
+/// continue, and how to end them.
 ///
 /// # Errors
 /// The agents continue.

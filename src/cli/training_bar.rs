@@ -1,4 +1,4 @@
-//! The progress of training in `lockstep train` and `lockstep watch`: a bar on a terminal, with the newest loss, the speed and the time left.
+//! The bar of `lockstep train` and `lockstep watch` on a terminal, with the newest loss, the speed and the time left.
 
 use super::{age::span, job_loss::JobLoss, output};
 use indicatif::{ProgressBar, ProgressDrawTarget};

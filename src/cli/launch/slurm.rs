@@ -160,7 +160,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     result
 }
 
-/// Returns the state of the agents in Slurm's job with this unfinished state. Slurm's job may still wait for machines, or have been requeued.
+/// Returns the state of the agents in Slurm's job with this unfinished state. Slurm's job may wait for machines, or have been requeued.
 pub(super) fn agents_in(state: &str) -> Agents {
     if state.starts_with("PENDING") { Agents::Idle } else { Agents::Running }
 }

@@ -1,5 +1,5 @@
-//! The end of a launch after its job is over: the agents upload the job's checkpoints, then exit. Agents that do not exit are ended only after
-//! the uploads.
+//! The end of a launch after its job is over: the agents upload the job's checkpoints, then exit. Agents that do not exit are ended only
+//! after the uploads.
 
 use super::{
     super::{WrongRequest, output},

@@ -165,16 +165,16 @@ fn check_listener(server: &str, owner: u32, token_file: &Path) -> anyhow::Result
     }
 }
 
-/// Returns a warning if other users can read a token file. Only a file that root owns may be readable for its group, because systemd and
-/// pods mount secrets in this way for a process of another user. After a warning the file is still used, because Kubernetes mounts secrets
-/// with mode 0644 by default.
+/// Returns a warning if other users can read the file of a token or another secret. Only a file that root owns may be readable for its
+/// group, because systemd and pods mount secrets in this way for a process of another user. After a warning the file is still used, because
+/// Kubernetes mounts secrets with mode 0644 by default.
 pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
     let metadata = fs::metadata(path).ok()?;
     let open_bits = metadata.mode() & if metadata.uid() == ROOT { 0o004 } else { 0o044 };
     let shown = path.display();
     (metadata.is_file() && open_bits != 0).then(|| {
         format!(
-            "other users of this machine can read the token in {shown} (mode {:04o}); close the file with `chmod 600 {shown}`, or with \
+            "other users of this machine can read the secret in {shown} (mode {:04o}); close the file with `chmod 600 {shown}`, or with \
              defaultMode: 0440 if the file is mounted from a Secret of Kubernetes",
             metadata.mode() & 0o7777
         )

@@ -5,7 +5,6 @@ mod pictures;
 use super::{output, usage_error};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use lockstep_engine::{
-    Devices, Selection,
     bench::{self, Case, Division, OnDevice},
     plan::Plan,
     registry,
@@ -182,14 +181,7 @@ fn default_cases(on_gpus: bool) -> anyhow::Result<Vec<Case>> {
 
 /// Returns the devices to use, one per rank; none if ranks share the CPU's cores.
 fn find_devices(args: &Args) -> anyhow::Result<Vec<String>> {
-    let selection = Selection { device: args.device, ..Selection::default() };
-    let Devices { slots, why_no_gpus } = registry::offer(selection).map_err(usage_error)?;
-    if slots.is_empty() {
-        return Err(usage_error(
-            why_no_gpus.unwrap_or_else(|| "this machine has no device to measure".into()),
-        ));
-    }
-    let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
+    let (mut devices, why_no_gpus) = registry::gpus(args.device).map_err(usage_error)?;
     let first_gpu = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
     let backend = registry::device_of(first_gpu.as_ref(), args.device).backend;
     if args.precision == Precision::Fp16 && !backend.needs().half_precision {

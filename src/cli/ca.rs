@@ -1,6 +1,6 @@
 //! `lockstep ca`: the certificate authority of a server that makes its own certificates.
 
-use super::{output, usage_error};
+use super::{confirm::ask_new_password, output, usage_error};
 use lockstep_server::tls::ca::{Authority, DAYS, Kind, MAX_DAYS, Record};
 use lockstep_worker::tls::{pack, password_of};
 use std::{
@@ -133,12 +133,8 @@ fn read_password(file: Option<&Path>) -> anyhow::Result<String> {
             "there is no terminal to ask for the password; name a file with --pkcs12-password-file",
         ));
     }
-    let ask = |what: &str| rpassword::prompt_password(format!("{what}: "));
-    let (first, second) = (ask("Password for the PKCS#12 file")?, ask("Repeat the password")?);
-    match first.is_empty() || first != second {
-        true => Err(usage_error("the passwords are empty or differ; nothing was issued")),
-        false => Ok(first),
-    }
+    let password = ask_new_password("password for the PKCS#12 file")?;
+    if password.is_empty() { Err(usage_error("the password is empty")) } else { Ok(password) }
 }
 
 fn list(records: &[Record], json: bool) -> anyhow::Result<()> {

@@ -82,6 +82,7 @@ pub(crate) async fn find(
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct ListedCheckpoint {
     pub(crate) id: String,
+    pub(crate) attempt: u32,
     #[serde(flatten)]
     pub(crate) info: CheckpointInfo,
 }

@@ -1,7 +1,11 @@
 //! `lockstep checkpoints`: the checkpoints of a job.
 
-use super::{api::JobArgs, block_on, output};
-use lockstep_protocol::numbers::accuracy_of;
+use super::{
+    api::{JobArgs, list},
+    block_on,
+    checkpoint_choice::ListedCheckpoint,
+    output,
+};
 use serde_json::Value;
 
 /// Prints the checkpoints.
@@ -20,22 +24,19 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     if checkpoints.is_empty() {
         return output::line("no checkpoint yet");
     }
+    let checkpoints: Vec<ListedCheckpoint> = list(&Value::Array(checkpoints), "checkpoints")?;
     let header = ["STEP", "EPOCH", "ATTEMPT", "ACCURACY", "SIZE", "", "ID"];
     output::table(header, checkpoints.iter().map(row))
 }
 
-fn row(checkpoint: &Value) -> [String; 7] {
-    let number = |key: &str| checkpoint[key].as_u64().map(|n| n.to_string()).unwrap_or_default();
+fn row(ListedCheckpoint { id, attempt, info }: &ListedCheckpoint) -> [String; 7] {
     [
-        number("step"),
-        number("epoch"),
-        number("attempt"),
-        checkpoint["val_accuracy"]
-            .as_f64()
-            .map(|accuracy| accuracy_of(accuracy, checkpoint["validation"]["pictures"].as_u64()))
-            .unwrap_or_default(),
-        checkpoint["size_bytes"].as_f64().map(|b| format!("{:.1} MB", b / 1e6)).unwrap_or_default(),
-        if checkpoint["best"] == true { "best".into() } else { String::new() },
-        checkpoint["id"].as_str().unwrap_or_default().to_owned(),
+        info.step.to_string(),
+        info.epoch.to_string(),
+        attempt.to_string(),
+        info.accuracy_in_words().unwrap_or_default(),
+        format!("{:.1} MB", info.size_bytes as f64 / 1e6),
+        if info.best { "best".into() } else { String::new() },
+        id.clone(),
     ]
 }

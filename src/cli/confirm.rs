@@ -1,4 +1,4 @@
-//! Asks for confirmation before data is deleted. Without a terminal, the command needs `--yes`.
+//! Questions on the terminal: confirmation before data is deleted, which needs `--yes` without a terminal, and new passwords.
 
 use super::{output, usage_error};
 use std::{
@@ -25,6 +25,18 @@ pub(crate) fn confirm(yes: bool, question: impl Display, target: impl Display) -
         Ok(())
     } else {
         Err(usage_error(format!("{target} stays as it is")))
+    }
+}
+
+/// Asks for a new password twice. `what` says what the password is for.
+///
+/// # Errors
+/// Exit status 2 if the two passwords differ.
+pub(crate) fn ask_new_password(what: &str) -> anyhow::Result<String> {
+    let password = rpassword::prompt_password(format!("{what}: "))?;
+    match rpassword::prompt_password("repeat the password: ")? == password {
+        true => Ok(password),
+        false => Err(usage_error("the two passwords differ")),
     }
 }
 

@@ -5,7 +5,7 @@ use super::{
     api::Api,
     browser::SignInFile,
     bundled::PICTURES,
-    init_tracing,
+    dataset, init_tracing,
     local_agent::AgentLog,
     output,
     serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve},
@@ -172,11 +172,7 @@ async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()>
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     // An earlier demo in the same folder may have registered the pictures.
-    if api.list::<Value>("/datasets", "datasets").await?.iter().any(|d| d["name"] == DATASET) {
-        return Ok(());
-    }
-    let _: Value = api.post("/datasets", &json!({ "name": DATASET, "path": path })).await?;
-    Ok(())
+    dataset::register_as(api, DATASET, path, false).await.map(drop)
 }
 
 /// Returns the specification: a ResNet for CIFAR that passes 85 % accuracy within a minute on two cores.

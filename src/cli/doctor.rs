@@ -6,7 +6,7 @@ mod hosts;
 mod peer;
 mod remote;
 
-use super::{init_tracing, output, usage_error};
+use super::{init_tracing, launch::quote, output, usage_error};
 use lockstep_host::{
     cores,
     gpu::{
@@ -91,8 +91,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     if args.environment {
         for (name, value) in Libraries::find().environment(&links_dir()?)? {
-            let (name, value) = (name.to_string_lossy(), value.to_string_lossy().replace('\'', r"'\''"));
-            output::line(format_args!("export {name}='{value}'"))?;
+            let (name, value) = (name.to_string_lossy(), quote(&value.to_string_lossy()));
+            output::line(format_args!("export {name}={value}"))?;
         }
         return Ok(());
     }

@@ -319,6 +319,15 @@ impl Launch {
         }
     }
 
+    /// Says that the job has no agents although it is not over. `how` says how the agents ended.
+    fn describe_early_end(&self, how: &str, job: &Job) -> String {
+        let with = format!("{:?}", self.args.with).to_lowercase();
+        format!(
+            "{how}, and the job is {}; `lockstep launch {} --with {with}` starts agents for it again",
+            job.state, job.id
+        )
+    }
+
     /// Whether no attempt of the job has begun since the start of this launch.
     fn never_ran(&self, job: &Job) -> bool {
         job.attempt <= self.job.attempt && !job.state.is_active() && !job.state.is_final()

@@ -5,10 +5,9 @@ use super::{
     api::{Api, ServerArgs, list},
     block_on,
     confirm::confirm,
-    output, usage_error,
+    only, output, usage_error,
 };
 use jiff::Timestamp;
-use lockstep_protocol::numbers::plural;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -139,20 +138,7 @@ async fn find(api: &Api, name_or_id: &str) -> anyhow::Result<Machine> {
 
 fn choose(mut machines: Vec<Machine>, name_or_id: &str) -> anyhow::Result<Machine> {
     machines.retain(|machine| machine.name == name_or_id || machine.id == name_or_id);
-    match machines.len() {
-        0 => Err(usage_error(format!(
-            "no machine is called {name_or_id}; `lockstep machine list` shows all machines"
-        ))),
-        1 => Ok(machines.swap_remove(0)),
-        _ => {
-            let descriptions: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
-            Err(usage_error(output::one_line(&format!(
-                "{} have the name or the id {name_or_id}: {}; give another name or id of the machine, or use the page Machines",
-                plural(descriptions.len() as u64, "machine"),
-                descriptions.join(", ")
-            ))))
-        }
-    }
+    only("machine", name_or_id, machines, |machine| format!("{} (id {})", machine.name, machine.id))
 }
 
 /// Returns the URL path of a machine. An agent chooses its id, so an invalid id must not lead to another path.

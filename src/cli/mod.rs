@@ -58,6 +58,7 @@ mod sweep;
 pub(crate) mod sweeps;
 pub(crate) mod token;
 pub(crate) mod train;
+mod training_bar;
 pub(crate) mod user;
 pub(crate) mod validate;
 pub(crate) mod watch;
@@ -79,6 +80,28 @@ pub(crate) struct WrongRequest(pub(crate) String);
 /// Returns an error with exit status 2, for a mistake in the request.
 pub(crate) fn usage_error(message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(WrongRequest(message.into()))
+}
+
+/// Returns the only object of the kind `noun` that has the name or the id `name`. `describe` names an object if several match.
+///
+/// # Errors
+/// Exit status 2 if no object or several objects match.
+pub(crate) fn only<T>(
+    noun: &str,
+    name: &str,
+    mut matching: Vec<T>,
+    describe: impl Fn(&T) -> String,
+) -> anyhow::Result<T> {
+    match matching.len() {
+        0 => {
+            Err(usage_error(format!("no {noun} is called {name}; `lockstep {noun} list` shows all {noun}s")))
+        }
+        1 => Ok(matching.swap_remove(0)),
+        count => Err(usage_error(output::one_line(&format!(
+            "{count} {noun}s have the name or the id {name}: {}; give another name or id of the {noun}",
+            matching.iter().map(describe).collect::<Vec<_>>().join(", ")
+        )))),
+    }
 }
 
 /// The error of a command that its user has stopped. It leads to exit status 1, and its message has no prefix `error:`.

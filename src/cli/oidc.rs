@@ -1,9 +1,9 @@
 //! Options of `serve` for an OpenID provider that signs people in.
 
-use super::usage_error;
+use super::{access::open_file_warning, usage_error};
 use lockstep_protocol::people::Role;
 use lockstep_server::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
-use std::{env, fs::File, io::Read, os::unix::fs::MetadataExt, path::PathBuf};
+use std::{env, fs::File, io::Read, path::PathBuf};
 
 /// Environment variable with the client secret itself. No option accepts the secret, because other accounts of the machine can see a
 /// process's arguments.
@@ -81,11 +81,11 @@ impl OidcArgs {
 fn read(path: &PathBuf) -> anyhow::Result<String> {
     let failed =
         |error: std::io::Error| usage_error(format!("--oidc-client-secret-file {}: {error}", path.display()));
-    let file = File::open(path).map_err(failed)?;
-    if file.metadata().map_err(failed)?.mode() & 0o044 != 0 {
-        tracing::warn!(path = %path.display(), "other accounts of this machine can read the client secret: chmod go-r");
+    if let Some(warning) = open_file_warning(path) {
+        tracing::warn!("{warning}");
     }
     let mut text = String::new();
-    file.take(FILE_BYTES).read_to_string(&mut text).map_err(failed)?;
+    let read = File::open(path).and_then(|file| file.take(FILE_BYTES).read_to_string(&mut text));
+    read.map_err(failed)?;
     Ok(text)
 }

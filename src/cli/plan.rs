@@ -3,7 +3,7 @@
 use super::{init_tracing, job_file, output, usage_error};
 use lockstep_data::loader::DataSource;
 use lockstep_engine::{
-    Sample, Selection,
+    Sample,
     net::Network,
     plan::{Candidate, Cost, Machine},
     registry,
@@ -329,16 +329,9 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 /// Returns this machine's measurements, either cached or measured now with at most `max_ranks` ranks.
 fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) -> anyhow::Result<Machine> {
     let requested = spec.parallel.device;
-    let offer =
-        registry::offer(Selection { device: requested, ..Selection::default() }).map_err(usage_error)?;
-    if offer.slots.is_empty() {
-        let why = offer.why_no_gpus.unwrap_or_default();
-        return Err(usage_error(format!(
-            "parallel.device = {:?}: {why}; give --machine FILE",
-            requested.as_str()
-        )));
-    }
-    let devices: Vec<String> = offer.slots.into_iter().filter_map(|slot| slot.uuid).collect();
+    let (devices, _) = registry::gpus(requested).map_err(|why| {
+        usage_error(format!("parallel.device = {:?}: {why}; give --machine FILE", requested.as_str()))
+    })?;
     let ranks = match devices.len() as u32 {
         0 => max_ranks.min(cores().max(2)),
         gpus => max_ranks.min(gpus),

@@ -10,7 +10,7 @@ const TABLE_BYTES: u64 = 1 << 20;
 /// Maximum number of devices in a table. MindSpore's own tools write tables of 2, 8 and 16 devices.
 pub(crate) const MAX_DEVICES: usize = 4096;
 /// Maximum length of a machine's name: the limit of DNS names.
-const MAX_NAME_BYTES: usize = 253;
+pub(crate) const MAX_NAME_BYTES: usize = 253;
 
 /// The assignment of ranks to machines and devices.
 #[derive(Debug, Clone, PartialEq, Eq)]

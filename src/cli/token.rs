@@ -2,7 +2,7 @@
 
 use super::{
     api::{self, Api, ServerArgs, text},
-    block_on, output, usage_error,
+    block_on, only, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
 use serde_json::{Value, json};
@@ -84,31 +84,17 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 if server.json {
                     return output::json(&json!({ "tokens": tokens }));
                 }
-                for token in api::list::<Token>(&tokens, "tokens")? {
-                    output::line(format_token(&token))?;
-                }
-                Ok(())
+                let tokens = api::list::<Token>(&tokens, "tokens")?;
+                let header = ["TOKEN", "SCOPE", "NAME", "AGENT", "OWNER", "VALIDITY", "USE"];
+                output::table(header, tokens.iter().map(row))
             }
             Command::Revoke { token, server } => {
                 let api = server.api()?;
-                let tokens: Vec<Token> = api.list("/tokens", "tokens").await?;
-                let is_valid_with_name = |t: &&Token| t.name == token && t.revoked_at.is_none();
-                let named: Vec<_> = tokens.iter().filter(is_valid_with_name).collect();
-                let id = match (tokens.iter().find(|t| t.id == token), &named[..]) {
-                    (Some(token), _) => token.id.clone(),
-                    (None, [token]) => token.id.clone(),
-                    (None, []) => {
-                        return Err(usage_error(format!(
-                            "no token is called {token}; `lockstep token list` shows all tokens"
-                        )));
-                    }
-                    (None, several) => {
-                        return Err(usage_error(format!(
-                            "{} tokens are called {token}; name one by its id",
-                            several.len()
-                        )));
-                    }
-                };
+                let mut tokens: Vec<Token> = api.list("/tokens", "tokens").await?;
+                let has_id = tokens.iter().any(|t| t.id == token);
+                tokens.retain(|t| t.id == token || !has_id && t.name == token && t.revoked_at.is_none());
+                let Token { id, .. } =
+                    only("token", &token, tokens, |t| format!("{} (id {})", t.name, t.id))?;
                 api.delete(&format!("/tokens/{id}")).await?;
                 output::print(server.json, &json!({ "revoked": id }), &id)
             }
@@ -137,26 +123,21 @@ async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyho
     Ok(())
 }
 
-/// Formats a token: `0198...  submit  ci  expires 2026-12-23T04:17:38Z`.
-fn format_token(token: &Token) -> String {
-    let mut words = format!("{}  {:<6}  {}", token.id, token.scope, token.name);
-    let mut add = |text: String| {
-        words.push_str("  ");
-        words.push_str(&text);
+fn row(token: &Token) -> [String; 7] {
+    let validity = match (token.revoked_at, token.expires_at) {
+        (Some(at), _) => format!("revoked {at}"),
+        (None, Some(at)) => format!("expires {at}"),
+        (None, None) => String::new(),
     };
-    if let Some(agent) = &token.agent {
-        add(format!("agent {agent}"));
-    }
-    if let Some(owner) = &token.owner {
-        add(format!("of {owner}"));
-    }
-    match (token.revoked_at, token.expires_at) {
-        (Some(at), _) => add(format!("revoked {at}")),
-        (None, Some(at)) => add(format!("expires {at}")),
-        (None, None) => {}
-    }
-    add(token.last_used_at.map_or("never used".into(), |at| format!("last used {at}")));
-    words
+    [
+        token.id.clone(),
+        token.scope.to_string(),
+        token.name.clone(),
+        token.agent.clone().unwrap_or_default(),
+        token.owner.clone().unwrap_or_default(),
+        validity,
+        token.last_used_at.map_or("never used".into(), |at| format!("last used {at}")),
+    ]
 }
 
 /// Prints a link for signing in.

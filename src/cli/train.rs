@@ -11,7 +11,7 @@ use super::{Stopped, init_tracing, job_file, launch::quote, output, usage_error}
 use launcher::{LaunchedRank, Ranks};
 use local::Outcome;
 use lockstep_comm::rendezvous::free_port;
-use lockstep_engine::{Selection, registry};
+use lockstep_engine::registry;
 use lockstep_host::{
     cores,
     gpu::{
@@ -23,7 +23,7 @@ use lockstep_protocol::{
     JobSpec,
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
-    numbers::plural,
+    numbers::{accuracy_of, plural},
     spec::{SpecError, Validation},
 };
 use lockstep_worker::{
@@ -173,16 +173,12 @@ fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome>
         ));
     }
     devices.truncate(ranks as usize);
-    let configs = configs(&start, &devices, None, out);
-    fs::create_dir_all(configs[0].attempt_dir())?;
-    local::run(&configs)
+    local::run(&configs(&start, &devices, None, out))
 }
 
 /// Runs the ranks that a rank table assigns to this machine.
 fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow::Result<Outcome> {
-    start.master_addr.clone_from(&ranks.addr);
-    start.master_port = ranks.port;
-    start.secret.clone_from(&ranks.secret);
+    ranks.rendezvous.write_into(&mut start);
     start.ranks.clone_from(&ranks.local);
     start.attempt.attempt = next_attempt(out, ranks.local[0].0);
     let visible = visible_devices(&start.spec)?;
@@ -198,9 +194,7 @@ fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> a
         true => Vec::new(),
         false => ranks.local.iter().map(device).collect::<anyhow::Result<_>>()?,
     };
-    let configs = configs(&start, &chosen, None, out);
-    fs::create_dir_all(configs[0].attempt_dir())?;
-    local::run(&configs)
+    local::run(&configs(&start, &chosen, None, out))
 }
 
 /// Returns the number of the next attempt: the first attempt without records of `rank`. Other machines may write into the same folder, so
@@ -214,12 +208,10 @@ fn next_attempt(out: &Path, rank: u32) -> u32 {
 }
 
 fn run_rank_here(mut start: StartAttempt, launched: &LaunchedRank, out: &Path) -> anyhow::Result<Outcome> {
-    start.master_addr.clone_from(&launched.addr);
-    start.master_port = launched.port;
-    start.secret.clone_from(&launched.secret);
+    launched.rendezvous.write_into(&mut start);
     start.attempt.attempt = next_attempt(out, launched.rank);
     let gpu = rank_device(&start.spec, launched)?;
-    let config = RankConfig {
+    local::run_here(&RankConfig {
         start,
         rank: launched.rank,
         slot: launched.local_rank,
@@ -229,27 +221,18 @@ fn run_rank_here(mut start: StartAttempt, launched: &LaunchedRank, out: &Path) -
         lease: None,
         job_dir: out.into(),
         stop_within_secs: stop_within_secs(),
-    };
-    fs::create_dir_all(config.attempt_dir())?;
-    local::run_here(&config)
+    })
 }
 
 /// Returns the devices of this machine for a job's ranks, in order. Empty if ranks compute on CPU cores.
 fn visible_devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     let device = spec.parallel.device;
-    let offer = registry::offer(Selection { device, ..Selection::default() }).map_err(usage_error)?;
-    match (offer.slots.is_empty(), offer.why_no_gpus) {
-        (true, why) => {
-            let device = serde_json::to_string(&device)?;
-            Err(usage_error(format!("parallel.device = {device}: {}", why.unwrap_or_default())))
-        }
-        (false, why) => {
-            if let Some(why) = why {
-                output::warn(format_args!("training on the CPU: {why}"));
-            }
-            Ok(offer.slots.into_iter().filter_map(|slot| slot.uuid).collect())
-        }
+    let (gpus, why_no_gpus) = registry::gpus(device)
+        .map_err(|why| usage_error(format!("parallel.device = {:?}: {why}", device.as_str())))?;
+    if let Some(why) = why_no_gpus {
+        output::warn(format_args!("training on the CPU: {why}"));
     }
+    Ok(gpus)
 }
 
 /// Returns the device of a rank that a launcher started: the only visible device, or the device that the launcher names, or the device with
@@ -281,18 +264,16 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
     let given: Vec<_> = options.iter().filter(|(_, is_given)| *is_given).map(|(option, _)| *option).collect();
     let again = if given.is_empty() { String::new() } else { format!("; give {} again", given.join(", ")) };
     match outcome {
-        Outcome::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
-            "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",
-            lockstep_protocol::numbers::accuracy_of(*accuracy, Some(*pictures)),
+        Outcome::Succeeded { accuracy, step, best } => output::line(format_args!(
+            "succeeded: {} in {:.0} s; checkpoints are in {}{}",
+            match accuracy {
+                Some((share, pictures)) =>
+                    format!("validation accuracy {}", accuracy_of(*share, Some(*pictures))),
+                None => plural(*step, "step"),
+            },
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display(),
             best.as_deref().unwrap_or_default()
-        )),
-        Outcome::Succeeded { accuracy: None, step, .. } => output::line(format_args!(
-            "succeeded: {} in {:.0} s; checkpoints are in {}",
-            plural(*step, "step"),
-            began.elapsed().as_secs_f64(),
-            out.join("checkpoints").display()
         )),
         Outcome::Stopped { step } => match newest_step(out)? {
             Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(

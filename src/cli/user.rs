@@ -3,7 +3,7 @@
 use super::{
     api::{self, ServerArgs},
     block_on,
-    confirm::confirm,
+    confirm::{ask_new_password, confirm},
     output, usage_error,
 };
 use anyhow::Context;
@@ -169,11 +169,7 @@ fn format_person(person: &Person) -> String {
 /// because other accounts can see a process's arguments.
 fn read_password() -> anyhow::Result<String> {
     let password = if io::stdin().is_terminal() {
-        let first = rpassword::prompt_password("password: ")?;
-        if rpassword::prompt_password("repeat the password: ")? != first {
-            return Err(usage_error("the two passwords differ"));
-        }
-        first
+        ask_new_password("password")?
     } else {
         first_line(io::stdin().lock())?
     };

@@ -1,13 +1,13 @@
 //! Requests whose responses decide about irreversible actions. Submissions are idempotent, so a retry creates nothing twice. "Does not
 //! exist" is distinguished from "could not be read".
 
-use super::{Api, SERVER_TIMEOUT, problem};
-use crate::cli::{WrongRequest, output};
+use super::{Api, Outage, problem};
+use crate::cli::output;
 use lockstep_protocol::backoff::Backoff;
 use reqwest::StatusCode;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Pauses before a request is retried.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
@@ -48,8 +48,7 @@ impl Api {
         body: &impl Serialize,
     ) -> anyhow::Result<T> {
         let key = uuid::Uuid::new_v4().simple().to_string();
-        let began = Instant::now();
-        let mut backoff = RETRY;
+        let (mut outage, mut backoff) = (Outage::default(), RETRY);
         loop {
             let request = self.client.post(self.url(path)).timeout(RESPONSE_TIMEOUT);
             let response = match self.send(request.header("idempotency-key", &key).json(body)).await {
@@ -57,12 +56,8 @@ impl Api {
                 Err(error) => Err(error),
             };
             match response {
-                Err(error) if !error.is::<WrongRequest>() && began.elapsed() < SERVER_TIMEOUT => {
-                    if backoff == RETRY {
-                        output::warn("the server does not answer; trying again");
-                    }
-                }
-                response => return response,
+                Ok(value) => return Ok(value),
+                Err(error) => outage.report_lost(error, |text| output::warn(text))?,
             }
             tokio::time::sleep(backoff.pause()).await;
         }

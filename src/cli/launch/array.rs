@@ -9,7 +9,7 @@ use super::{
     Args, Launch, format_command,
     hosts::Host,
     machines, node, private_folder, slurm,
-    uploads::{UPLOAD_TIMEOUT, UploadStatus},
+    uploads::{AgentsEnd, EndWait},
 };
 use lockstep_protocol::{
     Job, JobState,
@@ -188,8 +188,8 @@ impl Array {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut remaining: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
         let (mut reported, mut ended_early) = (HashMap::new(), HashSet::new());
-        // For each task: the time since which its job is over, and since which its checkpoints are known to be on the server.
-        let (mut over_since, mut complete_since) = (HashMap::new(), HashMap::new());
+        // The waits for the agents of jobs that are over.
+        let mut waits = HashMap::new();
         let mut succeeded = 0;
         while !remaining.is_empty() {
             tokio::time::sleep(slurm::POLL_INTERVAL).await;
@@ -215,8 +215,7 @@ impl Array {
                 };
                 if !job.state.is_final() {
                     // The job may have been retried after it was over.
-                    over_since.remove(&task);
-                    complete_since.remove(&task);
+                    waits.remove(&task);
                 }
                 if reported.insert(task, job.state) != Some(job.state) {
                     print_state(args, &job)?;
@@ -226,16 +225,10 @@ impl Array {
                     // Agents exit after their job, when its checkpoints are on the server. Then a task that has not started, or that runs
                     // for some more time, is cancelled.
                     Some(state) if job.state.is_final() => {
-                        let over_since = *over_since.entry(task).or_insert_with(Instant::now);
-                        match launch.upload_status().await {
-                            Ok(UploadStatus::Complete(job)) if job.state.is_final() => {
-                                let complete_since = *complete_since.entry(task).or_insert_with(Instant::now);
-                                let is_late = complete_since.elapsed() > slurm::END_TIMEOUT;
-                                if state.starts_with("PENDING") || is_late {
-                                    slurm::cancel(&in_slurm);
-                                }
-                            }
-                            _ if over_since.elapsed() > UPLOAD_TIMEOUT => {
+                        let wait = waits.entry(task).or_insert_with(EndWait::new);
+                        match wait.poll(launch, slurm::agents_in(state)).await {
+                            Some(AgentsEnd::Unneeded) => slurm::cancel(&in_slurm),
+                            Some(AgentsEnd::NotUploaded) => {
                                 output::warn(format_args!(
                                     "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, \
                                      and `scancel {in_slurm}` ends it",
@@ -256,11 +249,8 @@ impl Array {
                     None if ended_early.insert(task) => {}
                     None => {
                         let how = slurm::describe_end(&in_slurm);
-                        output::warn(format_args!(
-                            "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts \
-                             agents for it again",
-                            job.id, job.state
-                        ));
+                        let how = format!("Slurm's task {in_slurm} is over ({how})");
+                        output::warn(launch.describe_early_end(&how, &job));
                         self.remove_bundle(task);
                         remaining.remove(&task);
                     }

@@ -3,20 +3,19 @@
 use super::{
     super::{WrongRequest, api::Outage, output, usage_error, watch},
     Launch, LaunchDetached,
+    uploads::{Agents, AgentsEnd},
 };
 use lockstep_host::files;
-use lockstep_protocol::Job;
+use lockstep_protocol::{Job, JobState};
 use serde_json::Value;
 use std::{
     fs::File,
     io::{self, Write as _},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-/// Time for agents to exit after their job: a heartbeat tells an agent that the job has ended.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(90);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Number of bytes at the end of a log in which [`Launched::last_line`] searches.
 const TAIL_BYTES: u64 = 4096;
@@ -94,28 +93,27 @@ pub(super) async fn follow(
         result = watching => result,
         failure = wait_for_failure(launch, &mut launched, explain) => return Err(failure),
     };
-    let is_final = read_job(launch).await.is_ok_and(|job| job.state.is_final());
-    if result.is_ok() || is_final {
-        launch.wait_for_uploads().await;
-    } else if let Err(error) = &result
-        && launched.iter_mut().any(Launched::is_running)
-    {
-        // This command gave up on the unreachable server. The agents keep trying.
-        return Err(LaunchDetached(format!("{error:#}")).into());
+    if result.is_err() && final_state(launch).await.is_none() {
+        return match launched.iter_mut().any(Launched::is_running) {
+            // This command gave up on the unreachable server. The agents keep trying.
+            true => result.map_err(|error| LaunchDetached(format!("{error:#}")).into()),
+            false => result,
+        };
     }
-    let deadline = Instant::now() + EXIT_TIMEOUT;
-    while launched.iter_mut().any(Launched::is_running) {
-        if Instant::now() > deadline {
-            let running = launched.iter().filter(|process| process.status.is_none());
-            let labels: Vec<_> = running.map(|process| process.label.as_str()).collect();
-            output::warn(format_args!(
-                "the agents started on {} are still running; see {}",
-                labels.join(", "),
-                logs.display()
-            ));
-            break;
-        }
-        tokio::time::sleep(POLL_INTERVAL).await;
+    let agents = async || {
+        anyhow::Ok(match launched.iter_mut().any(Launched::is_running) {
+            true => Agents::Running,
+            false => Agents::Ended,
+        })
+    };
+    if !matches!(launch.wait_for_agents(agents).await?, AgentsEnd::Ended) {
+        let running = launched.iter().filter(|process| process.status.is_none());
+        let labels: Vec<_> = running.map(|process| process.label.as_str()).collect();
+        output::warn(format_args!(
+            "the agents started on {} are still running; see {}",
+            labels.join(", "),
+            logs.display()
+        ));
     }
     result
 }
@@ -148,11 +146,8 @@ async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: E
                 return anyhow::anyhow!(explanation);
             }
             if is_last {
-                return anyhow::anyhow!(
-                    "no agent of this launch is left, and the job is {}: {explanation}. `lockstep launch {}` starts agents for it again",
-                    job.state,
-                    job.id
-                );
+                let how = format!("{explanation}; no agent of this launch is left");
+                return anyhow::Error::msg(launch.describe_early_end(&how, &job));
             }
             output::warn(explanation);
         }
@@ -227,23 +222,50 @@ fn slots_left(launch: &Launch, launched: &[Launched]) -> u32 {
     if has_process_per_node(launch, launched) { running.map(|(_, node)| node.slots).sum() } else { 0 }
 }
 
-/// Shows a job whose agents another system runs, until the job is over, or until `ended` returns because that system has ended the agents.
-/// Also returns whether the job is known to be over. A long outage of the server does not end training.
+/// Shows a job whose agents another system runs, until the job is over and its agents may be ended, or until `ended` returns because that
+/// system has ended the agents. Also returns whether the agents may be ended. A long outage of the server does not end training.
+///
+/// `agents` returns the state of the agents of a job with this final state, or of a job that is not over. `continues` says that the agents
+/// continue, and how to end them.
+///
+/// # Errors
+/// The agents continue.
 pub(super) async fn follow_until_over(
     launch: &Launch,
     ended: impl Future<Output = anyhow::Error>,
-) -> (anyhow::Result<()>, bool) {
+    agents: impl AsyncFn(Option<JobState>) -> anyhow::Result<Agents>,
+    continues: &str,
+) -> anyhow::Result<(anyhow::Result<()>, bool)> {
     watch::announce(&launch.job);
     let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
     let result = tokio::select! {
         result = watching => result,
         error = ended => Err(error),
     };
-    let is_over = read_job(launch).await.is_ok_and(|job| job.state.is_final());
-    (result, is_over)
+    let why = match final_state(launch).await {
+        None if matches!(agents(None).await, Ok(Agents::Ended)) => return Ok((result, false)),
+        None => result.err().map_or_else(String::new, |error| format!("{error}; ")),
+        state => match launch.wait_for_agents(async || agents(state).await).await {
+            Ok(AgentsEnd::Ended | AgentsEnd::Unneeded) => return Ok((result, true)),
+            Ok(AgentsEnd::QueuedAgain) => "the job was queued again: ".into(),
+            Ok(AgentsEnd::NotUploaded) => {
+                "the job's last checkpoint is not known to be on the server: ".into()
+            }
+            Err(error) => {
+                output::warn(format_args!("{error}; {continues}"));
+                return Ok((result, false));
+            }
+        },
+    };
+    Err(LaunchDetached(format!("{why}{continues}")).into())
 }
 
-async fn read_job(launch: &Launch) -> anyhow::Result<Job> {
+/// Returns the state of the job if the job is known to be over.
+async fn final_state(launch: &Launch) -> Option<JobState> {
+    read_job(launch).await.ok().map(|job| job.state).filter(|state| state.is_final())
+}
+
+pub(super) async fn read_job(launch: &Launch) -> anyhow::Result<Job> {
     let id = &launch.job.id;
     let found = launch.api.find(&format!("/jobs/{id}")).await?;
     found.ok_or_else(|| usage_error(format!("the job {id} no longer exists")))

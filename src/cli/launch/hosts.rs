@@ -1,7 +1,11 @@
 //! Lists of machines: hostfiles, `-H` and rank tables.
 
 use super::{
-    super::{file, rank_table::RankTable, usage_error},
+    super::{
+        file,
+        rank_table::{MAX_NAME_BYTES, RankTable},
+        usage_error,
+    },
     MAX_HOSTS, MAX_SLOTS,
 };
 use std::{collections::BTreeMap, path::Path};
@@ -12,8 +16,6 @@ const HOSTFILE_BYTES: u64 = 1 << 20;
 const MAX_VARIABLES: usize = 32;
 /// Maximum total size of a machine's variables. The variables of 256 machines fit into one environment variable.
 const MAX_VARIABLE_BYTES: usize = 2048;
-/// Maximum length of a machine's name: the limit of DNS names.
-const MAX_NAME_BYTES: usize = 253;
 
 /// A machine on which a launch starts an agent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -1,7 +1,6 @@
 //! Agents in the pods of an Indexed Job of Kubernetes, which places pods and replaces lost pods. In messages, `Kubernetes' Job` differs
 //! from Lockstep's `job`.
 
-mod cleanup;
 mod cluster;
 mod objects;
 mod observe;
@@ -11,14 +10,14 @@ mod words;
 
 use super::{
     super::{access::is_this_machine, output},
-    Args, Launch, LaunchDetached,
+    Args, Launch,
     follow::follow_until_over,
     hosts::Host,
     tokens,
+    uploads::Agents,
 };
-use cleanup::Cleanup;
 use cluster::{Cluster, Created, Kind};
-use lockstep_protocol::{Job, JobSpec};
+use lockstep_protocol::{Job, JobSpec, JobState};
 use objects::{JOB_LABEL, LAUNCH, Plan, TOKENS};
 use serde_json::{Value, json};
 use std::{path::Path, time::Duration};
@@ -72,36 +71,41 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         return Ok(());
     }
     let ended = steer::wait_for_early_end(&cluster, launch, &name, template.queue());
-    let (result, is_over) = follow_until_over(launch, ended).await;
-    if !is_over {
-        return match cluster.get(Kind::Job, &name).await {
-            Ok(None) => result,
-            Ok(Some(found)) if words::describe_end(&found).is_some() => result,
-            _ => {
-                let why = result.err().map_or_else(String::new, |error| format!("{error}; "));
-                let namespace = &cluster.namespace;
-                Err(LaunchDetached(format!(
-                    "{why}Kubernetes' Job {name} continues, and `kubectl -n {namespace} delete job {name}` ends it"
-                ))
-                .into())
-            }
-        };
+    let agents = async |state| find_agents(&cluster, &name, state).await;
+    let continues = format!(
+        "Kubernetes' Job {name} continues, and `kubectl -n {} delete job {name}` ends it",
+        cluster.namespace
+    );
+    let (result, may_be_ended) = follow_until_over(launch, ended, agents, &continues).await?;
+    if may_be_ended {
+        // A finished Job stays for a while, so that its pods' logs can be read.
+        if let Ok(Some(job)) = cluster.get(Kind::Job, &name).await
+            && words::describe_end(&job).is_none()
+        {
+            delete_or_warn(&cluster, &job).await;
+        }
+        // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
+        launch.revoke().await;
     }
-    match cleanup::clean_up(&cluster, launch, &name).await {
-        Ok(Cleanup::Ended) => {
-            // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
-            launch.revoke().await;
-            result
-        }
-        Ok(Cleanup::QueuedAgain) => Err(LaunchDetached(format!(
-            "the job was queued again, and Kubernetes' Job {name} continues; `lockstep launch {} --with kubernetes` follows it",
-            launch.job.id
-        ))
-        .into()),
-        Err(error) => {
-            output::warn(format_args!("Kubernetes' Job {name} was not deleted: {error}"));
-            result
-        }
+    result
+}
+
+/// Returns the state of the agents of a job with this final state, or of a job that is not over.
+async fn find_agents(cluster: &Cluster, name: &str, state: Option<JobState>) -> anyhow::Result<Agents> {
+    let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(Agents::Ended) };
+    let (is_over, has_pods) = (words::describe_end(&job).is_some(), words::has_pods(&job));
+    Ok(match state {
+        None if is_over => Agents::Ended,
+        // No pod exists that could upload a checkpoint.
+        Some(_) if !has_pods && (is_over || words::is_suspended(&job)) => Agents::Ended,
+        Some(state) if is_over || state == JobState::Cancelled => Agents::Idle,
+        _ => Agents::Running,
+    })
+}
+
+async fn delete_or_warn(cluster: &Cluster, job: &Value) {
+    if let Err(error) = cluster.delete(Kind::Job, job).await {
+        output::warn(format_args!("Kubernetes' Job was not deleted: {error}"));
     }
 }
 
@@ -192,17 +196,13 @@ async fn create(
             }
         }
         if template.queue().is_none() {
-            cluster
-                .change(name, |job| std::mem::replace(&mut job["spec"]["suspend"], json!(false)) != false)
-                .await?;
+            cluster.change(name, steer::unsuspend).await?;
         }
         anyhow::Ok(())
     };
     let result = create_others.await;
-    if result.is_err()
-        && let Err(error) = cluster.delete(Kind::Job, &job).await
-    {
-        output::warn(format_args!("Kubernetes' Job {name} was not deleted: {error}"));
+    if result.is_err() {
+        delete_or_warn(cluster, &job).await;
     }
     result
 }

@@ -3,15 +3,16 @@
 
 use super::{
     super::{output, usage_error},
-    Args, Launch, LaunchDetached, MAX_SLOTS,
+    Args, Launch, MAX_SLOTS,
     bundle::{AGENT_LIMIT, Bundle},
-    follow::follow_until_over,
+    follow::{follow_until_over, read_job},
     format_command,
     hosts::Host,
     quote,
+    uploads::Agents,
 };
 use lockstep_host::write_private;
-use lockstep_protocol::{Job, spec::Device};
+use lockstep_protocol::{JobState, spec::Device};
 use std::{
     collections::BTreeMap,
     fmt::Write as _,
@@ -24,8 +25,6 @@ use std::{
 };
 
 pub(super) const POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// Time limit for Slurm to end its job after Lockstep's job is over.
-pub(super) const END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the command `sbatch`, which reads the script from standard input.
 pub(super) fn command(args: &Args) -> Command {
@@ -149,38 +148,21 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     if launch.args.detach {
         return Ok(());
     }
-    let (result, is_over) = follow_until_over(launch, wait_for_early_end(launch, &id)).await;
-    if !is_over {
-        if state(&id).is_none() {
-            let _ = fs::remove_file(&bundle);
-            return result;
-        }
-        let why = result.err().map_or_else(String::new, |error| format!("{error}; "));
-        return Err(
-            LaunchDetached(format!("{why}Slurm's job {id} continues, and `scancel {id}` ends it")).into()
-        );
-    }
-    if !launch.wait_for_uploads().await {
-        return Err(LaunchDetached(format!(
-            "the job was queued again, or its last checkpoint is not known to be on the server: Slurm's job {id} continues, and \
-             `scancel {id}` ends it"
-        ))
-        .into());
-    }
-    // Agents exit after Lockstep's job. A batch job that still waits for machines, or was requeued, is no longer needed.
-    let deadline = tokio::time::Instant::now() + END_TIMEOUT;
-    loop {
-        match state(&id) {
-            Some(state) if state.starts_with("PENDING") || tokio::time::Instant::now() > deadline => {
-                cancel(&id);
-                break;
-            }
-            Some(_) => tokio::time::sleep(POLL_INTERVAL).await,
-            None => break,
-        }
+    let agents =
+        async |_: Option<JobState>| anyhow::Ok(state(&id).map_or(Agents::Ended, |state| agents_in(&state)));
+    let continues = format!("Slurm's job {id} continues, and `scancel {id}` ends it");
+    let (result, may_be_ended) =
+        follow_until_over(launch, wait_for_early_end(launch, &id), agents, &continues).await?;
+    if may_be_ended {
+        cancel(&id);
     }
     let _ = fs::remove_file(&bundle);
     result
+}
+
+/// Returns the state of the agents in Slurm's job with this unfinished state. Slurm's job may wait for machines, or have been requeued.
+pub(super) fn agents_in(state: &str) -> Agents {
+    if state.starts_with("PENDING") { Agents::Idle } else { Agents::Running }
 }
 
 /// Writes the agents' bundle to a file that only this account can read (0600).
@@ -284,16 +266,11 @@ async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
         if now.is_none() {
             // The display of Lockstep's job reports its end.
             tokio::time::sleep(POLL_INTERVAL).await;
-            let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
-            if let Ok(job) = job
+            if let Ok(job) = read_job(launch).await
                 && !job.state.is_final()
             {
-                return anyhow::anyhow!(
-                    "Slurm's job {id} is over ({}) and the job is {}; `lockstep launch {}` starts agents for it again",
-                    describe_end(id),
-                    job.state,
-                    job.id
-                );
+                let how = format!("Slurm's job {id} is over ({})", describe_end(id));
+                return anyhow::Error::msg(launch.describe_early_end(&how, &job));
             }
         }
         tokio::time::sleep(POLL_INTERVAL).await;

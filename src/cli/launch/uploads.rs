@@ -1,5 +1,5 @@
-//! Checks whether a job's checkpoints are on the server. The launch's agents upload the checkpoints, so the agents are ended only after the
-//! uploads.
+//! The end of a launch after its job is over: the agents upload the job's checkpoints, then exit. Agents that do not exit are ended only
+//! after the uploads.
 
 use super::{
     super::{WrongRequest, output},
@@ -11,7 +11,9 @@ use serde_json::Value;
 use std::time::{Duration, Instant};
 
 /// Maximum wait for the last checkpoint of a job that is over.
-pub(super) const UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
+const UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
+/// Time for agents to exit after the uploads: a heartbeat tells an agent that the job has ended.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Time limit for a response of the server.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -49,22 +51,89 @@ impl Launch {
         Ok(job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))
     }
 
-    /// Waits until the checkpoints of a finished job are on the server, even while the server does not respond. Returns true if the
-    /// checkpoints are there and the job has not been queued again, or if the job is deleted.
-    pub(super) async fn wait_for_uploads(&self) -> bool {
-        let mut is_announced = false;
-        let began = Instant::now();
-        while began.elapsed() < UPLOAD_TIMEOUT {
-            match self.upload_status().await {
-                Ok(UploadStatus::Deleted) => return true,
-                Ok(UploadStatus::Complete(job)) => return job.state.is_final(),
-                Ok(UploadStatus::Uploading) => report_upload_once(&mut is_announced),
-                Err(error) if error.is::<WrongRequest>() => return false,
-                Err(_) => {}
+    /// Waits for the agents of a job that is over. `agents` returns their current state.
+    ///
+    /// # Errors
+    /// The state of the agents is unknown.
+    pub(super) async fn wait_for_agents(
+        &self,
+        mut agents: impl AsyncFnMut() -> anyhow::Result<Agents>,
+    ) -> anyhow::Result<AgentsEnd> {
+        let mut wait = EndWait::new();
+        loop {
+            if let Some(end) = wait.poll(self, agents().await?).await {
+                return Ok(end);
             }
             tokio::time::sleep(POLL_INTERVAL).await;
         }
-        false
+    }
+
+    /// Prints once that the launch waits for an upload.
+    pub(super) fn report_upload_once(&self, is_reported: &mut bool) {
+        if !std::mem::replace(is_reported, true) {
+            output::warn(format_args!(
+                "the last checkpoint of job {} is still being uploaded to the server",
+                self.job.id
+            ));
+        }
+    }
+}
+
+/// The agents of a launch.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Agents {
+    /// No agent is left.
+    Ended,
+    /// The agents may be ended as soon as the checkpoints are on the server: they have not started, or will not exit by themselves.
+    Idle,
+    /// The agents exit by themselves.
+    Running,
+}
+
+/// The end of a wait for the agents of a job that is over.
+pub(super) enum AgentsEnd {
+    /// No agent is left.
+    Ended,
+    /// The checkpoints are on the server, and the remaining agents may be ended.
+    Unneeded,
+    /// The job was queued again, and needs its agents.
+    QueuedAgain,
+    /// The last checkpoint has not reached the server within the time limit.
+    NotUploaded,
+}
+
+/// A wait for the agents of a job that is over.
+pub(super) struct EndWait {
+    began: Instant,
+    /// The time since which the checkpoints are known to be on the server.
+    uploaded_since: Option<Instant>,
+    is_upload_reported: bool,
+}
+
+impl EndWait {
+    pub(super) fn new() -> Self {
+        Self { began: Instant::now(), uploaded_since: None, is_upload_reported: false }
+    }
+
+    /// Returns the end of the wait, or `None` while the wait continues, even while the server does not respond.
+    pub(super) async fn poll(&mut self, launch: &Launch, agents: Agents) -> Option<AgentsEnd> {
+        if agents == Agents::Ended {
+            return Some(AgentsEnd::Ended);
+        }
+        match launch.upload_status().await {
+            Ok(UploadStatus::Complete(job)) if !job.state.is_final() => return Some(AgentsEnd::QueuedAgain),
+            Ok(UploadStatus::Complete(_) | UploadStatus::Deleted) => {
+                let uploaded_since = *self.uploaded_since.get_or_insert_with(Instant::now);
+                if agents == Agents::Idle || uploaded_since.elapsed() > EXIT_TIMEOUT {
+                    return Some(AgentsEnd::Unneeded);
+                }
+            }
+            Ok(UploadStatus::Uploading) => launch.report_upload_once(&mut self.is_upload_reported),
+            Err(error) if error.is::<WrongRequest>() => return Some(AgentsEnd::NotUploaded),
+            // The state of the uploads is unknown.
+            Err(_) => {}
+        }
+        (self.began.elapsed() > UPLOAD_TIMEOUT).then_some(AgentsEnd::NotUploaded)
     }
 }
 
@@ -76,13 +145,6 @@ fn awaits_upload(checkpoints: &[Value]) -> bool {
     let uploaded = checkpoints.iter().filter(|checkpoint| !is_uploading(checkpoint));
     let newest = uploaded.map(attempt).max().unwrap_or(0);
     checkpoints.iter().any(|checkpoint| is_uploading(checkpoint) && attempt(checkpoint) >= newest)
-}
-
-/// Prints once that the command waits for an upload.
-pub(super) fn report_upload_once(is_announced: &mut bool) {
-    if !std::mem::replace(is_announced, true) {
-        output::warn("the job's last checkpoint is still being uploaded to the server");
-    }
 }
 
 #[cfg(test)]

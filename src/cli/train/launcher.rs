@@ -7,6 +7,7 @@ mod table;
 pub(super) use mindspore::is_scheduler;
 pub(super) use table::{RANK_TABLE, Ranks, rank_of_table, ranks_of_machine};
 
+use lockstep_protocol::agent::StartAttempt;
 use nodelist::{first_node, tasks_of};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -21,10 +22,30 @@ pub(super) struct LaunchedRank {
     pub(super) local_ranks: u32,
     /// The index of the rank's GPU on the machine, if the launcher gives an index that may differ from `local_rank`.
     pub(super) device: Option<u32>,
+    pub(super) rendezvous: Rendezvous,
+}
+
+/// How the ranks of a run find and recognise each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Rendezvous {
     /// The address at which rank 0 listens.
     pub(super) addr: String,
     pub(super) port: u16,
     pub(super) secret: String,
+}
+
+impl Rendezvous {
+    /// Without `LOCKSTEP_SECRET`, the secret is `run`, a text that is the same for all ranks of the run, with the address.
+    fn new(variable: &impl Fn(&str) -> Option<String>, run: &str, addr: String, port: u16) -> Self {
+        let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{run}/{addr}/{port}"));
+        Self { addr, port, secret }
+    }
+
+    pub(super) fn write_into(&self, start: &mut StartAttempt) {
+        start.master_addr.clone_from(&self.addr);
+        start.master_port = self.port;
+        start.secret.clone_from(&self.secret);
+    }
 }
 
 /// Reads the launcher's environment variables. `None` without such variables.
@@ -73,9 +94,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     } else {
         return Ok(None);
     }
-    if rank >= world_size {
-        return Err(format!("{launcher} says that this is rank {rank} of {world_size}; ranks begin at 0"));
-    }
+    check_rank(launcher, rank, world_size)?;
     let local_ranks = local_ranks.unwrap_or(1).clamp(1, world_size);
     let addr = match variable("MASTER_ADDR") {
         Some(addr) if addr.trim().is_empty() => {
@@ -98,10 +117,16 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
             .ok_or_else(|| format!("MASTER_PORT={port} is not a port for {launcher}"))?,
         None => port_for(&job),
     };
-    let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{launcher}/{job}/{addr}/{port}"));
-    let local_rank = local_rank.unwrap_or(0);
-    let device = None;
-    Ok(Some(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, addr, port, secret }))
+    let rendezvous = Rendezvous::new(&variable, &format!("{launcher}/{job}"), addr, port);
+    let (local_rank, device) = (local_rank.unwrap_or(0), None);
+    Ok(Some(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, rendezvous }))
+}
+
+fn check_rank(launcher: &str, rank: u32, world_size: u32) -> Result<(), String> {
+    if rank < world_size {
+        return Ok(());
+    }
+    Err(format!("{launcher} says that this is rank {rank} of {world_size}; ranks begin at 0"))
 }
 
 /// Reads a variable with a number.
@@ -152,7 +177,7 @@ mod tests {
             (launched.rank, launched.world_size, launched.local_rank, launched.local_ranks),
             (5, 8, 1, 4)
         );
-        assert_eq!((launched.addr.as_str(), launched.port), ("10.0.0.7", 29501));
+        assert_eq!((launched.rendezvous.addr.as_str(), launched.rendezvous.port), ("10.0.0.7", 29501));
     }
 
     #[test]
@@ -167,10 +192,10 @@ mod tests {
             ])
             .unwrap()
             .unwrap()
+            .rendezvous
         };
-        let (zero, one) = (rank("0"), rank("1"));
-        assert_eq!(zero.addr, "127.0.0.1");
-        assert_eq!((zero.port, &zero.secret), (one.port, &one.secret));
+        assert_eq!(rank("0").addr, "127.0.0.1");
+        assert_eq!(rank("0"), rank("1"));
     }
 
     #[test]
@@ -186,7 +211,7 @@ mod tests {
         let mut more = step.to_vec();
         more.extend([("MASTER_ADDR", "node1"), ("MASTER_PORT", "4000"), ("LOCKSTEP_SECRET", "s")]);
         let launched = detect_with(&more).unwrap().unwrap();
-        assert_eq!((launched.rank, launched.local_ranks, launched.secret.as_str()), (3, 2, "s"));
+        assert_eq!((launched.rank, launched.local_ranks, launched.rendezvous.secret.as_str()), (3, 2, "s"));
         // Some machines have fewer ranks than others.
         let of_node = |node: &str| {
             let mut more = more.clone();
@@ -199,8 +224,8 @@ mod tests {
         let mut listed = step.to_vec();
         listed.push(("SLURM_STEP_NODELIST", "gpu[007-008],gpu10"));
         listed.push(("SLURM_JOB_ID", "12"));
-        let launched = detect_with(&listed).unwrap().unwrap();
-        assert_eq!((launched.addr.as_str(), launched.secret.contains("12.0")), ("gpu007", true));
+        let Rendezvous { addr, secret, .. } = detect_with(&listed).unwrap().unwrap().rendezvous;
+        assert_eq!((addr.as_str(), secret.contains("12.0")), ("gpu007", true));
         // A batch script is not a step.
         assert_eq!(detect_with(&step[..3]).unwrap(), None);
     }

@@ -13,7 +13,7 @@ use lockstep_worker::{
     report::{Tail, TailError, events_path},
     supervisor::{EndDelays, Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, supervise},
 };
-use std::time::Duration;
+use std::{fs, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -48,6 +48,7 @@ pub(super) enum Outcome {
 /// A process cannot be started, or a rank's records cannot be read.
 pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
     let first = &configs[0];
+    fs::create_dir_all(first.attempt_dir())?;
     let checkpoints = checkpoint::infos(&first.checkpoints_dir())?;
     block_on(async {
         let ranks: Vec<_> = configs.iter().map(|config| config.rank).collect();
@@ -137,10 +138,14 @@ impl Policy for Command {
     }
 }
 
+fn succeeded(show: &Show) -> Outcome {
+    Outcome::Succeeded { accuracy: show.accuracy, step: show.bar.step, best: show.describe_best() }
+}
+
 /// Returns the outcome from the first cause among the ranks' reports and exit statuses.
 fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Outcome {
     if ranks.ends().all(RankEnd::is_success) {
-        return Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.describe_best() };
+        return succeeded(show);
     }
     // If a rank has reported a cause, ranks that stopped in order are not the cause.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
@@ -148,12 +153,12 @@ fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrup
     let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
     let ended_in_order = |end: &RankEnd| matches!(end.exit, Some(Exit::Status(EXIT_FINISHED | EXIT_STOPPED)));
     if !has_own_reason && (interrupted || ranks.ends().all(ended_in_order)) {
-        return Outcome::Stopped { step: show.step };
+        return Outcome::Stopped { step: show.bar.step };
     }
     let without_report = || ranks.ends().find(|end| !ended_in_order(end));
     let Some(RankEnd { rank, step, failure, exit, last_stderr_line, .. }) = cause.or_else(without_report)
     else {
-        return Outcome::Stopped { step: show.step };
+        return Outcome::Stopped { step: show.bar.step };
     };
     let reason = match (failure, exit) {
         (Some(failure), _) => format!("rank {rank} failed at step {step}: {}", failure.reason),
@@ -179,6 +184,7 @@ fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrup
 /// # Errors
 /// No thread can be started, or the rank's records cannot be read.
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
+    fs::create_dir_all(config.attempt_dir())?;
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let checkpoints = checkpoint::infos(&config.checkpoints_dir())?;
     let mut show = Show::new(&config.start.spec, &[config.rank], checkpoints);
@@ -212,21 +218,19 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
         end_by_force_within(EXIT_TIMEOUT);
     }
     Ok(match status {
-        EXIT_FINISHED => {
-            Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.describe_best() }
-        }
+        EXIT_FINISHED => succeeded(&show),
         // Only rank 0 writes checkpoints.
         EXIT_STOPPED if config.rank > 0 => {
-            Outcome::Failed { reason: format!("stopped after step {}", show.step), is_retriable: true }
+            Outcome::Failed { reason: format!("stopped after step {}", show.bar.step), is_retriable: true }
         }
-        EXIT_STOPPED => Outcome::Stopped { step: show.step },
+        EXIT_STOPPED => Outcome::Stopped { step: show.bar.step },
         _ => {
             // CUDA's exit handlers may wait for ranks that have exited. The caller prints the reason within this time.
             end_by_force_within(EXIT_TIMEOUT);
             // Exit handlers free resources that aborts still use.
             let may_run_exit_handlers = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
-            let reason = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
+            let reason = format!("rank {} failed at step {}: {reason}", config.rank, show.bar.step);
             if !may_run_exit_handlers {
                 output::warn(&reason);
                 registry::exit(1, Duration::ZERO);

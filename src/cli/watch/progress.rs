@@ -1,9 +1,7 @@
 //! The display of `lockstep watch` while a job waits and trains.
 
 use super::Display;
-use crate::cli::{age::span, job_loss::JobLoss, output};
-use indicatif::{ProgressBar, ProgressDrawTarget};
-use lockstep_protocol::numbers::rate;
+use crate::cli::{job_loss::JobLoss, output, training_bar::TrainingBar};
 use lockstep_protocol::{
     Job, JobState,
     job::{Alert, AlertLevel},
@@ -11,10 +9,7 @@ use lockstep_protocol::{
     reason::{Reason, ReasonKind},
     stream::{EventBody, Frame},
 };
-use std::{
-    io::IsTerminal,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 /// Interval between two progress lines without a terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
@@ -22,22 +17,15 @@ const LINE_INTERVAL: Duration = Duration::from_secs(2);
 /// The display of a job: a bar on a terminal, lines without a terminal, or every frame as JSON.
 pub(super) struct Progress {
     json: bool,
-    /// The bar, on a terminal, once the run's length is known.
-    bar: Option<ProgressBar>,
+    /// With the server's estimate of the time left. The bar's own estimate would start again with each connection, and count validations as
+    /// slow steps.
+    bar: TrainingBar,
     state: JobState,
     /// The last printed text about the job's place in the queue.
     last_place: String,
-    steps_per_epoch: u64,
-    total_steps: u64,
-    step: u64,
     ranks: u32,
-    /// The attempt to which [`Progress::loss`] belongs.
+    /// The attempt to which the loss belongs.
     attempt: u32,
-    loss: JobLoss,
-    images_per_second: Option<f64>,
-    /// The server's estimate of the time left, in seconds. The bar's own estimate would start again with each connection, and count
-    /// validations as slow steps.
-    eta_secs: Option<f64>,
     last_line: Option<Instant>,
 }
 
@@ -45,56 +33,29 @@ impl Progress {
     pub(super) fn new(job: &Job, json: bool) -> Self {
         let mut this = Self {
             json,
-            bar: None,
+            bar: TrainingBar::new(job.state.to_string(), job.ranks_now() as usize),
             state: job.state,
             last_place: String::new(),
-            steps_per_epoch: 0,
-            total_steps: 0,
-            step: job.step,
             ranks: job.ranks,
             attempt: job.attempt,
-            loss: JobLoss::new(job.ranks_now() as usize),
-            images_per_second: job.images_per_second,
-            eta_secs: job.eta_secs,
             last_line: None,
         };
-        this.set_plan(job.total_steps, job.steps_per_epoch, job.step);
+        this.set_pace(job.images_per_second, job.eta_secs);
+        if !json {
+            this.bar.set_plan(job.total_steps, job.steps_per_epoch, job.step);
+        }
         this
     }
 
-    fn set_plan(&mut self, total_steps: u64, steps_per_epoch: u64, step: u64) {
-        (self.total_steps, self.steps_per_epoch, self.step) = (total_steps, steps_per_epoch, step);
-        let is_terminal = || std::io::stderr().is_terminal() && std::io::stdout().is_terminal();
-        if self.bar.is_none() && total_steps > 0 && !self.json && is_terminal() {
-            self.bar = Some(ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10)));
-        }
-        if let Some(bar) = &self.bar {
-            bar.set_length(total_steps);
-            bar.set_position(step);
-        }
-        self.update_bar();
-    }
-
-    /// Sets the prefix and the message of the bar.
-    fn update_bar(&self) {
-        let Some(bar) = &self.bar else { return };
-        bar.set_style(output::bar_style("{prefix:.bold} {wide_bar} {pos}/{len} {msg}"));
-        bar.set_prefix(self.state.as_str());
-        bar.set_message(self.words());
-    }
-
-    /// Formats the loss, the speed and the time left, if they are known. Only a running job has a time left.
-    fn words(&self) -> String {
-        let loss = self.loss.newest.map(|loss| format!("loss {loss:.4}"));
-        let speed = self.images_per_second.map(|v| format!("{} images/s", rate(v)));
-        let left = self.eta_secs.filter(|_| self.state == JobState::Running);
-        let left = left.map(|secs| format!("{} left", span(secs.round() as i64)));
-        [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
+    /// Only a running job has a time left.
+    fn set_pace(&mut self, images_per_second: Option<f64>, eta_secs: Option<f64>) {
+        self.bar.images_per_second = images_per_second;
+        self.bar.eta_secs = eta_secs.filter(|_| self.state == JobState::Running);
     }
 
     fn print_once(&mut self, text: String) -> anyhow::Result<()> {
         if self.last_place != text {
-            self.print_line(text.clone())?;
+            self.bar.print_line(&text)?;
             self.last_place = text;
         }
         Ok(())
@@ -109,33 +70,34 @@ impl Progress {
                 };
                 if fewer_ranks.is_some() || self.attempt != *attempt {
                     self.attempt = *attempt;
-                    self.loss = JobLoss::new(fewer_ranks.unwrap_or(self.ranks) as usize);
+                    self.bar.loss = JobLoss::new(fewer_ranks.unwrap_or(self.ranks) as usize);
                 }
                 // `show_place` prints the place and the current reason for waiting.
                 let still_waits = self.state == *state && state.is_waiting();
                 if self.state != *state {
                     // The server sends a new estimate when the job trains.
-                    self.eta_secs = None;
+                    self.bar.eta_secs = None;
                 }
                 self.state = *state;
-                self.update_bar();
+                self.bar.label = state.to_string();
+                self.bar.draw();
                 if !state.is_final() && !still_waits {
                     let reason = reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
                     self.print_once(format!("{state}{reason}"))?;
                 }
             }
             EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
-                self.set_plan(*total_steps, *steps_per_epoch, *start_step);
+                self.bar.set_plan(*total_steps, *steps_per_epoch, *start_step);
             }
             EventBody::Metrics { name, steps, values, .. } if name == "loss" => {
                 let losses = steps.iter().zip(values).map(|(step, loss)| (*step, loss.unwrap_or(f32::NAN)));
-                if let Some((step, _)) = self.loss.add(losses).last() {
-                    self.step = self.step.max(*step);
-                    self.update_steps()?;
+                if let Some((step, _)) = self.bar.loss.add(losses).last() {
+                    self.bar.step = self.bar.step.max(*step);
+                    self.show_step()?;
                 }
             }
             EventBody::Evaluation { evaluation, .. } => {
-                self.print_line(format!(
+                self.bar.print_line(format!(
                     "epoch {}: validation accuracy {}, loss {:.4}",
                     evaluation.epoch,
                     lockstep_protocol::numbers::accuracy_of(evaluation.accuracy, Some(evaluation.samples)),
@@ -150,42 +112,26 @@ impl Progress {
                 };
                 let text =
                     if text.is_empty() { String::new() } else { format!(": {}", output::one_line(text)) };
-                self.print_line(format!("{level}: {}{text}", output::one_line(title)))?;
+                self.bar.print_line(format!("{level}: {}{text}", output::one_line(title)))?;
             }
             _ => {}
         }
         Ok(())
     }
 
-    /// Prints a line that stays above the bar.
-    fn print_line(&mut self, text: String) -> anyhow::Result<()> {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| output::line(text)),
-            None => output::line(text),
+    fn show_step(&mut self) -> anyhow::Result<()> {
+        self.bar.draw();
+        if self.bar.is_drawn() || self.last_line.is_some_and(|at| at.elapsed() < LINE_INTERVAL) {
+            return Ok(());
         }
-    }
-
-    fn update_steps(&mut self) -> anyhow::Result<()> {
-        if let Some(bar) = &self.bar {
-            bar.set_position(self.step);
-            bar.set_message(self.words());
-        } else if self.last_line.is_none_or(|at| at.elapsed() >= LINE_INTERVAL) {
-            self.last_line = Some(Instant::now());
-            let epoch = self.step.saturating_sub(1).checked_div(self.steps_per_epoch).map_or(1, |e| e + 1);
-            output::line(format_args!(
-                "epoch {epoch}, step {} of {}: {}",
-                self.step,
-                self.total_steps,
-                self.words()
-            ))?;
-        }
-        Ok(())
+        self.last_line = Some(Instant::now());
+        let TrainingBar { step, total_steps, .. } = self.bar;
+        let (epoch, words) = (self.bar.epoch(), self.bar.words());
+        output::line(format_args!("epoch {epoch}, step {step} of {total_steps}: {words}"))
     }
 
     pub(super) fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
+        self.bar.finish();
     }
 }
 
@@ -200,16 +146,13 @@ impl Display for Progress {
             Frame::Hello { job, .. } => (job.images_per_second, job.eta_secs),
             _ => return Ok(()),
         };
-        (self.images_per_second, self.eta_secs) = (images_per_second, eta_secs);
-        self.update_bar();
+        self.set_pace(images_per_second, eta_secs);
+        self.bar.draw();
         Ok(())
     }
 
     fn warn(&self, text: &str) {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| output::warn(text)),
-            None => output::warn(text),
-        }
+        self.bar.warn(text);
     }
 
     fn asks_for_place(&self) -> bool {
@@ -239,32 +182,28 @@ mod tests {
     fn the_loss_is_the_ranks_mean_and_the_time_left_is_the_servers() {
         let mut progress = Progress {
             json: false,
-            bar: None,
+            bar: TrainingBar::new("running".into(), 2),
             state: JobState::Running,
             last_place: String::new(),
-            steps_per_epoch: 10,
-            total_steps: 100,
-            step: 1,
             ranks: 2,
             attempt: 1,
-            loss: JobLoss::new(2),
-            images_per_second: None,
-            eta_secs: None,
             last_line: None,
         };
+        let event = |seq, body| Frame::Event(Event { seq, at: jiff::Timestamp::UNIX_EPOCH, body });
         let loss = |rank: u32, value| {
             let (name, values) = ("loss".into(), vec![Some(value)]);
             let body = EventBody::Metrics { attempt: 1, rank, name, steps: vec![1], values };
-            Frame::Event(Event { seq: 1 + u64::from(rank), at: jiff::Timestamp::UNIX_EPOCH, body })
+            event(1 + u64::from(rank), body)
         };
         progress.show(&loss(0, 2.0)).unwrap();
-        assert_eq!(progress.words(), "", "the loss of one rank is not the job's loss");
+        assert_eq!(progress.bar.words(), "", "the loss of one rank is not the job's loss");
         progress.show(&loss(1, 3.0)).unwrap();
-        assert_eq!(progress.words(), "loss 2.5000");
+        assert_eq!(progress.bar.words(), "loss 2.5000");
         let pace = Pace { step: 2, images_per_second: Some(9.56), eta_secs: Some(1020.0) };
         progress.show(&Frame::Progress(pace)).unwrap();
-        assert_eq!(progress.words(), "loss 2.5000, 9.6 images/s, 17 min left");
-        progress.state = JobState::Paused;
-        assert_eq!(progress.words(), "loss 2.5000, 9.6 images/s");
+        assert_eq!(progress.bar.words(), "loss 2.5000, 9.6 images/s, 17 min left");
+        let paused = EventBody::State { state: JobState::Paused, reason: None, cause: None, attempt: 1 };
+        progress.show(&event(3, paused)).unwrap();
+        assert_eq!(progress.bar.words(), "loss 2.5000, 9.6 images/s");
     }
 }

@@ -53,6 +53,19 @@ pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
     Ok(Devices { slots: Vec::new(), why_no_gpus: first_reason })
 }
 
+/// The GPUs of this machine for ranks on `device`, none if the ranks compute on CPU cores, and why there are no GPUs if the choice
+/// is automatic.
+///
+/// # Errors
+/// The machine has no such device. The error is a sentence.
+pub fn gpus(device: Device) -> Result<(Vec<String>, Option<String>), String> {
+    let Devices { slots, why_no_gpus } = offer(Selection { device, ..Selection::default() })?;
+    match slots.is_empty() {
+        true => Err(why_no_gpus.unwrap_or_else(|| "this machine has no such device".into())),
+        false => Ok((slots.into_iter().filter_map(|slot| slot.uuid).collect(), why_no_gpus)),
+    }
+}
+
 /// Tells all backends that this process will exit, while its devices may still wait for other ranks. Callable from any thread.
 pub fn about_to_exit(reason: &str) {
     backends().for_each(|backend| backend.about_to_exit(reason));

@@ -17,8 +17,8 @@ pub(super) const JOB_LABEL: &str = "lockstep/job";
 pub(super) const LAUNCH: &str = "lockstep/launch";
 /// Annotation with the ids of the agents' tokens, which the launch revokes when the job is over.
 pub(super) const TOKENS: &str = "lockstep/tokens";
-/// Annotation of a Job that this program suspended because Lockstep's job is paused.
-pub(super) const PAUSED: &str = "lockstep/paused";
+/// Annotation of a Job that this program has suspended: until its Secret exists, or because Lockstep's job is paused.
+pub(super) const SUSPENDED: &str = "lockstep/suspended";
 /// Number of seconds for which Kubernetes keeps the Job after its end, so that its pods' logs can be read.
 const TTL_SECS: u32 = 3600;
 /// Maximum length of a name. Pods are called `NAME-INDEX`, which has at most 63 characters.
@@ -85,6 +85,9 @@ impl Plan<'_> {
             metadata["labels"][key] = json!(value);
         }
         metadata["annotations"][TOKENS] = json!(self.tokens.join(","));
+        if self.template.queue().is_none() {
+            metadata["annotations"][SUSPENDED] = json!("true");
+        }
         json!({
             "apiVersion": "batch/v1",
             "kind": "Job",

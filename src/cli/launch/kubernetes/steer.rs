@@ -1,20 +1,15 @@
 //! Follows Kubernetes' Job and its pods, prints changes, and suspends the Job while Lockstep's job is paused.
 
 use super::{
-    super::{
-        super::output,
-        Launch,
-        uploads::{UploadStatus, report_upload_once},
-    },
+    super::{super::output, Launch, follow::read_job, uploads::UploadStatus},
     POLL_INTERVAL,
     cluster::{Cluster, Kind},
-    objects::PAUSED,
+    objects::SUSPENDED,
     observe::{Observation, observe},
     words,
 };
-use anyhow::Context as _;
 use kube::api::ListParams;
-use lockstep_protocol::{Job, JobState};
+use lockstep_protocol::JobState;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use tokio::{sync::mpsc, time::Instant};
@@ -122,11 +117,6 @@ impl Steering<'_> {
         }
     }
 
-    async fn lockstep_job(&self) -> anyhow::Result<Job> {
-        let job = self.launch.api.find(&format!("/jobs/{}", self.launch.job.id)).await?;
-        job.context("the job is deleted")
-    }
-
     /// Compares the Job with Lockstep's job, and suspends or resumes the Job.
     ///
     /// # Errors
@@ -145,13 +135,11 @@ impl Steering<'_> {
         if since.elapsed() < 2 * POLL_INTERVAL {
             return Ok(());
         }
-        match self.lockstep_job().await {
-            Ok(job) if !job.state.is_final() => anyhow::bail!(
-                "Kubernetes' Job {} {how}, and the job is {}; `lockstep launch {} --with kubernetes` starts agents for it again",
-                self.name,
-                job.state,
-                job.id
-            ),
+        match read_job(self.launch).await {
+            Ok(job) if !job.state.is_final() => {
+                let how = format!("Kubernetes' Job {} {how}", self.name);
+                anyhow::bail!(self.launch.describe_early_end(&how, &job))
+            }
             _ => Ok(()),
         }
     }
@@ -159,8 +147,8 @@ impl Steering<'_> {
     /// Suspends the Job while Lockstep's job is paused. A Job that another user or program has suspended stays suspended.
     async fn follow_lockstep_job(&mut self) -> anyhow::Result<()> {
         let (None, Some(job)) = (self.queue, &self.job) else { return Ok(()) };
-        let is_suspended_by_launch = job["metadata"]["annotations"][PAUSED].is_string();
-        let Ok(lockstep_job) = self.lockstep_job().await else { return Ok(()) };
+        let is_suspended_by_launch = job["metadata"]["annotations"][SUSPENDED].is_string();
+        let Ok(lockstep_job) = read_job(self.launch).await else { return Ok(()) };
         let is_paused = lockstep_job.state == JobState::Paused;
         if is_paused && !is_suspended_by_launch && !words::is_suspended(job) {
             // The last checkpoint may be only on the pods' disks, which are deleted with the pods. So the pods stay until the checkpoint is
@@ -168,7 +156,7 @@ impl Steering<'_> {
             match self.launch.upload_status().await {
                 Ok(UploadStatus::Complete(lockstep_job)) if lockstep_job.state == JobState::Paused => {}
                 Ok(UploadStatus::Uploading) => {
-                    report_upload_once(&mut self.is_upload_reported);
+                    self.launch.report_upload_once(&mut self.is_upload_reported);
                     return Ok(());
                 }
                 _ => return Ok(()),
@@ -193,13 +181,14 @@ fn suspend(job: &mut Value) -> bool {
         return false;
     }
     job["spec"]["suspend"] = json!(true);
-    job["metadata"]["annotations"][PAUSED] = json!("true");
+    job["metadata"]["annotations"][SUSPENDED] = json!("true");
     true
 }
 
-fn unsuspend(job: &mut Value) -> bool {
+/// Starts a Job that a launch has suspended.
+pub(super) fn unsuspend(job: &mut Value) -> bool {
     let marked =
-        job["metadata"]["annotations"].as_object_mut().is_some_and(|map| map.remove(PAUSED).is_some());
+        job["metadata"]["annotations"].as_object_mut().is_some_and(|map| map.remove(SUSPENDED).is_some());
     if marked {
         job["spec"]["suspend"] = json!(false);
     }

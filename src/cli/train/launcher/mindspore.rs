@@ -1,7 +1,7 @@
 //! Reads the environment variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers. Each worker is a
 //! rank.
 
-use super::{LaunchedRank, read_number, read_port, table::rank_of_table};
+use super::{LaunchedRank, Rendezvous, check_rank, read_number, read_port, table::rank_of_table};
 use crate::cli::{access::is_loopback, rank_table::RankTable};
 use std::path::Path;
 
@@ -32,9 +32,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
             return Err("MS_ROLE is MS_WORKER, but neither RANK_ID nor a number in MS_NODE_ID is set".into());
         }
     };
-    if rank >= world_size {
-        return Err(format!("{LAUNCHER} says that this is rank {rank} of {world_size}; ranks begin at 0"));
-    }
+    check_rank(LAUNCHER, rank, world_size)?;
     let addr = variable("MASTER_ADDR").or_else(|| variable("MS_SCHED_HOST"));
     let addr = addr.map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
     let addr = addr.ok_or_else(|| missing("MS_SCHED_HOST"))?;
@@ -46,8 +44,9 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
         }
         (None, None) => return Err(missing("MS_SCHED_PORT")),
     };
-    let secret =
-        variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{LAUNCHER}/{addr}/{port}/{world_size}"));
+    // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers per machine is unknown.
+    let default_local_ranks = if is_loopback(&addr) { world_size } else { 1 };
+    let rendezvous = Rendezvous::new(variable, &format!("{LAUNCHER}/{world_size}"), addr, port);
     if let Some(path) = variable("RANK_TABLE_FILE").filter(|path| !path.trim().is_empty()) {
         let table = RankTable::read(Path::new(path.trim())).map_err(|e| format!("RANK_TABLE_FILE: {e}"))?;
         if table.world_size() != world_size {
@@ -55,15 +54,14 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
             return Err(format!("MS_WORKER_NUM is {world_size}, but RANK_TABLE_FILE has {ranks} devices"));
         }
         let launched = rank_of_table(&table, rank, variable)?;
-        return Ok(LaunchedRank { launcher: LAUNCHER, addr, port, secret, ..launched });
+        return Ok(LaunchedRank { launcher: LAUNCHER, rendezvous, ..launched });
     }
     let device = read_number(variable, "DEVICE_ID")?;
-    // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers per machine is unknown.
-    let default = if is_loopback(&addr) { world_size } else { 1 };
-    let local_ranks = read_number(variable, "LOCAL_WORLD_SIZE")?.unwrap_or(default).clamp(1, world_size);
+    let local_ranks = read_number(variable, "LOCAL_WORLD_SIZE")?.unwrap_or(default_local_ranks);
+    let local_ranks = local_ranks.clamp(1, world_size);
     let local_rank = read_number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
     let launcher = LAUNCHER;
-    Ok(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+    Ok(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, rendezvous })
 }
 
 #[cfg(test)]
@@ -94,13 +92,14 @@ mod tests {
             (launched.rank, launched.world_size, launched.local_rank, launched.local_ranks),
             (5, 8, 1, 4)
         );
-        assert_eq!((launched.addr.as_str(), launched.port, launched.device), ("10.0.0.7", 8118, Some(1)));
+        let Rendezvous { addr, port, .. } = launched.rendezvous;
+        assert_eq!((addr.as_str(), port, launched.device), ("10.0.0.7", 8118, Some(1)));
         // Node ids may be names.
         let named = detect_with(&[("MS_NODE_ID", "host-a"), ("RANK_ID", "3")]).unwrap();
         assert_eq!((named.rank, named.local_rank, named.local_ranks), (3, 0, 1));
         let one_machine = detect_with(&[("MS_SCHED_HOST", "127.0.0.1")]).unwrap();
         assert_eq!((one_machine.local_rank, one_machine.local_ranks), (5, 8));
-        assert_eq!(detect_with(&[("MASTER_PORT", "4000")]).unwrap().port, 4000);
+        assert_eq!(detect_with(&[("MASTER_PORT", "4000")]).unwrap().rendezvous.port, 4000);
     }
 
     #[test]

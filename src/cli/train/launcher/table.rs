@@ -1,6 +1,6 @@
 //! Finds ranks in a rank table.
 
-use super::{LaunchedRank, port_for, read_port};
+use super::{LaunchedRank, Rendezvous, port_for, read_port};
 use crate::cli::rank_table::{Machine, RankTable};
 use std::fmt::Write as _;
 
@@ -12,9 +12,7 @@ pub(in super::super) struct Ranks {
     pub(in super::super) world_size: u32,
     /// Each rank, with the index of its device.
     pub(in super::super) local: Vec<(u32, u32)>,
-    pub(in super::super) addr: String,
-    pub(in super::super) port: u16,
-    pub(in super::super) secret: String,
+    pub(in super::super) rendezvous: Rendezvous,
 }
 
 /// Returns one rank of the table. Ranks connect to `MASTER_ADDR` and `MASTER_PORT`, or to rank 0's machine and a port that is derived from
@@ -31,11 +29,11 @@ pub(in super::super) fn rank_of_table(
     let (machine, local_rank) = table
         .machine_of(rank)
         .ok_or_else(|| format!("{RANK_TABLE} has no rank {rank}: its ranks are 0 to {}", world_size - 1))?;
-    let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
+    let rendezvous = rendezvous(table, variable)?;
     let local_ranks = machine.devices.len() as u32;
     let device = Some(machine.devices[local_rank as usize].device);
     let launcher = RANK_TABLE;
-    Ok(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+    Ok(LaunchedRank { launcher, rank, world_size, local_rank, local_ranks, device, rendezvous })
 }
 
 /// Returns the ranks of the machine `node`, an index from 0 in the table's order.
@@ -50,21 +48,12 @@ pub(in super::super) fn ranks_of_machine(
     let machine: &Machine = table.machines.get(node).ok_or_else(|| {
         format!("--node {node}: {RANK_TABLE} has {} machines, which are counted from 0", table.machines.len())
     })?;
-    let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
+    let rendezvous = rendezvous(table, variable)?;
     let local = machine.devices.iter().map(|device| (device.rank, device.device)).collect();
-    Ok(Ranks { world_size: table.world_size(), local, addr, port, secret })
+    Ok(Ranks { world_size: table.world_size(), local, rendezvous })
 }
 
-struct RendezvousAddress {
-    addr: String,
-    port: u16,
-    secret: String,
-}
-
-fn rendezvous_address(
-    table: &RankTable,
-    variable: &impl Fn(&str) -> Option<String>,
-) -> Result<RendezvousAddress, String> {
+fn rendezvous(table: &RankTable, variable: &impl Fn(&str) -> Option<String>) -> Result<Rendezvous, String> {
     // All machines derive the same port and secret from this text.
     let mut table_text = String::new();
     for machine in &table.machines {
@@ -78,9 +67,7 @@ fn rendezvous_address(
         (None, None) => return Err(format!("{RANK_TABLE} has no rank 0")),
     };
     let port = read_port(variable)?.unwrap_or_else(|| port_for(&table_text));
-    let secret =
-        variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{RANK_TABLE}/{table_text}/{addr}/{port}"));
-    Ok(RendezvousAddress { addr, port, secret })
+    Ok(Rendezvous::new(variable, &format!("{RANK_TABLE}/{table_text}"), addr, port))
 }
 
 #[cfg(test)]
@@ -103,12 +90,13 @@ mod tests {
         let none = |_: &str| None;
         let (zero, three) =
             (rank_of_table(&table(), 0, &none).unwrap(), rank_of_table(&table(), 3, &none).unwrap());
-        assert_eq!((zero.addr.as_str(), zero.port, &zero.secret), ("10.0.0.2", three.port, &three.secret));
+        assert_eq!((zero.rendezvous.addr.as_str(), &zero.rendezvous), ("10.0.0.2", &three.rendezvous));
         assert_eq!((three.local_rank, three.local_ranks, three.device), (1, 2, Some(5)));
         let first = ranks_of_machine(&table(), 0, &none).unwrap();
-        assert_eq!((first.local, first.world_size, first.port), (vec![(1, 4), (3, 5)], 4, zero.port));
+        assert_eq!((first.local, first.world_size), (vec![(1, 4), (3, 5)], 4));
+        assert_eq!(first.rendezvous, zero.rendezvous);
         let set = |name: &str| (name == "MASTER_PORT").then(|| "4000".to_owned());
-        assert_eq!(rank_of_table(&table(), 0, &set).unwrap().port, 4000);
+        assert_eq!(rank_of_table(&table(), 0, &set).unwrap().rendezvous.port, 4000);
         assert!(rank_of_table(&table(), 4, &none).unwrap_err().contains("ranks are 0 to 3"));
         assert!(ranks_of_machine(&table(), 2, &none).err().unwrap().contains("has 2 machines"));
     }

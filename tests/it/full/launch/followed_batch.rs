@@ -38,7 +38,8 @@ async fn following_a_batch_job_shows_its_states_and_its_end() {
     let (status, output) = following.end();
     assert_eq!(status.code(), Some(1), "{output}");
     assert!(output.contains("Slurm's job 1 is over (CANCELLED"), "{output}");
-    let next = format!("and the job is queued; `lockstep launch {id}` starts agents for it again");
+    let next =
+        format!("and the job is queued; `lockstep launch {id} --with slurm` starts agents for it again");
     assert!(output.contains(&next), "{output}");
     server.cli(&["cancel", &id]).ok();
     // Slurm's folder is in the server's folder.

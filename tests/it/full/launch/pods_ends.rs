@@ -33,7 +33,7 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     let first = pods(&cluster).await;
     assert_eq!(first.len(), 1);
     server.cli(&["pause", &id]).ok();
-    following.wait_for_output(&server, "last checkpoint is still being uploaded").await;
+    following.wait_for_output(&server, "is still being uploaded to the server").await;
     server.kill_serve();
     tokio::time::sleep(SEVERAL_POLLS).await;
     server.start_serve().await;

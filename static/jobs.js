@@ -23,7 +23,7 @@ if (experiment) location.replace(run ? `/jobs/${run}` : `/jobs?project=${experim
 
 /** Number of jobs in the first request. Older jobs are read when the reader scrolls to them, in larger requests further down. */
 const PAGE_SIZE = 50;
-/** Maximum number of jobs per request. */
+/** Maximum number of jobs that are read when the reader scrolls. */
 const MAX_PAGE_SIZE = 250;
 /** Maximum number of jobs that are read again when the order or search results may have changed. */
 const MAX_RELOAD = 200;

@@ -52,15 +52,15 @@ async function readForm(signal) {
   if (document.activeElement !== area) {
     area.value = notation === "toml" ? file.toml : `${JSON.stringify(file.document, null, 2)}\n`;
     text(byId("spec-error"), "");
-    hasTextErrors = false;
+    isUnread = false;
   }
   return file.document;
 }
 
 // --- the same job, written as a file ------------------------------------------------------------------
 
-/** Whether the text has mistakes that the form does not show. */
-let hasTextErrors = false, readTimer = 0;
+/** Whether the form does not have the text's values: the text is new or has mistakes. */
+let isUnread = false, readTimer = 0;
 
 /** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
@@ -73,16 +73,14 @@ async function readText() {
   try {
     content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([words]) });
   } catch (error) {
-    // If the server is unreachable, submitting the job shows the error.
-    if (words !== area.value || !(error instanceof Problem)) return;
-    hasTextErrors = true;
+    if (words !== area.value) return;
     // Mistakes of an earlier text do not apply.
     showMistakes([]);
     text(byId("spec-error"), errorTexts(error));
     return showPlan(null);
   }
   if (words !== area.value) return;
-  hasTextErrors = false;
+  isUnread = false;
   text(byId("spec-error"), "");
   fillForm(content.spec);
   showSection(content.sweep);
@@ -152,8 +150,12 @@ function forgetReplaced(field) {
   showReplaced();
 }
 
-byId("spec-text").addEventListener("input", () => { clearTimeout(readTimer); readTimer = setTimeout(readText, CHECK_AFTER_MS); });
-byId("spec-text").addEventListener("blur", () => { if (!hasTextErrors) check(); });
+byId("spec-text").addEventListener("input", () => { isUnread = true; clearTimeout(readTimer); readTimer = setTimeout(readText, CHECK_AFTER_MS); });
+byId("spec-text").addEventListener("blur", async () => {
+  // The form's check would write the form's earlier values into the text.
+  if (isUnread) await readText();
+  if (!isUnread) check();
+});
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
@@ -250,8 +252,9 @@ async function check() {
     if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
     plan = await ask("/api/v1/jobs/validate", { method: "POST", body, signal });
   } catch (error) {
-    // Other errors appear when the job is submitted.
-    if (signal.aborted || error.status !== 422) return;
+    if (signal.aborted) return;
+    // The file beside the form still has earlier values.
+    if (error.status !== 422) return text(byId("spec-error"), errorText(error));
     showMistakes(error.errors);
     return showPlan(null);
   }
@@ -334,8 +337,8 @@ form.addEventListener("submit", async (event) => {
   clearTimeout(readTimer);
   checking?.abort();
   isSubmitted = true;
-  if (hasTextErrors) await readText();
-  if (hasTextErrors) return text(byId("plan"), "The job file has mistakes: correct them first.");
+  if (isUnread) await readText();
+  if (isUnread) return text(byId("plan"), "The job file was not read: see the message beside it.");
   const button = byId("send");
   button.disabled = true;
   text(byId("plan"), "");
@@ -358,7 +361,11 @@ form.addEventListener("submit", async (event) => {
 
 const notations = [...document.querySelectorAll("[data-notation]")];
 for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); check(); });
-byId("copy-spec").addEventListener("click", (event) => copy(byId("spec-text").value, event.currentTarget));
+byId("copy-spec").addEventListener("click", async ({ currentTarget }) => {
+  // The file may lack the newest change of the form. `check` shows errors.
+  if (!isUnread) await readForm().catch(() => {});
+  copy(byId("spec-text").value, currentTarget);
+});
 
 byId("sweep-settings").hidden = false;
 byId("spec-side").hidden = false;

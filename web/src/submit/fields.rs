@@ -272,9 +272,10 @@ impl Field {
             // Browsers send line breaks as CR LF.
             Kind::Notes => text.replace("\r\n", "\n").into(),
             Kind::Bool => or_text(text.parse::<bool>().ok().map(Value::from)),
-            Kind::Whole { .. } | Kind::Seed => or_text(integer(text).or_else(|| number(text))),
-            // A number or a word: `0.1` or `test`.
-            Kind::Number { .. } | Kind::Validation | Kind::LossScale => or_text(number(text)),
+            // `validation` and `loss_scale` are a number or a word: `0.1` or `test`.
+            Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } | Kind::Validation | Kind::LossScale => {
+                or_text(integer(text).or_else(|| number(text)))
+            }
             // The notations of TOML, JSON and error messages.
             _ if text.starts_with('[') => {
                 or_text(serde_json::from_str::<Vec<Value>>(text).ok().map(Value::from))

@@ -36,9 +36,14 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
         return Ok(None);
     }
     let series = read(metrics, job, "val_accuracy", None).await?;
-    // If several attempts did the same step, the value of the last attempt counts.
-    let by_step: BTreeMap<u64, f64> =
-        series.iter().flatten().filter_map(|bucket| Some((bucket.step, mean([bucket])?))).collect();
+    let mut by_step = BTreeMap::new();
+    for attempt in series {
+        // An attempt replaces what an earlier attempt did after the checkpoint.
+        if let Some(first) = attempt.first() {
+            by_step.split_off(&first.step);
+        }
+        by_step.extend(attempt.iter().filter_map(|bucket| Some((bucket.step, mean([bucket])?))));
+    }
     let validations: Vec<f64> = by_step.into_values().collect();
     if is_running {
         return Ok(progress(&validations, job.last.val_pictures));

@@ -338,7 +338,7 @@ form.addEventListener("submit", async (event) => {
   checking?.abort();
   isSubmitted = true;
   if (isUnread) await readText();
-  if (isUnread) return text(byId("plan"), "The job file was not read: see the message beside it.");
+  if (isUnread) return text(byId("plan"), "The job file was not read: the message beside it says why.");
   const button = byId("send");
   button.disabled = true;
   text(byId("plan"), "");

@@ -31,7 +31,7 @@ describe("a job as text", () => {
     await area.fill("[train\n");
     await until("a syntax error is shown", async () => (await page.locator("#spec-error").textContent()) !== "" && !/lrr/.test(await page.locator("#spec-error").textContent()));
     await page.getByRole("button", { name: "Submit job" }).click();
-    await until("the job is not submitted", async () => /correct them first/.test(await page.locator("#plan").textContent()));
+    await until("the job is not submitted", async () => /was not read/.test(await page.locator("#plan").textContent()));
     await area.fill(JSON.stringify({ name: "as json", model: { arch: "resnet20" }, project: "by-hand", notes: "first line\nsecond line", data: { dataset: "fashion-mnist", validation: 0.02, image_size: 8 }, train: { steps: 100_000, batch_size: 8 }, parallel: { ranks: 2, device: "cpu" } }));
     await until("JSON is recognised", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "as json");
     assert.equal(await page.getByRole("button", { name: "JSON", exact: true }).getAttribute("aria-pressed"), "true");

@@ -36,8 +36,8 @@ pub(crate) fn read(path: &Path, max_bytes: u64, too_large: &str) -> Result<Vec<u
     if bytes.len() as u64 > max_bytes { Err(too_large.to_owned()) } else { Ok(bytes) }
 }
 
-/// `photos does not exist (looked for /home/ada/photos)`: a relative path refers to the working directory.
-pub(super) fn does_not_exist(path: &Path) -> String {
+/// Formats `photos does not exist (looked for /home/ada/photos)`: a relative path refers to the working directory.
+pub(super) fn missing_path_message(path: &Path) -> String {
     let absolute = std::path::absolute(path).ok().filter(|_| path.is_relative());
     let absolute = absolute.map(|absolute| format!(" (looked for {})", absolute.display()));
     format!("{} does not exist{}", path.display(), absolute.unwrap_or_default())

@@ -4,7 +4,7 @@ mod groups;
 
 use super::{
     age::age,
-    api::{ServerArgs, given, list},
+    api::{ServerArgs, parse_list, present_parameters},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -69,7 +69,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let states: Vec<_> = args.state.iter().map(ToString::to_string).collect();
-    let query = given([
+    let query = present_parameters([
         ("state", Some(states.join(",")).filter(|states| !states.is_empty())),
         ("name", args.name),
         ("q", args.search),
@@ -86,7 +86,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let filtered = !query.is_empty();
     let values = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
-    let jobs: Vec<Job> = list(&Value::Array(values.clone()), "jobs")?;
+    let jobs: Vec<Job> = parse_list(&Value::Array(values.clone()), "jobs")?;
     if args.server.json {
         return output::json(&jobs);
     }

@@ -1,7 +1,7 @@
 //! `lockstep logs`: prints the log of a job's ranks.
 
 use super::{
-    api::{Api, ServerArgs, list},
+    api::{Api, ServerArgs, parse_list},
     block_on, output,
     show::AttemptRow,
     usage_error,
@@ -88,7 +88,7 @@ fn check_rank_and_attempt(args: &Args, job: &Job) -> anyhow::Result<()> {
 /// Returns the reason for the end of each attempt, by the attempt's number.
 async fn end_reasons(api: &Api, job: &Job) -> anyhow::Result<HashMap<u32, String>> {
     let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-    let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
+    let attempts: Vec<AttemptRow> = parse_list(&response, "attempts")?;
     let reason = |row: AttemptRow| Some((row.attempt, row.reason?.words().to_owned()));
     Ok(attempts.into_iter().filter_map(reason).collect())
 }
@@ -100,7 +100,7 @@ async fn print_history(api: &Api, job: &Job, printer: &mut Printer<'_>) -> anyho
     let mut cursor = String::new();
     loop {
         let page: Value = api.get(&format!("/jobs/{}/logs?{query}{cursor}", job.id)).await?;
-        let lines: Vec<Line> = list(&page, "lines")?;
+        let lines: Vec<Line> = parse_list(&page, "lines")?;
         printer.print(lines.into_iter())?;
         match page["next_cursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),

@@ -2,10 +2,10 @@
 
 use super::{
     age::age,
-    api::{Api, ServerArgs, list},
+    api::{Api, ServerArgs, parse_list},
     block_on,
     confirm::confirm,
-    only, output, usage_error,
+    find_only, output, usage_error,
 };
 use jiff::Timestamp;
 use serde::Deserialize;
@@ -83,7 +83,7 @@ async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
     if server.json {
         return output::json(&values);
     }
-    let machines: Vec<Machine> = list(&Value::Array(values), "agents")?;
+    let machines: Vec<Machine> = parse_list(&Value::Array(values), "agents")?;
     if machines.is_empty() {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
@@ -138,7 +138,7 @@ async fn find(api: &Api, name_or_id: &str) -> anyhow::Result<Machine> {
 
 fn choose(mut machines: Vec<Machine>, name_or_id: &str) -> anyhow::Result<Machine> {
     machines.retain(|machine| machine.name == name_or_id || machine.id == name_or_id);
-    only("machine", name_or_id, machines, |machine| format!("{} (id {})", machine.name, machine.id))
+    find_only("machine", name_or_id, machines, |machine| format!("{} (id {})", machine.name, machine.id))
 }
 
 /// Returns the URL path of a machine. An agent chooses its id, so an invalid id must not lead to another path.

@@ -1,6 +1,6 @@
 //! Options of `serve` for an OpenID provider that signs people in.
 
-use super::{access::open_file_warning, usage_error};
+use super::{access::secret_file_warning, usage_error};
 use lockstep_protocol::people::Role;
 use lockstep_server::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 use std::{env, fs::File, io::Read, path::PathBuf};
@@ -81,7 +81,7 @@ impl OidcArgs {
 fn read(path: &PathBuf) -> anyhow::Result<String> {
     let failed =
         |error: std::io::Error| usage_error(format!("--oidc-client-secret-file {}: {error}", path.display()));
-    if let Some(warning) = open_file_warning(path) {
+    if let Some(warning) = secret_file_warning(path) {
         tracing::warn!("{warning}");
     }
     let mut text = String::new();

@@ -100,7 +100,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(member) = Member::of_this_process().map_err(usage_error)? {
         return run_rank(&args, &member);
     }
-    let document = job_file::document(&args.job, &args.sets)?;
+    let document = job_file::read_document(&args.job, &args.sets)?;
     let spec = job_file::check(&args.job, &document)?;
     let network = build_network(&args, &spec)?;
     let counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
@@ -296,7 +296,7 @@ fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             ((evaluation as usize, side as usize), 3, classes as usize)
         }
         None => {
-            let dataset = job_file::dataset_path(spec, &args.job).ok_or_else(|| {
+            let dataset = job_file::find_dataset(spec, &args.job).ok_or_else(|| {
                 let given = &spec.data.dataset;
                 usage_error(format!(
                     "data.dataset: {given} does not exist on this machine: give --classes N and data.image_size instead"

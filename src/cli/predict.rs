@@ -286,7 +286,7 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
                 response => break response?,
             }
         };
-        for mut prediction in super::api::list::<Prediction>(&response, "predictions")? {
+        for mut prediction in super::api::parse_list::<Prediction>(&response, "predictions")? {
             prediction.name.clone_from(&name);
             results.push(args.report(prediction, Some(&by))?);
         }

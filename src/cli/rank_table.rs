@@ -213,8 +213,9 @@ fn address(object: &Value, location: &str) -> Result<String, String> {
         Some(_) => return Err(format!("{location}.server_id: must be text, a machine's address")),
         None => return Err(format!("{location}.server_id: is missing")),
     };
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
-    if text.is_empty() || text.len() > MAX_NAME_BYTES || text.starts_with('-') || !text.chars().all(plain) {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
+    if text.is_empty() || text.len() > MAX_NAME_BYTES || text.starts_with('-') || !text.chars().all(is_plain)
+    {
         return Err(format!(
             "{location}.server_id: must be a machine's name or address of at most {MAX_NAME_BYTES} characters"
         ));

@@ -150,7 +150,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
     /// On which free GPUs a process waits with the GPU already open: auto, on or off; see `lockstep agent --help` [default: auto]
-    #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM)]
+    #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM_VALUES)]
     warm: Option<String>,
 }
 

@@ -1,7 +1,7 @@
 //! `lockstep show`: prints one job.
 
 use super::{
-    api::{JobArgs, list},
+    api::{JobArgs, parse_list},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -41,7 +41,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
         let attempts = response.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&JobWithAttempts { job, attempts });
     }
-    let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
+    let attempts: Vec<AttemptRow> = parse_list(&response, "attempts")?;
     let plan = plan.map(|plan| ("plan".to_owned(), describe_plan(&plan)));
     for (key, value) in describe_job(&job, &checkpoints)
         .into_iter()
@@ -219,7 +219,7 @@ mod tests {
             {"attempt": "two"},
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
-        let attempts: Vec<AttemptRow> = list(&response, "attempts").unwrap();
+        let attempts: Vec<AttemptRow> = parse_list(&response, "attempts").unwrap();
         let lines: Vec<_> = attempts.iter().map(|attempt| describe_attempt(attempt, None)).collect();
         let line = |number: u32, text: &str| (format!("attempt {number}"), text.to_owned());
         let expected =

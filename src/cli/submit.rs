@@ -4,7 +4,7 @@ use super::{
     api::ServerArgs,
     block_on,
     job_file::{
-        UnknownPath, check, document, merge_mistakes, mistakes_error, name_dataset,
+        UnknownPath, check, merge_mistakes, mistakes_error, name_dataset, read_document,
         remove_datasets_if_refused,
     },
     output, sweep, sweeps, watch,
@@ -57,7 +57,7 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2. The message lists every mistake in the specification.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let mut document = document(&args.job, &args.sets)?;
+    let mut document = read_document(&args.job, &args.sets)?;
     label(&mut document, &args);
     args.grid.write(&args.job, &mut document)?;
     if sweep::check(&args.job, &document)?.is_some() {

@@ -64,7 +64,7 @@ pub(crate) fn find_mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)>
     for (index, setting) in settings.iter().enumerate() {
         let trial_mistakes = match trial_document(&job, setting, "sweep") {
             Ok(trial) => {
-                job_file::read(&trial).map_or_else(|mistakes| mistakes, |spec| sweep.check_with_trial(&spec))
+                job_file::parse(&trial).map_or_else(|mistakes| mistakes, |spec| sweep.check_with_trial(&spec))
             }
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
         };

@@ -85,7 +85,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         libraries::reexec_if_needed(Library::needed(launched.world_size));
     }
     let (mut spec, gives_validation) = read_spec(&args, started_ranks.launcher_and_world_size())?;
-    let dataset = job_file::dataset_path(&spec, &args.job).ok_or_else(|| {
+    let dataset = job_file::find_dataset(&spec, &args.job).ok_or_else(|| {
         let given = &spec.data.dataset;
         usage_error(format!(
             "data.dataset: {given} does not exist; without a server a dataset is given by its path"
@@ -359,12 +359,12 @@ fn read_spec(args: &Args, launcher: Option<(&str, u32)>) -> anyhow::Result<(JobS
     }
     let ranks = launcher.map(|(_, ranks)| ranks).or(args.ranks);
     sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
-    let document = job_file::document_as_written(&args.job, &sets)?;
+    let document = job_file::read_document_as_written(&args.job, &sets)?;
     let job = args.job.display();
     if document.get("sweep").is_some_and(|sweep| !sweep.is_null()) {
         return Err(usage_error(format!("{job} is a sweep, which needs a server: `lockstep submit {job}`")));
     }
-    let spec = job_file::read(&document).map_err(|mut mistakes| {
+    let spec = job_file::parse(&document).map_err(|mut mistakes| {
         let is_missing =
             |m: &&mut SpecError| m.pointer == "/data/dataset" && m.detail.starts_with("is missing");
         if let Some(missing) = mistakes.iter_mut().find(is_missing) {

@@ -107,7 +107,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 if server.json {
                     return output::json(&response);
                 }
-                for person in api::list::<Person>(&response, "people")? {
+                for person in api::parse_list::<Person>(&response, "people")? {
                     output::line(format_person(&person))?;
                 }
                 Ok(())

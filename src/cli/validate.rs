@@ -65,11 +65,11 @@ struct Estimate {
 /// # Errors
 /// Exit status 2 if the file has mistakes, each on its own line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut document = job_file::document(&args.job, &args.sets)?;
+    let mut document = job_file::read_document(&args.job, &args.sets)?;
     args.grid.write(&args.job, &mut document)?;
     let (trials, mistakes) = match sweep::find_mistakes(&document) {
         Some((trials, mistakes)) => (Some(trials), mistakes),
-        None => (None, job_file::read(&document).err().unwrap_or_default()),
+        None => (None, job_file::parse(&document).err().unwrap_or_default()),
     };
     let api = args.server.api()?;
     let mut asks_server = args.server.is_named() || block_on(async { Ok(api.is_reachable().await) })?;
@@ -127,7 +127,7 @@ fn check_without_dataset(
     mistakes.extend(mistakes_in_files(document, spec.as_ref()));
     if asks_server {
         mistakes = job_file::merge_mistakes(document, mistakes, block_on(api.find_mistakes(document))?);
-        mistakes.extend(block_on(job_file::taken_names(api, document))?);
+        mistakes.extend(block_on(job_file::find_taken_names(api, document))?);
     }
     if !mistakes.is_empty() {
         return Err(job_file::mistakes_error(&args.job, &mistakes));
@@ -154,7 +154,7 @@ fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError>
     let mut mistakes = Vec::new();
     for path in job_file::dataset_paths(document) {
         if lockstep_data::canonical(path).is_err() {
-            let detail = file::does_not_exist(path);
+            let detail = file::missing_path_message(path);
             mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
         }
     }

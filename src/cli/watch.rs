@@ -65,7 +65,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
         // If the server no longer responds, the summary does not name a checkpoint.
         let checkpoints =
             api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await;
-        output::line(summary(&job, &checkpoints.unwrap_or_default()))?;
+        output::line(describe_outcome(&job, &checkpoints.unwrap_or_default()))?;
     }
     match job.state {
         JobState::Succeeded => Ok(()),
@@ -125,7 +125,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
     let mut outage_start: Option<Instant> = None;
     let mut outage = Outage::default();
     while !is_over {
-        let lost = match api.stream(&job, since).await {
+        let lost = match api.open_stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
                 let next = match display.asks_for_place() {
@@ -194,7 +194,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
 
 /// Describes the outcome of a job in a sentence: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % at
 /// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names a best checkpoint only if it is in `checkpoints`.
-pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
+pub(crate) fn describe_outcome(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
     let outcome = match &job.reason {
         Some(reason) if job.state != JobState::Succeeded => Some(reason.clone()),

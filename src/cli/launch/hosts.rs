@@ -157,8 +157,8 @@ fn parse_slots(text: &str) -> Result<u32, String> {
 
 /// Checks that a name cannot be mistaken for an option of a program, and needs no quotes in a shell.
 fn check_name(name: &str) -> Result<String, String> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
-    let is_name = !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.chars().all(plain);
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
+    let is_name = !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.chars().all(is_plain);
     if is_name && !name.starts_with('-') && !name.contains("@-") {
         Ok(name.to_owned())
     } else {

@@ -40,10 +40,10 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
 /// # Errors
 /// The bundle is too long. Also see [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
-    let text = launch.bundle.text(&LIMIT)?;
+    let text = launch.bundle.to_json(&LIMIT)?;
     let mut command = command(&launch.args, &launch.hosts);
     command.env(VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
-    let log = launch.folder()?.join("mpirun.log");
+    let log = launch.create_folder()?.join("mpirun.log");
     let launched = Launched::start("mpirun", command, &[], &log)?;
     follow(launch, vec![launched], explain).await
 }

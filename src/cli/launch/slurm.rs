@@ -138,7 +138,7 @@ exit "$status"
 /// # Errors
 /// Slurm refuses the batch job, the batch job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
-    let folder = launch.folder()?;
+    let folder = launch.create_folder()?;
     let batch = Batch::for_job(launch.job.id.as_str());
     let bundle = batch.bundle_path(&folder, 0);
     write_bundle(&bundle, &launch.bundle)?;
@@ -150,9 +150,9 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     }
     let agents =
         async |_: Option<JobState>| anyhow::Ok(state(&id).map_or(Agents::Ended, |state| agents_in(&state)));
-    let continues = format!("Slurm's job {id} continues, and `scancel {id}` ends it");
+    let how_to_end = format!("Slurm's job {id} continues, and `scancel {id}` ends it");
     let (result, may_be_ended) =
-        follow_until_over(launch, wait_for_early_end(launch, &id), agents, &continues).await?;
+        follow_until_over(launch, wait_for_early_end(launch, &id), agents, &how_to_end).await?;
     if may_be_ended {
         cancel(&id);
     }
@@ -170,7 +170,7 @@ pub(super) fn agents_in(state: &str) -> Agents {
 /// # Errors
 /// Exit status 2 if the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
-    write_private(path, bundle.text(&AGENT_LIMIT)?.as_bytes())
+    write_private(path, bundle.to_json(&AGENT_LIMIT)?.as_bytes())
         .map_err(|e| usage_error(format!("--dir: {}: {e}", path.display())))
 }
 

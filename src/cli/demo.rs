@@ -98,7 +98,7 @@ async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Re
         if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
         server.running.url(),
     ))?;
-    let result = watch::to_the_end(&api, job, false).await;
+    let result = watch::follow_to_end(&api, job, false).await;
     if args.exit_when_done {
         return result;
     }

@@ -21,7 +21,7 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
     match &args.topic[..] {
         [job, key @ ..] if job == "job" && key.len() < 2 => {
             let key = key.first().map(String::as_str);
-            output::line(job_file::text(key).map_err(usage_error)?.trim_end())
+            output::line(job_file::help_text(key).map_err(usage_error)?.trim_end())
         }
         names => {
             let mut command = &program;

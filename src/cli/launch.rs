@@ -362,7 +362,7 @@ fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
 
 /// Creates and returns a launch's folder on this machine.
 fn create_private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
-    let folder = node::home().join(&args.dir).join(name);
+    let folder = node::home_dir().join(&args.dir).join(name);
     node::make_private_dir(&folder).map_err(|e| usage_error(format!("--dir: {}: {e}", folder.display())))?;
     Ok(folder)
 }
@@ -381,7 +381,7 @@ fn print_dry_run(
         }
         LauncherKind::Mpirun => output::line(format_command(&mpirun::command(args, hosts))),
         LauncherKind::Slurm => {
-            let folder = node::home().join(&args.dir).join(job);
+            let folder = node::home_dir().join(&args.dir).join(job);
             output::line(format_command(&slurm::command(args)))?;
             output::line(slurm::Batch::for_job(job).script(args, hosts, spec.parallel.device, &folder)?)
         }

@@ -84,13 +84,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(by) = &args.group_by {
         return groups::run(&api, by, query, args.limit, args.server.json);
     }
-    let filtered = !query.is_empty();
+    let has_filter = !query.is_empty();
     let values = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
     let jobs: Vec<Job> = parse_list(&Value::Array(values.clone()), "jobs")?;
     if args.server.json {
         return output::json(&jobs);
     }
-    if jobs.is_empty() && filtered {
+    if jobs.is_empty() && has_filter {
         return output::line("no job matches");
     }
     if jobs.is_empty() {
@@ -103,10 +103,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     header.extend(&keys);
     let rows = jobs.iter().map(|job| {
         // Jobs that this version cannot read are left out of `jobs`.
-        let of_job = values.iter().find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);
+        let unparsed_job = values.iter().find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);
         row(job)
             .into_iter()
-            .chain(keys.iter().map(|key| compared_value(of_job, key)))
+            .chain(keys.iter().map(|key| compared_value(unparsed_job, key)))
             .collect::<Vec<String>>()
     });
     output::table_of_columns(&header, &["NAME"], &rows.collect::<Vec<_>>())

@@ -144,7 +144,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         )?;
     }
     match &plans[..] {
-        [(spec, planned)] => print(spec, planned, &network, &machine),
+        [(spec, planned)] => print_plan(spec, planned, &network, &machine),
         _ => {
             let row = |(spec, planned): &(JobSpec, Planned)| {
                 let [step, images, memory] = format_figures(&planned.chosen, &machine);
@@ -167,7 +167,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Prints a plan: its operators, its totals, and alternatives.
-fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
+fn print_plan(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
     let layers = planned.describe(network).layers;
     // Operators that strategies may name have rows of their own. All other operators share one row.
     let (named, rest): (Vec<_>, Vec<_>) =

@@ -26,8 +26,8 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// The column of the slots that are kept for a job.
-const KEPT: usize = 7;
+/// Index of the column KEPT.
+const KEPT_COLUMN: usize = 7;
 
 /// Prints the queue.
 ///
@@ -63,9 +63,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "SINCE",
             "WAITS FOR",
         ];
-        if rows.iter().all(|row| row[KEPT].is_empty()) {
-            header.remove(KEPT);
-            rows.iter_mut().for_each(|row| drop(row.remove(KEPT)));
+        if rows.iter().all(|row| row[KEPT_COLUMN].is_empty()) {
+            header.remove(KEPT_COLUMN);
+            rows.iter_mut().for_each(|row| drop(row.remove(KEPT_COLUMN)));
         }
         output::table_of_sentences(&header, &["NAME", "PROJECT", "OWNER"], &rows)?;
     }

@@ -123,7 +123,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
     });
     let ranks = match job.ranks_now() {
         _ if job.external.is_some() => "none (run from elsewhere)".into(),
-        now if now < job.ranks => format!("{now} of {}", job.ranks),
+        fewer if fewer < job.ranks => format!("{fewer} of {}", job.ranks),
         ranks => ranks.to_string(),
     };
     let parallel = &job.spec.parallel;

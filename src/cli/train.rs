@@ -32,7 +32,7 @@ use lockstep_worker::{
     supervisor::configs,
 };
 use out_lock::OutLock;
-use resume::{checkpoint_folder, resume_from};
+use resume::{checkpoint_folder, find_resume_checkpoint};
 use started_ranks::StartedRanks;
 use std::{
     fs,
@@ -121,7 +121,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
     let _lock = if has_rank_0 { Some(OutLock::take(&out)?) } else { None };
     let resume = match has_rank_0 {
-        true => resume_from(&out, args.resume.as_deref())?,
+        true => find_resume_checkpoint(&out, args.resume.as_deref())?,
         // Rank 0 reads the checkpoint and sends it. The other ranks only need to know that a checkpoint is used.
         false => args.resume.clone(),
     };
@@ -253,7 +253,7 @@ fn rank_device(spec: &JobSpec, launched: &LaunchedRank) -> anyhow::Result<Option
 }
 
 fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) -> anyhow::Result<()> {
-    // The folder does not store these options, so the next run needs them again.
+    // The folder does not store these options, so a command that continues the run needs them again.
     let options = [
         ("--out", args.out.is_some()),
         ("--set", !args.sets.is_empty()),
@@ -262,9 +262,10 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
         ("--node", args.node.is_some()),
     ];
     let given: Vec<_> = options.iter().filter(|(_, is_given)| *is_given).map(|(option, _)| *option).collect();
-    let again = if given.is_empty() { String::new() } else { format!("; give {} again", given.join(", ")) };
+    let repeat_note =
+        if given.is_empty() { String::new() } else { format!("; give {} again", given.join(", ")) };
     match outcome {
-        Outcome::Succeeded { accuracy, step, best } => output::line(format_args!(
+        Outcome::Succeeded { accuracy, step, best_note } => output::line(format_args!(
             "succeeded: {} in {:.0} s; checkpoints are in {}{}",
             match accuracy {
                 Some((share, pictures)) =>
@@ -273,15 +274,15 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
             },
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display(),
-            best.as_deref().unwrap_or_default()
+            best_note.as_deref().unwrap_or_default()
         )),
         Outcome::Stopped { step } => match newest_step(out)? {
             Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(
-                "stopped after step {step}; --resume latest continues from this step{again}"
+                "stopped after step {step}; --resume latest continues from this step{repeat_note}"
             )))),
             Some(saved) => anyhow::bail!(
                 "stopped at step {step} without a checkpoint of this step: steps {} to {step} are lost; --resume \
-                 latest continues from step {saved}{again}",
+                 latest continues from step {saved}{repeat_note}",
                 saved + 1
             ),
             None if *step == 0 => anyhow::bail!("stopped before the first step"),
@@ -291,7 +292,7 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
         },
         Outcome::Failed { reason, is_retriable } => match newest_step(out) {
             Ok(Some(saved)) if *is_retriable => {
-                anyhow::bail!("{reason}; --resume latest continues from step {saved}{again}")
+                anyhow::bail!("{reason}; --resume latest continues from step {saved}{repeat_note}")
             }
             _ => anyhow::bail!("{reason}"),
         },

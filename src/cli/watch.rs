@@ -35,7 +35,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         announce(&job);
-        to_the_end(&api, job, args.server.json).await
+        follow_to_end(&api, job, args.server.json).await
     })
 }
 
@@ -49,17 +49,17 @@ pub(crate) fn announce(job: &Job) {
     }
 }
 
-/// Shows a job's progress until the job is over, then its outcome. With `json`, prints every new frame of the job's stream as a line
+/// Shows a job's progress until the job is over, then its outcome. With `as_json`, prints every new frame of the job's stream as a line
 /// instead.
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
-pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Result<()> {
-    let mut progress = Progress::new(&job, json);
+pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<()> {
+    let mut progress = Progress::new(&job, as_json);
     progress.show_place(&job)?;
     let job = follow(api, job, &mut progress).await?;
     progress.finish();
-    if json {
+    if as_json {
         output::json(&job)?;
     } else {
         // If the server no longer responds, the summary does not name a checkpoint.
@@ -125,7 +125,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
     let mut outage_start: Option<Instant> = None;
     let mut outage = Outage::default();
     while !is_over {
-        let lost = match api.open_stream(&job, since).await {
+        let error = match api.open_stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
                 let next = match display.asks_for_place() {
@@ -133,8 +133,8 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
                     true => match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
                         Ok(next) => next,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
-                            Ok(now) => {
-                                display.show_place(&now)?;
+                            Ok(job) => {
+                                display.show_place(&job)?;
                                 continue;
                             }
                             Err(error) => Err(error),
@@ -172,7 +172,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
         if !is_over {
             let start = *outage_start.get_or_insert_with(Instant::now);
             if start.elapsed() > SERVER_TIMEOUT {
-                let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
+                let why = error.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
                     "the connection to the server is lost: {why}; `lockstep watch {}` shows the job",
                     job.id
@@ -180,7 +180,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
             }
             // The job may have ended or been deleted while no stream was connected.
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
-                Ok(now) => is_over = now.state.is_final() && now.last_seq <= since,
+                Ok(job) => is_over = job.state.is_final() && job.last_seq <= since,
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }

@@ -28,7 +28,7 @@ pub(super) struct WeightFile {
 ///
 /// # Errors
 /// Exit status 2 if the checkpoint does not have these weights.
-pub(super) async fn files(
+pub(super) async fn list_files(
     api: &Api,
     checkpoint: &ListedCheckpoint,
     weights: Weights,
@@ -118,7 +118,7 @@ pub(super) fn has_weights(folder: &Path) -> bool {
 ///
 /// # Errors
 /// Exit status 2 if the run has no checkpoint, or `path` is a folder that contains runs.
-pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn resolve_run_folder(path: &Path) -> anyhow::Result<PathBuf> {
     let directory = path.join("checkpoints");
     // A sharded checkpoint has an index and parts in place of `model.safetensors` and `ema.safetensors`.
     let is_in_checkpoint = path.parent().is_some_and(has_weights);
@@ -160,7 +160,8 @@ pub(super) fn join(folder: &Path, weights: Weights, target: &Path) -> anyhow::Re
     if !folder.is_dir() {
         return Err(usage_error(format!("{} is not the folder of a checkpoint", folder.display())));
     }
-    let files = checkpoint::model_files(&path(folder, weights)).map_err(|e| usage_error(e.to_string()))?;
+    let files =
+        checkpoint::model_files(&weights_path(folder, weights)).map_err(|e| usage_error(e.to_string()))?;
     if weights == Weights::Ema && !files.iter().all(|file| file.exists()) {
         let detail = "this checkpoint has no averaged weights: leave --weights out";
         return Err(usage_error(format!("{}: {detail}", folder.display())));
@@ -169,7 +170,7 @@ pub(super) fn join(folder: &Path, weights: Weights, target: &Path) -> anyhow::Re
 }
 
 /// Returns the path to pass to [`checkpoint::model_files`] for these weights of the checkpoint in `folder`.
-pub(super) fn path(folder: &Path, weights: Weights) -> PathBuf {
+pub(super) fn weights_path(folder: &Path, weights: Weights) -> PathBuf {
     match weights {
         Weights::Model => folder.to_owned(),
         Weights::Ema => folder.join(weights.file()),

@@ -44,7 +44,7 @@ pub(super) async fn run(
     let path = Path::new(&args.job);
     sweep::write_grid(path, &mut document, &args.sweeps, None)?;
     sweep::check(path, &document)?;
-    let trials = sweep::trials(&document);
+    let trials = sweep::trial_documents(&document);
     let (hosts, device) = hosts_for_largest(args, hosts, &trials)?;
     if args.dry_run {
         return print_dry_run(args, &hosts, device, &trials);
@@ -154,7 +154,7 @@ fn print_dry_run(args: &Args, hosts: &[Host], device: Device, documents: &[Value
         let name = document.get("name").and_then(Value::as_str).unwrap_or_default();
         output::line(format_args!("# task {task}: {name}"))?;
     }
-    let folder = node::home().join(&args.dir).join("SWEEP");
+    let folder = node::home_dir().join(&args.dir).join("SWEEP");
     output::line(format_command(&slurm::command(args)))?;
     let batch = slurm::Batch::for_sweep("SWEEP", documents.len(), args.at_once);
     output::line(batch.script(args, hosts, device, &folder)?)
@@ -196,7 +196,9 @@ impl Array {
         while !remaining.is_empty() {
             tokio::time::sleep(slurm::POLL_INTERVAL).await;
             // Tasks are listed before jobs. Otherwise the job of a task that ends between the two requests would seem to have no agents.
-            let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.read_jobs(api).await) else { continue };
+            let (Some(tasks), Some(jobs)) = (slurm::unfinished_tasks(id), self.read_jobs(api).await) else {
+                continue;
+            };
             for (task, launch) in remaining.clone() {
                 let task_id = format!("{id}_{task}");
                 let job = match jobs.get(launch.job.id.as_str()) {

@@ -88,7 +88,7 @@ pub(super) async fn follow(
         return wait_until_online(launch, &mut launched, explain).await;
     }
     watch::announce(&launch.job);
-    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), launch.args.server.json);
     let result = tokio::select! {
         result = watching => result,
         failure = wait_for_failure(launch, &mut launched, explain) => return Err(failure),
@@ -237,7 +237,7 @@ pub(super) async fn follow_until_over(
     how_to_end: &str,
 ) -> anyhow::Result<(anyhow::Result<()>, bool)> {
     watch::announce(&launch.job);
-    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), launch.args.server.json);
     let result = tokio::select! {
         result = watching => result,
         error = early_end => Err(error),

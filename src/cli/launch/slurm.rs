@@ -148,8 +148,9 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     if launch.args.detach {
         return Ok(());
     }
-    let agents =
-        async |_: Option<JobState>| anyhow::Ok(state(&id).map_or(Agents::Ended, |state| agents_in(&state)));
+    let agents = async |_: Option<JobState>| {
+        anyhow::Ok(unfinished_state(&id).map_or(Agents::Ended, |state| agents_in(&state)))
+    };
     let how_to_end = format!("Slurm's job {id} continues, and `scancel {id}` ends it");
     let (result, may_be_ended) =
         follow_until_over(launch, wait_for_early_end(launch, &id), agents, &how_to_end).await?;
@@ -219,7 +220,7 @@ fn squeue(id: &str, options: &[&str]) -> Option<String> {
 
 /// Returns the state and reason of Slurm's job, or `None` if Slurm's job has ended. Without a response of the controller, the job counts as
 /// existing.
-fn state(id: &str) -> Option<String> {
+fn unfinished_state(id: &str) -> Option<String> {
     let text = squeue(id, &["-o", "%T (%r)"]).unwrap_or_else(|| "UNKNOWN".into());
     if text.is_empty() || is_over(&text) { None } else { Some(text) }
 }
@@ -243,7 +244,7 @@ fn is_over(state: &str) -> bool {
 }
 
 /// Returns the states and reasons of an array's unfinished tasks, by index, or `None` if the controller does not respond.
-pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
+pub(super) fn unfinished_tasks(id: &str) -> Option<BTreeMap<usize, String>> {
     let text = squeue(id, &["-r", "-o", "%K %T (%r)"])?;
     let task = |line: &str| {
         let (index, state) = line.trim().split_once(' ')?;
@@ -254,16 +255,16 @@ pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
 
 /// Prints the states of Slurm's job. Returns an error when Slurm's job has ended and Lockstep's job is not over.
 async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
-    let mut last = String::new();
+    let mut printed = String::new();
     loop {
-        let now = state(id);
-        if let Some(now) = &now
-            && *now != last
+        let state = unfinished_state(id);
+        if let Some(state) = &state
+            && *state != printed
         {
-            output::warn(format_args!("Slurm's job {id}: {now}"));
-            last.clone_from(now);
+            output::warn(format_args!("Slurm's job {id}: {state}"));
+            printed.clone_from(state);
         }
-        if now.is_none() {
+        if state.is_none() {
             // The display of Lockstep's job reports its end.
             tokio::time::sleep(POLL_INTERVAL).await;
             if let Ok(job) = read_job(launch).await

@@ -32,7 +32,7 @@ pub(super) fn checkpoint_folder(path: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// Returns the name of the checkpoint to continue from, under `out/checkpoints`.
-pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
+pub(super) fn find_resume_checkpoint(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
     let directory = out.join("checkpoints");
     let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
     match resume {

@@ -69,6 +69,7 @@ fn recorded_address(data_dir: &Path) -> Option<String> {
     let path = data_dir.join(ADDRESS);
     let owner = fs::symlink_metadata(&path).ok().filter(|metadata| metadata.is_file())?.uid();
     let is_own = [rustix::process::geteuid().as_raw(), ROOT].contains(&owner);
+    // The file is one short line, like a token file.
     let address = read_token_file(&path).ok().filter(|_| is_own)?;
     is_this_machine(&address).then_some(address)
 }

@@ -8,7 +8,7 @@ use super::{
     dataset, init_tracing,
     local_agent::AgentLog,
     output,
-    serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve},
+    serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve_address},
     usage_error, watch,
 };
 use anyhow::Context;
@@ -115,7 +115,7 @@ async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Re
 
 /// Starts a server in the given data directory, or in the first demo folder in the working directory that no other demo uses.
 async fn start_server(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
-    let listen = resolve(&args.listen)?;
+    let listen = resolve_address(&args.listen)?;
     let candidates: Vec<PathBuf> = match &args.data_dir {
         Some(dir) => vec![dir.clone()],
         None => demo_data_dirs().collect(),

@@ -108,18 +108,15 @@ fn format_estimate(secs_per_picture: f64, choice: &Suggestion, quick: Option<&Su
             * pixels_ratio
             * (run.training_pictures as f64 + run.validation_pictures as f64 / VALIDATION_SPEED)
     };
-    let format_secs = |secs: f64| match secs {
+    let words = |secs: f64| match secs {
         ..100.0 => format!("{secs:.0} s"),
         ..7200.0 => format!("{:.0} min", secs / 60.0),
         _ => format!("{:.1} h", secs / 3600.0),
     };
-    let mut message = format!("about {} on this machine", format_secs(run_secs(choice)));
+    let mut message = format!("about {} on this machine", words(run_secs(choice)));
     if let Some(quick) = quick {
-        let _ = write!(
-            message,
-            "; `lockstep init --quick` suggests a run of about {}",
-            format_secs(run_secs(quick))
-        );
+        let _ =
+            write!(message, "; `lockstep init --quick` suggests a run of about {}", words(run_secs(quick)));
     }
     message
 }

@@ -196,6 +196,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 job.id, job.state
             )));
         }
+        // Either the file or the existing job has the specification.
         let Some(spec) = spec.as_ref().or(existing_job.as_ref().map(|job| &job.spec)) else { return Ok(()) };
         if let Some(template) = &template {
             template.set_slots(&mut hosts, &args, spec)?;
@@ -216,6 +217,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
             }
+            // Without an existing job there is a file.
             (None, None) => return Ok(()),
         };
         if !args.server.json {

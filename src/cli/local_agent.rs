@@ -92,7 +92,7 @@ async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::R
                 }
                 match status {
                     Ok(status) => tracing::warn!(%status, "the local agent ended; starting it again"),
-                    Err(error) => tracing::warn!(%error, "the local agent has ended; starting it again"),
+                    Err(error) => tracing::warn!(%error, "waiting for the local agent failed; starting it again"),
                 }
             }
         }

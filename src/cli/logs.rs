@@ -40,7 +40,7 @@ struct Line {
     attempt: u32,
     rank: u32,
     #[serde(flatten)]
-    content: LogLine,
+    log: LogLine,
 }
 
 /// Prints the existing lines, then new lines if `--follow` is given.
@@ -126,10 +126,10 @@ impl Printer<'_> {
                 && self.args.attempt.is_none_or(|attempt| attempt == line.attempt);
             let last_number = self.last_numbers.entry((line.attempt, line.rank)).or_default();
             // Lines that the server writes have no number.
-            if !is_selected || (line.content.number > 0 && line.content.number <= *last_number) {
+            if !is_selected || (line.log.number > 0 && line.log.number <= *last_number) {
                 continue;
             }
-            *last_number = line.content.number.max(*last_number);
+            *last_number = line.log.number.max(*last_number);
             let last_attempt = self.last_attempt.replace(line.attempt);
             if last_attempt.is_some_and(|last| last < line.attempt) && !self.args.server.json {
                 let ended = line.attempt - 1;
@@ -138,7 +138,7 @@ impl Printer<'_> {
                 output::line(format_args!("attempt {} begins{}", line.attempt, why.unwrap_or_default()))?;
             }
             // A line feed in the text would start a line that the rank did not write.
-            let text = line.content.text.replace('\n', "\\n");
+            let text = line.log.text.replace('\n', "\\n");
             if self.args.server.json {
                 output::line(serde_json::to_string(&line)?)?;
             } else if self.args.rank.is_some() {
@@ -154,13 +154,8 @@ impl Printer<'_> {
 impl Display for Printer<'_> {
     fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
         match frame {
-            Frame::Event(Event { body: EventBody::Log { attempt, rank, lines }, .. }) => {
-                self.print(lines.iter().map(|line| Line {
-                    attempt: *attempt,
-                    rank: *rank,
-                    content: line.clone(),
-                }))
-            }
+            Frame::Event(Event { body: EventBody::Log { attempt, rank, lines }, .. }) => self
+                .print(lines.iter().map(|line| Line { attempt: *attempt, rank: *rank, log: line.clone() })),
             Frame::Event(Event {
                 body: EventBody::State { state: JobState::Restarting, reason: Some(reason), attempt, .. },
                 ..

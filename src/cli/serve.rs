@@ -163,7 +163,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     // The object store's client would log each failed request, which the server itself already logs.
     init_tracing("info,object_store=warn");
     let mut config = ServeConfig::new(args.data_dir);
-    config.listen = resolve(&args.listen)?;
+    config.listen = resolve_address(&args.listen)?;
     config.bundled = Some(super::bundled::PICTURES);
     config.tls = match (args.tls_cert, args.tls_key) {
         (Some(certificate), Some(key)) => Some(TlsConfig::Files { certificate, key }),
@@ -393,7 +393,7 @@ fn stopped_error(why: &str) -> ServeError {
 }
 
 /// Resolves a numeric address or a name (`localhost:7070`).
-pub(crate) fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
+pub(crate) fn resolve_address(listen: &str) -> anyhow::Result<SocketAddr> {
     let problem =
         |why: String| usage_error(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
     let mut addresses = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;

@@ -50,7 +50,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
     // Removes a trailing slash.
     let to: PathBuf = to.components().collect();
-    let base = args.from.as_deref().unwrap_or(known.base_url);
+    let base = args.from.as_deref().unwrap_or(known.base);
     fetch(&known, base, &to)?;
     let path = lockstep_data::canonical(&to)?;
     let say = |text: String| if args.server.json { Ok(()) } else { output::line(text) };
@@ -88,10 +88,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(&work).map_err(|e| failed(&work, e))?;
     let base = if base.ends_with('/') { base.to_owned() } else { format!("{base}/") };
     if reqwest::Url::parse(&base).is_err() {
-        return Err(usage_error(format!(
-            "--from {base} is not a URL; write a URL such as {}",
-            known.base_url
-        )));
+        return Err(usage_error(format!("--from {base} is not a URL; write a URL such as {}", known.base)));
     }
     let client = new_client()?;
     let bar = new_bar(known.files.iter().map(|file| file.bytes).sum());

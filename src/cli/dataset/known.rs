@@ -6,7 +6,7 @@ pub(super) struct Known {
     /// The dataset's name in job files.
     pub(super) name: &'static str,
     /// The URL to which a file's name is appended.
-    pub(super) base_url: &'static str,
+    pub(super) base: &'static str,
     pub(super) files: &'static [Remote],
     /// Names of the classes, if the files do not contain them.
     pub(super) classes: &'static [&'static str],
@@ -31,7 +31,7 @@ const fn plain(name: &'static str, bytes: u64, sha256: &'static str) -> Remote {
 pub(super) const KNOWN: [Known; 3] = [
     Known {
         name: "cifar10",
-        base_url: "https://www.cs.toronto.edu/~kriz/",
+        base: "https://www.cs.toronto.edu/~kriz/",
         files: &[Remote {
             name: "cifar-10-binary.tar.gz",
             bytes: 170_052_171,
@@ -50,7 +50,7 @@ pub(super) const KNOWN: [Known; 3] = [
     },
     Known {
         name: "cifar100",
-        base_url: "https://www.cs.toronto.edu/~kriz/",
+        base: "https://www.cs.toronto.edu/~kriz/",
         files: &[Remote {
             name: "cifar-100-binary.tar.gz",
             bytes: 168_513_733,
@@ -61,7 +61,7 @@ pub(super) const KNOWN: [Known; 3] = [
     },
     Known {
         name: "fashion-mnist",
-        base_url: "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        base: "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         files: &[
             plain(
                 "train-images-idx3-ubyte.gz",
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn every_file_can_be_checked() {
         for known in KNOWN {
-            assert!(known.base_url.ends_with('/'), "{}", known.name);
+            assert!(known.base.ends_with('/'), "{}", known.name);
             for file in known.files {
                 let is_sum = file.sha256.len() == 64
                     && file.sha256.chars().all(|c| c.is_ascii_digit() || ('a'..='f').contains(&c));

@@ -189,7 +189,7 @@ impl Array {
     async fn follow(&self, args: &Args, api: &Api, id: &str) -> anyhow::Result<()> {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut remaining: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
-        let (mut reported, mut ended_early) = (HashMap::new(), HashSet::new());
+        let (mut reported, mut missing_tasks) = (HashMap::new(), HashSet::new());
         // The waits for the agents of jobs that are over.
         let mut waits = HashMap::new();
         let mut succeeded = 0;
@@ -243,14 +243,14 @@ impl Array {
                             _ => {}
                         }
                     }
-                    Some(_) => drop(ended_early.remove(&task)),
+                    Some(_) => drop(missing_tasks.remove(&task)),
                     None if job.state.is_final() => {
                         self.remove_bundle(task);
                         launch.finish(Ok(())).await?;
                         remaining.remove(&task);
                     }
-                    // The last report of the task's agent may not have arrived yet.
-                    None if ended_early.insert(task) => {}
+                    // When the task is first missing, the last report of its agent may not have arrived yet.
+                    None if missing_tasks.insert(task) => {}
                     None => {
                         let how = slurm::describe_end(&task_id);
                         let how = format!("Slurm's task {task_id} is over ({how})");

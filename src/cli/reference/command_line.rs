@@ -1,6 +1,6 @@
 //! Every command with its arguments, from clap's definitions.
 
-use super::{escape_prose, generated_from, table};
+use super::{escape, generated_from, table};
 use clap::{Arg, Command};
 use std::fmt::Write as _;
 
@@ -8,14 +8,14 @@ pub(super) fn markdown(mut program: Command) -> String {
     program.build();
     let mut text = generated_from("the definitions of the commands");
     text += "# Commands\n\n";
-    let _ = writeln!(text, "{}\n", escape_prose(&description(&program)));
+    let _ = writeln!(text, "{}\n", escape(&description(&program)));
     text += "`lockstep help COMMAND` prints the usage of a command. `lockstep completions bash|zsh|fish` prints completions for a shell, \
              and `lockstep man --out DIR` writes man pages.\n\n";
     let _ = writeln!(text, "{}\n", program.get_after_help().map(ToString::to_string).unwrap_or_default());
     let rows: Vec<_> = visible_subcommands(&program)
         .map(|command| {
             let name = command.get_name();
-            [format!("[`{name}`](#lockstep-{name})"), escape_prose(&summary(command))]
+            [format!("[`{name}`](#lockstep-{name})"), escape(&summary(command))]
         })
         .collect();
     text += &table(["command", "does"], &rows);
@@ -33,7 +33,7 @@ fn visible_subcommands(command: &Command) -> impl Iterator<Item = &Command> {
 
 fn add_section(text: &mut String, command: &Command, parent: &str, level: usize) {
     let name = format!("{parent} {}", command.get_name());
-    let _ = write!(text, "\n{} {name}\n\n{}\n", "#".repeat(level), escape_prose(&description(command)));
+    let _ = write!(text, "\n{} {name}\n\n{}\n", "#".repeat(level), escape(&description(command)));
     if !command.is_subcommand_required_set() {
         let usage = command.clone().render_usage().to_string();
         let lines = usage.trim_start_matches("Usage:").lines();
@@ -85,7 +85,7 @@ fn row(arg: &Arg) -> [String; 3] {
         meaning.push(format!("Environment: `{}`", variable.to_string_lossy()));
     }
     let meaning =
-        meaning.iter().filter(|part| !part.is_empty()).map(|part| escape_prose(part.trim_end_matches('.')));
+        meaning.iter().filter(|part| !part.is_empty()).map(|part| escape(part.trim_end_matches('.')));
     [format!("`{name}`"), default, meaning.collect::<Vec<_>>().join(". ")]
 }
 

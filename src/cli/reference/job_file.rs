@@ -1,6 +1,6 @@
 //! Documents every key of a job file: a page, and text for a terminal.
 
-use super::{super::output::wrap, escape_prose, generated_from, table};
+use super::{super::output::wrap, escape, generated_from, table};
 use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference, sweep_reference};
 use std::fmt::Write as _;
 
@@ -19,10 +19,10 @@ pub(super) fn markdown() -> String {
         let title = title(&section);
         let rows = section.keys.into_iter().map(|key| {
             let default = key.default.map_or_else(|| "none".to_owned(), |default| format!("`{default}`"));
-            [format!("`{}`", key.name), key.values, default, escape_prose(&key.meaning)]
+            [format!("`{}`", key.name), key.values, default, escape(&key.meaning)]
         });
         let rows: Vec<_> = rows.collect();
-        let _ = write!(text, "\n## {title}\n\n{}\n\n", escape_prose(&section.meaning));
+        let _ = write!(text, "\n## {title}\n\n{}\n\n", escape(&section.meaning));
         text += &table(["key", "values", "default", "meaning"], &rows);
     }
     text += "\n## Recipes\n\n\

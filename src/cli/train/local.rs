@@ -74,6 +74,8 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
     })
 }
 
+type Ranks = RankGroup<Vec<AttemptEvent>>;
+
 /// The state of this command while its ranks train.
 struct Command {
     signals: StopSignals,
@@ -113,12 +115,12 @@ impl Policy for Command {
     }
 
     /// The first interrupt makes ranks write a checkpoint; the second kills them.
-    fn obey(&mut self, (): (), ranks: &mut RankGroup<Vec<AttemptEvent>>) {
+    fn obey(&mut self, (): (), ranks: &mut Ranks) {
         self.is_interrupted = true;
         ranks.stop(if ranks.is_stopping() { Stop::Kill } else { Stop::Terminate });
     }
 
-    fn observe(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) -> Result<(), TailError> {
+    fn observe(&mut self, ranks: &mut Ranks) -> Result<(), TailError> {
         for rank in &mut ranks.ranks {
             let result = rank.read();
             self.display.update(std::mem::take(&mut rank.notes));
@@ -127,13 +129,13 @@ impl Policy for Command {
         Ok(())
     }
 
-    fn decide(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
+    fn decide(&mut self, ranks: &mut Ranks) {
         if ranks.must_end(END_DELAYS) {
             ranks.stop(Stop::Terminate);
         }
     }
 
-    fn grace(&self, _ranks: &RankGroup<Vec<AttemptEvent>>) -> Duration {
+    fn grace(&self, _ranks: &Ranks) -> Duration {
         if self.is_interrupted { STOP_KILL_DELAY } else { KILL_DELAY }
     }
 }
@@ -147,11 +149,7 @@ fn success(display: &TrainingDisplay) -> Outcome {
 }
 
 /// Returns the outcome from the first cause among the ranks' reports and exit statuses.
-fn determine_outcome(
-    ranks: &RankGroup<Vec<AttemptEvent>>,
-    display: &TrainingDisplay,
-    is_interrupted: bool,
-) -> Outcome {
+fn determine_outcome(ranks: &Ranks, display: &TrainingDisplay, is_interrupted: bool) -> Outcome {
     if ranks.ends().all(RankEnd::is_success) {
         return success(display);
     }

@@ -53,7 +53,8 @@ impl Progress {
         self.bar.eta_secs = eta_secs.filter(|_| self.state == JobState::Running);
     }
 
-    fn print_if_changed(&mut self, text: String) -> anyhow::Result<()> {
+    /// Prints a text unless it is the last printed text.
+    fn print_change(&mut self, text: String) -> anyhow::Result<()> {
         if self.last_text != text {
             self.bar.print_line(&text)?;
             self.last_text = text;
@@ -83,7 +84,7 @@ impl Progress {
                 self.bar.draw();
                 if !state.is_final() && !still_waits {
                     let reason = reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
-                    self.print_if_changed(format!("{state}{reason}"))?;
+                    self.print_change(format!("{state}{reason}"))?;
                 }
             }
             EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
@@ -169,12 +170,7 @@ impl Display for Progress {
         }
         let place = job.queue.as_ref().map(|queue| format!(", place {} in the queue", queue.place));
         let why = waits_for(job).map(|why| format!(": {why}"));
-        self.print_if_changed(format!(
-            "{}{}{}",
-            job.state,
-            place.unwrap_or_default(),
-            why.unwrap_or_default()
-        ))
+        self.print_change(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
     }
 }
 

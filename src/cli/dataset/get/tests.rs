@@ -99,7 +99,7 @@ fn remote(name: &'static str, content: &[u8], members: &'static [&'static str]) 
 }
 
 fn known(files: Vec<Remote>) -> Known {
-    Known { name: "small", base_url: "http://nobody.invalid/", files: files.leak(), classes: &[] }
+    Known { name: "small", base: "http://nobody.invalid/", files: files.leak(), classes: &[] }
 }
 
 pub(crate) fn serve_files(files: Vec<(&'static str, Vec<u8>)>) -> Behaviour {

@@ -167,10 +167,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             _ => {}
         }
     }
-    result.map_err(|error| match error.is_wrong_request() {
-        true => usage_error(error.to_string()),
-        false => error.into(),
-    })
+    result
+        .map_err(|error| if error.is_wrong_request() { usage_error(error.to_string()) } else { error.into() })
 }
 
 /// Parses `NAME=/a/path`. The path must be absolute, because readers of error messages do not know the agent's working directory.

@@ -261,12 +261,10 @@ impl Api {
         let aliases = entry["aliases"].as_object().into_iter().flatten();
         let aliases: Vec<_> =
             aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
-        Err(match (which, aliases.is_empty()) {
-            (Which::Number(_), _) => error,
-            (Which::Alias(_), true) => usage_error(format!("{error}; it has no aliases")),
-            (Which::Alias(_), false) => {
-                usage_error(format!("{error}; its aliases are {}", aliases.join(", ")))
-            }
+        Err(match which {
+            Which::Number(_) => error,
+            Which::Alias(_) if aliases.is_empty() => usage_error(format!("{error}; it has no aliases")),
+            Which::Alias(_) => usage_error(format!("{error}; its aliases are {}", aliases.join(", "))),
         })
     }
 

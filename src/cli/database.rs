@@ -129,9 +129,9 @@ fn is_file_of(database: &Path, path: &Path) -> bool {
             let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
             fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()
         };
-        let same_file = id(&database_file).is_some() && id(&database_file) == id(path);
+        let is_same_file = id(&database_file).is_some() && id(&database_file) == id(path);
         // A file that does not exist yet has no inode, so its folder and its name are compared.
-        same_file
+        is_same_file
             || (database_file.file_name() == path.file_name()
                 && folder(&database_file).is_some()
                 && folder(&database_file) == folder(path))

@@ -173,9 +173,10 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     block_on(async {
         // Registered names have no characters with a special meaning in URLs.
         let dataset = find_by_name(&api, name).await?.ok_or_else(|| unknown_dataset(name))?;
-        let files_note = match dataset.is_uploaded() {
-            true => "its uploaded files are also deleted".to_owned(),
-            false => format!("its files at {} are not deleted", dataset.path),
+        let files_note = if dataset.is_uploaded() {
+            "its uploaded files are also deleted".to_owned()
+        } else {
+            format!("its files at {} are not deleted", dataset.path)
         };
         let question = format!(
             "Remove {name}? If so, {files_note}. Jobs that trained on {name} can neither be evaluated nor run again until a dataset is \

@@ -61,9 +61,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let (mut server, data_dir) = start_server(&args).await?;
         let result = tokio::select! {
             result = run_on(&mut server, &data_dir, &args) => result,
-            () = signals.next() => match args.exit_when_done {
-                true => Err(anyhow::anyhow!("stopped before the job ended")),
-                false => Ok(()),
+            () = signals.next() => if args.exit_when_done {
+                Err(anyhow::anyhow!("stopped before the job ended"))
+            } else {
+                Ok(())
             },
         };
         // A second signal ends this command at once.

@@ -186,10 +186,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return block_on(array::run(&args, &api, hosts, document));
     }
     block_on(async {
-        let existing_job = match is_file {
-            true => None,
-            false => Some(api.find_job_in(&args.job, |state| !state.is_final()).await?),
-        };
+        let existing_job =
+            if is_file { None } else { Some(api.find_job_in(&args.job, |state| !state.is_final()).await?) };
         if let Some(job) = existing_job.as_ref().filter(|job| job.state.is_final()) {
             return Err(usage_error(format!(
                 "job {} is over ({}); `lockstep retry` queues it again",

@@ -52,9 +52,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         check_rank_and_attempt(&args, &job)?;
-        let end_reasons = match job.attempt > 1 && !args.server.json {
-            true => read_end_reasons(&api, &job).await?,
-            false => HashMap::new(),
+        let end_reasons = if job.attempt > 1 && !args.server.json {
+            read_end_reasons(&api, &job).await?
+        } else {
+            HashMap::new()
         };
         let last_numbers = HashMap::new();
         let mut printer = Printer { args: &args, last_numbers, last_attempt: None, end_reasons };

@@ -98,9 +98,10 @@ async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
 }
 
 fn row(machine: &Machine) -> [String; 5] {
-    let mut state = match machine.online {
-        true => "online".to_owned(),
-        false => format!("last seen {} ago", age(machine.last_seen_at)),
+    let mut state = if machine.online {
+        "online".to_owned()
+    } else {
+        format!("last seen {} ago", age(machine.last_seen_at))
     };
     if machine.draining {
         state.push_str(", drained");

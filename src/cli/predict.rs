@@ -158,9 +158,10 @@ impl Args {
     fn report(&self, mut prediction: Prediction, model: Option<&ModelUsed>) -> anyhow::Result<PredictionBy> {
         prediction.classes.truncate(self.top);
         if self.prints_lines() && prediction.error.is_none() {
-            match self.embed {
-                true => output::line(serde_json::to_string(&prediction)?)?,
-                false => output::line(format_prediction(&prediction))?,
+            if self.embed {
+                output::line(serde_json::to_string(&prediction)?)?
+            } else {
+                output::line(format_prediction(&prediction))?
             }
         }
         Ok(PredictionBy { prediction, model: model.cloned() })

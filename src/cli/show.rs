@@ -26,13 +26,15 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let (job, response, checkpoints, plan) = block_on(async {
         let job = api.find_job(&args.job).await?;
         let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-        let checkpoints: Vec<CheckpointInfo> = match args.server.json {
-            true => Vec::new(),
-            false => api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?,
+        let checkpoints: Vec<CheckpointInfo> = if args.server.json {
+            Vec::new()
+        } else {
+            api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?
         };
-        let plan = match args.server.json || job.spec.parallel.mode == "data" {
-            true => None,
-            false => api.get::<NetworkDescription>(&format!("/jobs/{}/network", job.id)).await?.plan,
+        let plan = if args.server.json || job.spec.parallel.mode == "data" {
+            None
+        } else {
+            api.get::<NetworkDescription>(&format!("/jobs/{}/network", job.id)).await?.plan
         };
         anyhow::Ok((job, response, checkpoints, plan))
     })?;

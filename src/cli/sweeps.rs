@@ -96,12 +96,13 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 let Sweep { id, name, trials, .. } = api.find_only_sweep(&sweep).await?;
                 let trial_jobs: Vec<_> =
                     trials.into_iter().filter_map(|trial| trial.job).filter(|_| jobs).collect();
-                let question = match jobs {
-                    true => format!(
+                let question = if jobs {
+                    format!(
                         "Delete the sweep {name} ({id}) and {} with their history, logs and checkpoints? This cannot be undone.",
                         plural(trial_jobs.len() as u64, "job")
-                    ),
-                    false => format!("Delete the sweep {name} ({id})? Its jobs remain."),
+                    )
+                } else {
+                    format!("Delete the sweep {name} ({id})? Its jobs remain.")
                 };
                 confirm(yes, question, &id)?;
                 delete_all(&api, &trial_jobs, server.json).await?;

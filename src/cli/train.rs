@@ -113,17 +113,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         None | Some("latest") => {}
         Some(path) => drop(checkpoint_folder(path)?),
     }
-    fs::create_dir_all(&out).map_err(|e| match out.is_file() {
-        true => usage_error(format!("--out {}: is a file; name a folder", out.display())),
-        false => usage_error(format!("--out {}: {e}", out.display())),
+    fs::create_dir_all(&out).map_err(|e| {
+        if out.is_file() {
+            usage_error(format!("--out {}: is a file; name a folder", out.display()))
+        } else {
+            usage_error(format!("--out {}: {e}", out.display()))
+        }
     })?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
     let _lock = if has_rank_0 { Some(OutLock::take(&out)?) } else { None };
-    let resume = match has_rank_0 {
-        true => find_resume_checkpoint(&out, args.resume.as_deref())?,
+    let resume = if has_rank_0 {
+        find_resume_checkpoint(&out, args.resume.as_deref())?
+    } else {
         // Rank 0 reads the checkpoint and sends it. The other ranks only need to know that a checkpoint is used.
-        false => args.resume.clone(),
+        args.resume.clone()
     };
     let world_size = spec.parallel.ranks;
     let start = StartAttempt {
@@ -190,9 +194,10 @@ fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> a
             ))
         })
     };
-    let chosen = match visible.is_empty() {
-        true => Vec::new(),
-        false => ranks.local.iter().map(device).collect::<anyhow::Result<_>>()?,
+    let chosen = if visible.is_empty() {
+        Vec::new()
+    } else {
+        ranks.local.iter().map(device).collect::<anyhow::Result<_>>()?
     };
     local::run(&configs(&start, &chosen, None, out))
 }

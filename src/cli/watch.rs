@@ -128,9 +128,8 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
         let error = match api.open_stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
-                let next = match display.asks_for_place() {
-                    false => stream.next().await,
-                    true => match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
+                let next = if display.asks_for_place() {
+                    match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
                         Ok(next) => next,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
                             Ok(job) => {
@@ -139,7 +138,9 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
                             }
                             Err(error) => Err(error),
                         },
-                    },
+                    }
+                } else {
+                    stream.next().await
                 };
                 match next {
                     Err(error) => break Some(error),

@@ -35,7 +35,7 @@ pub(super) async fn list_files(
 ) -> anyhow::Result<Vec<WeightFile>> {
     let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", checkpoint.id)).await?;
     let files = manifest.get("files").and_then(Value::as_object).into_iter().flatten();
-    let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(weights.file()));
+    let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(weights.file_name()));
     let weight_file = |(name, entry): (&String, &Value)| {
         Some(WeightFile { name: name.clone(), sha256: entry.get("sha256")?.as_str()?.to_owned() })
     };
@@ -46,7 +46,7 @@ pub(super) async fn list_files(
             let id = &checkpoint.id;
             Err(usage_error(format!("checkpoint {id} has no averaged weights: leave --weights out")))
         }
-        Weights::Model => bail!("checkpoint {} has no checksum of {}", checkpoint.id, weights.file()),
+        Weights::Model => bail!("checkpoint {} has no checksum of {}", checkpoint.id, weights.file_name()),
     }
 }
 
@@ -62,7 +62,7 @@ pub(super) async fn fetch(
     target: &Path,
 ) -> anyhow::Result<u64> {
     let path = format!("/checkpoints/{}/{}", checkpoint.id, weight_file.name);
-    let partial = file::partial(target);
+    let partial = file::partial_path(target);
     let mut file = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
     let result = async {
         let mut body = api.get_response(&path).await?.bytes_stream();
@@ -173,6 +173,6 @@ pub(super) fn join(folder: &Path, weights: Weights, target: &Path) -> anyhow::Re
 pub(super) fn weights_path(folder: &Path, weights: Weights) -> PathBuf {
     match weights {
         Weights::Model => folder.to_owned(),
-        Weights::Ema => folder.join(weights.file()),
+        Weights::Ema => folder.join(weights.file_name()),
     }
 }

@@ -76,9 +76,10 @@ pub(super) fn choose(
     }
     if let [newest, others @ ..] = &candidates[..] {
         if several == Several::Refuse && !others.is_empty() {
-            let why = match is_any_meant {
-                true => format!("several {noun}s are called {name}"),
-                false => format!("all {} {noun}s called {name} have ended", called.len()),
+            let why = if is_any_meant {
+                format!("several {noun}s are called {name}")
+            } else {
+                format!("all {} {noun}s called {name} have ended", called.len())
             };
             return Err(format!("{why}: give a {noun}'s id; `{list}` shows the ids"));
         }

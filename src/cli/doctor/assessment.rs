@@ -73,8 +73,8 @@ pub(super) fn version_findings(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<
     if facts_a.driver != facts_b.driver {
         let branch =
             |version: &Option<String>| shown(version).split('.').next().unwrap_or_default().to_owned();
-        let same_branch = branch(&facts_a.driver) == branch(&facts_b.driver);
-        let grade = if same_branch { Grade::Note } else { Grade::Problem };
+        let is_same_branch = branch(&facts_a.driver) == branch(&facts_b.driver);
+        let grade = if is_same_branch { Grade::Note } else { Grade::Problem };
         findings.push(finding(
             "GPU driver",
             grade,

@@ -94,16 +94,18 @@ pub(super) async fn follow(
         failure = wait_for_failure(launch, &mut launched, explain) => return Err(failure),
     };
     if result.is_err() && final_state(launch).await.is_none() {
-        return match launched.iter_mut().any(Launched::is_running) {
+        return if launched.iter_mut().any(Launched::is_running) {
             // This command gave up on the unreachable server. The agents keep trying.
-            true => result.map_err(|error| LaunchDetached(format!("{error:#}")).into()),
-            false => result,
+            result.map_err(|error| LaunchDetached(format!("{error:#}")).into())
+        } else {
+            result
         };
     }
     let agents = async || {
-        anyhow::Ok(match launched.iter_mut().any(Launched::is_running) {
-            true => Agents::Running,
-            false => Agents::Ended,
+        anyhow::Ok(if launched.iter_mut().any(Launched::is_running) {
+            Agents::Running
+        } else {
+            Agents::Ended
         })
     };
     if !matches!(launch.wait_for_agents(agents).await?, AgentsEnd::Ended) {

@@ -58,11 +58,8 @@ fn row(arg: &Arg) -> [String; 3] {
     let mut names = Vec::new();
     names.extend(arg.get_short().map(|short| format!("-{short}")));
     names.extend(arg.get_long().map(|long| format!("--{long}")));
-    let name = match (names.is_empty(), values.is_empty()) {
-        (true, _) => values,
-        (false, true) => names.join(", "),
-        (false, false) => format!("{} {values}", names.join(", ")),
-    };
+    // A positional argument has no names, and a flag has no values.
+    let name = [names.join(", "), values].join(" ").trim().to_owned();
     let defaults: Vec<_> =
         arg.get_default_values().iter().map(|v| v.to_string_lossy().into_owned()).collect();
     let default =

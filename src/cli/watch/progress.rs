@@ -127,7 +127,7 @@ impl Progress {
         }
         self.last_line = Some(Instant::now());
         let TrainingBar { step, total_steps, .. } = self.bar;
-        let (epoch, words) = (self.bar.epoch(), self.bar.words());
+        let (epoch, words) = (self.bar.epoch(), self.bar.describe());
         output::line(format_args!("epoch {epoch}, step {step} of {total_steps}: {words}"))
     }
 
@@ -197,14 +197,14 @@ mod tests {
             event(1 + u64::from(rank), body)
         };
         progress.show(&loss(0, 2.0)).unwrap();
-        assert_eq!(progress.bar.words(), "", "the loss of one rank is not the job's loss");
+        assert_eq!(progress.bar.describe(), "", "the loss of one rank is not the job's loss");
         progress.show(&loss(1, 3.0)).unwrap();
-        assert_eq!(progress.bar.words(), "loss 2.5000");
+        assert_eq!(progress.bar.describe(), "loss 2.5000");
         let pace = Pace { step: 2, images_per_second: Some(9.56), eta_secs: Some(1020.0) };
         progress.show(&Frame::Progress(pace)).unwrap();
-        assert_eq!(progress.bar.words(), "loss 2.5000, 9.6 images/s, 17 min left");
+        assert_eq!(progress.bar.describe(), "loss 2.5000, 9.6 images/s, 17 min left");
         let paused = EventBody::State { state: JobState::Paused, reason: None, cause: None, attempt: 1 };
         progress.show(&event(3, paused)).unwrap();
-        assert_eq!(progress.bar.words(), "loss 2.5000, 9.6 images/s");
+        assert_eq!(progress.bar.describe(), "loss 2.5000, 9.6 images/s");
     }
 }

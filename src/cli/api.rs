@@ -133,24 +133,24 @@ impl Api {
     }
 
     /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state
-    /// `is_meant` rejects, unless it rejects all of them.
+    /// `accepts` rejects, unless it rejects all of them.
     pub(crate) async fn find_job_in(
         &self,
         id: &str,
-        is_meant: impl Fn(JobState) -> bool,
+        accepts: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        self.find_named(JOB, id, in_state(is_meant), Several::TakeNewest).await
+        self.find_named(JOB, id, in_state(accepts), Several::TakeNewest).await
     }
 
     /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest job that has a
     /// checkpoint. If no job has a checkpoint, prefers jobs that Lockstep trains to runs from elsewhere.
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
         let trained = self.newest_with_checkpoint(id).await;
-        let is_meant = |job: &Value| match &trained {
+        let accepts = |job: &Value| match &trained {
             Some(trained) => text(job, "id") == trained,
             None => job["external"].is_null(),
         };
-        self.find_named(JOB, id, is_meant, Several::TakeNewest).await
+        self.find_named(JOB, id, accepts, Several::TakeNewest).await
     }
 
     /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. Also `None` if a request
@@ -179,18 +179,18 @@ impl Api {
     pub(crate) async fn find_only_job(
         &self,
         id: &str,
-        is_meant: impl Fn(JobState) -> bool,
+        accepts: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        self.find_named(JOB, id, in_state(is_meant), Several::Refuse).await
+        self.find_named(JOB, id, in_state(accepts), Several::Refuse).await
     }
 
-    /// Returns the object that `id` names, and prints a note if several objects have the name. Ignores objects that `is_meant` rejects,
+    /// Returns the object that `id` names, and prints a note if several objects have the name. Ignores objects that `accepts` rejects,
     /// unless it rejects all objects with this name.
     async fn find_named<T: DeserializeOwned>(
         &self,
         kind: Kind,
         id: &str,
-        is_meant: impl Fn(&Value) -> bool,
+        accepts: impl Fn(&Value) -> bool,
         several: Several,
     ) -> anyhow::Result<T> {
         let Kind { noun, path, is_id, .. } = kind;
@@ -204,7 +204,7 @@ impl Api {
         }
         // Includes objects that this version cannot read: the name may be the name of such an object.
         let all = self.read_pages(path, path.trim_start_matches('/'), &[], None).await?;
-        let Some(chosen) = named::choose(kind, &all, id, is_meant, several).map_err(usage_error)? else {
+        let Some(chosen) = named::choose(kind, &all, id, accepts, several).map_err(usage_error)? else {
             let namesake = if path == JOB.path { self.describe_namesake(id).await } else { None };
             let unknown = || named::unknown_name_message(kind, &all, id);
             return Err(usage_error(
@@ -456,9 +456,9 @@ pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
     object.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Returns a predicate for jobs of the server's list: whether `is_meant` accepts the job's state.
-fn in_state(is_meant: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
-    move |job: &Value| text(job, "state").parse::<JobState>().is_ok_and(&is_meant)
+/// Returns a predicate for jobs of the server's list: whether `accepts` accepts the job's state.
+fn in_state(accepts: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
+    move |job: &Value| text(job, "state").parse::<JobState>().is_ok_and(&accepts)
 }
 
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.

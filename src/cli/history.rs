@@ -10,7 +10,7 @@ use std::{borrow::Cow, collections::BTreeMap};
 pub(super) struct Point {
     pub(super) attempt: u32,
     pub(super) step: u64,
-    /// NaN if the recorded value was not finite.
+    /// The recorded value, or NaN if it was not finite.
     pub(super) value: f32,
 }
 

@@ -132,7 +132,7 @@ struct Run {
     summary: Map<String, Value>,
     tags: Vec<String>,
     notes: String,
-    /// `None` if the run succeeded.
+    /// How the run ended without success. `None` if it succeeded.
     failure: Option<Failure>,
     /// Milliseconds since 1970.
     started_at: Option<i64>,

@@ -298,7 +298,7 @@ impl Launch {
             self.revoke_tokens().await;
         }
         if job.state.is_final() && !job.agents.is_empty() && !self.args.server.json {
-            let machines = machines_of(&job.agents, &self.bundle.nodes);
+            let machines = describe_machines(&job.agents, &self.bundle.nodes);
             output::line(format_args!("{} ran on {machines}", job.id))?;
         }
         match (result, other_agents) {
@@ -352,7 +352,7 @@ impl Launch {
 }
 
 /// Lists the machines of agents, by their names in the list of machines, or by the agents' own names if the launcher chose the machines.
-fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
+fn describe_machines(agents: &[String], nodes: &[bundle::Node]) -> String {
     let machine = |agent: &String| {
         let node = nodes.iter().find(|node| node.name == *agent && !node.host.is_empty());
         node.map_or_else(|| agent.clone(), |node| format!("{} (agent {agent})", node.host))
@@ -444,7 +444,7 @@ mod tests {
             (&["launch-2", "other"], "launch-2, other"),
         ] {
             let agents: Vec<String> = agents.iter().map(|agent| (*agent).to_owned()).collect();
-            assert_eq!(machines_of(&agents, &nodes), message);
+            assert_eq!(describe_machines(&agents, &nodes), message);
         }
     }
 }

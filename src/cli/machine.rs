@@ -59,7 +59,7 @@ struct Warning {
 #[derive(Deserialize)]
 struct Slot {
     name: String,
-    /// The rank in the slot.
+    /// The rank in the slot. `None` if the slot is free.
     rank: Option<u32>,
 }
 

@@ -55,28 +55,28 @@ pub(super) struct Chosen {
 }
 
 /// Returns the newest job (or sweep) called `name`, or the only job whose id begins with `name`. `None` if no job matches. Of the jobs
-/// called `name`, ignores the jobs that `is_meant` rejects, unless it rejects all of them. `jobs` is sorted, the newest first.
+/// called `name`, ignores the jobs that `accepts` rejects, unless it rejects all of them. `jobs` is sorted, the newest first.
 ///
 /// # Errors
-/// With [`Several::Refuse`], several jobs called `name` remain (`is_meant` then rejects only jobs that have ended). Also if several ids
+/// With [`Several::Refuse`], several jobs called `name` remain (`accepts` then rejects only jobs that have ended). Also if several ids
 /// begin with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
     Kind { noun, list, .. }: Kind,
     jobs: &[Value],
     name: &str,
-    is_meant: impl Fn(&Value) -> bool,
+    accepts: impl Fn(&Value) -> bool,
     several: Several,
 ) -> Result<Option<Chosen>, String> {
     let id = |job: &Value| text(job, "id").to_owned();
     let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
     let mut candidates = called.clone();
-    let is_any_meant = candidates.iter().any(|job| is_meant(job));
-    if is_any_meant {
-        candidates.retain(|job| is_meant(job));
+    let accepts_any = candidates.iter().any(|job| accepts(job));
+    if accepts_any {
+        candidates.retain(|job| accepts(job));
     }
     if let [newest, others @ ..] = &candidates[..] {
         if several == Several::Refuse && !others.is_empty() {
-            let why = if is_any_meant {
+            let why = if accepts_any {
                 format!("several {noun}s are called {name}")
             } else {
                 format!("all {} {noun}s called {name} have ended", called.len())

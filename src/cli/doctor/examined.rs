@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 #[derive(Debug, Serialize)]
 pub(super) struct ExaminedMachine {
     pub(super) name: String,
-    /// The version of Lockstep on the machine.
+    /// The version of Lockstep on the machine. `None` if the machine did not print it.
     pub(super) lockstep: Option<String>,
     #[serde(flatten)]
     pub(super) facts: Option<Facts>,

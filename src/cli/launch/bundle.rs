@@ -24,7 +24,7 @@ pub(super) const AGENT_LIMIT: Limit = Limit {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Bundle {
     pub(super) server: String,
-    /// CA certificates (PEM).
+    /// CA certificates that the agents trust in addition to the system's (PEM), from `--ca-file`.
     pub(super) ca: Option<String>,
     pub(super) job: JobId,
     /// Folder for the agents' state, relative to the home directory.

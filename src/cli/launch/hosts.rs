@@ -22,6 +22,7 @@ const MAX_VARIABLE_BYTES: usize = 2048;
 pub(crate) struct Host {
     /// Name or address, with `user@` before it if SSH needs a user. Empty if Slurm or Kubernetes chooses the machine.
     pub(crate) name: String,
+    /// Number of ranks on the machine. `None` until `machines::fill_in_slots` if no list gives the number.
     pub(crate) slots: Option<u32>,
     /// Indexes of the GPUs to use. If empty, the first GPUs are used.
     pub(crate) devices: Vec<u32>,

@@ -37,7 +37,7 @@ pub(super) fn command(args: &Args) -> Command {
 pub(super) struct Batch {
     /// Name in Slurm, after the prefix `lockstep-`.
     name: String,
-    /// Number of tasks in the array, and the maximum number that run at the same time.
+    /// Number of tasks in the array, and the maximum number that run at the same time. `None` for a batch job.
     array: Option<(usize, Option<u32>)>,
 }
 

@@ -26,7 +26,7 @@ pub(super) struct Progress {
     ranks: u32,
     /// The attempt to which the loss belongs.
     attempt: u32,
-    last_line: Option<Instant>,
+    last_line_at: Option<Instant>,
 }
 
 impl Progress {
@@ -38,7 +38,7 @@ impl Progress {
             last_text: String::new(),
             ranks: job.ranks,
             attempt: job.attempt,
-            last_line: None,
+            last_line_at: None,
         };
         this.set_pace(job.images_per_second, job.eta_secs);
         if !as_json {
@@ -122,10 +122,10 @@ impl Progress {
 
     fn show_step(&mut self) -> anyhow::Result<()> {
         self.bar.draw();
-        if self.bar.is_drawn() || self.last_line.is_some_and(|at| at.elapsed() < LINE_INTERVAL) {
+        if self.bar.is_drawn() || self.last_line_at.is_some_and(|at| at.elapsed() < LINE_INTERVAL) {
             return Ok(());
         }
-        self.last_line = Some(Instant::now());
+        self.last_line_at = Some(Instant::now());
         let TrainingBar { step, total_steps, .. } = self.bar;
         let (epoch, words) = (self.bar.epoch(), self.bar.describe());
         output::line(format_args!("epoch {epoch}, step {step} of {total_steps}: {words}"))
@@ -188,7 +188,7 @@ mod tests {
             last_text: String::new(),
             ranks: 2,
             attempt: 1,
-            last_line: None,
+            last_line_at: None,
         };
         let event = |seq, body| Frame::Event(Event { seq, at: jiff::Timestamp::UNIX_EPOCH, body });
         let loss = |rank: u32, value| {

@@ -48,7 +48,7 @@ pub(super) struct Plan<'a> {
     pub(super) name: String,
     /// The id of Lockstep's job.
     pub(super) job: &'a str,
-    /// See [`LAUNCH_ANNOTATION`].
+    /// Random id of the launch, for [`LAUNCH_ANNOTATION`].
     pub(super) launch: String,
     pub(super) program: &'a str,
     pub(super) hosts: &'a [Host],

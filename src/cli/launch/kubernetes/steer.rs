@@ -63,7 +63,7 @@ struct Steering<'a> {
     launch: &'a Launch,
     name: &'a str,
     queue: Option<&'a str>,
-    /// The Job in the newest event.
+    /// The Job in the newest event. `None` before the first event, after the end, and from a change until the next event.
     job: Option<Value>,
     /// How the Job ended, and when this was detected. Printed once, even while the server is unreachable.
     end: Option<(String, Instant)>,

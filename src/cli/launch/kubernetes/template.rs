@@ -39,7 +39,7 @@ pub(in super::super) struct Template {
     spec: Map<String, Value>,
     /// Index of the agent's container.
     container: usize,
-    /// Number of GPUs in that container.
+    /// Number of GPUs that this container requests. `None` if it requests none.
     gpus: Option<u32>,
     /// Labels of the Job, for Kueue.
     pub(super) job_labels: BTreeMap<String, String>,

@@ -59,7 +59,7 @@ pub(crate) fn record_address(data_dir: &Path, url: &str) -> io::Result<()> {
 
 /// Removes the recorded address when the server ends.
 pub(crate) fn forget_address(data_dir: &Path) {
-    // The next start writes the file again.
+    // If this fails, the next start of the server replaces the file.
     let _ = fs::remove_file(data_dir.join(ADDRESS));
 }
 
@@ -69,6 +69,7 @@ fn recorded_address(data_dir: &Path) -> Option<String> {
     let path = data_dir.join(ADDRESS);
     let owner = fs::symlink_metadata(&path).ok().filter(|metadata| metadata.is_file())?.uid();
     let is_own = [rustix::process::geteuid().as_raw(), ROOT].contains(&owner);
+    // The file is one short line, like a token file.
     let address = read_token_file(&path).ok().filter(|_| is_own)?;
     is_this_machine(&address).then_some(address)
 }
@@ -84,7 +85,7 @@ impl AccessArgs {
         self.data_dir.clone().or_else(first_running).unwrap_or_else(default)
     }
 
-    /// If the options name a data directory, checks that it is the data directory of a server.
+    /// If the options name a data directory and no token file, checks that it is the data directory of a server.
     ///
     /// # Errors
     /// The folder does not exist, or has neither a token nor the address of a running server.
@@ -168,7 +169,7 @@ fn check_listener(server: &str, owner: u32, token_file: &Path) -> anyhow::Result
 /// Returns a warning if other users can read the file of a token or another secret. Only a file that root owns may be readable for its
 /// group, because systemd and pods mount secrets in this way for a process of another user. After a warning the file is still used, because
 /// Kubernetes mounts secrets with mode 0644 by default.
-pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
+pub(crate) fn secret_file_warning(path: &Path) -> Option<String> {
     let metadata = fs::metadata(path).ok()?;
     let open_bits = metadata.mode() & if metadata.uid() == ROOT { 0o004 } else { 0o044 };
     let shown = path.display();
@@ -187,8 +188,8 @@ pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
 /// The file cannot be read, or is empty.
 pub(crate) fn read_token_file(path: &Path) -> anyhow::Result<String> {
     let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text));
-    read.map_err(|error| {
+    let result = File::open(path).and_then(|file| file.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text));
+    result.map_err(|error| {
         let hint = match error.kind() {
             ErrorKind::PermissionDenied => {
                 "; run this as the account that runs the server, or ask for a token"

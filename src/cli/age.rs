@@ -10,11 +10,11 @@ const TWO_DAYS: i64 = 2 * DAY;
 /// Formats the time since `then`, rounded down: `40 s`, `12 min`, `3 h`, `5 d`. Days begin at 48 hours.
 pub(crate) fn age(then: Timestamp) -> String {
     // Clocks of two machines may differ, so `then` may be in the future.
-    span(Timestamp::now().as_second().saturating_sub(then.as_second()).max(0))
+    format_duration(Timestamp::now().as_second().saturating_sub(then.as_second()).max(0))
 }
 
-/// Formats a number of seconds like [`age`].
-pub(crate) fn span(secs: i64) -> String {
+/// Formats a duration like [`age`].
+pub(crate) fn format_duration(secs: i64) -> String {
     match secs {
         ..MINUTE => format!("{secs} s"),
         MINUTE..HOUR => format!("{} min", secs / MINUTE),
@@ -32,7 +32,7 @@ mod tests {
         for (secs, shown) in
             [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (2 * DAY - 1, "47 h"), (2 * DAY, "2 d")]
         {
-            assert_eq!(span(secs), shown);
+            assert_eq!(format_duration(secs), shown);
         }
         assert_eq!(age(Timestamp::now() + jiff::SignedDuration::from_hours(1)), "0 s");
     }

@@ -1,7 +1,7 @@
 //! `lockstep agent`: joins a server from any machine.
 
 use super::{
-    access::{open_file_warning, read_token_file},
+    access::{read_token_file, secret_file_warning},
     init_tracing,
     size::parse_size,
     usage_error,
@@ -91,7 +91,7 @@ pub(crate) struct Args {
     killed_after: u32,
     /// On which free GPUs a process waits with the GPU already open, so that the next job starts sooner: `on` (all GPUs), `off` (none), or
     /// `auto` (GPUs with at least 40 GB of memory). The process needs about 0.5 GB of the GPU's memory
-    #[arg(long, value_name = "WHICH", default_value = "auto", value_parser = WARM)]
+    #[arg(long, value_name = "WHICH", default_value = "auto", value_parser = WARM_VALUES)]
     warm: String,
     /// With --job: run until the job is over, even if it pauses, and exit with a status for a Kubernetes Job
     #[arg(long, hide = true, requires = "job")]
@@ -102,7 +102,7 @@ pub(crate) struct Args {
 }
 
 /// The values of `--warm`.
-pub(crate) const WARM: [&str; 3] = ["auto", "on", "off"];
+pub(crate) const WARM_VALUES: [&str; 3] = ["auto", "on", "off"];
 
 /// Exit status in a pod if a signal arrives before the job is over: the status that shells report after SIGTERM. With 0, Kubernetes would
 /// count this pod's index as completed. With 143, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and count no failure.
@@ -117,7 +117,7 @@ pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
-    if let Some(warning) = args.token_file.as_deref().and_then(open_file_warning) {
+    if let Some(warning) = args.token_file.as_deref().and_then(secret_file_warning) {
         tracing::warn!("{warning}");
     }
     let token = args.token_file.as_deref().map(read_token_file).transpose()?;
@@ -167,10 +167,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             _ => {}
         }
     }
-    result.map_err(|error| match error.is_wrong_request() {
-        true => usage_error(error.to_string()),
-        false => error.into(),
-    })
+    result
+        .map_err(|error| if error.is_wrong_request() { usage_error(error.to_string()) } else { error.into() })
 }
 
 /// Parses `NAME=/a/path`. The path must be absolute, because readers of error messages do not know the agent's working directory.

@@ -133,24 +133,24 @@ impl Api {
     }
 
     /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state
-    /// `is_meant` rejects, unless it rejects all of them.
+    /// `accepts` rejects, unless it rejects all of them.
     pub(crate) async fn find_job_in(
         &self,
         id: &str,
-        is_meant: impl Fn(JobState) -> bool,
+        accepts: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        self.find_named(JOB, id, in_state(is_meant), Several::TakeNewest).await
+        self.find_named(JOB, id, in_state(accepts), Several::TakeNewest).await
     }
 
     /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest job that has a
     /// checkpoint. If no job has a checkpoint, prefers jobs that Lockstep trains to runs from elsewhere.
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
         let trained = self.newest_with_checkpoint(id).await;
-        let is_meant = |job: &Value| match &trained {
+        let accepts = |job: &Value| match &trained {
             Some(trained) => text(job, "id") == trained,
             None => job["external"].is_null(),
         };
-        self.find_named(JOB, id, is_meant, Several::TakeNewest).await
+        self.find_named(JOB, id, accepts, Several::TakeNewest).await
     }
 
     /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. Also `None` if a request
@@ -179,18 +179,18 @@ impl Api {
     pub(crate) async fn find_only_job(
         &self,
         id: &str,
-        is_meant: impl Fn(JobState) -> bool,
+        accepts: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        self.find_named(JOB, id, in_state(is_meant), Several::Refuse).await
+        self.find_named(JOB, id, in_state(accepts), Several::Refuse).await
     }
 
-    /// Returns the object that `id` names, and prints a note if several objects have the name. Ignores objects that `is_meant` rejects,
+    /// Returns the object that `id` names, and prints a note if several objects have the name. Ignores objects that `accepts` rejects,
     /// unless it rejects all objects with this name.
     async fn find_named<T: DeserializeOwned>(
         &self,
         kind: Kind,
         id: &str,
-        is_meant: impl Fn(&Value) -> bool,
+        accepts: impl Fn(&Value) -> bool,
         several: Several,
     ) -> anyhow::Result<T> {
         let Kind { noun, path, is_id, .. } = kind;
@@ -204,18 +204,17 @@ impl Api {
         }
         // Includes objects that this version cannot read: the name may be the name of such an object.
         let all = self.read_pages(path, path.trim_start_matches('/'), &[], None).await?;
-        let Some((found, note)) = named::choose(kind, &all, id, is_meant, several).map_err(usage_error)?
-        else {
+        let Some(chosen) = named::choose(kind, &all, id, accepts, several).map_err(usage_error)? else {
             let namesake = if path == JOB.path { self.describe_namesake(id).await } else { None };
-            let unknown = || named::unknown(kind, &all, id);
+            let unknown = || named::unknown_name_message(kind, &all, id);
             return Err(usage_error(
                 namesake.map_or_else(unknown, |namesake| format!("no job is called {id}. {namesake}")),
             ));
         };
-        if let Some(note) = note {
+        if let Some(note) = chosen.note {
             output::warn(note);
         }
-        self.get(&format!("{path}/{found}")).await
+        self.get(&format!("{path}/{}", chosen.id)).await
     }
 
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
@@ -257,17 +256,15 @@ impl Api {
         };
         let Ok(models) = self.read_pages("/models", "models", &[], None).await else { return Err(error) };
         let Some(entry) = models.iter().find(|entry| text(entry, "name") == model) else {
-            return Err(usage_error(named::unknown(MODEL, &models, model)));
+            return Err(usage_error(named::unknown_name_message(MODEL, &models, model)));
         };
         let aliases = entry["aliases"].as_object().into_iter().flatten();
         let aliases: Vec<_> =
             aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
-        Err(match (which, aliases.is_empty()) {
-            (Which::Number(_), _) => error,
-            (Which::Alias(_), true) => usage_error(format!("{error}; it has no aliases")),
-            (Which::Alias(_), false) => {
-                usage_error(format!("{error}; its aliases are {}", aliases.join(", ")))
-            }
+        Err(match which {
+            Which::Number(_) => error,
+            Which::Alias(_) if aliases.is_empty() => usage_error(format!("{error}; it has no aliases")),
+            Which::Alias(_) => usage_error(format!("{error}; its aliases are {}", aliases.join(", "))),
         })
     }
 
@@ -278,7 +275,7 @@ impl Api {
         }
         match self.read_pages("/models", "models", &[], None).await {
             Ok(models) if !models.iter().any(|model| text(model, "name") == name) => {
-                usage_error(named::unknown(MODEL, &models, name))
+                usage_error(named::unknown_name_message(MODEL, &models, name))
             }
             _ => error,
         }
@@ -290,15 +287,15 @@ impl Api {
         self.find_named(SWEEP, id, |_| true, Several::TakeNewest).await
     }
 
-    /// Like [`Api::find_sweep`], for commands that change the sweep: refuses a name that several sweeps have that have not ended.
+    /// Like [`Api::find_sweep`], for commands that change the sweep: refuses a name that several unfinished sweeps have.
     pub(crate) async fn find_only_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
         let has_not_ended = |sweep: &Value| text(sweep, "finished_at").is_empty();
         self.find_named(SWEEP, id, has_not_ended, Several::Refuse).await
     }
 
-    /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].
+    /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`parse_list`].
     pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str, key: &str) -> anyhow::Result<Vec<T>> {
-        list(&Value::Array(self.read_pages(path, key, &[], None).await?), key)
+        parse_list(&Value::Array(self.read_pages(path, key, &[], None).await?), key)
     }
 
     /// Reads a list page by page: all elements, or the first `limit`. `key` is the list's key in the response.
@@ -391,14 +388,14 @@ impl Api {
     }
 
     async fn send(&self, request: RequestBuilder) -> anyhow::Result<Response> {
-        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
-        if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
+        let response = request.send().await.map_err(|error| self.request_error(&error))?;
+        if response.status().is_success() { Ok(response) } else { Err(read_problem(response).await) }
     }
 
     /// Returns the mistakes that the server finds in a job.
     pub(crate) async fn find_mistakes(&self, document: &Value) -> anyhow::Result<Vec<SpecError>> {
         let response = self.client.post(self.url("/jobs/validate")).json(document).send().await;
-        let response = response.map_err(|error| self.unreachable(&error))?;
+        let response = response.map_err(|error| self.request_error(&error))?;
         match response.status() {
             StatusCode::UNPROCESSABLE_ENTITY => {
                 let mut body: Value = response.json().await.unwrap_or_default();
@@ -406,7 +403,7 @@ impl Api {
                 Ok(serde_json::from_value(errors).unwrap_or_default())
             }
             status if status.is_success() => Ok(Vec::new()),
-            _ => Err(problem(response).await),
+            _ => Err(read_problem(response).await),
         }
     }
 
@@ -426,14 +423,15 @@ impl Api {
     /// # Errors
     /// The connection broke, or the response does not come from a Lockstep server.
     pub(crate) async fn read<T: DeserializeOwned>(&self, response: Response) -> anyhow::Result<T> {
-        let bytes = response.bytes().await.map_err(|error| self.unreachable(&error))?;
+        let bytes = response.bytes().await.map_err(|error| self.request_error(&error))?;
         // A response without a body reads as null.
         let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
         serde_json::from_slice(text)
             .with_context(|| format!("{}: the response does not come from a Lockstep server", self.base))
     }
 
-    fn unreachable(&self, error: &reqwest::Error) -> anyhow::Error {
+    /// Returns the error of a request without a response.
+    fn request_error(&self, error: &reqwest::Error) -> anyhow::Error {
         if let Some(why) = tls::in_words(error, &self.base) {
             return anyhow!(why);
         }
@@ -458,21 +456,21 @@ pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
     object.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Returns a predicate for jobs of the server's list: whether `is_meant` accepts the job's state.
-fn in_state(is_meant: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
-    move |job: &Value| text(job, "state").parse::<JobState>().is_ok_and(&is_meant)
+/// Returns a predicate for jobs of the server's list: whether `accepts` accepts the job's state.
+fn in_state(accepts: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
+    move |job: &Value| text(job, "state").parse::<JobState>().is_ok_and(&accepts)
 }
 
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
 fn proxy_variable(server: &reqwest::Url) -> Option<&'static str> {
-    let is_here = is_loopback(server.host_str()?);
+    let is_on_this_machine = is_loopback(server.host_str()?);
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let names = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
-    names.into_iter().find(is_set).filter(|_| server.scheme() == "https" && !is_here)
+    names.into_iter().find(is_set).filter(|_| server.scheme() == "https" && !is_on_this_machine)
 }
 
 /// Returns the request parameters that have a value.
-pub(crate) fn given<const N: usize>(
+pub(crate) fn present_parameters<const N: usize>(
     parameters: [(&'static str, Option<String>); N],
 ) -> Vec<(&'static str, String)> {
     parameters.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
@@ -484,19 +482,19 @@ pub(crate) fn given<const N: usize>(
 ///
 /// # Errors
 /// The response has no such list.
-pub(crate) fn list<T: DeserializeOwned>(response: &Value, key: &str) -> anyhow::Result<Vec<T>> {
+pub(crate) fn parse_list<T: DeserializeOwned>(response: &Value, key: &str) -> anyhow::Result<Vec<T>> {
     let elements = if response.is_array() { response } else { response.get(key).unwrap_or(&Value::Null) };
     let elements = elements.as_array().with_context(|| format!("the server has no list of {key}"))?;
-    let read = |element: &Value| {
+    let parse = |element: &Value| {
         let name = element.get("id").or(element.get("name")).unwrap_or(&Value::Null);
-        let skipped = |error| {
+        let report = |error| {
             output::warn(format_args!(
                 "{name} of the server's {key} cannot be read by this version: {error}"
             ));
         };
-        serde_json::from_value(element.clone()).map_err(skipped).ok()
+        serde_json::from_value(element.clone()).map_err(report).ok()
     };
-    Ok(elements.iter().filter_map(read).collect())
+    Ok(elements.iter().filter_map(parse).collect())
 }
 
 /// Appends query parameters to a path.
@@ -508,8 +506,8 @@ pub(crate) fn with_query(path: &str, pairs: &[(&str, String)]) -> anyhow::Result
     Ok(format!("{path}?{}", url.query().unwrap_or_default()))
 }
 
-/// Formats a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
-async fn problem(response: Response) -> anyhow::Error {
+/// Returns the error in a response, a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
+async fn read_problem(response: Response) -> anyhow::Error {
     let status = response.status();
     let body: Value = response.json().await.unwrap_or_default();
     let text = |key: &str| body.get(key).and_then(Value::as_str).filter(|t| !t.is_empty());
@@ -524,7 +522,7 @@ async fn problem(response: Response) -> anyhow::Error {
         };
         for error in errors {
             let [pointer, detail] = ["pointer", "detail"].map(|key| error[key].as_str().unwrap_or_default());
-            let _ = write!(message, "\n  {}", mistake(pointer, detail));
+            let _ = write!(message, "\n  {}", format_mistake(pointer, detail));
         }
     }
     if status == StatusCode::UNAUTHORIZED {
@@ -545,7 +543,7 @@ fn bearer_header(token: &str) -> anyhow::Result<HeaderValue> {
 }
 
 /// Formats a mistake in a specification as a line, with the JSON pointer `/train/lr` written as the key `train.lr`.
-pub(crate) fn mistake(pointer: &str, detail: &str) -> String {
+pub(crate) fn format_mistake(pointer: &str, detail: &str) -> String {
     let key = pointer.trim_start_matches('/').replace('/', ".");
     // A pointer has `~1` in place of a slash in a key, and `~0` in place of a tilde.
     let key = key.replace("~1", "/").replace("~0", "~");

@@ -179,7 +179,7 @@ fn default_cases(on_gpus: bool) -> anyhow::Result<Vec<Case>> {
     names.iter().map(|name| name.parse().map_err(|e: String| usage_error(e))).collect()
 }
 
-/// Returns the devices to use, one per rank; none if ranks share the CPU's cores.
+/// Returns one GPU per rank, or no device if ranks share the CPU's cores.
 fn find_devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let (mut devices, why_no_gpus) = registry::gpus(args.device).map_err(usage_error)?;
     let first_gpu = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
@@ -245,7 +245,7 @@ fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
     let JoinedGroup { comm, store } = member.meet(RANK_TIMEOUT)?;
-    let how = OnDevice {
+    let settings = OnDevice {
         device,
         precision: args.precision,
         deterministic: args.deterministic,
@@ -253,7 +253,7 @@ fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         division: division(args),
         store: store.clone(),
     };
-    let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;
+    let measured = bench::run_on_device(case, comm.clone(), settings).map_err(|e| anyhow::anyhow!(e))?;
     // The store ends with rank 0's process.
     comm.barrier()?;
     if member.rank == 0 { output::json(&measured) } else { Ok(()) }

@@ -47,8 +47,8 @@ impl SignInFile {
     fn try_to_open(&mut self, server: &Running, page: &str) -> io::Result<()> {
         // Each link works once. The printed link stays valid for a browser of the user's choice.
         let link = server.login_link(page)?;
-        write(&self.path, &link)?;
-        start(&self.path.canonicalize()?)?;
+        write_redirect(&self.path, &link)?;
+        start_browser(&self.path.canonicalize()?)?;
         let (path, running) = (self.path.clone(), server.clone());
         self.watch = Some(tokio::spawn(async move {
             while running.is_valid_link(&link) {
@@ -76,7 +76,7 @@ fn has_screen() -> bool {
     screen && io::stdout().is_terminal()
 }
 
-fn write(path: &Path, link: &str) -> io::Result<()> {
+fn write_redirect(path: &Path, link: &str) -> io::Result<()> {
     let link = link.replace('&', "&amp;").replace('<', "&lt;").replace('"', "&quot;");
     let page = format!(
         "<!doctype html>\n<meta charset=\"utf-8\">\n<title>Lockstep</title>\n<meta name=\"referrer\" content=\"no-referrer\">\n\
@@ -86,7 +86,7 @@ fn write(path: &Path, link: &str) -> io::Result<()> {
 }
 
 /// Starts the browser in a process group of its own, so that Ctrl-C ends only the server.
-fn start(page: &Path) -> io::Result<()> {
+fn start_browser(page: &Path) -> io::Result<()> {
     let mut command = Command::new(OPENER);
     command.arg(page).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
     let mut browser =

@@ -20,7 +20,7 @@ pub(crate) enum Weights {
 
 impl Weights {
     /// Returns the name of the checkpoint's file with these weights.
-    pub(crate) fn file(self) -> &'static str {
+    pub(crate) fn file_name(self) -> &'static str {
         match self {
             Weights::Model => "model.safetensors",
             Weights::Ema => "ema.safetensors",

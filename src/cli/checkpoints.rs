@@ -1,7 +1,7 @@
 //! `lockstep checkpoints`: the checkpoints of a job.
 
 use super::{
-    api::{JobArgs, list},
+    api::{JobArgs, parse_list},
     block_on,
     checkpoint_choice::ListedCheckpoint,
     output,
@@ -24,7 +24,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     if checkpoints.is_empty() {
         return output::line("no checkpoint yet");
     }
-    let checkpoints: Vec<ListedCheckpoint> = list(&Value::Array(checkpoints), "checkpoints")?;
+    let checkpoints: Vec<ListedCheckpoint> = parse_list(&Value::Array(checkpoints), "checkpoints")?;
     let header = ["STEP", "EPOCH", "ATTEMPT", "ACCURACY", "SIZE", "", "ID"];
     output::table(header, checkpoints.iter().map(row))
 }

@@ -183,14 +183,14 @@ fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value
         settings_of_jobs.iter().map(|settings| settings.get(key).cloned().unwrap_or_default()).collect()
     };
     let differs = |key: &String| {
-        let each = || {
+        let each_job = || {
             jobs.iter()
                 .zip(&settings_of_jobs)
                 .map(|(job, settings)| (job.external.is_some(), settings.get(key)))
         };
-        let any_run_has_key = each().any(|(is_external, value)| is_external && value.is_some());
+        let any_run_has_key = each_job().any(|(is_external, value)| is_external && value.is_some());
         let mut compared =
-            each().filter(|(is_external, _)| any_run_has_key || !is_external).map(|(_, value)| value);
+            each_job().filter(|(is_external, _)| any_run_has_key || !is_external).map(|(_, value)| value);
         let first = compared.next().flatten();
         compared.any(|value| value != first)
     };

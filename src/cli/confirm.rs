@@ -34,9 +34,10 @@ pub(crate) fn confirm(yes: bool, question: impl Display, target: impl Display) -
 /// Exit status 2 if the two passwords differ.
 pub(crate) fn ask_new_password(what: &str) -> anyhow::Result<String> {
     let password = rpassword::prompt_password(format!("{what}: "))?;
-    match rpassword::prompt_password("repeat the password: ")? == password {
-        true => Ok(password),
-        false => Err(usage_error("the two passwords differ")),
+    if rpassword::prompt_password("repeat the password: ")? == password {
+        Ok(password)
+    } else {
+        Err(usage_error("the two passwords differ"))
     }
 }
 

@@ -101,8 +101,8 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
             args.output.display()
         )));
     }
-    let done = block_on(async { backup(&location, &args.output).await.map_err(with_exit_status) })?;
-    report("backed up", &location, &args.output, &done, args.which.json)
+    let summary = block_on(async { backup(&location, &args.output).await.map_err(with_exit_status) })?;
+    report("backed up", &location, &args.output, &summary, args.which.json)
 }
 
 /// Reads a backup into an empty database.
@@ -113,8 +113,8 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
     fs::create_dir_all(&args.which.data_dir)?;
-    let done = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) })?;
-    report("restored", &location, &args.file, &done, args.which.json)
+    let summary = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) })?;
+    report("restored", &location, &args.file, &summary, args.which.json)
 }
 
 /// Whether `path` leads to a file of an SQLite database, possibly by another name: the database itself, or a file that SQLite keeps next to
@@ -129,9 +129,9 @@ fn is_file_of(database: &Path, path: &Path) -> bool {
             let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
             fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()
         };
-        let same_file = id(&database_file).is_some() && id(&database_file) == id(path);
+        let is_same_file = id(&database_file).is_some() && id(&database_file) == id(path);
         // A file that does not exist yet has no inode, so its folder and its name are compared.
-        same_file
+        is_same_file
             || (database_file.file_name() == path.file_name()
                 && folder(&database_file).is_some()
                 && folder(&database_file) == folder(path))

@@ -9,7 +9,7 @@ use super::{
     api::{Api, ServerArgs},
     block_on,
     confirm::confirm,
-    file::does_not_exist,
+    file::missing_path_message,
     output, usage_error,
 };
 use indicatif::ProgressBar;
@@ -125,7 +125,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 /// Exit status 2 if the path does not exist or cannot be read.
 pub(super) fn canonical(path: &Path) -> anyhow::Result<PathBuf> {
     lockstep_data::canonical(path).map_err(|error| match error.kind() {
-        ErrorKind::NotFound => usage_error(does_not_exist(path)),
+        ErrorKind::NotFound => usage_error(missing_path_message(path)),
         _ => usage_error(format!("{}: {error}", path.display())),
     })
 }
@@ -173,9 +173,10 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     block_on(async {
         // Registered names have no characters with a special meaning in URLs.
         let dataset = find_by_name(&api, name).await?.ok_or_else(|| unknown_dataset(name))?;
-        let files_note = match dataset.is_uploaded() {
-            true => "its uploaded files are also deleted".to_owned(),
-            false => format!("its files at {} are not deleted", dataset.path),
+        let files_note = if dataset.is_uploaded() {
+            "its uploaded files are also deleted".to_owned()
+        } else {
+            format!("its files at {} are not deleted", dataset.path)
         };
         let question = format!(
             "Remove {name}? If so, {files_note}. Jobs that trained on {name} can neither be evaluated nor run again until a dataset is \
@@ -200,13 +201,13 @@ pub(super) async fn register_as(
 ) -> anyhow::Result<Dataset> {
     match find_by_name(api, name).await? {
         Some(known) if Path::new(&known.path) == path => Ok(known),
-        Some(other) => Err(usage_error(name_taken(&other, path))),
+        Some(other) => Err(usage_error(name_taken_message(&other, path))),
         None => register(api, &json!({ "name": name, "path": path, "private": private })).await,
     }
 }
 
-/// The error if `path` cannot be registered because `other` has its name.
-pub(super) fn name_taken(other: &Dataset, path: &Path) -> String {
+/// Returns the message of the error that `path` cannot be registered because `other` has its name.
+pub(super) fn name_taken_message(other: &Dataset, path: &Path) -> String {
     format!(
         "a dataset is already called {} ({}); register this dataset under another name: lockstep dataset add OTHER {}",
         other.name,

@@ -36,9 +36,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let mut jobs = Vec::<Job>::new();
         for name in &args.jobs {
             let job = api.find_only_job(name, |_| true).await.map_err(|error| {
-                match error.is::<WrongRequest>() && args.jobs.len() > 1 {
-                    true => usage_error(format!("{error}; no job is deleted")),
-                    false => error,
+                if error.is::<WrongRequest>() && args.jobs.len() > 1 {
+                    usage_error(format!("{error}; no job is deleted"))
+                } else {
+                    error
                 }
             })?;
             if jobs.iter().all(|other| other.id != job.id) {

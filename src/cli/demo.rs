@@ -8,7 +8,7 @@ use super::{
     dataset, init_tracing,
     local_agent::AgentLog,
     output,
-    serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve},
+    serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve_address},
     usage_error, watch,
 };
 use anyhow::Context;
@@ -58,18 +58,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         let mut signals = StopSignals::listen()?;
-        let (mut server, data_dir) = start(&args).await?;
-        let shown = tokio::select! {
-            shown = show(&mut server, &data_dir, &args) => shown,
-            () = signals.next() => match args.exit_when_done {
-                true => Err(anyhow::anyhow!("stopped before the job ended")),
-                false => Ok(()),
+        let (mut server, data_dir) = start_server(&args).await?;
+        let result = tokio::select! {
+            result = run_on(&mut server, &data_dir, &args) => result,
+            () = signals.next() => if args.exit_when_done {
+                Err(anyhow::anyhow!("stopped before the job ended"))
+            } else {
+                Ok(())
             },
         };
         // A second signal ends this command at once.
         tokio::select! {
-            stopped = server.stop() => shown.and(stopped),
-            () = signals.next() => shown,
+            stopped = server.stop() => result.and(stopped),
+            () = signals.next() => result,
         }
     });
     runtime.shutdown_timeout(FILE_THREADS_TIMEOUT);
@@ -77,13 +78,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Runs the demo on a running server. Returns the demo's result.
-async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
+async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
     let api = Api::new(&server.url(), None, Some(read_token_file(&data_dir.join("token"))?))?;
     let dataset = unpack(data_dir)?;
     cancel_leftovers(&api).await?;
     let slots = lockstep_host::cores().max(args.ranks);
     server.start_agent(vec![("--cpu-slots", slots.to_string())], AgentLog::File).await?;
-    register(&api, &dataset, data_dir).await?;
+    register_pictures(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);
     // The link signs in one browser, once. `lockstep login-link` prints another link.
@@ -98,7 +99,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
         if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
         server.running.url(),
     ))?;
-    let result = watch::to_the_end(&api, job, false).await;
+    let result = watch::follow_to_end(&api, job, false).await;
     if args.exit_when_done {
         return result;
     }
@@ -114,8 +115,8 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
 }
 
 /// Starts a server in the given data directory, or in the first demo folder in the working directory that no other demo uses.
-async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
-    let listen = resolve(&args.listen)?;
+async fn start_server(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
+    let listen = resolve_address(&args.listen)?;
     let candidates: Vec<PathBuf> = match &args.data_dir {
         Some(dir) => vec![dir.clone()],
         None => demo_data_dirs().collect(),
@@ -159,7 +160,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
 }
 
 /// Registers the pictures after the agent has joined, because the agent inspects them.
-async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
+async fn register_pictures(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
         if api.list::<Value>("/agents", "agents").await?.iter().any(|agent| agent["online"] == true) {

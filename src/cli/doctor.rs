@@ -107,7 +107,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         output::json(&Report { findings, all_gather })?;
     } else {
         for Finding { what, grade, found, advice } in &findings {
-            output::line(format_args!("{:<8} {what:<11} {found}", mark(*grade)))?;
+            output::line(format_args!("{:<8} {what:<11} {found}", grade_label(*grade)))?;
             if let Some(advice) = advice {
                 output::line(format_args!("{:<8} {:<11} -> {advice}", "", ""))?;
             }
@@ -136,11 +136,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
         }
     }
-    check_count(problems, "")
+    fail_if_any(problems, "")
 }
 
 /// Returns an error if there are problems. `suffix` is appended to the error's sentence.
-fn check_count(problems: usize, suffix: &str) -> anyhow::Result<()> {
+fn fail_if_any(problems: usize, suffix: &str) -> anyhow::Result<()> {
     match problems {
         0 => Ok(()),
         1 => anyhow::bail!("a problem would prevent jobs from training{suffix}"),
@@ -148,7 +148,7 @@ fn check_count(problems: usize, suffix: &str) -> anyhow::Result<()> {
     }
 }
 
-fn mark(grade: Grade) -> &'static str {
+fn grade_label(grade: Grade) -> &'static str {
     match grade {
         Grade::Ok => "ok",
         Grade::Note => "note",

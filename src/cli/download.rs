@@ -29,7 +29,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let (_, chosen) = args.which.find(&api).await?;
-        let files = weight_files::files(&api, &chosen, args.which.weights).await?;
+        let files = weight_files::list_files(&api, &chosen, args.which.weights).await?;
         let (size_bytes, sha256) = match &files[..] {
             [file] => (weight_files::fetch(&api, &chosen, file, &args.output).await?, file.sha256.clone()),
             // The parts of a sharded checkpoint are joined in one file.

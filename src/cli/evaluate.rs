@@ -1,7 +1,7 @@
 //! `lockstep evaluate`: evaluates a checkpoint on validation pictures.
 
 use super::{
-    api::{Api, ServerArgs, given, with_query},
+    api::{Api, ServerArgs, present_parameters, with_query},
     block_on,
     checkpoint_choice::{CheckpointArgs, Weights},
     output,
@@ -56,7 +56,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let (job, chosen) = args.which.find(&api).await?;
-        let query = given([
+        let query = present_parameters([
             ("checkpoint", Some(chosen.id.clone())),
             ("weights", (args.which.weights == Weights::Ema).then(|| "ema".to_owned())),
             ("dataset", args.dataset),
@@ -64,27 +64,27 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ]);
         let suffix = if args.knn.is_some() { "/neighbours" } else { "" };
         let path = with_query(&format!("/jobs/{}/evaluation{suffix}", job.id), &query)?;
-        let result = wait(&api, &path).await?;
+        let result = wait_for_result(&api, &path).await?;
         let checkpoint = chosen.name();
         if args.server.json {
             return output::json(&Evaluated { job: &job.id, checkpoint, result });
         }
         match args.knn {
             Some(_) => print_neighbours(&checkpoint, &serde_json::from_value(result)?),
-            None => print(&checkpoint, &serde_json::from_value(result)?),
+            None => print_evaluation(&checkpoint, &serde_json::from_value(result)?),
         }
     })
 }
 
 /// Polls the server for the result. On a terminal, also shows what the server is waiting for.
-async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
+async fn wait_for_result(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
     bar.set_style(output::bar_style("{msg} {elapsed}"));
     loop {
         let response = api.get_response(path).await?;
-        let ready = response.status() != StatusCode::ACCEPTED;
+        let is_ready = response.status() != StatusCode::ACCEPTED;
         let reply: Value = api.read(response).await?;
-        if ready {
+        if is_ready {
             bar.finish_and_clear();
             return Ok(reply);
         }
@@ -110,7 +110,7 @@ fn print_neighbours(checkpoint: &str, result: &NearestNeighbours) -> anyhow::Res
     }
 }
 
-fn print(checkpoint: &str, result: &ModelEvaluation) -> anyhow::Result<()> {
+fn print_evaluation(checkpoint: &str, result: &ModelEvaluation) -> anyhow::Result<()> {
     output::line(format_args!(
         "checkpoint {checkpoint}: accuracy {:.2} %{} of {}, loss {:.4}",
         result.accuracy * 100.0,

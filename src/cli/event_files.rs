@@ -11,7 +11,7 @@ use std::{
     path::Path,
 };
 
-/// CRC-32C.
+/// Algorithm of the records' checksums: CRC-32C.
 static CASTAGNOLI: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
 /// The content of a file's first event.
 pub(super) const FILE_VERSION: &str = "brain.Event:2";
@@ -50,7 +50,7 @@ pub(super) struct SummaryValue {
 /// `TensorProto`: numbers as bytes or in the list of their type.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Tensor {
-    /// 1: float32, 2: float64, 3: int32, 9: int64.
+    /// Type of the elements: 1 (float32), 2 (float64), 3 (int32) or 9 (int64).
     #[prost(int32, tag = "1")]
     pub(super) dtype: i32,
     #[prost(bytes = "vec", tag = "4")]
@@ -127,7 +127,7 @@ pub(super) struct SessionStart {
 
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct SessionEnd {
-    /// 1: success, 2: failure.
+    /// 1 if the run succeeded, 2 if it failed.
     #[prost(int32, tag = "1")]
     pub(super) status: i32,
     #[prost(double, tag = "2")]
@@ -181,11 +181,11 @@ impl Event {
     }
 }
 
-/// Reads the events of a file in order. Returns a reason if a part of the file could not be read.
+/// Passes the events of a file to `on_event`, in order. Returns a reason if a part of the file could not be read.
 ///
 /// # Errors
 /// The file cannot be opened or read.
-pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Option<&'static str>> {
+pub(super) fn read(path: &Path, mut on_event: impl FnMut(Event)) -> io::Result<Option<&'static str>> {
     const UNFINISHED: Option<&str> = Some("ends within an event");
     const DAMAGED: Option<&str> = Some("has a damaged event");
     /// Maximum size of an event. Events with scalars are smaller.
@@ -214,7 +214,7 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
         }
         let (data, checksum) = record.split_at(length as usize);
         match Event::decode(data) {
-            Ok(event) if masked_checksum(data).to_le_bytes() == *checksum => each(event),
+            Ok(event) if masked_checksum(data).to_le_bytes() == *checksum => on_event(event),
             _ => return Ok(DAMAGED),
         }
     }

@@ -58,7 +58,7 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
     match (&args.folders[..], &args.output) {
         ([folder], Some(output)) if folder.is_dir() => {
             file::check_output(output)?;
-            let folder = weight_files::best_of_run(folder)?;
+            let folder = weight_files::resolve_run_folder(folder)?;
             let ManifestFile { size_bytes, sha256 } = weight_files::join(&folder, args.weights, output)?;
             output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", output.display()))
         }

@@ -36,8 +36,8 @@ pub(crate) fn read(path: &Path, max_bytes: u64, too_large: &str) -> Result<Vec<u
     if bytes.len() as u64 > max_bytes { Err(too_large.to_owned()) } else { Ok(bytes) }
 }
 
-/// `photos does not exist (looked for /home/ada/photos)`: a relative path refers to the working directory.
-pub(super) fn does_not_exist(path: &Path) -> String {
+/// Formats `photos does not exist (looked for /home/ada/photos)`: a relative path refers to the working directory.
+pub(super) fn missing_path_message(path: &Path) -> String {
     let absolute = std::path::absolute(path).ok().filter(|_| path.is_relative());
     let absolute = absolute.map(|absolute| format!(" (looked for {})", absolute.display()));
     format!("{} does not exist{}", path.display(), absolute.unwrap_or_default())
@@ -67,7 +67,7 @@ pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
 /// # Errors
 /// `write` fails, or the file cannot be renamed.
 pub(crate) fn replace<T>(target: &Path, write: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
-    let partial = partial(target);
+    let partial = partial_path(target);
     // An earlier run may have left its partial file.
     let _ = fs::remove_file(&partial);
     let written = write(&partial).and_then(|written| {
@@ -81,7 +81,7 @@ pub(crate) fn replace<T>(target: &Path, write: impl FnOnce(&Path) -> anyhow::Res
 }
 
 /// Returns the path of the unfinished file that becomes `target`.
-pub(crate) fn partial(target: &Path) -> PathBuf {
+pub(crate) fn partial_path(target: &Path) -> PathBuf {
     let mut partial = target.as_os_str().to_owned();
     partial.push(".part");
     PathBuf::from(partial)

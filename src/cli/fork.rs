@@ -44,7 +44,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         if args.watch {
             watch::announce(&job);
-            return watch::to_the_end(&api, job, args.server.json).await;
+            return watch::follow_to_end(&api, job, args.server.json).await;
         }
         output::print(args.server.json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))
     })

@@ -21,7 +21,7 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
     match &args.topic[..] {
         [job, key @ ..] if job == "job" && key.len() < 2 => {
             let key = key.first().map(String::as_str);
-            output::line(job_file::text(key).map_err(usage_error)?.trim_end())
+            output::line(job_file::help_text(key).map_err(usage_error)?.trim_end())
         }
         names => {
             let mut command = &program;
@@ -29,7 +29,7 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
                 let known: Vec<_> = command.get_subcommands().filter(|c| !c.is_hide_set()).collect();
                 command = match known.iter().find(|c| c.get_name() == name) {
                     Some(found) => *found,
-                    None => return Err(usage_error(unknown(name, &known))),
+                    None => return Err(usage_error(unknown_command_message(name, &known))),
                 };
             }
             // Prints the output of `COMMAND --help`: clap chooses the short or the long text.
@@ -48,7 +48,7 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
     }
 }
 
-fn unknown(name: &str, known: &[&Command]) -> String {
+fn unknown_command_message(name: &str, known: &[&Command]) -> String {
     let meant = mistyped::equivalent(name).filter(|meant| known.iter().any(|c| c.get_name() == *meant));
     let near = meant.or_else(|| nearest(name, known.iter().map(|c| c.get_name()).chain(["job"])));
     let advice = near.map(|near| format!("did you mean {near:?}?"));

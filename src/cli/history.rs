@@ -10,7 +10,7 @@ use std::{borrow::Cow, collections::BTreeMap};
 pub(super) struct Point {
     pub(super) attempt: u32,
     pub(super) step: u64,
-    /// NaN if the recorded value was not finite.
+    /// The recorded value, or NaN if it was not finite.
     pub(super) value: f32,
 }
 
@@ -30,8 +30,8 @@ pub(super) async fn read_points(
         buffer.extend_from_slice(&chunk.context("the connection broke during the download; try again")?);
         let lines_end = buffer.iter().rposition(|byte| *byte == b'\n').map_or(0, |index| index + 1);
         for line in std::str::from_utf8(&buffer[..lines_end])?.lines().filter(|line| *line != HEADER) {
-            let (name, point) =
-                parse(line).with_context(|| format!("the server's metrics have an invalid line {line:?}"))?;
+            let (name, point) = parse_line(line)
+                .with_context(|| format!("the server's metrics have an invalid line {line:?}"))?;
             match series.get_mut(&*name) {
                 Some(points) => points.push(point),
                 None => _ = series.insert(name.into_owned(), vec![point]),
@@ -49,7 +49,7 @@ pub(super) async fn read_points(
 const HEADER: &str = "attempt,rank,name,step,value";
 
 /// Parses a line of CSV. A name may be quoted as in RFC 4180.
-fn parse(line: &str) -> Option<(Cow<'_, str>, Point)> {
+fn parse_line(line: &str) -> Option<(Cow<'_, str>, Point)> {
     let (attempt, rest) = line.split_once(',')?;
     let (_rank, rest) = rest.split_once(',')?;
     let (rest, value) = rest.rsplit_once(',')?;
@@ -83,16 +83,16 @@ mod tests {
     #[test]
     fn csv_lines_are_parsed_with_any_metric_name() {
         assert_eq!(
-            parse("2,1,loss,41,0.5"),
+            parse_line("2,1,loss,41,0.5"),
             Some(("loss".into(), Point { attempt: 2, step: 41, value: 0.5 }))
         );
         assert_eq!(
-            parse("1,0,\"a,\"\"b\",3,1e-7").map(|(name, point)| (name, point.value)),
+            parse_line("1,0,\"a,\"\"b\",3,1e-7").map(|(name, point)| (name, point.value)),
             Some(("a,\"b".into(), 1e-7))
         );
-        assert!(parse("1,0,loss,3,NaN").is_some_and(|(_, point)| point.value.is_nan()));
+        assert!(parse_line("1,0,loss,3,NaN").is_some_and(|(_, point)| point.value.is_nan()));
         for wrong in ["", "1,0,loss,3", "1,0,loss,three,1", HEADER] {
-            assert_eq!(parse(wrong), None, "{wrong}");
+            assert_eq!(parse_line(wrong), None, "{wrong}");
         }
     }
 

@@ -71,10 +71,10 @@ pub(crate) struct TableSource {
     id: Option<String>,
 }
 
-/// Reads runs.
-type Read = Box<dyn FnOnce() -> anyhow::Result<Vec<Run>>>;
+/// Reads the runs of a part of a source.
+type ReadRuns = Box<dyn FnOnce() -> anyhow::Result<Vec<Run>>>;
 /// Parts of a source, which are read one after the other: each part's name for errors, and the function that reads it.
-type Sources = Vec<(String, Read)>;
+type Sources = Vec<(String, ReadRuns)>;
 
 /// Imports every run of a source.
 ///
@@ -86,10 +86,10 @@ pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
         Format::Mlflow(source) => (source, mlflow::sources(&source.path)),
         Format::Wandb(source) => (source, wandb::sources(&source.path)),
         Format::Csv(TableSource { source, id }) => {
-            (source, table::sources(&source.path, id.as_deref(), table::csv))
+            (source, table::sources(&source.path, id.as_deref(), table::read_csv))
         }
         Format::Parquet(TableSource { source, id }) => {
-            (source, table::sources(&source.path, id.as_deref(), table::parquet))
+            (source, table::sources(&source.path, id.as_deref(), table::read_parquet))
         }
     };
     if let Some(mistake) = source.project.as_deref().and_then(project_mistake) {
@@ -132,15 +132,15 @@ struct Run {
     summary: Map<String, Value>,
     tags: Vec<String>,
     notes: String,
-    /// `None` if the run succeeded.
+    /// How the run ended without success. `None` if it succeeded.
     failure: Option<Failure>,
     /// Milliseconds since 1970.
     started_at: Option<i64>,
     /// Milliseconds since 1970.
     ended_at: Option<i64>,
     records: Vec<Record>,
-    metrics: BTreeSet<String>,
-    points: u64,
+    metric_names: BTreeSet<String>,
+    point_count: u64,
     /// The kinds of data that are not imported, each with a count.
     left_out: BTreeMap<&'static str, u64>,
     /// Whether the source may have other points than an earlier import with the same id.
@@ -185,8 +185,8 @@ impl Run {
         }
     }
 
-    /// Appends a point to the run. `at`: milliseconds since 1970.
-    fn add(&mut self, step: i64, at: Option<i64>, name: &str, value: f64) {
+    /// Appends a point to the run. `at` is in milliseconds since 1970.
+    fn add_point(&mut self, step: i64, at: Option<i64>, name: &str, value: f64) {
         let Some(step) = u64::try_from(step).ok().filter(|step| *step < 1 << 53) else {
             return self.leave_out("points at steps below 0, or 2^53 and above", 1);
         };
@@ -194,11 +194,11 @@ impl Run {
             return self
                 .leave_out("points of metrics with names that are too long or have control characters", 1);
         }
-        if !self.metrics.contains(name) {
-            if self.metrics.len() >= RUN_METRICS {
+        if !self.metric_names.contains(name) {
+            if self.metric_names.len() >= RUN_METRICS {
                 return self.leave_out("points of metrics beyond the first 1000", 1);
             }
-            self.metrics.insert(name.to_owned());
+            self.metric_names.insert(name.to_owned());
         }
         let value = match value {
             value if value.is_nan() => "NaN".into(),
@@ -206,7 +206,7 @@ impl Run {
             f64::NEG_INFINITY => "-Infinity".into(),
             value => Value::from(value),
         };
-        self.points += 1;
+        self.point_count += 1;
         let begins_record = std::mem::take(&mut self.begins_record);
         match self.records.last_mut() {
             Some(last)
@@ -233,7 +233,7 @@ impl Run {
             None => self.records.len() - 1,
         };
         let points: u64 = self.records.drain(kept_count..).map(|record| record.values.len() as u64).sum();
-        self.points -= points;
+        self.point_count -= points;
         self.leave_out("newest points of a run without an end", points);
     }
 }
@@ -333,8 +333,8 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
     Ok(Report {
         job: text(&job, "id").into(),
         name: text(&job, "name").into(),
-        metrics: run.metrics.len(),
-        points: run.points,
+        metrics: run.metric_names.len(),
+        points: run.point_count,
         new_points,
         left_out: run.left_out,
     })
@@ -408,7 +408,7 @@ fn collect_numbers(name: &str, value: &Value, numbers: &mut Vec<(String, f64)>) 
         Value::String(text) if text == "NaN" => numbers.push((name.to_owned(), f64::NAN)),
         Value::String(text) if text == "Infinity" => numbers.push((name.to_owned(), f64::INFINITY)),
         Value::String(text) if text == "-Infinity" => numbers.push((name.to_owned(), f64::NEG_INFINITY)),
-        // W&B's format of an image, a table or a histogram.
+        // An object with `_type` is an image, a table or a histogram of W&B.
         Value::Object(fields) if !fields.contains_key("_type") => {
             return fields
                 .iter()
@@ -435,7 +435,7 @@ mod tests {
             (1, "a\nb", 1.0),
             (1, "loss", f64::NEG_INFINITY),
         ] {
-            run.add(step, None, name, value);
+            run.add_point(step, None, name, value);
         }
         let expected = json!([
             {"step": 0, "values": {"loss": 1.0, "acc": "NaN"}},
@@ -443,7 +443,7 @@ mod tests {
             {"step": 1, "values": {"loss": "-Infinity"}},
         ]);
         assert_eq!(serde_json::to_value(&run.records).unwrap(), expected);
-        assert_eq!((run.points, run.left_out.values().sum::<u64>()), (4, 2));
+        assert_eq!((run.point_count, run.left_out.values().sum::<u64>()), (4, 2));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `lockstep init`: writes a job file for a folder of pictures, with comments that explain the chosen values.
 
-use super::{api::mistake, dataset, output, usage_error};
+use super::{api::format_mistake, dataset, output, usage_error};
 use lockstep_host::own_program;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -24,7 +24,7 @@ use std::{
 /// Maximum number of classes that a comment lists.
 const MAX_CLASSES_NAMED: usize = 12;
 
-/// Number of steps of a measurement. The first step is left out, because it includes preparations that later steps reuse.
+/// Number of steps in the measurement. The first step is left out, because it includes preparations that later steps reuse.
 const STEPS: u64 = 5;
 /// Maximum number of pictures in a step of the measurement.
 const MAX_BATCH: u64 = 32;
@@ -72,7 +72,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let choice = suggest(&info).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
     let text = format_job_file(&path, &info, &choice);
     let spec = from_toml(&text).map_err(|mistakes| {
-        let mistakes: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+        let mistakes: Vec<_> = mistakes.iter().map(|m| format_mistake(&m.pointer, &m.detail)).collect();
         usage_error(format!("no job file can be made for {}:\n  {}", path.display(), mistakes.join("\n  ")))
     })?;
     let mut file =
@@ -89,9 +89,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         output::warn(format_args!("warning: {words}"));
     }
     match measure_secs_per_picture(&args.output, choice.batch) {
-        Ok(secs) => {
+        Ok(secs_per_picture) => {
             let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);
-            output::line(format_estimate(secs, &choice, quick.as_ref()))?;
+            output::line(format_estimate(secs_per_picture, &choice, quick.as_ref()))?;
         }
         Err(why) => output::warn(format_args!("no estimate of the time: {why}")),
     }
@@ -100,22 +100,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ))
 }
 
-/// Formats the duration of the suggested run, and of the quick run if given. `secs`: seconds per picture.
-fn format_estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
+/// Formats the duration of the suggested run, and of the quick run if given.
+fn format_estimate(secs_per_picture: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
     let run_secs = |run: &Suggestion| {
         let pixels_ratio = f64::from(run.side).powi(2) / f64::from(choice.side).powi(2);
-        secs * pixels_ratio
+        secs_per_picture
+            * pixels_ratio
             * (run.training_pictures as f64 + run.validation_pictures as f64 / VALIDATION_SPEED)
     };
-    let format = |secs: f64| match secs {
+    let words = |secs: f64| match secs {
         ..100.0 => format!("{secs:.0} s"),
         ..7200.0 => format!("{:.0} min", secs / 60.0),
         _ => format!("{:.1} h", secs / 3600.0),
     };
-    let mut message = format!("about {} on this machine", format(run_secs(choice)));
+    let mut message = format!("about {} on this machine", words(run_secs(choice)));
     if let Some(quick) = quick {
         let _ =
-            write!(message, "; `lockstep init --quick` suggests a run of about {}", format(run_secs(quick)));
+            write!(message, "; `lockstep init --quick` suggests a run of about {}", words(run_secs(quick)));
     }
     message
 }

@@ -47,8 +47,10 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
         }
         let (mut accepted, mut errors) = (Vec::<Job>::new(), Vec::<anyhow::Error>::new());
         for job in &jobs {
-            let response = api.post(&format!("/jobs/{}/{action}", job.id), &serde_json::json!({})).await;
-            response.map_or_else(|error| errors.push(error), |job| accepted.push(job));
+            match api.post(&format!("/jobs/{}/{action}", job.id), &serde_json::json!({})).await {
+                Ok(job) => accepted.push(job),
+                Err(error) => errors.push(error),
+            }
         }
         let mut done = Vec::new();
         for job in accepted {
@@ -75,11 +77,12 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
         if args.server.json {
             match (&*jobs, &*done) {
                 ([_], [job]) => output::json(job)?,
+                // The request for the only job failed, so there is only an error.
                 ([_], _) => {}
                 _ => output::json(&done)?,
             }
         }
-        // The caller prints the last error.
+        // The caller of this command prints the last error.
         let last = errors.pop();
         errors.iter().for_each(|error| output::warn(format_args!("{error:#}")));
         last.map_or(Ok(()), Err)

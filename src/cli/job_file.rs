@@ -2,7 +2,7 @@
 
 use super::{
     WrongRequest,
-    api::{Api, mistake},
+    api::{Api, format_mistake},
     dataset, file, output, usage_error,
 };
 use lockstep_engine::plan;
@@ -63,7 +63,7 @@ pub(super) async fn name_dataset(
             None if unknown_path == UnknownPath::Register && !path.exists() => {
                 return Err(usage_error(format!(
                     "data.dataset: {}; the server has no dataset at this path either (`lockstep dataset list` shows its datasets)",
-                    file::does_not_exist(&path)
+                    file::missing_path_message(&path)
                 )));
             }
             None => continue,
@@ -104,13 +104,13 @@ pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
 }
 
 /// Returns a mistake for each path in a job's document that [`name_dataset`] cannot register, because another dataset has the name.
-pub(super) async fn taken_names(api: &Api, document: &Value) -> anyhow::Result<Vec<SpecError>> {
+pub(super) async fn find_taken_names(api: &Api, document: &Value) -> anyhow::Result<Vec<SpecError>> {
     let mut mistakes = Vec::new();
     // The values of a sweep may repeat a path.
     let paths: BTreeSet<&Path> = dataset_paths(document).into_iter().filter(|path| path.is_dir()).collect();
     for path in paths {
         if let Some(other) = dataset::find_by_name(api, &dataset_name(path)).await? {
-            let detail = dataset::name_taken(&other, path);
+            let detail = dataset::name_taken_message(&other, path);
             mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
         }
     }
@@ -124,8 +124,9 @@ pub(super) fn merge_mistakes(
     mut local: Vec<SpecError>,
     mut remote: Vec<SpecError>,
 ) -> Vec<SpecError> {
-    let is_here = dataset_paths(document).into_iter().any(|path| lockstep_data::canonical(path).is_ok());
-    let omits_dataset = is_here || local.iter().any(|known| known.pointer == "/data/dataset");
+    let is_on_this_machine =
+        dataset_paths(document).into_iter().any(|path| lockstep_data::canonical(path).is_ok());
+    let omits_dataset = is_on_this_machine || local.iter().any(|known| known.pointer == "/data/dataset");
     remote.retain(|mistake| {
         // A local mistake of a sweep also names its trials.
         let is_same =
@@ -160,19 +161,19 @@ fn dataset_name(path: &Path) -> String {
 ///
 /// # Errors
 /// Exit status 2 if the file cannot be read, or a change is invalid.
-pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
-    let mut document = document_as_written(path, sets)?;
+pub(super) fn read_document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
+    let mut document = read_document_as_written(path, sets)?;
     make_paths_absolute(&mut document);
     Ok(document)
 }
 
-/// Like [`document`], with paths as the file has them.
+/// Like [`read_document`], with paths as the file has them.
 ///
 /// # Errors
-/// See [`document`].
-pub(super) fn document_as_written(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
+/// See [`read_document`].
+pub(super) fn read_document_as_written(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
-    let text = job_file(path)?;
+    let text = read_text(path)?;
     let mut document = toml_document(&text).map_err(|e| usage_error(format!("{shown}: {}", e.detail)))?;
     for set in sets {
         apply_set(&mut document, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))?;
@@ -185,12 +186,12 @@ pub(super) fn document_as_written(path: &Path, sets: &[String]) -> anyhow::Resul
 /// # Errors
 /// Exit status 2. The message lists every mistake in the document.
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
-    read(document).map_err(|mistakes| mistakes_error(path, &mistakes))
+    parse(document).map_err(|mistakes| mistakes_error(path, &mistakes))
 }
 
 /// Returns the error for a job file with these mistakes, one per line.
 pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Error {
-    let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+    let lines: Vec<_> = mistakes.iter().map(|m| format_mistake(&m.pointer, &m.detail)).collect();
     let count = match lines.len() {
         1 => "a mistake".to_owned(),
         count => format!("{count} mistakes"),
@@ -202,25 +203,26 @@ pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Err
 ///
 /// # Errors
 /// Returns every mistake in the document.
-pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
+pub(super) fn parse(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let spec = from_json(document)?;
     let mistakes = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
     plan::check(&spec).map_err(mistakes)?;
     Ok(spec)
 }
 
-/// Returns the path of a job's dataset on this machine. A relative path refers to the working directory or to the job file's folder.
-pub(super) fn dataset_path(spec: &JobSpec, job: &Path) -> Option<PathBuf> {
+/// Returns the path of a job's dataset on this machine, if it exists. A relative path refers to the working directory or to the job file's
+/// folder.
+pub(super) fn find_dataset(spec: &JobSpec, job_file: &Path) -> Option<PathBuf> {
     let given = Path::new(&spec.data.dataset);
     let existing = |path: &Path| lockstep_data::canonical(path).ok();
-    existing(given).or_else(|| existing(&job.parent()?.join(given)))
+    existing(given).or_else(|| existing(&job_file.parent()?.join(given)))
 }
 
 /// Reads the text of a job file, or of a pipe that the shell has connected.
 ///
 /// # Errors
 /// Exit status 2 if the file is not a regular file, is too large, is not text, or cannot be read.
-fn job_file(path: &Path) -> anyhow::Result<String> {
+fn read_text(path: &Path) -> anyhow::Result<String> {
     let error = |detail: &str| usage_error(format!("{}: {detail}", path.display()));
     if path.is_dir() {
         return Err(error("is a folder; give a job's TOML file"));
@@ -263,9 +265,9 @@ mod tests {
         let mut text = String::from("[data]\ndataset = \"d\"\n");
         text.extend(std::iter::repeat_n('#', (1 << 20) - text.len()));
         fs::write(&path, &text).unwrap();
-        assert_eq!(document(&path, &[]).expect("it is read")["data"]["dataset"], "d");
+        assert_eq!(read_document(&path, &[]).expect("it is read")["data"]["dataset"], "d");
         fs::write(&path, text + "#").unwrap();
-        let why = document(&path, &[]).unwrap_err().to_string();
+        let why = read_document(&path, &[]).unwrap_err().to_string();
         assert!(why.ends_with("job.toml: is larger than 1 MiB, the maximum size of a job file"), "{why}");
     }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 pub(crate) struct JobLoss {
     ranks: usize,
     /// Losses of steps for which some ranks have not reported yet.
-    open: BTreeMap<u64, Vec<f32>>,
+    incomplete: BTreeMap<u64, Vec<f32>>,
     /// The mean loss of the newest step that all ranks have reported.
     pub(crate) newest: Option<f32>,
 }
@@ -21,13 +21,13 @@ impl JobLoss {
     /// Adds a rank's losses. Returns the steps that are complete, each with its mean loss.
     pub(crate) fn add(&mut self, losses: impl IntoIterator<Item = (u64, f32)>) -> Vec<(u64, f32)> {
         for (step, loss) in losses {
-            self.open.entry(step).or_default().push(loss);
+            self.incomplete.entry(step).or_default().push(loss);
         }
-        let complete = self.open.iter().rev().find(|(_, losses)| losses.len() >= self.ranks);
+        let complete = self.incomplete.iter().rev().find(|(_, losses)| losses.len() >= self.ranks);
         let Some(last) = complete.map(|(step, _)| *step) else { return Vec::new() };
         // Ranks report in order. So if a step before a complete step lacks losses, some ranks had no pictures in it.
-        let later = self.open.split_off(&(last + 1));
-        let steps = std::mem::replace(&mut self.open, later);
+        let later = self.incomplete.split_off(&(last + 1));
+        let steps = std::mem::replace(&mut self.incomplete, later);
         let mean = |losses: &[f32]| losses.iter().sum::<f32>() / losses.len() as f32;
         let means: Vec<_> = steps.into_iter().map(|(step, losses)| (step, mean(&losses))).collect();
         self.newest = means.last().map(|(_, mean)| *mean);

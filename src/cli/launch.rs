@@ -152,7 +152,7 @@ struct Launch {
     hosts: Vec<Host>,
     bundle: Bundle,
     /// The ids of the agents' tokens.
-    tokens: Vec<String>,
+    token_ids: Vec<String>,
 }
 
 /// Starts the agents and shows the job's progress.
@@ -172,7 +172,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "--sweep is for Slurm; submit the sweep with `lockstep submit --sweep`, and launch each trial's job",
         ));
     }
-    let mut document = if is_file { Some(job_file::document(path, &args.sets)?) } else { None };
+    let mut document = if is_file { Some(job_file::read_document(path, &args.sets)?) } else { None };
     // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each trial.
     let single_job = document.as_ref().filter(|_| args.sweeps.is_empty());
     let spec = single_job.map(|document| job_file::check(path, document)).transpose()?;
@@ -186,19 +186,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return block_on(array::run(&args, &api, hosts, document));
     }
     block_on(async {
-        let existing_job = match is_file {
-            true => None,
-            false => Some(api.find_job_in(&args.job, |state| !state.is_final()).await?),
-        };
+        let existing_job =
+            if is_file { None } else { Some(api.find_job_in(&args.job, |state| !state.is_final()).await?) };
         if let Some(job) = existing_job.as_ref().filter(|job| job.state.is_final()) {
             return Err(usage_error(format!(
                 "job {} is over ({}); `lockstep retry` queues it again",
                 job.id, job.state
             )));
         }
+        // Either the file or the existing job has the specification.
         let Some(spec) = spec.as_ref().or(existing_job.as_ref().map(|job| &job.spec)) else { return Ok(()) };
         if let Some(template) = &template {
-            template.give_slots(&mut hosts, &args, spec)?;
+            template.set_slots(&mut hosts, &args, spec)?;
         }
         machines::fill_in_slots(&mut hosts, args.slots, spec)?;
         let ca = machines::read_ca(&args)?;
@@ -216,13 +215,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
             }
+            // Without an existing job there is a file.
             (None, None) => return Ok(()),
         };
         if !args.server.json {
             output::line(format_args!("{}  {}/jobs/{}", job.id, api.base, job.id))?;
         }
-        let launch = Launch::new(&args, &api, job, hosts, ca);
-        let mut launch = Launch { has_submitted_job, ..launch };
+        let mut launch = Launch::new(&args, &api, job, hosts, ca);
+        launch.has_submitted_job = has_submitted_job;
         let result = match &template {
             Some(template) => {
                 launch.bundle.dir.clone_from(&template.dir);
@@ -241,7 +241,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 struct LaunchDetached(String);
 
 impl Launch {
-    /// Makes a launch for a job that this command has submitted.
+    /// Creates a launch for a job that this command has submitted.
     fn new(args: &Arc<Args>, api: &Api, job: Job, hosts: Vec<Host>, ca: Option<String>) -> Self {
         let server = args.agent_server.clone().unwrap_or_else(|| args.server.address());
         let bundle = Bundle {
@@ -252,8 +252,8 @@ impl Launch {
             nodes: Vec::new(),
             in_pod: false,
         };
-        let (args, api, tokens) = (args.clone(), api.clone(), Vec::new());
-        Self { args, api, job, has_submitted_job: true, hosts, bundle, tokens }
+        let (args, api, token_ids) = (args.clone(), api.clone(), Vec::new());
+        Self { args, api, job, has_submitted_job: true, hosts, bundle, token_ids }
     }
 
     async fn start(&mut self) -> anyhow::Result<()> {
@@ -273,7 +273,7 @@ impl Launch {
         let job = match self.api.find::<Job>(&path).await {
             Ok(Some(job)) => job,
             Ok(None) => {
-                self.revoke().await;
+                self.revoke_tokens().await;
                 return result;
             }
             Err(_) => return result,
@@ -295,10 +295,10 @@ impl Launch {
             && job.attempt > 0
             && matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
         if has_nothing_to_do && !is_uploading {
-            self.revoke().await;
+            self.revoke_tokens().await;
         }
         if job.state.is_final() && !job.agents.is_empty() && !self.args.server.json {
-            let machines = machines_of(&job.agents, &self.bundle.nodes);
+            let machines = describe_machines(&job.agents, &self.bundle.nodes);
             output::line(format_args!("{} ran on {machines}", job.id))?;
         }
         match (result, other_agents) {
@@ -345,14 +345,14 @@ impl Launch {
         is_elsewhere.then(|| job.agents.join(", "))
     }
 
-    /// Returns this launch's folder on this machine, for logs and, with Slurm, for the agents' files.
-    fn folder(&self) -> anyhow::Result<PathBuf> {
-        private_folder(&self.args, self.job.id.as_str())
+    /// Creates and returns this launch's folder on this machine, for logs and, with Slurm, for the agents' files.
+    fn create_folder(&self) -> anyhow::Result<PathBuf> {
+        create_private_folder(&self.args, self.job.id.as_str())
     }
 }
 
 /// Lists the machines of agents, by their names in the list of machines, or by the agents' own names if the launcher chose the machines.
-fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
+fn describe_machines(agents: &[String], nodes: &[bundle::Node]) -> String {
     let machine = |agent: &String| {
         let node = nodes.iter().find(|node| node.name == *agent && !node.host.is_empty());
         node.map_or_else(|| agent.clone(), |node| format!("{} (agent {agent})", node.host))
@@ -361,8 +361,8 @@ fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
 }
 
 /// Creates and returns a launch's folder on this machine.
-fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
-    let folder = node::home().join(&args.dir).join(name);
+fn create_private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
+    let folder = node::home_dir().join(&args.dir).join(name);
     node::make_private_dir(&folder).map_err(|e| usage_error(format!("--dir: {}: {e}", folder.display())))?;
     Ok(folder)
 }
@@ -381,7 +381,7 @@ fn print_dry_run(
         }
         LauncherKind::Mpirun => output::line(format_command(&mpirun::command(args, hosts))),
         LauncherKind::Slurm => {
-            let folder = node::home().join(&args.dir).join(job);
+            let folder = node::home_dir().join(&args.dir).join(job);
             output::line(format_command(&slurm::command(args)))?;
             output::line(slurm::Batch::for_job(job).script(args, hosts, spec.parallel.device, &folder)?)
         }
@@ -399,8 +399,8 @@ fn format_command(command: &Command) -> String {
 
 /// Quotes a word for a POSIX shell.
 pub(crate) fn quote(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
         word.to_owned()
     } else {
         format!("'{}'", word.replace('\'', r"'\''"))
@@ -444,7 +444,7 @@ mod tests {
             (&["launch-2", "other"], "launch-2, other"),
         ] {
             let agents: Vec<String> = agents.iter().map(|agent| (*agent).to_owned()).collect();
-            assert_eq!(machines_of(&agents, &nodes), message);
+            assert_eq!(describe_machines(&agents, &nodes), message);
         }
     }
 }

@@ -4,7 +4,7 @@ mod groups;
 
 use super::{
     age::age,
-    api::{ServerArgs, given, list},
+    api::{ServerArgs, parse_list, present_parameters},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -69,7 +69,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let states: Vec<_> = args.state.iter().map(ToString::to_string).collect();
-    let query = given([
+    let query = present_parameters([
         ("state", Some(states.join(",")).filter(|states| !states.is_empty())),
         ("name", args.name),
         ("q", args.search),
@@ -84,13 +84,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(by) = &args.group_by {
         return groups::run(&api, by, query, args.limit, args.server.json);
     }
-    let filtered = !query.is_empty();
+    let has_filter = !query.is_empty();
     let values = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
-    let jobs: Vec<Job> = list(&Value::Array(values.clone()), "jobs")?;
+    let jobs: Vec<Job> = parse_list(&Value::Array(values.clone()), "jobs")?;
     if args.server.json {
         return output::json(&jobs);
     }
-    if jobs.is_empty() && filtered {
+    if jobs.is_empty() && has_filter {
         return output::line("no job matches");
     }
     if jobs.is_empty() {
@@ -99,27 +99,27 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut header = vec!["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST", "AGE"];
     let is_new = |key: &&str| !["name", "images_per_second", "speed", "loss", "best"].contains(key);
     let conditions = args.conditions.iter().flat_map(|conditions| conditions.split(','));
-    let keys: BTreeSet<&str> = conditions.map(compared_key).filter(is_new).collect();
+    let keys: BTreeSet<&str> = conditions.map(condition_key).filter(is_new).collect();
     header.extend(&keys);
     let rows = jobs.iter().map(|job| {
         // Jobs that this version cannot read are left out of `jobs`.
-        let of_job = values.iter().find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);
+        let unparsed_job = values.iter().find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);
         row(job)
             .into_iter()
-            .chain(keys.iter().map(|key| compared_value(of_job, key)))
+            .chain(keys.iter().map(|key| condition_value(unparsed_job, key)))
             .collect::<Vec<String>>()
     });
     output::table_of_columns(&header, &["NAME"], &rows.collect::<Vec<_>>())
 }
 
 /// Returns the key in a condition that the server has accepted: `lr` in `lr > 0.1`.
-fn compared_key(condition: &str) -> &str {
+fn condition_key(condition: &str) -> &str {
     let key = condition.split(['=', '!', '<', '>']).next().unwrap_or_default().trim();
     key.strip_prefix("spec.").unwrap_or(key)
 }
 
 /// Returns a job's value for the key of a condition: a setting, also without the name of its section, or else the newest value of a metric.
-fn compared_value(job: &Value, key: &str) -> String {
+fn condition_value(job: &Value, key: &str) -> String {
     let name = key.rsplit('.').next().unwrap_or(key);
     let in_section = || job["spec"].as_object()?.values().find_map(|section| section.get(name));
     let setting = match key.split_once('.') {

@@ -38,11 +38,11 @@ pub(crate) struct LocalAgent {
 /// Settings of the local agent.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
-    /// `http://127.0.0.1:PORT`.
+    /// The server's address, `http://127.0.0.1:PORT`.
     pub(crate) server: String,
     /// The agent's folder.
     pub(crate) dir: PathBuf,
-    /// More options of `lockstep agent` with their values.
+    /// Further options of `lockstep agent` with their values.
     pub(crate) options: Vec<(&'static str, String)>,
     /// File with the agent's token, or `None` if it needs no token. The token is not passed in an argument or a variable, which other
     /// accounts could read and ranks would inherit.
@@ -85,14 +85,14 @@ async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::R
     let mut started = Instant::now();
     loop {
         tokio::select! {
-            _ = &mut stopped => return end(child).await,
+            _ = &mut stopped => return end_agent(child).await,
             status = child.wait() => {
                 if started.elapsed() >= BACKOFF_RESET {
                     backoff = RETRY;
                 }
                 match status {
                     Ok(status) => tracing::warn!(%status, "the local agent ended; starting it again"),
-                    Err(error) => tracing::warn!(%error, "the local agent has ended; starting it again"),
+                    Err(error) => tracing::warn!(%error, "waiting for the local agent failed; starting it again"),
                 }
             }
         }
@@ -144,7 +144,7 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
     command.spawn().with_context(|| format!("{} agent", program.display()))
 }
 
-async fn end(mut child: Child) {
+async fn end_agent(mut child: Child) {
     let Some(pid) = child.id().and_then(|id| Pid::from_raw(id.cast_signed())) else { return };
     // An error means that the process has exited, which the wait below detects.
     let _ = kill_process(pid, Signal::TERM);

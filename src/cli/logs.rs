@@ -1,7 +1,7 @@
 //! `lockstep logs`: prints the log of a job's ranks.
 
 use super::{
-    api::{Api, ServerArgs, list},
+    api::{Api, ServerArgs, parse_list},
     block_on, output,
     show::AttemptRow,
     usage_error,
@@ -40,7 +40,7 @@ struct Line {
     attempt: u32,
     rank: u32,
     #[serde(flatten)]
-    line: LogLine,
+    log: LogLine,
 }
 
 /// Prints the existing lines, then new lines if `--follow` is given.
@@ -52,9 +52,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         check_rank_and_attempt(&args, &job)?;
-        let end_reasons = match job.attempt > 1 && !args.server.json {
-            true => end_reasons(&api, &job).await?,
-            false => HashMap::new(),
+        let end_reasons = if job.attempt > 1 && !args.server.json {
+            read_end_reasons(&api, &job).await?
+        } else {
+            HashMap::new()
         };
         let last_numbers = HashMap::new();
         let mut printer = Printer { args: &args, last_numbers, last_attempt: None, end_reasons };
@@ -86,9 +87,9 @@ fn check_rank_and_attempt(args: &Args, job: &Job) -> anyhow::Result<()> {
 }
 
 /// Returns the reason for the end of each attempt, by the attempt's number.
-async fn end_reasons(api: &Api, job: &Job) -> anyhow::Result<HashMap<u32, String>> {
+async fn read_end_reasons(api: &Api, job: &Job) -> anyhow::Result<HashMap<u32, String>> {
     let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-    let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
+    let attempts: Vec<AttemptRow> = parse_list(&response, "attempts")?;
     let reason = |row: AttemptRow| Some((row.attempt, row.reason?.words().to_owned()));
     Ok(attempts.into_iter().filter_map(reason).collect())
 }
@@ -100,7 +101,7 @@ async fn print_history(api: &Api, job: &Job, printer: &mut Printer<'_>) -> anyho
     let mut cursor = String::new();
     loop {
         let page: Value = api.get(&format!("/jobs/{}/logs?{query}{cursor}", job.id)).await?;
-        let lines: Vec<Line> = list(&page, "lines")?;
+        let lines: Vec<Line> = parse_list(&page, "lines")?;
         printer.print(lines.into_iter())?;
         match page["next_cursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
@@ -126,10 +127,10 @@ impl Printer<'_> {
                 && self.args.attempt.is_none_or(|attempt| attempt == line.attempt);
             let last_number = self.last_numbers.entry((line.attempt, line.rank)).or_default();
             // Lines that the server writes have no number.
-            if !is_selected || (line.line.number > 0 && line.line.number <= *last_number) {
+            if !is_selected || (line.log.number > 0 && line.log.number <= *last_number) {
                 continue;
             }
-            *last_number = line.line.number.max(*last_number);
+            *last_number = line.log.number.max(*last_number);
             let last_attempt = self.last_attempt.replace(line.attempt);
             if last_attempt.is_some_and(|last| last < line.attempt) && !self.args.server.json {
                 let ended = line.attempt - 1;
@@ -138,7 +139,7 @@ impl Printer<'_> {
                 output::line(format_args!("attempt {} begins{}", line.attempt, why.unwrap_or_default()))?;
             }
             // A line feed in the text would start a line that the rank did not write.
-            let text = line.line.text.replace('\n', "\\n");
+            let text = line.log.text.replace('\n', "\\n");
             if self.args.server.json {
                 output::line(serde_json::to_string(&line)?)?;
             } else if self.args.rank.is_some() {
@@ -155,7 +156,7 @@ impl Display for Printer<'_> {
     fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
         match frame {
             Frame::Event(Event { body: EventBody::Log { attempt, rank, lines }, .. }) => self
-                .print(lines.iter().map(|line| Line { attempt: *attempt, rank: *rank, line: line.clone() })),
+                .print(lines.iter().map(|line| Line { attempt: *attempt, rank: *rank, log: line.clone() })),
             Frame::Event(Event {
                 body: EventBody::State { state: JobState::Restarting, reason: Some(reason), attempt, .. },
                 ..

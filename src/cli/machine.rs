@@ -2,10 +2,10 @@
 
 use super::{
     age::age,
-    api::{Api, ServerArgs, list},
+    api::{Api, ServerArgs, parse_list},
     block_on,
     confirm::confirm,
-    only, output, usage_error,
+    find_only, output, usage_error,
 };
 use jiff::Timestamp;
 use serde::Deserialize;
@@ -59,7 +59,7 @@ struct Warning {
 #[derive(Deserialize)]
 struct Slot {
     name: String,
-    /// The rank in the slot.
+    /// The rank in the slot. `None` if the slot is free.
     rank: Option<u32>,
 }
 
@@ -83,7 +83,7 @@ async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
     if server.json {
         return output::json(&values);
     }
-    let machines: Vec<Machine> = list(&Value::Array(values), "agents")?;
+    let machines: Vec<Machine> = parse_list(&Value::Array(values), "agents")?;
     if machines.is_empty() {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
@@ -98,9 +98,10 @@ async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
 }
 
 fn row(machine: &Machine) -> [String; 5] {
-    let mut state = match machine.online {
-        true => "online".to_owned(),
-        false => format!("last seen {} ago", age(machine.last_seen_at)),
+    let mut state = if machine.online {
+        "online".to_owned()
+    } else {
+        format!("last seen {} ago", age(machine.last_seen_at))
     };
     if machine.draining {
         state.push_str(", drained");
@@ -138,7 +139,7 @@ async fn find(api: &Api, name_or_id: &str) -> anyhow::Result<Machine> {
 
 fn choose(mut machines: Vec<Machine>, name_or_id: &str) -> anyhow::Result<Machine> {
     machines.retain(|machine| machine.name == name_or_id || machine.id == name_or_id);
-    only("machine", name_or_id, machines, |machine| format!("{} (id {})", machine.name, machine.id))
+    find_only("machine", name_or_id, machines, |machine| format!("{} (id {})", machine.name, machine.id))
 }
 
 /// Returns the URL path of a machine. An agent chooses its id, so an invalid id must not lead to another path.

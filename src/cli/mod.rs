@@ -86,7 +86,7 @@ pub(crate) fn usage_error(message: impl Into<String>) -> anyhow::Error {
 ///
 /// # Errors
 /// Exit status 2 if no object or several objects match.
-pub(crate) fn only<T>(
+pub(crate) fn find_only<T>(
     noun: &str,
     name: &str,
     mut matching: Vec<T>,

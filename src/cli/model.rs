@@ -2,7 +2,7 @@
 
 use super::{
     age::age,
-    api::{ServerArgs, list},
+    api::{ServerArgs, parse_list},
     block_on,
     checkpoint_choice::choose,
     confirm::confirm,
@@ -117,7 +117,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if server.json {
                 return output::json(&response);
             }
-            let versions: Vec<ModelVersion> = list(&response, "versions")?;
+            let versions: Vec<ModelVersion> = parse_list(&response, "versions")?;
             output::table(
                 [
                     "VERSION",

@@ -1,6 +1,6 @@
 //! Options of `serve` for an OpenID provider that signs people in.
 
-use super::{access::open_file_warning, usage_error};
+use super::{access::secret_file_warning, usage_error};
 use lockstep_protocol::people::Role;
 use lockstep_server::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 use std::{env, fs::File, io::Read, path::PathBuf};
@@ -55,7 +55,7 @@ impl OidcArgs {
             return Ok(None);
         };
         let secret = match self.oidc_client_secret_file {
-            Some(path) => Some((format!("the file {}", path.display()), read(&path)?)),
+            Some(path) => Some((format!("the file {}", path.display()), read_secret(&path)?)),
             None => env::var(SECRET_VARIABLE).ok().map(|secret| (SECRET_VARIABLE.to_owned(), secret)),
         };
         let parse = |(source, text): (String, String)| {
@@ -78,14 +78,13 @@ impl OidcArgs {
     }
 }
 
-fn read(path: &PathBuf) -> anyhow::Result<String> {
+fn read_secret(path: &PathBuf) -> anyhow::Result<String> {
     let failed =
         |error: std::io::Error| usage_error(format!("--oidc-client-secret-file {}: {error}", path.display()));
-    if let Some(warning) = open_file_warning(path) {
+    if let Some(warning) = secret_file_warning(path) {
         tracing::warn!("{warning}");
     }
     let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(FILE_BYTES).read_to_string(&mut text));
-    read.map_err(failed)?;
+    File::open(path).and_then(|file| file.take(FILE_BYTES).read_to_string(&mut text)).map_err(failed)?;
     Ok(text)
 }

@@ -100,7 +100,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(member) = Member::of_this_process().map_err(usage_error)? {
         return run_rank(&args, &member);
     }
-    let document = job_file::document(&args.job, &args.sets)?;
+    let document = job_file::read_document(&args.job, &args.sets)?;
     let spec = job_file::check(&args.job, &document)?;
     let network = build_network(&args, &spec)?;
     let counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
@@ -144,7 +144,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         )?;
     }
     match &plans[..] {
-        [(spec, planned)] => print(spec, planned, &network, &machine),
+        [(spec, planned)] => print_plan(spec, planned, &network, &machine),
         _ => {
             let row = |(spec, planned): &(JobSpec, Planned)| {
                 let [step, images, memory] = format_figures(&planned.chosen, &machine);
@@ -167,7 +167,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Prints a plan: its operators, its totals, and alternatives.
-fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
+fn print_plan(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
     let layers = planned.describe(network).layers;
     // Operators that strategies may name have rows of their own. All other operators share one row.
     let (named, rest): (Vec<_>, Vec<_>) =
@@ -296,7 +296,7 @@ fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             ((evaluation as usize, side as usize), 3, classes as usize)
         }
         None => {
-            let dataset = job_file::dataset_path(spec, &args.job).ok_or_else(|| {
+            let dataset = job_file::find_dataset(spec, &args.job).ok_or_else(|| {
                 let given = &spec.data.dataset;
                 usage_error(format!(
                     "data.dataset: {given} does not exist on this machine: give --classes N and data.image_size instead"

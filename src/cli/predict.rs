@@ -64,7 +64,7 @@ pub(crate) struct Args {
 ///
 /// # Errors
 /// Exit status 2: the folder cannot be read, or has no pictures.
-fn expand(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
+fn expand_folder(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
     }
@@ -78,7 +78,7 @@ fn expand(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 /// Reads a picture file.
-fn read(path: &Path) -> Result<Vec<u8>, String> {
+fn read_picture(path: &Path) -> Result<Vec<u8>, String> {
     let too_large = format!("is larger than {} MiB, the limit for a picture", MAX_REQUEST_BYTES >> 20);
     let bytes = file::read(path, MAX_REQUEST_BYTES, &too_large)?;
     if bytes.is_empty() {
@@ -110,7 +110,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     // With a model file there is no job, so the first argument is a picture.
     let paths = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
-    let images = paths.map(|path| expand(path)).collect::<anyhow::Result<Vec<_>>>()?.concat();
+    let images = paths.map(|path| expand_folder(path)).collect::<anyhow::Result<Vec<_>>>()?.concat();
     if images.is_empty() {
         return Err(usage_error(match args.job.as_deref().filter(|path| path.is_file()) {
             Some(picture) => format!(
@@ -123,7 +123,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let results: Vec<PredictionBy> = match &args.model {
         Some(model) => {
-            let model = weight_files::best_of_run(model)?;
+            let model = weight_files::resolve_run_folder(model)?;
             let predictions = predict_here(&model, args.embed, &images).map_err(usage_error)?;
             let reported = predictions.into_iter().map(|prediction| args.report(prediction, None));
             reported.collect::<anyhow::Result<_>>()?
@@ -138,7 +138,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match &args.output {
         // No picture could be read, so there is no embedding to write.
         Some(_) if errors.len() == results.len() => {}
-        Some(path) => write(path, &results.into_iter().map(|result| result.prediction).collect::<Vec<_>>())?,
+        Some(path) => {
+            write_embeddings(path, &results.into_iter().map(|result| result.prediction).collect::<Vec<_>>())?
+        }
         None if args.server.json => output::json(&results)?,
         None => {}
     }
@@ -153,20 +155,21 @@ impl Args {
     }
 
     /// Keeps the most probable classes of a prediction, and prints the prediction.
-    fn report(&self, mut prediction: Prediction, by: Option<&ModelUsed>) -> anyhow::Result<PredictionBy> {
+    fn report(&self, mut prediction: Prediction, model: Option<&ModelUsed>) -> anyhow::Result<PredictionBy> {
         prediction.classes.truncate(self.top);
         if self.prints_lines() && prediction.error.is_none() {
-            match self.embed {
-                true => output::line(serde_json::to_string(&prediction)?)?,
-                false => output::line(format_prediction(&prediction))?,
+            if self.embed {
+                output::line(serde_json::to_string(&prediction)?)?
+            } else {
+                output::line(format_prediction(&prediction))?
             }
         }
-        Ok(PredictionBy { prediction, by: by.cloned() })
+        Ok(PredictionBy { prediction, model: model.cloned() })
     }
 }
 
 /// Writes embeddings to the safetensors file `path`.
-fn write(path: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
+fn write_embeddings(path: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
     let write = |partial: &Path| inspect::write_embeddings(partial, predictions).map_err(usage_error);
     let [rows, width] = file::replace(path, write)?;
     output::line(format_args!("{}: {} of {width} values", path.display(), plural(rows as u64, "embedding")))
@@ -215,13 +218,14 @@ impl ModelUsed {
     }
 }
 
-/// A prediction, with the model that made it. `None` for a model file.
+/// A prediction, with the model that made it.
 #[derive(Serialize)]
 struct PredictionBy {
     #[serde(flatten)]
     prediction: Prediction,
+    /// `None` if the prediction was made with a model file.
     #[serde(flatten)]
-    by: Option<ModelUsed>,
+    model: Option<ModelUsed>,
 }
 
 /// Computes the predictions on this machine, with a model file.
@@ -232,7 +236,7 @@ fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Pre
         let (mut pictures, mut unreadable) = (Vec::new(), Vec::new());
         for (index, image) in batch.iter().enumerate() {
             let name = image.display().to_string();
-            match read(image) {
+            match read_picture(image) {
                 Ok(bytes) => pictures.push((name, bytes)),
                 Err(detail) => unreadable.push((index, unreadable_picture(name, detail))),
             }
@@ -254,17 +258,17 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
     let (job, mut checkpoint) = find(&api, &source, &args.checkpoint).await?;
     let may_change = !args.embed && !source.starts_with(SCHEME);
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
-    let mut by = ModelUsed::of(&job, &checkpoint);
+    let mut model = ModelUsed::of(&job, &checkpoint);
     if args.prints_lines() {
-        by.print();
+        model.print();
     }
     let mut results = Vec::new();
     for image in images {
         let name = image.display().to_string();
-        let bytes = match read(image) {
+        let bytes = match read_picture(image) {
             Ok(bytes) => bytes,
             Err(detail) => {
-                results.push(args.report(unreadable_picture(name, detail), Some(&by))?);
+                results.push(args.report(unreadable_picture(name, detail), Some(&model))?);
                 continue;
             }
         };
@@ -278,17 +282,17 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
                         return Err(error);
                     }
                     checkpoint = chosen;
-                    by = ModelUsed::of(&job, &checkpoint);
+                    model = ModelUsed::of(&job, &checkpoint);
                     if args.prints_lines() {
-                        by.print();
+                        model.print();
                     }
                 }
                 response => break response?,
             }
         };
-        for mut prediction in super::api::list::<Prediction>(&response, "predictions")? {
+        for mut prediction in super::api::parse_list::<Prediction>(&response, "predictions")? {
             prediction.name.clone_from(&name);
-            results.push(args.report(prediction, Some(&by))?);
+            results.push(args.report(prediction, Some(&model))?);
         }
     }
     Ok(results)

@@ -1,7 +1,7 @@
 //! `lockstep queue`: shows waiting jobs, the reasons why they wait, and slots that are reserved for them.
 
 use super::{
-    api::{ServerArgs, given, list},
+    api::{ServerArgs, parse_list, present_parameters},
     block_on, output,
 };
 use lockstep_protocol::queue::{QueuedJob, Reservation};
@@ -26,8 +26,8 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// The column of the slots that are kept for a job.
-const KEPT: usize = 7;
+/// Index of the column KEPT.
+const KEPT_COLUMN: usize = 7;
 
 /// Prints the queue.
 ///
@@ -35,7 +35,7 @@ const KEPT: usize = 7;
 /// The server is unreachable.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let query = given([("project", args.project), ("owner", args.owner)]);
+    let query = present_parameters([("project", args.project), ("owner", args.owner)]);
     let (jobs, reservations) = block_on(async {
         let jobs = api.read_pages("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
         // Every page has the same reservations, so one job is enough.
@@ -45,8 +45,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if args.server.json {
         return output::json(&json!({"jobs": jobs, "reservations": reservations}));
     }
-    let jobs: Vec<QueuedJob> = list(&jobs, "jobs")?;
-    let reservations: Vec<Reservation> = list(&reservations, "reservations")?;
+    let jobs: Vec<QueuedJob> = parse_list(&jobs, "jobs")?;
+    let reservations: Vec<Reservation> = parse_list(&reservations, "reservations")?;
     if jobs.is_empty() {
         output::line(if query.is_empty() { "no job waits" } else { "no waiting job matches" })?;
     } else {
@@ -63,9 +63,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "SINCE",
             "WAITS FOR",
         ];
-        if rows.iter().all(|row| row[KEPT].is_empty()) {
-            header.remove(KEPT);
-            rows.iter_mut().for_each(|row| drop(row.remove(KEPT)));
+        if rows.iter().all(|row| row[KEPT_COLUMN].is_empty()) {
+            header.remove(KEPT_COLUMN);
+            rows.iter_mut().for_each(|row| drop(row.remove(KEPT_COLUMN)));
         }
         output::table_of_sentences(&header, &["NAME", "PROJECT", "OWNER"], &rows)?;
     }

@@ -73,8 +73,8 @@ impl RankTable {
 
     /// Returns the machine of a rank, and the rank's index among the ranks of this machine.
     pub(crate) fn machine_of(&self, rank: u32) -> Option<(&Machine, u32)> {
-        let local = |machine: &Machine| machine.devices.iter().position(|device| device.rank == rank);
-        self.machines.iter().find_map(|machine| Some((machine, local(machine)? as u32)))
+        let local_index = |machine: &Machine| machine.devices.iter().position(|device| device.rank == rank);
+        self.machines.iter().find_map(|machine| Some((machine, local_index(machine)? as u32)))
     }
 }
 
@@ -88,18 +88,18 @@ struct Entries {
 
 impl Entries {
     fn add_servers(&mut self, table: &Value) -> Result<(), String> {
-        let servers = list(table, "server_list", "")?;
+        let servers = list_of(table, "server_list", "")?;
         check_count(table, "server_count", "server_list", "", servers.len())?;
         for (s, server) in servers.iter().enumerate() {
             let location = format!("server_list[{s}]");
-            let address = address(server, &location)?;
+            let address = address_of(server, &location)?;
             if self.machines.iter().any(|machine| machine.address == address) {
                 return Err(format!("{location}.server_id: {address} is in the list twice"));
             }
-            for (d, device) in list(server, "device", &location)?.iter().enumerate() {
+            for (d, device) in list_of(server, "device", &location)?.iter().enumerate() {
                 let location = format!("{location}.device[{d}]");
-                let rank = number(device, "rank_id", &location)?;
-                self.add(&address, rank, number(device, "device_id", &location)?, &location)?;
+                let rank = number_of(device, "rank_id", &location)?;
+                self.add_device(&address, rank, number_of(device, "device_id", &location)?, &location)?;
             }
         }
         Ok(())
@@ -107,30 +107,30 @@ impl Entries {
 
     /// Reads the older format: a list of ranks, each with its machine and one device.
     fn add_groups(&mut self, table: &Value) -> Result<(), String> {
-        let groups = list(table, "group_list", "")?;
+        let groups = list_of(table, "group_list", "")?;
         check_count(table, "group_count", "group_list", "", groups.len())?;
         for (g, group) in groups.iter().enumerate() {
             let location = format!("group_list[{g}]");
-            let instances = list(group, "instance_list", &location)?;
+            let instances = list_of(group, "instance_list", &location)?;
             check_count(group, "instance_count", "instance_list", &location, instances.len())?;
             for (i, instance) in instances.iter().enumerate() {
                 let location = format!("{location}.instance_list[{i}]");
-                let devices = list(instance, "devices", &location)?;
+                let devices = list_of(instance, "devices", &location)?;
                 let [device] = &devices[..] else {
                     return Err(format!(
                         "{location}.devices: has {} devices and must have one",
                         devices.len()
                     ));
                 };
-                let rank = number(instance, "rank_id", &location)?;
-                let device = number(device, "device_id", &format!("{location}.devices[0]"))?;
-                self.add(&address(instance, &location)?, rank, device, &location)?;
+                let rank = number_of(instance, "rank_id", &location)?;
+                let device = number_of(device, "device_id", &format!("{location}.devices[0]"))?;
+                self.add_device(&address_of(instance, &location)?, rank, device, &location)?;
             }
         }
         Ok(())
     }
 
-    fn add(&mut self, address: &str, rank: u32, device: u32, location: &str) -> Result<(), String> {
+    fn add_device(&mut self, address: &str, rank: u32, device: u32, location: &str) -> Result<(), String> {
         if self.ranks.len() == MAX_DEVICES {
             return Err(format!("{location}: a rank table may have at most {MAX_DEVICES} devices"));
         }
@@ -168,21 +168,21 @@ impl Entries {
 }
 
 /// Returns the path of a key of the object at `location`, which is empty for the table itself.
-fn path(location: &str, key: &str) -> String {
+fn key_path(location: &str, key: &str) -> String {
     if location.is_empty() { key.to_owned() } else { format!("{location}.{key}") }
 }
 
-fn list<'a>(object: &'a Value, key: &str, location: &str) -> Result<&'a Vec<Value>, String> {
+fn list_of<'a>(object: &'a Value, key: &str, location: &str) -> Result<&'a Vec<Value>, String> {
     match object.get(key) {
         Some(Value::Array(list)) => Ok(list),
-        Some(_) => Err(format!("{}: must be a list", path(location, key))),
-        None => Err(format!("{}: is missing", path(location, key))),
+        Some(_) => Err(format!("{}: must be a list", key_path(location, key))),
+        None => Err(format!("{}: is missing", key_path(location, key))),
     }
 }
 
 /// Parses a number, which tables contain as a text.
-fn number(object: &Value, key: &str, location: &str) -> Result<u32, String> {
-    let path = path(location, key);
+fn number_of(object: &Value, key: &str, location: &str) -> Result<u32, String> {
+    let path = key_path(location, key);
     let invalid = |given: &dyn Display| format!("{path}: is {given} and must be a whole number from 0");
     match object.get(key) {
         Some(Value::String(text)) => text.trim().parse().map_err(|_| invalid(&format!("{text:?}"))),
@@ -199,22 +199,25 @@ fn check_count(object: &Value, key: &str, list: &str, location: &str, length: us
     if object.get(key).is_none() {
         return Ok(());
     }
-    match number(object, key, location)? {
+    match number_of(object, key, location)? {
         count if count as usize == length => Ok(()),
-        count => {
-            Err(format!("{}: is {count}, but {} has {length}", path(location, key), path(location, list)))
-        }
+        count => Err(format!(
+            "{}: is {count}, but {} has {length}",
+            key_path(location, key),
+            key_path(location, list)
+        )),
     }
 }
 
-fn address(object: &Value, location: &str) -> Result<String, String> {
+fn address_of(object: &Value, location: &str) -> Result<String, String> {
     let text = match object.get("server_id") {
         Some(Value::String(text)) => text.trim(),
         Some(_) => return Err(format!("{location}.server_id: must be text, a machine's address")),
         None => return Err(format!("{location}.server_id: is missing")),
     };
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
-    if text.is_empty() || text.len() > MAX_NAME_BYTES || text.starts_with('-') || !text.chars().all(plain) {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
+    if text.is_empty() || text.len() > MAX_NAME_BYTES || text.starts_with('-') || !text.chars().all(is_plain)
+    {
         return Err(format!(
             "{location}.server_id: must be a machine's name or address of at most {MAX_NAME_BYTES} characters"
         ));

@@ -56,7 +56,7 @@ fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
 }
 
 /// Escapes a text for Markdown: `<name>` outside of code must not become a tag.
-fn prose(text: &str) -> String {
+fn escape(text: &str) -> String {
     let parts = text.split('`').enumerate();
     let escaped = parts.map(|(i, part)| {
         // Every second part is code.

@@ -150,7 +150,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
     /// On which free GPUs a process waits with the GPU already open: auto, on or off; see `lockstep agent --help` [default: auto]
-    #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM)]
+    #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM_VALUES)]
     warm: Option<String>,
 }
 
@@ -163,7 +163,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     // The object store's client would log each failed request, which the server itself already logs.
     init_tracing("info,object_store=warn");
     let mut config = ServeConfig::new(args.data_dir);
-    config.listen = resolve(&args.listen)?;
+    config.listen = resolve_address(&args.listen)?;
     config.bundled = Some(super::bundled::PICTURES);
     config.tls = match (args.tls_cert, args.tls_key) {
         (Some(certificate), Some(key)) => Some(TlsConfig::Files { certificate, key }),
@@ -225,7 +225,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         tokio::select! {
             () = signals.next() => {}
-            ended = &mut server.ended => return server_error(ended),
+            ended = &mut server.ended => return server_result(ended),
         }
         tracing::info!("stopping; send the signal again to stop at once");
         tokio::select! {
@@ -266,7 +266,7 @@ impl StopSignals {
 pub(crate) struct Server {
     pub(crate) running: Running,
     /// Address without TLS for programs on this machine.
-    local: SocketAddr,
+    local_address: SocketAddr,
     data_dir: PathBuf,
     shutdown: Option<oneshot::Sender<()>>,
     /// Completes when the server ends, for any reason.
@@ -306,14 +306,15 @@ impl Server {
         ));
         match ready_receiver.await {
             Ok(running) => {
-                let local = local_listener.unwrap_or_else(|| reachable_address(running.address()));
+                let local_address = local_listener.unwrap_or_else(|| reachable_address(running.address()));
                 let ip = running.address().ip();
                 // If NCCL's variable names an interface, the agent uses it by itself.
-                let names_no_interface = matches!(lockstep_host::nccl_interface(), Ok(None));
+                let has_nccl_interface = !matches!(lockstep_host::nccl_interface(), Ok(None));
                 let is_specific = !ip.is_unspecified() && !ip.is_loopback();
-                let advertise = (names_no_interface && is_specific).then(|| ip.to_string());
+                let advertise = (!has_nccl_interface && is_specific).then(|| ip.to_string());
                 let shutdown = Some(shutdown);
-                let server = Self { running, local, data_dir, shutdown, ended, agent: None, advertise };
+                let server =
+                    Self { running, local_address, data_dir, shutdown, ended, agent: None, advertise };
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
                     tracing::warn!("{error}; commands in this folder need the option --server");
                 }
@@ -329,7 +330,7 @@ impl Server {
 
     /// Returns `http://127.0.0.1:PORT`, the address for programs on this machine.
     pub(crate) fn url(&self) -> String {
-        format!("http://{}", self.local)
+        format!("http://{}", self.local_address)
     }
 
     /// Starts the agent of this machine with these options.
@@ -361,7 +362,7 @@ impl Server {
             agent.stop().await;
         }
         drop(self.shutdown.take());
-        server_error((&mut self.ended).await)
+        server_result((&mut self.ended).await)
     }
 }
 
@@ -375,7 +376,8 @@ fn reachable_address(mut address: SocketAddr) -> SocketAddr {
     address
 }
 
-fn server_error(ended: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {
+/// Converts the result of the server's task.
+fn server_result(ended: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {
     match ended {
         Ok(result) => result.map_err(with_exit_status),
         Err(error) => Err(anyhow::anyhow!("the server failed: {error}")),
@@ -391,7 +393,7 @@ fn stopped_error(why: &str) -> ServeError {
 }
 
 /// Resolves a numeric address or a name (`localhost:7070`).
-pub(crate) fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
+pub(crate) fn resolve_address(listen: &str) -> anyhow::Result<SocketAddr> {
     let problem =
         |why: String| usage_error(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
     let mut addresses = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;

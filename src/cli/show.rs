@@ -1,7 +1,7 @@
 //! `lockstep show`: prints one job.
 
 use super::{
-    api::{JobArgs, list},
+    api::{JobArgs, parse_list},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -26,13 +26,15 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let (job, response, checkpoints, plan) = block_on(async {
         let job = api.find_job(&args.job).await?;
         let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-        let checkpoints: Vec<CheckpointInfo> = match args.server.json {
-            true => Vec::new(),
-            false => api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?,
+        let checkpoints: Vec<CheckpointInfo> = if args.server.json {
+            Vec::new()
+        } else {
+            api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?
         };
-        let plan = match args.server.json || job.spec.parallel.mode == "data" {
-            true => None,
-            false => api.get::<NetworkDescription>(&format!("/jobs/{}/network", job.id)).await?.plan,
+        let plan = if args.server.json || job.spec.parallel.mode == "data" {
+            None
+        } else {
+            api.get::<NetworkDescription>(&format!("/jobs/{}/network", job.id)).await?.plan
         };
         anyhow::Ok((job, response, checkpoints, plan))
     })?;
@@ -41,7 +43,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
         let attempts = response.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&JobWithAttempts { job, attempts });
     }
-    let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
+    let attempts: Vec<AttemptRow> = parse_list(&response, "attempts")?;
     let plan = plan.map(|plan| ("plan".to_owned(), describe_plan(&plan)));
     for (key, value) in describe_job(&job, &checkpoints)
         .into_iter()
@@ -123,7 +125,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
     });
     let ranks = match job.ranks_now() {
         _ if job.external.is_some() => "none (run from elsewhere)".into(),
-        now if now < job.ranks => format!("{now} of {}", job.ranks),
+        fewer if fewer < job.ranks => format!("{fewer} of {}", job.ranks),
         ranks => ranks.to_string(),
     };
     let parallel = &job.spec.parallel;
@@ -219,7 +221,7 @@ mod tests {
             {"attempt": "two"},
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
-        let attempts: Vec<AttemptRow> = list(&response, "attempts").unwrap();
+        let attempts: Vec<AttemptRow> = parse_list(&response, "attempts").unwrap();
         let lines: Vec<_> = attempts.iter().map(|attempt| describe_attempt(attempt, None)).collect();
         let line = |number: u32, text: &str| (format!("attempt {number}"), text.to_owned());
         let expected =

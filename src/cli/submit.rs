@@ -4,7 +4,7 @@ use super::{
     api::ServerArgs,
     block_on,
     job_file::{
-        UnknownPath, check, document, merge_mistakes, mistakes_error, name_dataset,
+        UnknownPath, check, merge_mistakes, mistakes_error, name_dataset, read_document,
         remove_datasets_if_refused,
     },
     output, sweep, sweeps, watch,
@@ -57,8 +57,8 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2. The message lists every mistake in the specification.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let mut document = document(&args.job, &args.sets)?;
-    label(&mut document, &args);
+    let mut document = read_document(&args.job, &args.sets)?;
+    add_labels(&mut document, &args);
     args.grid.write(&args.job, &mut document)?;
     if sweep::check(&args.job, &document)?.is_some() {
         return submit_sweep(&args, document);
@@ -71,19 +71,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     block_on(async {
         let unknown_path = if local_mistakes.is_empty() { UnknownPath::Register } else { UnknownPath::Keep };
-        let named = name_dataset(&api, &mut document, unknown_path).await;
+        let registered = name_dataset(&api, &mut document, unknown_path).await;
         if !local_mistakes.is_empty() {
             // The server may be unreachable, or not allow the request.
             let found = api.find_mistakes(&document).await.unwrap_or_default();
             let mistakes = merge_mistakes(&document, local_mistakes, found);
             return Err(mistakes_error(&args.job, &mistakes));
         }
-        let registered = named?;
+        let registered = registered?;
         let job: Job =
             remove_datasets_if_refused(&api, &registered, api.post("/jobs", &document).await).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         let (follows, as_json) = (shows_progress(&args), args.server.json);
-        // `to_the_end` with JSON prints the job itself.
+        // `follow_to_end` with JSON prints the job itself.
         if !(follows && as_json) {
             output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))?;
         }
@@ -91,7 +91,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             return Ok(());
         }
         watch::announce(&job);
-        watch::to_the_end(&api, job, as_json).await
+        watch::follow_to_end(&api, job, as_json).await
     })
 }
 
@@ -109,7 +109,7 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
         let sweep: anyhow::Result<Sweep> = api.post_once("/sweeps", &document).await;
         let sweep = remove_datasets_if_refused(&api, &registered, sweep).await?;
         let (follows, as_json) = (shows_progress(args), args.server.json);
-        // `to_the_end` with JSON prints only the sweep at its end.
+        // `follow_to_end` with JSON prints only the sweep at its end.
         if !(follows && as_json) {
             sweeps::announce(&api, &sweep, as_json)?;
         }
@@ -117,12 +117,12 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
             let (base, id) = (&api.base, &sweep.id);
             output::line(format_args!("mean and standard deviation: {base}/jobs?tag={id}&group_by=tag"))?;
         }
-        if follows { sweeps::to_the_end(&api, sweep, as_json).await } else { Ok(()) }
+        if follows { sweeps::follow_to_end(&api, sweep, as_json).await } else { Ok(()) }
     })
 }
 
 /// Writes project, tags and notes of the command line into the specification.
-fn label(document: &mut Value, args: &Args) {
+fn add_labels(document: &mut Value, args: &Args) {
     let Value::Object(table) = document else { return };
     for (key, value) in [("project", &args.project), ("notes", &args.notes)] {
         if let Some(value) = value {

@@ -64,7 +64,7 @@ pub(crate) fn find_mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)>
     for (index, setting) in settings.iter().enumerate() {
         let trial_mistakes = match trial_document(&job, setting, "sweep") {
             Ok(trial) => {
-                job_file::read(&trial).map_or_else(|mistakes| mistakes, |spec| sweep.check_with_trial(&spec))
+                job_file::parse(&trial).map_or_else(|mistakes| mistakes, |spec| sweep.check_with_trial(&spec))
             }
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
         };
@@ -92,17 +92,17 @@ fn format_trials(trials: &[usize], settings: &[Setting]) -> String {
         0 => String::new(),
         count => format!(" and {}", plural(count as u64, "other")),
     };
-    format!(", in trial {} ({}){more}", first + 1, in_words(&settings[*first]))
+    format!(", in trial {} ({}){more}", first + 1, setting_in_words(&settings[*first]))
 }
 
 /// Formats a setting: `train.lr=0.1 train.seed=2`.
-pub(crate) fn in_words(setting: &Setting) -> String {
+pub(crate) fn setting_in_words(setting: &Setting) -> String {
     let pair = |(key, value): (&String, &Value)| format!("{key}={value}");
     setting.iter().map(pair).collect::<Vec<_>>().join(" ")
 }
 
 /// Returns the trials' job documents, in the order in which the trials start. Trials with a mistake are left out.
-pub(crate) fn trials(document: &Value) -> Vec<Value> {
+pub(crate) fn trial_documents(document: &Value) -> Vec<Value> {
     let Some((section, job)) = split_sweep(document) else { return Vec::new() };
     let settings = read_sweep(&section).map(|sweep| sweep.settings()).unwrap_or_default();
     settings.iter().filter_map(|setting| trial_document(&job, setting, "sweep").ok()).collect()
@@ -188,7 +188,7 @@ mod tests {
     fn every_combination_is_a_trial_with_its_values_in_its_name() {
         let job = json!({"name": "wide", "tags": ["paper"], "train": {"lr": 1.0, "steps": 5}});
         let wide = grid(job, &["train.lr=0.1,0.05", "model.arch=resnet18, resnet34"], None).expect("a grid");
-        let trials = trials(&wide);
+        let trials = trial_documents(&wide);
         let names: Vec<_> = trials.iter().filter_map(|trial| trial["name"].as_str()).collect();
         assert_eq!(
             names,

@@ -7,7 +7,7 @@ use super::{
     confirm::confirm,
     delete::delete_all,
     output,
-    sweep::in_words,
+    sweep::setting_in_words,
 };
 use lockstep_protocol::{
     JobState,
@@ -76,7 +76,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if server.json {
                 return output::json(&sweep);
             }
-            output::line(title(&sweep))?;
+            output::line(describe_method(&sweep))?;
             let metric = format!("BEST {}", sweep.metric.to_uppercase());
             output::table_of_names(
                 ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
@@ -87,21 +87,22 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             mean_of_folds(&sweep).map_or(Ok(()), output::line)?;
             sweep.paused_in_words().map_or(Ok(()), output::line)
         }
-        Action::Pause(args) => change(&args, "pause"),
-        Action::Resume(args) => change(&args, "resume"),
-        Action::Cancel(args) => change(&args, "cancel"),
+        Action::Pause(args) => change_state(&args, "pause"),
+        Action::Resume(args) => change_state(&args, "resume"),
+        Action::Cancel(args) => change_state(&args, "cancel"),
         Action::Delete { args: SweepArgs { sweep, server }, jobs, yes } => {
             let api = server.api()?;
             let id = block_on(async {
                 let Sweep { id, name, trials, .. } = api.find_only_sweep(&sweep).await?;
                 let trial_jobs: Vec<_> =
                     trials.into_iter().filter_map(|trial| trial.job).filter(|_| jobs).collect();
-                let question = match jobs {
-                    true => format!(
+                let question = if jobs {
+                    format!(
                         "Delete the sweep {name} ({id}) and {} with their history, logs and checkpoints? This cannot be undone.",
                         plural(trial_jobs.len() as u64, "job")
-                    ),
-                    false => format!("Delete the sweep {name} ({id})? Its jobs remain."),
+                    )
+                } else {
+                    format!("Delete the sweep {name} ({id})? Its jobs remain.")
                 };
                 confirm(yes, question, &id)?;
                 delete_all(&api, &trial_jobs, server.json).await?;
@@ -134,7 +135,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// A trial did not succeed, the sweep did not finish, or the server was unreachable for too long.
-pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> anyhow::Result<()> {
+pub(crate) async fn follow_to_end(api: &Api, mut sweep: Sweep, as_json: bool) -> anyhow::Result<()> {
     output::warn(format_args!(
         "Ctrl-C ends this display and not the sweep. `lockstep sweep show {0}` shows its trials; `lockstep sweep cancel {0}` stops the \
          sweep",
@@ -144,16 +145,16 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
     let (mut printed, mut outage) = (BTreeSet::new(), Outage::default());
     while sweep.finished_at.is_none() {
         tokio::time::sleep(POLL_INTERVAL).await;
-        let before = sweep.state;
+        let previous_state = sweep.state;
         match api.get(&path).await {
-            Ok(now) => sweep = now,
+            Ok(newest) => sweep = newest,
             Err(error) => {
                 outage.report_lost(error, |text| output::warn(text))?;
                 continue;
             }
         }
         outage.report_restored(|text| output::warn(text));
-        if sweep.state != before && sweep.finished_at.is_none() {
+        if sweep.state != previous_state && sweep.finished_at.is_none() {
             output::warn(describe(&sweep));
         }
         let has_ended = |trial: &&Trial| trial.state.is_some_and(JobState::is_final);
@@ -207,12 +208,12 @@ fn mean_of_folds(sweep: &Sweep) -> Option<String> {
 
 /// Formats a trial: `trial 3 (train.lr=0.1): succeeded, best val_accuracy 84.2 % ± 2.6 of 200`.
 fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
-    let (setting, state) = (in_words(&trial.setting), trial.state_in_words());
+    let (setting, state) = (setting_in_words(&trial.setting), trial.state_in_words());
     let metric = sweep.metric_of(trial).map(|metric| format!(", best {} {metric}", sweep.metric));
     format!("trial {} ({setting}): {state}{}", trial.number, metric.unwrap_or_default())
 }
 
-fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Result<()> {
+fn change_state(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Result<()> {
     let api = server.api()?;
     let changed: Sweep = block_on(async {
         let Sweep { id, .. } = api.find_only_sweep(sweep).await?;
@@ -223,7 +224,7 @@ fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Resu
 
 /// Formats a sweep's method: `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`. With a single rung, trials are compared
 /// at their end.
-fn title(sweep: &Sweep) -> String {
+fn describe_method(sweep: &Sweep) -> String {
     let method = sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default();
     let rungs: Vec<_> = sweep.rungs.iter().map(u32::to_string).collect();
     let after = if rungs.len() > 1 { format!(" after epochs {}", rungs.join(", ")) } else { String::new() };
@@ -239,8 +240,9 @@ fn describe(sweep: &Sweep) -> String {
 
 fn row(sweep: &Sweep) -> [String; 7] {
     let best = sweep.best.as_ref();
-    let best =
-        best.map(|best| format!("{} {}", sweep.metric_of(best).unwrap_or_default(), in_words(&best.setting)));
+    let best = best.map(|best| {
+        format!("{} {}", sweep.metric_of(best).unwrap_or_default(), setting_in_words(&best.setting))
+    });
     [
         sweep.id.clone(),
         sweep.name.clone(),
@@ -259,7 +261,7 @@ fn row_of_trial(sweep: &Sweep, trial: &Trial) -> [String; 7] {
         trial.number.to_string(),
         trial.job.as_ref().map(ToString::to_string).unwrap_or_default(),
         format!("{}{}", trial.state_in_words(), if is_best { ", best" } else { "" }),
-        in_words(&trial.setting),
+        setting_in_words(&trial.setting),
         sweep.metric_of(trial).unwrap_or_default(),
         trial.epoch.map(|epoch| epoch.to_string()).unwrap_or_default(),
         trial.step.to_string(),

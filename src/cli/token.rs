@@ -2,7 +2,7 @@
 
 use super::{
     api::{self, Api, ServerArgs, text},
-    block_on, only, output, usage_error,
+    block_on, find_only, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
 use serde_json::{Value, json};
@@ -84,7 +84,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 if server.json {
                     return output::json(&json!({ "tokens": tokens }));
                 }
-                let tokens = api::list::<Token>(&tokens, "tokens")?;
+                let tokens = api::parse_list::<Token>(&tokens, "tokens")?;
                 let header = ["TOKEN", "SCOPE", "NAME", "AGENT", "OWNER", "VALIDITY", "USE"];
                 output::table(header, tokens.iter().map(row))
             }
@@ -94,7 +94,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 let has_id = tokens.iter().any(|t| t.id == token);
                 tokens.retain(|t| t.id == token || !has_id && t.name == token && t.revoked_at.is_none());
                 let Token { id, .. } =
-                    only("token", &token, tokens, |t| format!("{} (id {})", t.name, t.id))?;
+                    find_only("token", &token, tokens, |t| format!("{} (id {})", t.name, t.id))?;
                 api.delete(&format!("/tokens/{id}")).await?;
                 output::print(server.json, &json!({ "revoked": id }), &id)
             }

@@ -32,7 +32,7 @@ use lockstep_worker::{
     supervisor::configs,
 };
 use out_lock::OutLock;
-use resume::{checkpoint_folder, resume_from};
+use resume::{checkpoint_folder, find_resume_checkpoint};
 use started_ranks::StartedRanks;
 use std::{
     fs,
@@ -85,7 +85,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         libraries::reexec_if_needed(Library::needed(launched.world_size));
     }
     let (mut spec, gives_validation) = read_spec(&args, started_ranks.launcher_and_world_size())?;
-    let dataset = job_file::dataset_path(&spec, &args.job).ok_or_else(|| {
+    let dataset = job_file::find_dataset(&spec, &args.job).ok_or_else(|| {
         let given = &spec.data.dataset;
         usage_error(format!(
             "data.dataset: {given} does not exist; without a server a dataset is given by its path"
@@ -113,17 +113,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         None | Some("latest") => {}
         Some(path) => drop(checkpoint_folder(path)?),
     }
-    fs::create_dir_all(&out).map_err(|e| match out.is_file() {
-        true => usage_error(format!("--out {}: is a file; name a folder", out.display())),
-        false => usage_error(format!("--out {}: {e}", out.display())),
+    fs::create_dir_all(&out).map_err(|e| {
+        if out.is_file() {
+            usage_error(format!("--out {}: is a file; name a folder", out.display()))
+        } else {
+            usage_error(format!("--out {}: {e}", out.display()))
+        }
     })?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
     let _lock = if has_rank_0 { Some(OutLock::take(&out)?) } else { None };
-    let resume = match has_rank_0 {
-        true => resume_from(&out, args.resume.as_deref())?,
+    let resume = if has_rank_0 {
+        find_resume_checkpoint(&out, args.resume.as_deref())?
+    } else {
         // Rank 0 reads the checkpoint and sends it. The other ranks only need to know that a checkpoint is used.
-        false => args.resume.clone(),
+        args.resume.clone()
     };
     let world_size = spec.parallel.ranks;
     let start = StartAttempt {
@@ -190,9 +194,10 @@ fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> a
             ))
         })
     };
-    let chosen = match visible.is_empty() {
-        true => Vec::new(),
-        false => ranks.local.iter().map(device).collect::<anyhow::Result<_>>()?,
+    let chosen = if visible.is_empty() {
+        Vec::new()
+    } else {
+        ranks.local.iter().map(device).collect::<anyhow::Result<_>>()?
     };
     local::run(&configs(&start, &chosen, None, out))
 }
@@ -253,7 +258,7 @@ fn rank_device(spec: &JobSpec, launched: &LaunchedRank) -> anyhow::Result<Option
 }
 
 fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) -> anyhow::Result<()> {
-    // The folder does not store these options, so the next run needs them again.
+    // The folder does not store these options, so a command that continues the run needs them again.
     let options = [
         ("--out", args.out.is_some()),
         ("--set", !args.sets.is_empty()),
@@ -262,9 +267,10 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
         ("--node", args.node.is_some()),
     ];
     let given: Vec<_> = options.iter().filter(|(_, is_given)| *is_given).map(|(option, _)| *option).collect();
-    let again = if given.is_empty() { String::new() } else { format!("; give {} again", given.join(", ")) };
+    let repeat_note =
+        if given.is_empty() { String::new() } else { format!("; give {} again", given.join(", ")) };
     match outcome {
-        Outcome::Succeeded { accuracy, step, best } => output::line(format_args!(
+        Outcome::Succeeded { accuracy, step, best_note } => output::line(format_args!(
             "succeeded: {} in {:.0} s; checkpoints are in {}{}",
             match accuracy {
                 Some((share, pictures)) =>
@@ -273,15 +279,15 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
             },
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display(),
-            best.as_deref().unwrap_or_default()
+            best_note.as_deref().unwrap_or_default()
         )),
         Outcome::Stopped { step } => match newest_step(out)? {
             Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(
-                "stopped after step {step}; --resume latest continues from this step{again}"
+                "stopped after step {step}; --resume latest continues from this step{repeat_note}"
             )))),
             Some(saved) => anyhow::bail!(
                 "stopped at step {step} without a checkpoint of this step: steps {} to {step} are lost; --resume \
-                 latest continues from step {saved}{again}",
+                 latest continues from step {saved}{repeat_note}",
                 saved + 1
             ),
             None if *step == 0 => anyhow::bail!("stopped before the first step"),
@@ -291,7 +297,7 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
         },
         Outcome::Failed { reason, is_retriable } => match newest_step(out) {
             Ok(Some(saved)) if *is_retriable => {
-                anyhow::bail!("{reason}; --resume latest continues from step {saved}{again}")
+                anyhow::bail!("{reason}; --resume latest continues from step {saved}{repeat_note}")
             }
             _ => anyhow::bail!("{reason}"),
         },
@@ -359,12 +365,12 @@ fn read_spec(args: &Args, launcher: Option<(&str, u32)>) -> anyhow::Result<(JobS
     }
     let ranks = launcher.map(|(_, ranks)| ranks).or(args.ranks);
     sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
-    let document = job_file::document_as_written(&args.job, &sets)?;
+    let document = job_file::read_document_as_written(&args.job, &sets)?;
     let job = args.job.display();
     if document.get("sweep").is_some_and(|sweep| !sweep.is_null()) {
         return Err(usage_error(format!("{job} is a sweep, which needs a server: `lockstep submit {job}`")));
     }
-    let spec = job_file::read(&document).map_err(|mut mistakes| {
+    let spec = job_file::parse(&document).map_err(|mut mistakes| {
         let is_missing =
             |m: &&mut SpecError| m.pointer == "/data/dataset" && m.detail.starts_with("is missing");
         if let Some(missing) = mistakes.iter_mut().find(is_missing) {

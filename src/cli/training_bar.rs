@@ -1,6 +1,6 @@
 //! The bar of `lockstep train` and `lockstep watch` on a terminal, with the newest loss, the speed and the time left.
 
-use super::{age::span, job_loss::JobLoss, output};
+use super::{age::format_duration, job_loss::JobLoss, output};
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use lockstep_protocol::numbers::rate;
 use std::{fmt::Display, io::IsTerminal};
@@ -47,7 +47,7 @@ impl TrainingBar {
         bar.set_length(self.total_steps);
         bar.set_position(self.step);
         bar.set_prefix(format!("{}, epoch {}", self.label, self.epoch()));
-        bar.set_message(self.words());
+        bar.set_message(self.describe());
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -55,10 +55,10 @@ impl TrainingBar {
     }
 
     /// Formats the loss, the speed and the time left, if they are known.
-    pub(crate) fn words(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         let loss = self.loss.newest.map(|loss| format!("loss {loss:.4}"));
         let speed = self.images_per_second.map(|v| format!("{} images/s", rate(v)));
-        let left = self.eta_secs.map(|secs| format!("{} left", span(secs.round() as i64)));
+        let left = self.eta_secs.map(|secs| format!("{} left", format_duration(secs.round() as i64)));
         [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 

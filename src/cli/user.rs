@@ -93,7 +93,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                     None => json!({ "name": name, "role": role, "password": read_password()? }),
                 };
                 let person: Value = server.api()?.post("/people", &body).await?;
-                show(&server, &person)
+                print_person(&server, &person)
             }
             Command::Link { name, subject, server } => {
                 if let Some(detail) = subject_mistake(&subject) {
@@ -107,7 +107,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 if server.json {
                     return output::json(&response);
                 }
-                for person in api::list::<Person>(&response, "people")? {
+                for person in api::parse_list::<Person>(&response, "people")? {
                     output::line(format_person(&person))?;
                 }
                 Ok(())
@@ -133,7 +133,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
 impl PersonArgs {
     async fn change(&self, body: Value) -> anyhow::Result<()> {
         let person: Value = self.server.api()?.patch(&path(&self.name)?, &body).await?;
-        show(&self.server, &person)
+        print_person(&self.server, &person)
     }
 }
 
@@ -145,7 +145,7 @@ fn path(name: &str) -> anyhow::Result<String> {
     }
 }
 
-fn show(server: &ServerArgs, response: &Value) -> anyhow::Result<()> {
+fn print_person(server: &ServerArgs, response: &Value) -> anyhow::Result<()> {
     if server.json {
         return output::json(response);
     }

@@ -1,7 +1,7 @@
 //! `lockstep validate`: checks a specification like a submission, without creating a job.
 
 use super::{
-    age::span,
+    age::format_duration,
     api::{Api, ServerArgs},
     block_on, file,
     job_file::{self, UnknownPath},
@@ -43,6 +43,7 @@ pub(crate) struct Args {
 struct Plan {
     spec: JobSpec,
     samples: u64,
+    /// Whether `samples` and the numbers of steps are expected values, because pictures are held out at random.
     #[serde(default)]
     is_expected: bool,
     global_batch_size: u64,
@@ -65,25 +66,25 @@ struct Estimate {
 /// # Errors
 /// Exit status 2 if the file has mistakes, each on its own line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut document = job_file::document(&args.job, &args.sets)?;
+    let mut document = job_file::read_document(&args.job, &args.sets)?;
     args.grid.write(&args.job, &mut document)?;
     let (trials, mistakes) = match sweep::find_mistakes(&document) {
         Some((trials, mistakes)) => (Some(trials), mistakes),
-        None => (None, job_file::read(&document).err().unwrap_or_default()),
+        None => (None, job_file::parse(&document).err().unwrap_or_default()),
     };
     let api = args.server.api()?;
-    let mut asks_server = args.server.is_named() || block_on(async { Ok(api.is_reachable().await) })?;
-    if asks_server
+    let mut can_ask_server = args.server.is_named() || block_on(async { Ok(api.is_reachable().await) })?;
+    if can_ask_server
         && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, UnknownPath::Keep))
     {
         // Another program, or another user's server, may listen at the default address.
         if args.server.is_named() {
             return Err(error);
         }
-        asks_server = false;
+        can_ask_server = false;
     }
-    if !asks_server || !job_file::dataset_paths(&document).is_empty() {
-        return check_without_dataset(args, &api, asks_server, &document, mistakes);
+    if !can_ask_server || !job_file::dataset_paths(&document).is_empty() {
+        return check_without_dataset(args, &api, can_ask_server, &document, mistakes);
     }
     // The server's error also lists the mistakes in the file, so it is returned first.
     let response: Value = block_on(api.post("/jobs/validate", &document))?;
@@ -99,7 +100,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let about = if plan.is_expected { "about " } else { "" };
     let of_trial = if trials.is_some() { " for the first trial" } else { "" };
     let estimate = plan.estimate.map(|Estimate { secs, name }| {
-        format!(", about {} of training{of_trial}, as fast as {name}", span(secs.round() as i64))
+        format!(", about {} of training{of_trial}, as fast as {name}", format_duration(secs.round() as i64))
     });
     output::line(format_args!(
         "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}{}",
@@ -118,21 +119,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn check_without_dataset(
     args: &Args,
     api: &Api,
-    asks_server: bool,
+    can_ask_server: bool,
     document: &Value,
     mut mistakes: Vec<SpecError>,
 ) -> anyhow::Result<()> {
     // For a sweep, the files of the first trial's job are checked.
-    let (spec, _) = spec::read(sweep::trials(document).first().unwrap_or(document));
+    let (spec, _) = spec::read(sweep::trial_documents(document).first().unwrap_or(document));
     mistakes.extend(mistakes_in_files(document, spec.as_ref()));
-    if asks_server {
+    if can_ask_server {
         mistakes = job_file::merge_mistakes(document, mistakes, block_on(api.find_mistakes(document))?);
-        mistakes.extend(block_on(job_file::taken_names(api, document))?);
+        mistakes.extend(block_on(job_file::find_taken_names(api, document))?);
     }
     if !mistakes.is_empty() {
         return Err(job_file::mistakes_error(&args.job, &mistakes));
     }
-    let why = if asks_server {
+    let why = if can_ask_server {
         "no dataset is registered at the path in data.dataset, so its classes and its pictures were not checked: `lockstep submit` \
          registers the path, and `lockstep train` uses it"
             .to_owned()
@@ -154,7 +155,7 @@ fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError>
     let mut mistakes = Vec::new();
     for path in job_file::dataset_paths(document) {
         if lockstep_data::canonical(path).is_err() {
-            let detail = file::does_not_exist(path);
+            let detail = file::missing_path_message(path);
             mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
         }
     }
@@ -163,10 +164,10 @@ fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError>
     // Any other value is the id of a checkpoint, or a path or a name of weights on the machine that trains.
     if let Some(path) = path.filter(|path| path.exists()) {
         let files = checkpoint::model_files(&path).map_err(|e| e.to_string());
-        let read =
+        let result =
             files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
         let mistake = |detail| SpecError { pointer: "/model/pretrained".into(), detail };
-        mistakes.extend(read.err().map(mistake));
+        mistakes.extend(result.err().map(mistake));
     }
     mistakes
 }

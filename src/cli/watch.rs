@@ -35,7 +35,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         announce(&job);
-        to_the_end(&api, job, args.server.json).await
+        follow_to_end(&api, job, args.server.json).await
     })
 }
 
@@ -49,23 +49,23 @@ pub(crate) fn announce(job: &Job) {
     }
 }
 
-/// Shows a job's progress until the job is over, then its outcome. With `json`, prints every new frame of the job's stream as a line
+/// Shows a job's progress until the job is over, then its outcome. With `as_json`, prints every new frame of the job's stream as a line
 /// instead.
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
-pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Result<()> {
-    let mut progress = Progress::new(&job, json);
+pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<()> {
+    let mut progress = Progress::new(&job, as_json);
     progress.show_place(&job)?;
     let job = follow(api, job, &mut progress).await?;
     progress.finish();
-    if json {
+    if as_json {
         output::json(&job)?;
     } else {
         // If the server no longer responds, the summary does not name a checkpoint.
         let checkpoints =
             api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await;
-        output::line(summary(&job, &checkpoints.unwrap_or_default()))?;
+        output::line(describe_outcome(&job, &checkpoints.unwrap_or_default()))?;
     }
     match job.state {
         JobState::Succeeded => Ok(()),
@@ -125,21 +125,22 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
     let mut outage_start: Option<Instant> = None;
     let mut outage = Outage::default();
     while !is_over {
-        let lost = match api.stream(&job, since).await {
+        let error = match api.open_stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
-                let next = match display.asks_for_place() {
-                    false => stream.next().await,
-                    true => match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
+                let next = if display.asks_for_place() {
+                    match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
                         Ok(next) => next,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
-                            Ok(now) => {
-                                display.show_place(&now)?;
+                            Ok(job) => {
+                                display.show_place(&job)?;
                                 continue;
                             }
                             Err(error) => Err(error),
                         },
-                    },
+                    }
+                } else {
+                    stream.next().await
                 };
                 match next {
                     Err(error) => break Some(error),
@@ -172,7 +173,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
         if !is_over {
             let start = *outage_start.get_or_insert_with(Instant::now);
             if start.elapsed() > SERVER_TIMEOUT {
-                let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
+                let why = error.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
                     "the connection to the server is lost: {why}; `lockstep watch {}` shows the job",
                     job.id
@@ -180,7 +181,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
             }
             // The job may have ended or been deleted while no stream was connected.
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
-                Ok(now) => is_over = now.state.is_final() && now.last_seq <= since,
+                Ok(job) => is_over = job.state.is_final() && job.last_seq <= since,
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }
@@ -194,7 +195,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
 
 /// Describes the outcome of a job in a sentence: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % at
 /// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names a best checkpoint only if it is in `checkpoints`.
-pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
+pub(crate) fn describe_outcome(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
     let outcome = match &job.reason {
         Some(reason) if job.state != JobState::Succeeded => Some(reason.clone()),

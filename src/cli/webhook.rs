@@ -97,8 +97,9 @@ fn row(webhook: &Value) -> [String; 6] {
 
 /// Returns the URL path of a webhook. An invalid id must not lead to another path.
 fn path(id: &str) -> anyhow::Result<String> {
-    match !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
-        true => Ok(format!("/webhooks/{id}")),
-        false => Err(usage_error("no webhook has this id; `lockstep webhook list` shows all webhooks")),
+    if !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+        Ok(format!("/webhooks/{id}"))
+    } else {
+        Err(usage_error("no webhook has this id; `lockstep webhook list` shows all webhooks"))
     }
 }

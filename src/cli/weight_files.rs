@@ -28,14 +28,14 @@ pub(super) struct WeightFile {
 ///
 /// # Errors
 /// Exit status 2 if the checkpoint does not have these weights.
-pub(super) async fn files(
+pub(super) async fn list_files(
     api: &Api,
     checkpoint: &ListedCheckpoint,
     weights: Weights,
 ) -> anyhow::Result<Vec<WeightFile>> {
     let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", checkpoint.id)).await?;
     let files = manifest.get("files").and_then(Value::as_object).into_iter().flatten();
-    let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(weights.file()));
+    let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(weights.file_name()));
     let weight_file = |(name, entry): (&String, &Value)| {
         Some(WeightFile { name: name.clone(), sha256: entry.get("sha256")?.as_str()?.to_owned() })
     };
@@ -46,7 +46,7 @@ pub(super) async fn files(
             let id = &checkpoint.id;
             Err(usage_error(format!("checkpoint {id} has no averaged weights: leave --weights out")))
         }
-        Weights::Model => bail!("checkpoint {} has no checksum of {}", checkpoint.id, weights.file()),
+        Weights::Model => bail!("checkpoint {} has no checksum of {}", checkpoint.id, weights.file_name()),
     }
 }
 
@@ -62,7 +62,7 @@ pub(super) async fn fetch(
     target: &Path,
 ) -> anyhow::Result<u64> {
     let path = format!("/checkpoints/{}/{}", checkpoint.id, weight_file.name);
-    let partial = file::partial(target);
+    let partial = file::partial_path(target);
     let mut file = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
     let result = async {
         let mut body = api.get_response(&path).await?.bytes_stream();
@@ -118,7 +118,7 @@ pub(super) fn has_weights(folder: &Path) -> bool {
 ///
 /// # Errors
 /// Exit status 2 if the run has no checkpoint, or `path` is a folder that contains runs.
-pub(super) fn best_of_run(path: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn resolve_run_folder(path: &Path) -> anyhow::Result<PathBuf> {
     let directory = path.join("checkpoints");
     // A sharded checkpoint has an index and parts in place of `model.safetensors` and `ema.safetensors`.
     let is_in_checkpoint = path.parent().is_some_and(has_weights);
@@ -160,7 +160,8 @@ pub(super) fn join(folder: &Path, weights: Weights, target: &Path) -> anyhow::Re
     if !folder.is_dir() {
         return Err(usage_error(format!("{} is not the folder of a checkpoint", folder.display())));
     }
-    let files = checkpoint::model_files(&path(folder, weights)).map_err(|e| usage_error(e.to_string()))?;
+    let files =
+        checkpoint::model_files(&weights_path(folder, weights)).map_err(|e| usage_error(e.to_string()))?;
     if weights == Weights::Ema && !files.iter().all(|file| file.exists()) {
         let detail = "this checkpoint has no averaged weights: leave --weights out";
         return Err(usage_error(format!("{}: {detail}", folder.display())));
@@ -169,9 +170,9 @@ pub(super) fn join(folder: &Path, weights: Weights, target: &Path) -> anyhow::Re
 }
 
 /// Returns the path to pass to [`checkpoint::model_files`] for these weights of the checkpoint in `folder`.
-pub(super) fn path(folder: &Path, weights: Weights) -> PathBuf {
+pub(super) fn weights_path(folder: &Path, weights: Weights) -> PathBuf {
     match weights {
         Weights::Model => folder.to_owned(),
-        Weights::Ema => folder.join(weights.file()),
+        Weights::Ema => folder.join(weights.file_name()),
     }
 }

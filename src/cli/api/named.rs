@@ -1,4 +1,4 @@
-//! Finds jobs and sweeps by the start of an id or by a name. Includes jobs and sweeps that this version cannot read.
+//! Finds jobs, sweeps and models by the start of an id or by a name, also those that this version cannot read.
 
 use super::{
     super::{age::age, output::one_line},
@@ -39,39 +39,47 @@ pub(super) const MODEL: Kind =
 /// Maximum number of jobs or sweeps that an error message lists.
 const MAX_LISTED: usize = 10;
 
-/// What [`choose`] does if several jobs have the name.
+/// What [`choose`] does if several objects have the name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Several {
     TakeNewest,
     Refuse,
 }
 
-/// Returns the id of the newest job (or sweep) called `name`, or of the only job whose id begins with `name`. `None` if no job matches. Of
-/// the jobs called `name`, ignores the jobs that `is_meant` rejects, unless it rejects all of them. If several jobs are called `name`, also
-/// returns a note that names the chosen job. `jobs` is sorted, the newest first.
+/// The object that a name means.
+#[derive(Debug)]
+pub(super) struct Chosen {
+    pub(super) id: String,
+    /// Says which object was chosen, if several have the name.
+    pub(super) note: Option<String>,
+}
+
+/// Returns the newest job (or sweep) called `name`, or the only job whose id begins with `name`. `None` if no job matches. Of the jobs
+/// called `name`, ignores the jobs that `accepts` rejects, unless it rejects all of them. `jobs` is sorted, the newest first.
 ///
 /// # Errors
-/// `several` refuses the jobs called `name` that are not ignored (`is_meant` then rejects only jobs that have ended), several ids begin
-/// with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
+/// With [`Several::Refuse`], several jobs called `name` remain (`accepts` then rejects only jobs that have ended). Also if several ids
+/// begin with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
     Kind { noun, list, .. }: Kind,
     jobs: &[Value],
     name: &str,
-    is_meant: impl Fn(&Value) -> bool,
+    accepts: impl Fn(&Value) -> bool,
     several: Several,
-) -> Result<Option<(String, Option<String>)>, String> {
+) -> Result<Option<Chosen>, String> {
     let id = |job: &Value| text(job, "id").to_owned();
     let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
     let mut candidates = called.clone();
-    let is_any_meant = candidates.iter().any(|job| is_meant(job));
-    if is_any_meant {
-        candidates.retain(|job| is_meant(job));
+    let accepts_any = candidates.iter().any(|job| accepts(job));
+    if accepts_any {
+        candidates.retain(|job| accepts(job));
     }
     if let [newest, others @ ..] = &candidates[..] {
         if several == Several::Refuse && !others.is_empty() {
-            let why = match is_any_meant {
-                true => format!("several {noun}s are called {name}"),
-                false => format!("all {} {noun}s called {name} have ended", called.len()),
+            let why = if accepts_any {
+                format!("several {noun}s are called {name}")
+            } else {
+                format!("all {} {noun}s called {name} have ended", called.len())
             };
             return Err(format!("{why}: give a {noun}'s id; `{list}` shows the ids"));
         }
@@ -80,12 +88,12 @@ pub(super) fn choose(
         let note = || {
             format!("{} {noun}s are called {name}; the {which} is taken: {}", called.len(), describe(newest))
         };
-        return Ok(Some((id(newest), (called.len() > 1).then(note))));
+        return Ok(Some(Chosen { id: id(newest), note: (called.len() > 1).then(note) }));
     }
     let has_prefix = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
     let matches: Vec<_> = jobs.iter().filter(has_prefix).collect();
     match &matches[..] {
-        [job] => Ok(Some((id(job), None))),
+        [job] => Ok(Some(Chosen { id: id(job), note: None })),
         [] if noun == JOB.noun && Path::new(name).is_file() => Err(format!(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
         )),
@@ -99,7 +107,7 @@ pub(super) fn choose(
 }
 
 /// Returns the message for a name that no object of the list `all` has. Suggests the most similar name.
-pub(super) fn unknown(Kind { noun, list, .. }: Kind, all: &[Value], name: &str) -> String {
+pub(super) fn unknown_name_message(Kind { noun, list, .. }: Kind, all: &[Value], name: &str) -> String {
     let near = nearest(name, all.iter().map(|object| text(object, "name")));
     let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
     format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")
@@ -158,10 +166,10 @@ mod tests {
             ),
         ] {
             match choose(JOB, &jobs, name, |_| true, Several::TakeNewest)
-                .and_then(|job| job.ok_or_else(|| unknown(JOB, &jobs, name)))
+                .and_then(|job| job.ok_or_else(|| unknown_name_message(JOB, &jobs, name)))
             {
-                Ok((job, note)) => {
-                    assert_eq!((Some(&*job), &*note.unwrap_or_default()), (chosen, note_or_error));
+                Ok(Chosen { id, note }) => {
+                    assert_eq!((Some(&*id), &*note.unwrap_or_default()), (chosen, note_or_error));
                 }
                 Err(why) => assert!(chosen.is_none() && why.contains(note_or_error), "{name}: {why}"),
             }
@@ -169,7 +177,7 @@ mod tests {
         let has_not_ended = |job: &Value| text(job, "state") != "failed" && text(job, "state") != "succeeded";
         let trials = [job("j0003", "pics", "succeeded", 0), jobs[0].clone(), jobs[1].clone()];
         for several in [Several::TakeNewest, Several::Refuse] {
-            let (id, note) = choose(JOB, &trials, "pics", has_not_ended, several).unwrap().unwrap();
+            let Chosen { id, note } = choose(JOB, &trials, "pics", has_not_ended, several).unwrap().unwrap();
             assert_eq!(id, "j0002");
             let note = note.expect("several have the name");
             let expected =

@@ -9,7 +9,7 @@ use std::time::Instant;
 pub(crate) struct Outage(Option<Instant>);
 
 impl Outage {
-    /// Takes the error of a request that is to be repeated.
+    /// Takes the error of a request that the caller repeats. Prints a message at the first error of an outage.
     ///
     /// # Errors
     /// Returns `error` if the server refuses the request, or the outage lasts too long.

@@ -1,7 +1,7 @@
-//! Requests whose responses decide about irreversible actions. Submissions are idempotent, so a retry creates nothing twice. "Does not
-//! exist" is distinguished from "could not be read".
+//! Requests whose responses decide about irreversible actions. [`Api::find`] distinguishes "does not exist" from "could not be read", and
+//! [`Api::post_once`] may send a request several times, but the server carries it out once.
 
-use super::{Api, Outage, problem};
+use super::{Api, Outage, read_problem};
 use crate::cli::output;
 use lockstep_protocol::backoff::Backoff;
 use reqwest::StatusCode;
@@ -22,7 +22,7 @@ impl Api {
     /// See [`Api::get`].
     pub(crate) async fn find<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<Option<T>> {
         let request = self.client.get(self.url(path)).timeout(RESPONSE_TIMEOUT);
-        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
+        let response = request.send().await.map_err(|error| self.request_error(&error))?;
         match response.status() {
             StatusCode::NOT_FOUND => {
                 let body: Value = response.json().await.unwrap_or_default();
@@ -34,7 +34,7 @@ impl Api {
                 Ok(None)
             }
             status if status.is_success() => self.read(response).await.map(Some),
-            _ => Err(problem(response).await),
+            _ => Err(read_problem(response).await),
         }
     }
 

@@ -1,6 +1,6 @@
 //! A job's event stream, for the commands that follow a job.
 
-use super::{Api, problem};
+use super::{Api, read_problem};
 use anyhow::bail;
 use futures_util::StreamExt;
 use lockstep_protocol::{
@@ -49,14 +49,14 @@ impl Api {
     ///
     /// # Errors
     /// The server is unreachable.
-    pub(crate) async fn stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
+    pub(crate) async fn open_stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
         let url = self.url(&format!("/jobs/{}/stream?since={since}", job.id));
         let request = self.client.get(url).header(CONNECTION, "upgrade").header(UPGRADE, "websocket");
         let request = request.header(SEC_WEBSOCKET_VERSION, "13").header(SEC_WEBSOCKET_KEY, generate_key());
         let opening = async {
-            let response = request.send().await.map_err(|error| self.unreachable(&error))?;
+            let response = request.send().await.map_err(|error| self.request_error(&error))?;
             if response.status() != StatusCode::SWITCHING_PROTOCOLS {
-                return Err(problem(response).await);
+                return Err(read_problem(response).await);
             }
             let connection = response.upgrade().await?;
             Ok(Stream(WebSocketStream::from_raw_socket(connection, Role::Client, None).await))

@@ -1,7 +1,7 @@
 //! Downloads a file over HTTP: continues after a broken connection, checks the file, and renames it only when it is complete.
 
 use super::known::Remote;
-use crate::cli::{file::partial, usage_error, with_causes};
+use crate::cli::{file::partial_path, usage_error, with_causes};
 use anyhow::anyhow;
 use futures_util::StreamExt as _;
 use lockstep_protocol::backoff::Backoff;
@@ -36,9 +36,10 @@ impl Failure {
     /// Returns the failure of a request that got an unexpected status.
     pub(crate) fn from_status(url: &str, status: StatusCode) -> Self {
         let why = format!("{url} answers {status}");
-        match status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
-            true => Failure::Unreachable(why),
-            false => Failure::Refused(why),
+        if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
+            Failure::Unreachable(why)
+        } else {
+            Failure::Refused(why)
         }
     }
 
@@ -77,7 +78,7 @@ pub(crate) async fn download(
         progress(remote.bytes);
         return Ok(());
     }
-    let part = partial(path);
+    let part = partial_path(path);
     let mut file = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(&part)?;
     if file.try_lock().is_err() {
         return Err(Failure::Local(format!("{} is being written by another download", part.display())));

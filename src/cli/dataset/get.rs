@@ -6,7 +6,7 @@ use super::{
     known::{KNOWN, Known, Remote},
     register_as,
 };
-use crate::cli::{api::ServerArgs, block_on, file::partial, output, usage_error};
+use crate::cli::{api::ServerArgs, block_on, file::partial_path, output, usage_error};
 use anyhow::anyhow;
 use flate2::read::GzDecoder;
 use indicatif::ProgressBar;
@@ -83,7 +83,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
             missing.join(", ")
         )));
     }
-    let work = partial(to);
+    let work = partial_path(to);
     let failed = |path: &Path, e: io::Error| anyhow!("{}: {e}", path.display());
     fs::create_dir_all(&work).map_err(|e| failed(&work, e))?;
     let base = if base.ends_with('/') { base.to_owned() } else { format!("{base}/") };

@@ -17,13 +17,13 @@ pub(super) struct Known {
 pub(crate) struct Remote {
     pub(crate) name: &'static str,
     pub(crate) bytes: u64,
-    /// Hexadecimal.
+    /// Checksum of the file, in hexadecimal.
     pub(crate) sha256: &'static str,
     /// Names of the files to unpack from a gzipped tar archive, without folders. If empty, the file itself is kept.
     pub(crate) members: &'static [&'static str],
 }
 
-const fn plain(name: &'static str, bytes: u64, sha256: &'static str) -> Remote {
+const fn kept_file(name: &'static str, bytes: u64, sha256: &'static str) -> Remote {
     Remote { name, bytes, sha256, members: &[] }
 }
 
@@ -63,33 +63,33 @@ pub(super) const KNOWN: [Known; 3] = [
         name: "fashion-mnist",
         base: "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         files: &[
-            plain(
+            kept_file(
                 "train-images-idx3-ubyte.gz",
                 26_421_880,
                 "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
             ),
-            plain(
+            kept_file(
                 "train-labels-idx1-ubyte.gz",
                 29_515,
                 "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
             ),
-            plain(
+            kept_file(
                 "t10k-images-idx3-ubyte.gz",
                 4_422_102,
                 "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
             ),
-            plain(
+            kept_file(
                 "t10k-labels-idx1-ubyte.gz",
                 5_148,
                 "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
             ),
         ],
-        classes: &FASHION,
+        classes: &FASHION_CLASSES,
     },
 ];
 
 /// Names of Fashion-MNIST's classes in the order of labels, from the publisher's page.
-const FASHION: [&str; 10] = [
+const FASHION_CLASSES: [&str; 10] = [
     "T-shirt/top",
     "Trouser",
     "Pullover",

@@ -73,8 +73,8 @@ pub(super) fn version_findings(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<
     if facts_a.driver != facts_b.driver {
         let branch =
             |version: &Option<String>| shown(version).split('.').next().unwrap_or_default().to_owned();
-        let same_branch = branch(&facts_a.driver) == branch(&facts_b.driver);
-        let grade = if same_branch { Grade::Note } else { Grade::Problem };
+        let is_same_branch = branch(&facts_a.driver) == branch(&facts_b.driver);
+        let grade = if is_same_branch { Grade::Note } else { Grade::Problem };
         findings.push(finding(
             "GPU driver",
             grade,
@@ -95,11 +95,11 @@ pub(super) fn clock_difference(pair: &Pair) -> Option<(f64, f64)> {
 
 fn clock_finding(pair: &Pair) -> Option<Finding> {
     let (ahead, within) = pair.clock_ahead_ms.zip(pair.clock_within_ms)?;
-    let apart = ahead.abs() - within;
-    if apart <= CLOCK_NOTE_MS {
+    let min_difference = ahead.abs() - within;
+    if min_difference <= CLOCK_NOTE_MS {
         return None;
     }
-    let (grade, why) = if apart > CLOCK_PROBLEM_MS {
+    let (grade, why) = if min_difference > CLOCK_PROBLEM_MS {
         (
             Grade::Problem,
             "Certificates and tokens of one machine may not be valid yet on the other, or may have expired.",
@@ -108,7 +108,8 @@ fn clock_finding(pair: &Pair) -> Option<Finding> {
         (Grade::Note, "Lines of their logs are out of order.")
     };
     let (fast, slow) = if ahead > 0.0 { (&pair.b, &pair.a) } else { (&pair.a, &pair.b) };
-    let found = format!("the clock of {fast} is {} ahead of the clock of {slow}", duration(ahead.abs()));
+    let found =
+        format!("the clock of {fast} is {} ahead of the clock of {slow}", format_duration(ahead.abs()));
     Some(finding(
         "clocks",
         grade,
@@ -118,7 +119,7 @@ fn clock_finding(pair: &Pair) -> Option<Finding> {
 }
 
 /// Formats a time in milliseconds with a suitable unit.
-pub(super) fn duration(ms: f64) -> String {
+pub(super) fn format_duration(ms: f64) -> String {
     match ms {
         ms if ms < 1.0 => format!("{:.0} us", ms * 1e3),
         ms if ms < 1e3 => format!("{ms:.1} ms"),
@@ -128,7 +129,7 @@ pub(super) fn duration(ms: f64) -> String {
 }
 
 /// Formats a speed: `9.41 Gbit/s`.
-pub(super) fn speed(bytes_per_second: f64) -> String {
+pub(super) fn format_speed(bytes_per_second: f64) -> String {
     let bits = bytes_per_second * 8.0;
     match bits {
         bits if bits >= 1e9 => format!("{:.2} Gbit/s", bits / 1e9),
@@ -200,13 +201,13 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
     };
     let faster = to_b.bytes_per_second.max(to_a.bytes_per_second);
     // In a ring of many machines, each machine sends about twice the bytes of the gradients.
-    let time = duration(2.0 * RESNET_50_BYTES / slower * 1e3);
+    let time = format_duration(2.0 * RESNET_50_BYTES / slower * 1e3);
     let meaning = format!("an all-reduce of ResNet-50's gradients over many machines takes {time}");
     if slower < USELESS_BYTES_PER_SECOND {
         findings.push(finding(
             "speed",
             Grade::Problem,
-            format!("{} from {slow_from} to {slow_to}: {meaning}", speed(slower)),
+            format!("{} from {slow_from} to {slow_to}: {meaning}", format_speed(slower)),
             "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a rate limit or a tunnel between the \
              machines; otherwise leave one of the two machines out.",
         ));
@@ -214,7 +215,7 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
         findings.push(finding(
             "speed",
             Grade::Note,
-            format!("{} from {slow_from} to {slow_to}, {} the other way", speed(slower), speed(faster)),
+            format!("{} from {slow_from} to {slow_to}, {} the other way", format_speed(slower), format_speed(faster)),
             "Look for errors and a half-duplex link (ethtool -S INTERFACE), and for other traffic in that direction.",
         ));
     } else if slower * SPEED_RATIO < fastest {
@@ -223,8 +224,8 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
             Grade::Note,
             format!(
                 "{}, and {} between other machines: a ring is as fast as its slowest link",
-                speed(slower),
-                speed(fastest)
+                format_speed(slower),
+                format_speed(fastest)
             ),
             "Check that both machines use the same interface as the other machines, and check the interface's speed (ethtool INTERFACE).",
         ));
@@ -232,7 +233,7 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
         findings.push(finding(
             "speed",
             Grade::Note,
-            format!("{}: {meaning}", speed(slower)),
+            format!("{}: {meaning}", format_speed(slower)),
             "Use a faster network, a larger train.accumulate (fewer all-reduces), or fewer machines.",
         ));
     }
@@ -243,7 +244,7 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
             Grade::Note,
             format!(
                 "{}: a step waits for two round trips for each machine in the ring",
-                duration(round_trip_ms)
+                format_duration(round_trip_ms)
             ),
             "Between machines in one room, a round trip takes 0.1 ms. Larger batches or train.accumulate cause fewer waits; \
              parallel.sync_batch_norm = false avoids most waits.",
@@ -253,7 +254,7 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
 }
 
 /// Returns the worst grade among the findings.
-pub(super) fn worst(findings: &[Finding]) -> Grade {
+pub(super) fn worst_grade(findings: &[Finding]) -> Grade {
     findings.iter().map(|finding| finding.grade).max().unwrap_or(Grade::Ok)
 }
 

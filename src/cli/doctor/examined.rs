@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 #[derive(Debug, Serialize)]
 pub(super) struct ExaminedMachine {
     pub(super) name: String,
-    /// The version of Lockstep on the machine.
+    /// The version of Lockstep on the machine. `None` if the machine did not print it.
     pub(super) lockstep: Option<String>,
     #[serde(flatten)]
     pub(super) facts: Option<Facts>,
@@ -21,33 +21,33 @@ pub(super) struct Pair {
     pub(super) b: String,
     pub(super) grade: Grade,
     /// The link when `a` connects to `b`. `b` sends the data.
-    #[serde(serialize_with = "or_error")]
+    #[serde(serialize_with = "value_or_error")]
     pub(super) to_b: Result<LinkMeasurement, String>,
-    #[serde(serialize_with = "or_error")]
+    #[serde(serialize_with = "value_or_error")]
     pub(super) to_a: Result<LinkMeasurement, String>,
     /// How far the clock of `b` is ahead of the clock of `a`, in milliseconds.
     pub(super) clock_ahead_ms: Option<f64>,
     /// The uncertainty of `clock_ahead_ms`, in milliseconds.
     pub(super) clock_within_ms: Option<f64>,
     /// All-reduces over NCCL between the first GPUs of the two machines, if both have GPUs.
-    #[serde(serialize_with = "perhaps_or_error")]
+    #[serde(serialize_with = "optional_value_or_error")]
     pub(super) nccl: Option<Result<Gathered, String>>,
     pub(super) findings: Vec<Finding>,
 }
 
-fn or_error<T: Serialize, S: Serializer>(result: &Result<T, String>, to: S) -> Result<S::Ok, S::Error> {
+fn value_or_error<T: Serialize, S: Serializer>(result: &Result<T, String>, to: S) -> Result<S::Ok, S::Error> {
     match result {
         Ok(value) => value.serialize(to),
         Err(error) => serde_json::json!({ "error": error }).serialize(to),
     }
 }
 
-fn perhaps_or_error<T: Serialize, S: Serializer>(
+fn optional_value_or_error<T: Serialize, S: Serializer>(
     result: &Option<Result<T, String>>,
     to: S,
 ) -> Result<S::Ok, S::Error> {
     match result {
-        Some(result) => or_error(result, to),
+        Some(result) => value_or_error(result, to),
         None => to.serialize_none(),
     }
 }

@@ -8,9 +8,8 @@ use super::{
     },
     Args,
     assessment::{self, MAX_ROUND_TRIP_MS, SLOW_BYTES_PER_SECOND, finding},
-    check_count,
     examined::{ExaminedMachine, Pair},
-    mark,
+    fail_if_any, grade_label,
     peer::{ALL_REDUCE_TIMEOUT, Greeting, Order, PeerMessage},
     remote::{NoGreeting, Remote},
 };
@@ -27,7 +26,7 @@ use std::{
 const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum number of measurements of a link that seems slow.
 const MAX_MEASUREMENTS: u32 = 3;
-/// With more than this number of machines, the expected time is printed first.
+/// The expected time of the measurements is printed if there are more than this number of machines.
 const MANY_MACHINES: usize = 8;
 
 #[derive(Serialize)]
@@ -79,11 +78,11 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     if args.json {
         output::json(&report)?;
     } else {
-        show(&report)?;
+        print_report(&report)?;
     }
     let findings = report.hosts.iter().flat_map(|host| &host.findings);
     let findings = findings.chain(report.pairs.iter().flat_map(|pair| &pair.findings));
-    check_count(findings.filter(|finding| finding.grade == Grade::Problem).count(), " on these machines")
+    fail_if_any(findings.filter(|finding| finding.grade == Grade::Problem).count(), " on these machines")
 }
 
 /// Connects to all machines at the same time.
@@ -106,6 +105,7 @@ fn connect(hosts: &[Host], args: &Args, secret: &str) -> (Vec<ExaminedMachine>, 
                 machine.findings.push(finding("host", Grade::Problem, why, advice));
                 (machine, None)
             }
+            // The thread panicked.
             None => (machine, None),
         }
     };
@@ -149,7 +149,7 @@ fn rounds(count: usize) -> Vec<Vec<(usize, usize)>> {
 }
 
 fn measure_pair((a, machine_a): (&str, &Connected), (b, machine_b): (&str, &Connected)) -> Pair {
-    // No other pair of this round uses these machines.
+    // The locks are free, because no other pair of this round uses these machines.
     let (mut remote_a, mut remote_b) = (machine_a.lock(), machine_b.lock());
     let to_b = measure_link(&mut remote_a, machine_b.listen_address());
     let to_a = measure_link(&mut remote_b, machine_a.listen_address());
@@ -227,17 +227,17 @@ fn assess(machines: &[ExaminedMachine], pairs: &mut [Pair]) {
         if let (Some(a), Some(b)) = (find(&pair.a), find(&pair.b)) {
             findings.extend(assessment::version_findings(a, b));
         }
-        pair.grade = assessment::worst(&findings);
+        pair.grade = assessment::worst_grade(&findings);
         pair.findings = findings;
     }
 }
 
-fn show(report: &Report) -> anyhow::Result<()> {
+fn print_report(report: &Report) -> anyhow::Result<()> {
     let names = report.hosts.iter().map(|host| host.name.len());
     let pairs = report.pairs.iter().map(|pair| pair.a.len() + pair.b.len() + 3);
     let width = names.chain(pairs).max().unwrap_or(0);
     let print_line = |grade: Grade, what: &str, found: &str| {
-        output::line(format_args!("{:<8} {what:<width$}  {found}", mark(grade)))
+        output::line(format_args!("{:<8} {what:<width$}  {found}", grade_label(grade)))
     };
     let print_findings = |findings: &[Finding]| -> anyhow::Result<()> {
         for Finding { what, grade, found, advice } in findings {
@@ -249,7 +249,7 @@ fn show(report: &Report) -> anyhow::Result<()> {
         Ok(())
     };
     for host in &report.hosts {
-        print_line(assessment::worst(&host.findings), &host.name, &describe_host(host))?;
+        print_line(assessment::worst_grade(&host.findings), &host.name, &describe_host(host))?;
         print_findings(&host.findings)?;
     }
     for pair in &report.pairs {
@@ -280,17 +280,17 @@ fn describe_pair(pair: &Pair) -> String {
         // `to_a` measures data that `a` sends.
         (Ok(to_b), Ok(to_a)) => format!(
             "round trip {}, {} there and {} back",
-            assessment::duration(to_b.round_trip_ms.min(to_a.round_trip_ms)),
-            assessment::speed(to_a.bytes_per_second),
-            assessment::speed(to_b.bytes_per_second)
+            assessment::format_duration(to_b.round_trip_ms.min(to_a.round_trip_ms)),
+            assessment::format_speed(to_a.bytes_per_second),
+            assessment::format_speed(to_b.bytes_per_second)
         ),
         _ => "one or both machines do not reach the other".into(),
     };
     if let (Some(ahead), Some(within)) = (pair.clock_ahead_ms, pair.clock_within_ms) {
         message += &format!(
             ", clocks {} apart, ± {}",
-            assessment::duration(ahead.abs()),
-            assessment::duration(within)
+            assessment::format_duration(ahead.abs()),
+            assessment::format_duration(within)
         );
     }
     if let Some(Ok(gathered)) = &pair.nccl {

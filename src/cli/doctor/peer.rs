@@ -28,7 +28,7 @@ pub(super) const LINE_BYTES: u64 = 64 << 10;
 /// Time limit of a pair's all-reduces: NCCL's first start may take a minute or more.
 pub(super) const ALL_REDUCE_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// The first line that a machine receives.
+/// The first line that this process receives.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Start {
     pub(super) secret: String,
@@ -36,7 +36,7 @@ pub(super) struct Start {
     pub(super) env: BTreeMap<String, String>,
 }
 
-/// All later lines.
+/// Each later line that this process receives.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Order {

@@ -93,8 +93,8 @@ impl Remote {
                 let mut stdout = BufReader::new(stdout);
                 loop {
                     let mut bytes = Vec::new();
-                    let read = (&mut stdout).take(LINE_BYTES).read_until(b'\n', &mut bytes);
-                    if read.is_err() || bytes.is_empty() {
+                    let result = (&mut stdout).take(LINE_BYTES).read_until(b'\n', &mut bytes);
+                    if result.is_err() || bytes.is_empty() {
                         return;
                     }
                     if sender.send(String::from_utf8_lossy(&bytes).into_owned()).is_err() {
@@ -153,7 +153,7 @@ impl Remote {
 
     /// Explains a missing response from the way in which ssh ended.
     fn explain(&mut self, name: &str, why: &str) -> (String, String) {
-        let status = self.end(EXIT_TIMEOUT);
+        let status = self.wait_or_kill(EXIT_TIMEOUT);
         let last = self.last_line();
         match status.and_then(|status| ssh::explain_no_start(name, status, &last)) {
             Some(explained) => explained,
@@ -166,13 +166,13 @@ impl Remote {
 
     /// Returns the last line that ssh or the machine's program wrote to standard error.
     fn last_line(&mut self) -> String {
-        self.end(EXIT_TIMEOUT);
+        self.wait_or_kill(EXIT_TIMEOUT);
         let stderr = self.stderr_reader.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         stderr.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     }
 
     /// Waits for the process to exit. Kills it after the time limit.
-    fn end(&mut self, timeout: Duration) -> Option<std::process::ExitStatus> {
+    fn wait_or_kill(&mut self, timeout: Duration) -> Option<std::process::ExitStatus> {
         self.stdin = None;
         let deadline = Instant::now() + timeout;
         loop {
@@ -190,6 +190,6 @@ impl Remote {
 
 impl Drop for Remote {
     fn drop(&mut self) {
-        self.end(EXIT_TIMEOUT);
+        self.wait_or_kill(EXIT_TIMEOUT);
     }
 }

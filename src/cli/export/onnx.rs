@@ -53,9 +53,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let downloaded = if is_path(source) { None } else { Some(fetch(args)?) };
     let folder = match &downloaded {
         Some(folder) => folder.path().to_owned(),
-        None => weight_files::best_of_run(source)?,
+        None => weight_files::resolve_run_folder(source)?,
     };
-    let path = weight_files::path(&folder, args.weights);
+    let path = weight_files::weights_path(&folder, args.weights);
     let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(usage_error)?;
     file::replace(output, |partial| {
         fs::write(partial, &model).with_context(|| partial.display().to_string())
@@ -85,7 +85,7 @@ fn fetch(args: &Args) -> anyhow::Result<TempDir> {
     let api = args.server.api()?;
     block_on(async {
         let (_, checkpoint) = find(&api, &source, &args.checkpoint).await?;
-        let files = weight_files::files(&api, &checkpoint, args.weights).await?;
+        let files = weight_files::list_files(&api, &checkpoint, args.weights).await?;
         weight_files::fetch_beside(&args.output, &api, &checkpoint, &files).await
     })
 }

@@ -66,14 +66,14 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
     let properties = Arc::new(WriterProperties::builder().set_compression(compression).build());
     let out = File::create(path).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
     let mut writer = SerializedFileWriter::new(out, schema, properties)?;
-    let mut written = 0;
+    let mut point_count = 0;
     for job in jobs {
         let job = api.find_job(job).await?;
         for rank in 0..job.ranks {
             let series = history::read_points(api, job.id.as_str(), rank).await?;
             let mut points: Vec<(&str, Point)> = Vec::new();
-            for (name, of_metric) in &series {
-                points.extend(of_metric.iter().map(|point| (name.as_str(), *point)));
+            for (name, points_of_metric) in &series {
+                points.extend(points_of_metric.iter().map(|point| (name.as_str(), *point)));
             }
             if points.is_empty() {
                 continue;
@@ -92,11 +92,11 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
             let values: Vec<_> = points.iter().map(|(_, point)| point.value).collect();
             write_column::<FloatType>(&mut group, &values)?;
             group.close()?;
-            written += points.len();
+            point_count += points.len();
         }
     }
     writer.close()?;
-    if written == 0 { Err(usage_error("there are no metrics yet")) } else { Ok(written) }
+    if point_count == 0 { Err(usage_error("there are no metrics yet")) } else { Ok(point_count) }
 }
 
 /// Writes the next column of a row group.

@@ -66,7 +66,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         let mut runs = Vec::new();
         for job in &args.jobs {
             let job = api.find_job(job).await?;
-            let folder = args.output.join(run_name(&job));
+            let folder = args.output.join(folder_name(&job));
             runs.push(Run {
                 job: job.id.to_string(),
                 folder,
@@ -120,7 +120,9 @@ impl Run {
         let mut attempts: Vec<AttemptTimes> =
             api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
         // A run that another program has logged has one attempt, which is not in the list.
-        if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
+        if attempts.is_empty()
+            && let Some(started_at) = job.started_at
+        {
             attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });
         }
         for rank in 0..job.ranks {
@@ -140,7 +142,7 @@ impl Run {
                 };
                 let points = file.append(&clock, &series)?;
                 if rank == 0 && job.state.is_final() {
-                    let end = job.finished_at.map_or(clock.start(), seconds);
+                    let end = job.finished_at.map_or(clock.start(), unix_seconds);
                     Event::end(end, job.state == JobState::Succeeded).write(&mut file.out)?;
                 }
                 file.publish()?;
@@ -155,7 +157,7 @@ impl Run {
 
 /// Returns the name of a job's folder: the job's name without characters that are invalid in paths, and the end of the id, because names
 /// need not be unique.
-fn run_name(job: &Job) -> String {
+fn folder_name(job: &Job) -> String {
     let name = job.name.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '-' });
     // At most 240 bytes in UTF-8, and 9 for the end of the id; file systems allow 255.
     let name: String = name.take(60).collect();
@@ -170,13 +172,13 @@ struct RankFile {
     partial: Option<PathBuf>,
     path: PathBuf,
     /// Attempt and step of the last point of each metric.
-    last: BTreeMap<String, (u32, u64)>,
+    last_points: BTreeMap<String, (u32, u64)>,
     /// Time of the last point, in seconds since 1970. Times are estimated anew in each round, and must not decrease in a file.
     last_time: f64,
 }
 
 impl RankFile {
-    /// If `settings` is given, the file starts with that job's specification. `start` is in seconds since 1970.
+    /// Creates the file, which starts with the specification of the job `settings` if given. `start` is in seconds since 1970.
     fn create(folder: &Path, settings: Option<&Job>, start: f64) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         // TensorBoard must not read the unfinished file as an event file.
@@ -193,19 +195,19 @@ impl RankFile {
             Event::start(start, to_hparams(settings)).write(&mut out)?;
         }
         let path = folder.join(format!("events.out.tfevents.{}.lockstep", start as u64));
-        Ok(Self { out, partial: Some(partial), path, last: BTreeMap::new(), last_time: start })
+        Ok(Self { out, partial: Some(partial), path, last_points: BTreeMap::new(), last_time: start })
     }
 
     /// Writes the points that follow the last point of their metric. Returns their number.
     fn append(&mut self, clock: &Clock, series: &Series) -> io::Result<usize> {
         let mut points: Vec<(Point, &str)> = Vec::new();
-        for (name, of_metric) in series {
-            let last = self.last.get(name).copied();
+        for (name, points_of_metric) in series {
+            let last = self.last_points.get(name).copied();
             let is_new = |point: &Point| last.is_none_or(|last| (point.attempt, point.step) > last);
-            let new = history::without_repeated(of_metric).into_iter().filter(is_new);
+            let new = history::without_repeated(points_of_metric).into_iter().filter(is_new);
             points.extend(new.map(|point| (point, name.as_str())));
-            if let Some(point) = of_metric.last() {
-                self.last.insert(name.clone(), (point.attempt, point.step));
+            if let Some(point) = points_of_metric.last() {
+                self.last_points.insert(name.clone(), (point.attempt, point.step));
             }
         }
         // Points of the same step stay in the order of the metrics' names.
@@ -256,7 +258,7 @@ struct AttemptTimes {
     ended_at: Option<Timestamp>,
 }
 
-fn seconds(at: Timestamp) -> f64 {
+fn unix_seconds(at: Timestamp) -> f64 {
     at.as_millisecond() as f64 / 1000.0
 }
 
@@ -273,7 +275,7 @@ struct Span {
 }
 
 impl Clock {
-    /// `series`: all points of the rank, including points that a later attempt has repeated.
+    /// `series` has all points of the rank, including points that a later attempt has repeated.
     fn new(attempts: &[AttemptTimes], series: &Series) -> Self {
         let mut steps = BTreeMap::<u32, (u64, u64)>::new();
         for point in series.values().flatten() {
@@ -282,8 +284,8 @@ impl Clock {
         }
         let span = |times: &AttemptTimes| {
             let (first_step, last_step) = *steps.get(&times.attempt)?;
-            let end = seconds(times.ended_at.unwrap_or_else(Timestamp::now));
-            Some((times.attempt, Span { start: seconds(times.started_at), end, first_step, last_step }))
+            let end = unix_seconds(times.ended_at.unwrap_or_else(Timestamp::now));
+            Some((times.attempt, Span { start: unix_seconds(times.started_at), end, first_step, last_step }))
         };
         Self(attempts.iter().filter_map(span).collect())
     }

@@ -3,7 +3,7 @@
 
 mod server;
 
-use super::{Failure, Read, Run, Sources, check_folder, derive_id, file_name, sorted_entries};
+use super::{Failure, ReadRuns, Run, Sources, check_folder, derive_id, file_name, sorted_entries};
 use crate::cli::usage_error;
 use anyhow::Context;
 use serde_json::Value;
@@ -33,7 +33,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
             for run in sorted_entries(&experiment)?.into_iter().filter(|path| path.join(META_FILE).is_file())
             {
                 let (shown, experiment) = (run.display().to_string(), experiment.clone());
-                let read: Read = Box::new(move || Ok(read(&experiment, &run)?.into_iter().collect()));
+                let read: ReadRuns = Box::new(move || Ok(read_run(&experiment, &run)?.into_iter().collect()));
                 runs.push((shown, read));
             }
         }
@@ -55,7 +55,7 @@ fn read_meta(folder: &Path) -> anyhow::Result<Value> {
 }
 
 /// Reads a run. `None` if the run was deleted.
-fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
+fn read_run(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
     let meta = read_meta(folder)?;
     if text(&meta, "lifecycle_stage") == "deleted" {
         return Ok(None);
@@ -129,7 +129,7 @@ fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
         (at, step, name).cmp(&(other_at, other_step, other_name))
     });
     for (at, name, step, value) in points {
-        run.add(step, Some(at), &name, value);
+        run.add_point(step, Some(at), &name, value);
     }
 }
 

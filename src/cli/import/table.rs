@@ -1,6 +1,6 @@
 //! Metrics in a CSV or Parquet file: a row has all metrics of a step, or one value.
 
-use super::{Read, Run, Sources, derive_id, file_name};
+use super::{ReadRuns, Run, Sources, derive_id, file_name};
 use crate::cli::usage_error;
 use anyhow::Context;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
@@ -16,9 +16,9 @@ use std::{
 };
 
 /// Names of the columns for steps, times and runs, in lower case. Of each list, the first name that a file has is used.
-const STEPS: [&str; 5] = ["step", "_step", "global_step", "iteration", "epoch"];
-const TIMES: [&str; 5] = ["_timestamp", "timestamp", "wall_time", "wall time", "time"];
-const RUNS: [&str; 3] = ["run", "run_id", "job"];
+const STEP_COLUMNS: [&str; 5] = ["step", "_step", "global_step", "iteration", "epoch"];
+const TIME_COLUMNS: [&str; 5] = ["_timestamp", "timestamp", "wall_time", "wall time", "time"];
+const RUN_COLUMNS: [&str; 3] = ["run", "run_id", "job"];
 
 /// Column names and rows.
 pub(super) struct Table {
@@ -38,12 +38,12 @@ pub(super) fn sources(
     let shown = file.display().to_string();
     let path = file.canonicalize().with_context(|| shown.clone())?;
     let identity = id.map_or_else(|| path.to_string_lossy().into_owned(), str::to_owned);
-    let read: Read = Box::new(move || runs(&file_name(&path), &identity, &read(&path)?));
+    let read: ReadRuns = Box::new(move || make_runs(&file_name(&path), &identity, &read(&path)?));
     Ok(vec![(shown, read)])
 }
 
 /// Reads a CSV file (RFC 4180).
-pub(super) fn csv(path: &Path) -> anyhow::Result<Table> {
+pub(super) fn read_csv(path: &Path) -> anyhow::Result<Table> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let mut rows = parse_csv(text.trim_start_matches('\u{feff}'));
     anyhow::ensure!(!rows.is_empty(), "the file is empty");
@@ -79,7 +79,7 @@ fn parse_csv(text: &str) -> Vec<Vec<String>> {
 }
 
 /// Reads a Parquet file.
-pub(super) fn parquet(path: &Path) -> anyhow::Result<Table> {
+pub(super) fn read_parquet(path: &Path) -> anyhow::Result<Table> {
     let reader = SerializedFileReader::new(File::open(path).with_context(|| path.display().to_string())?)?;
     let mut table = Table { columns: Vec::new(), rows: Vec::new() };
     for row in reader.get_row_iter(None)? {
@@ -92,7 +92,7 @@ pub(super) fn parquet(path: &Path) -> anyhow::Result<Table> {
             Field::Str(text) => text.clone(),
             Field::Float(value) => value.to_string(),
             Field::Double(value) => value.to_string(),
-            // Seconds, as in other columns of times.
+            // In seconds, like times in other columns.
             Field::TimestampMillis(ms) => (*ms as f64 / 1e3).to_string(),
             Field::TimestampMicros(us) => (*us as f64 / 1e6).to_string(),
             other => other.to_string(),
@@ -112,7 +112,7 @@ fn parse_time(text: &str) -> Option<i64> {
     at.ok().map(Timestamp::as_millisecond)
 }
 
-fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
+fn make_runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
     anyhow::ensure!(
         !table.rows.is_empty(),
         "the file has no rows below the names of its columns: import it when it has rows"
@@ -120,8 +120,8 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
     let columns: Vec<String> = table.columns.iter().map(|name| name.trim().to_lowercase()).collect();
     let find = |name: &str| columns.iter().position(|column| column == name);
     let find_first = |names: &[&str]| names.iter().find_map(|name| find(name));
-    let (step_column, time_column) = (find_first(&STEPS), find_first(&TIMES));
-    let (run_column, rank_column) = (find_first(&RUNS), find("rank"));
+    let (step_column, time_column) = (find_first(&STEP_COLUMNS), find_first(&TIME_COLUMNS));
+    let (run_column, rank_column) = (find_first(&RUN_COLUMNS), find("rank"));
     let not_metrics = [step_column, time_column, run_column, rank_column];
     // One value per row, as in the output of `lockstep export parquet` and `lockstep metrics --csv`.
     let value_column = find("value");
@@ -155,7 +155,7 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
         run.ended_at = run.ended_at.max(at);
         let step = match step_column {
             None => Some(index as i64),
-            // `12` or `12.0`.
+            // A step may be written as `12` or as `12.0`.
             Some(_) => {
                 let number = cell(step_column).parse::<f64>().ok();
                 number.filter(|step| step.fract() == 0.0).map(|step| step as i64)
@@ -167,23 +167,25 @@ fn runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
         };
         if metric_column.is_some() {
             match cell(value_column).parse() {
-                Ok(value) => run.add(step, at, cell(metric_column), value),
+                Ok(value) => run.add_point(step, at, cell(metric_column), value),
                 Err(_) => run.leave_out("values that are not numbers", 1),
             }
             continue;
         }
         let is_metric = |column: usize| !not_metrics.contains(&Some(column));
         for (column, text) in row.iter().enumerate().filter(|(column, _)| is_metric(*column)) {
-            match (text.trim(), text.trim().parse(), table.columns.get(column)) {
-                ("", ..) | (.., None) => {}
-                (_, Ok(value), Some(metric)) => run.add(step, at, metric.trim(), value),
-                (_, Err(_), _) => run.leave_out("values that are not numbers", 1),
+            let Some(metric) = table.columns.get(column).filter(|_| !text.trim().is_empty()) else {
+                continue;
+            };
+            match text.trim().parse() {
+                Ok(value) => run.add_point(step, at, metric.trim(), value),
+                Err(_) => run.leave_out("values that are not numbers", 1),
             }
         }
     }
     let runs: Vec<Run> = order.into_iter().filter_map(|key| runs_by_key.remove(&key)).collect();
     anyhow::ensure!(
-        runs.iter().any(|run| run.points > 0),
+        runs.iter().any(|run| run.point_count > 0),
         "no number was found below the columns {:?} in {}: separate columns by commas, write numbers such as 0.5, and steps as whole \
          numbers",
         table.columns,
@@ -199,7 +201,7 @@ mod tests {
 
     fn read(text: &str) -> Vec<Run> {
         let mut rows = parse_csv(text);
-        runs("losses.csv", "/losses.csv", &Table { columns: rows.remove(0), rows }).unwrap()
+        make_runs("losses.csv", "/losses.csv", &Table { columns: rows.remove(0), rows }).unwrap()
     }
 
     fn records(run: &Run) -> Value {
@@ -210,7 +212,7 @@ mod tests {
     fn a_row_has_the_metrics_of_a_step_or_one_value() {
         let wide =
             read("Step,Loss,\"acc, top 1\",note,_timestamp\r\n0,2.5,0.1,x,1700000000.5\r\n10.0,nan,,,\r\n");
-        assert_eq!((wide.len(), wide[0].name.as_str(), wide[0].points), (1, "losses", 3));
+        assert_eq!((wide.len(), wide[0].name.as_str(), wide[0].point_count), (1, "losses", 3));
         let expected = json!([
             {"step": 0, "at": 1_700_000_000_500i64, "values": {"Loss": 2.5, "acc, top 1": 0.1}},
             {"step": 10, "values": {"Loss": "NaN"}},

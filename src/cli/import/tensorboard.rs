@@ -1,6 +1,6 @@
 //! TensorBoard's event files: each folder with event files is a run.
 
-use super::{Failure, Read, Run, Sources, check_folder, derive_id, file_name, sorted_entries};
+use super::{Failure, ReadRuns, Run, Sources, check_folder, derive_id, file_name, sorted_entries};
 use crate::cli::{
     event_files::{self, Event, Hparam, HparamsData, SummaryValue},
     usage_error,
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     check_folder(root)?;
     let mut found = Sources::new();
-    collect(root, root, &mut found)?;
+    collect_runs(root, root, &mut found)?;
     if found.is_empty() {
         let detail = format!("{} has no event files: no file is called *tfevents*", root.display());
         return Err(usage_error(detail));
@@ -22,7 +22,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     Ok(found)
 }
 
-fn collect(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()> {
+fn collect_runs(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()> {
     let (folders, mut files): (Vec<_>, Vec<_>) =
         sorted_entries(folder)?.into_iter().partition(|path| path.is_dir() && !path.is_symlink());
     files.retain(|file| file.file_name().is_some_and(|name| name.to_string_lossy().contains("tfevents")));
@@ -30,18 +30,18 @@ fn collect(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()
         let name = folder.strip_prefix(root).map(|path| path.to_string_lossy().into_owned());
         let name = name.ok().filter(|name| !name.is_empty()).unwrap_or_else(|| file_name(folder));
         let folder_name = file_name(folder);
-        let read: Read = Box::new(move || Ok(vec![read(name, &folder_name, &files)?]));
+        let read: ReadRuns = Box::new(move || Ok(vec![read_run(name, &folder_name, &files)?]));
         found.push((folder.display().to_string(), read));
     }
-    folders.iter().try_for_each(|inner| collect(root, inner, found))
+    folders.iter().try_for_each(|inner| collect_runs(root, inner, found))
 }
 
 /// Reads a run. `folder` is the name of the run's folder, which distinguishes runs that began at the same time.
-fn read(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run> {
+fn read_run(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run> {
     let mut run = Run { name, ..Run::default() };
     for file in files {
-        let unread = event_files::read(file, |event| add_event(&mut run, folder, file, &event));
-        if let Some(why) = unread.with_context(|| file.display().to_string())? {
+        let outcome = event_files::read(file, |event| add_event(&mut run, folder, file, &event));
+        if let Some(why) = outcome.with_context(|| file.display().to_string())? {
             run.leave_out(
                 match why {
                     "ends within an event" => "events that are not complete",
@@ -68,7 +68,7 @@ fn add_event(run: &mut Run, folder: &str, file: &Path, event: &Event) {
         if value.tag.starts_with("_hparams_/") {
             add_settings(run, value);
         } else if let Some(number) = value.scalar() {
-            run.add(event.step, Some(at), &value.tag, number);
+            run.add_point(event.step, Some(at), &value.tag, number);
         } else {
             run.leave_out("values that are not scalars", 1);
         }

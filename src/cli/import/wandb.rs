@@ -3,7 +3,7 @@
 //! `wandb/proto/wandb_internal.proto`. Fields that are not read are left out; a `oneof` is several optional fields.
 
 use super::{
-    Failure, Read, Run, Sources, check_folder, collect_numbers, derive_id, file_name, sorted_entries,
+    Failure, ReadRuns, Run, Sources, check_folder, collect_numbers, derive_id, file_name, sorted_entries,
 };
 use crate::cli::usage_error;
 use anyhow::Context;
@@ -19,10 +19,10 @@ use std::{
 static CHECKSUM: Crc<u32> = Crc::<u32>::new(&CRC_32_ISO_HDLC);
 /// The file's header: `:W&B`, a magic number and version 0.
 const HEADER: [u8; 7] = [b':', b'W', b'&', b'B', 0xe1, 0xbe, 0];
-/// Size of a block of the log in bytes.
-const BLOCK: usize = 32 << 10;
+/// Size of a block of the log.
+const BLOCK_BYTES: usize = 32 << 10;
 /// Size of the head of each part of a record: checksum (4 bytes), length (2 bytes) and kind (1 byte).
-const PART_HEAD: usize = 7;
+const PART_HEAD_BYTES: usize = 7;
 
 #[derive(Clone, PartialEq, Message)]
 struct Record {
@@ -163,13 +163,13 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     let source = |file: PathBuf| {
         let name = file.display().to_string();
-        let read: Read = Box::new(move || Ok(vec![read(&file)?]));
+        let read: ReadRuns = Box::new(move || Ok(vec![read_run(&file)?]));
         (name, read)
     };
     Ok(files.into_iter().map(source).collect())
 }
 
-fn read(file: &Path) -> anyhow::Result<Run> {
+fn read_run(file: &Path) -> anyhow::Result<Run> {
     let bytes = fs::read(file).with_context(|| file.display().to_string())?;
     anyhow::ensure!(bytes.starts_with(&HEADER), "the file does not begin as a log of W&B does");
     let mut run = Run { failure: Some(Failure::NoEnd), ..Run::default() };
@@ -189,18 +189,18 @@ fn read(file: &Path) -> anyhow::Result<Run> {
     Ok(run)
 }
 
-/// Calls `each` with the records of a log. Returns whether all records are complete.
-fn for_each_record(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
+/// Calls `on_record` with each record of a log. Returns whether all records are complete.
+fn for_each_record(bytes: &[u8], mut on_record: impl FnMut(&[u8])) -> bool {
     let (mut offset, mut record) = (HEADER.len(), Vec::new());
     loop {
-        let left_in_block = BLOCK - offset % BLOCK;
-        if left_in_block < PART_HEAD {
+        let left_in_block = BLOCK_BYTES - offset % BLOCK_BYTES;
+        if left_in_block < PART_HEAD_BYTES {
             offset += left_in_block;
         }
         if offset >= bytes.len() {
             return record.is_empty();
         }
-        let Some((head, rest)) = bytes[offset..].split_at_checked(PART_HEAD) else { return false };
+        let Some((head, rest)) = bytes[offset..].split_at_checked(PART_HEAD_BYTES) else { return false };
         let length = usize::from(u16::from_le_bytes([head[4], head[5]]));
         let Some(data) = rest.get(..length) else { return false };
         let mut digest = CHECKSUM.digest();
@@ -209,12 +209,12 @@ fn for_each_record(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
         if digest.finalize().to_le_bytes() != head[..4] {
             return false;
         }
-        offset += PART_HEAD + length;
+        offset += PART_HEAD_BYTES + length;
         record.extend_from_slice(data);
         match head[6] {
             // The whole record, or its last part.
             1 | 4 => {
-                each(&record);
+                on_record(&record);
                 record.clear();
             }
             // The record's first part, or a part in the middle.
@@ -289,7 +289,7 @@ fn add_history(run: &mut Run, history: &History) {
         let not_numbers = collect_numbers(&name, &item.value(), &mut numbers);
         run.leave_out("logged values that are not numbers", not_numbers);
         for (name, value) in numbers {
-            run.add(step.unwrap_or(0), at, &name, value);
+            run.add_point(step.unwrap_or(0), at, &name, value);
         }
     }
 }
@@ -302,12 +302,12 @@ mod tests {
     fn append(log: &mut Vec<u8>, mut data: &[u8]) {
         let mut is_first = true;
         loop {
-            let left = BLOCK - log.len() % BLOCK;
-            if left < PART_HEAD {
+            let left = BLOCK_BYTES - log.len() % BLOCK_BYTES;
+            if left < PART_HEAD_BYTES {
                 log.extend(vec![0; left]);
                 continue;
             }
-            let (part, rest) = data.split_at(data.len().min(left - PART_HEAD));
+            let (part, rest) = data.split_at(data.len().min(left - PART_HEAD_BYTES));
             let kind = match (is_first, rest.is_empty()) {
                 (true, true) => 1,
                 (true, false) => 2,

@@ -2,13 +2,13 @@
 
 use super::{
     super::{
-        api::{Api, SERVER_TIMEOUT, list},
+        api::{Api, SERVER_TIMEOUT, parse_list},
         job_file::{self, UnknownPath},
         output, sweep, sweeps, usage_error, watch,
     },
-    Args, Launch, format_command,
+    Args, Launch, create_private_folder, format_command,
     hosts::Host,
-    machines, node, private_folder, slurm,
+    machines, node, slurm,
     uploads::{AgentsEnd, EndWait},
 };
 use lockstep_protocol::{
@@ -44,7 +44,7 @@ pub(super) async fn run(
     let path = Path::new(&args.job);
     sweep::write_grid(path, &mut document, &args.sweeps, None)?;
     sweep::check(path, &document)?;
-    let trials = sweep::trials(&document);
+    let trials = sweep::trial_documents(&document);
     let (hosts, device) = hosts_for_largest(args, hosts, &trials)?;
     if args.dry_run {
         return print_dry_run(args, &hosts, device, &trials);
@@ -135,7 +135,8 @@ async fn wait_for_trials(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
         let found = api.read_pages("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
-        let mut jobs: Vec<Job> = list(&Value::Array(found.unwrap_or_default()), "jobs").unwrap_or_default();
+        let mut jobs: Vec<Job> =
+            parse_list(&Value::Array(found.unwrap_or_default()), "jobs").unwrap_or_default();
         if jobs.len() == sweep.trial_count as usize {
             jobs.sort_by_key(|job| job.trial.as_ref().map(|trial| trial.number));
             return Ok(jobs);
@@ -153,7 +154,7 @@ fn print_dry_run(args: &Args, hosts: &[Host], device: Device, documents: &[Value
         let name = document.get("name").and_then(Value::as_str).unwrap_or_default();
         output::line(format_args!("# task {task}: {name}"))?;
     }
-    let folder = node::home().join(&args.dir).join("SWEEP");
+    let folder = node::home_dir().join(&args.dir).join("SWEEP");
     output::line(format_command(&slurm::command(args)))?;
     let batch = slurm::Batch::for_sweep("SWEEP", documents.len(), args.at_once);
     output::line(batch.script(args, hosts, device, &folder)?)
@@ -162,6 +163,7 @@ fn print_dry_run(args: &Args, hosts: &[Host], device: Device, documents: &[Value
 /// The jobs, and the array whose tasks run their agents, in the same order.
 struct Array {
     launches: Vec<Launch>,
+    /// Tag of the jobs: the sweep's id.
     tag: String,
     batch: slurm::Batch,
     folder: PathBuf,
@@ -170,7 +172,7 @@ struct Array {
 impl Array {
     /// Creates the agents' tokens and submits the array to Slurm. Returns the array's job ID in Slurm.
     async fn start(&mut self, args: &Args, device: Device) -> anyhow::Result<String> {
-        self.folder = private_folder(args, &self.tag)?;
+        self.folder = create_private_folder(args, &self.tag)?;
         for (task, launch) in self.launches.iter_mut().enumerate() {
             launch.create_tokens().await?;
             slurm::write_bundle(&self.batch.bundle_path(&self.folder, task), &launch.bundle)?;
@@ -187,16 +189,18 @@ impl Array {
     async fn follow(&self, args: &Args, api: &Api, id: &str) -> anyhow::Result<()> {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut remaining: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
-        let (mut reported, mut ended_early) = (HashMap::new(), HashSet::new());
+        let (mut reported, mut missing_tasks) = (HashMap::new(), HashSet::new());
         // The waits for the agents of jobs that are over.
         let mut waits = HashMap::new();
         let mut succeeded = 0;
         while !remaining.is_empty() {
             tokio::time::sleep(slurm::POLL_INTERVAL).await;
             // Tasks are listed before jobs. Otherwise the job of a task that ends between the two requests would seem to have no agents.
-            let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
+            let (Some(tasks), Some(jobs)) = (slurm::unfinished_tasks(id), self.read_jobs(api).await) else {
+                continue;
+            };
             for (task, launch) in remaining.clone() {
-                let in_slurm = format!("{id}_{task}");
+                let task_id = format!("{id}_{task}");
                 let job = match jobs.get(launch.job.id.as_str()) {
                     Some(job) => job.clone(),
                     // The job's tags may have been changed.
@@ -204,9 +208,9 @@ impl Array {
                         Ok(Some(job)) => job,
                         Ok(None) => {
                             output::warn(format_args!("job {} is deleted", launch.job.id));
-                            slurm::cancel(&in_slurm);
+                            slurm::cancel(&task_id);
                             self.remove_bundle(task);
-                            launch.revoke().await;
+                            launch.revoke_tokens().await;
                             remaining.remove(&task);
                             continue;
                         }
@@ -227,11 +231,11 @@ impl Array {
                     Some(state) if job.state.is_final() => {
                         let wait = waits.entry(task).or_insert_with(EndWait::new);
                         match wait.poll(launch, slurm::agents_in(state)).await {
-                            Some(AgentsEnd::Unneeded) => slurm::cancel(&in_slurm),
+                            Some(AgentsEnd::Unneeded) => slurm::cancel(&task_id),
                             Some(AgentsEnd::NotUploaded) => {
                                 output::warn(format_args!(
-                                    "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, \
-                                     and `scancel {in_slurm}` ends it",
+                                    "the last checkpoint of job {} is not known to be on the server: Slurm's task {task_id} continues, \
+                                     and `scancel {task_id}` ends it",
                                     job.id
                                 ));
                                 remaining.remove(&task);
@@ -239,17 +243,17 @@ impl Array {
                             _ => {}
                         }
                     }
-                    Some(_) => drop(ended_early.remove(&task)),
+                    Some(_) => drop(missing_tasks.remove(&task)),
                     None if job.state.is_final() => {
                         self.remove_bundle(task);
                         launch.finish(Ok(())).await?;
                         remaining.remove(&task);
                     }
-                    // The last report of the task's agent may not have arrived yet.
-                    None if ended_early.insert(task) => {}
+                    // When the task is first missing, the last report of its agent may not have arrived yet.
+                    None if missing_tasks.insert(task) => {}
                     None => {
-                        let how = slurm::describe_end(&in_slurm);
-                        let how = format!("Slurm's task {in_slurm} is over ({how})");
+                        let how = slurm::describe_end(&task_id);
+                        let how = format!("Slurm's task {task_id} is over ({how})");
                         output::warn(launch.describe_early_end(&how, &job));
                         self.remove_bundle(task);
                         remaining.remove(&task);
@@ -263,21 +267,20 @@ impl Array {
     }
 
     /// Returns the sweep's jobs by id, or `None` if the server does not respond.
-    async fn jobs(&self, api: &Api) -> Option<HashMap<String, Job>> {
+    async fn read_jobs(&self, api: &Api) -> Option<HashMap<String, Job>> {
         let found = api.read_pages("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
         let job = |value| serde_json::from_value::<Job>(value).ok().map(|job| (job.id.to_string(), job));
         Some(found.into_iter().filter_map(job).collect())
     }
 }
 
+/// Prints a job's state as a line, or as JSON the job itself when it has ended.
 fn print_state(args: &Args, job: &Job) -> anyhow::Result<()> {
-    match (args.server.json, job.state.is_final()) {
-        (true, true) => output::json(job),
-        (true, false) => Ok(()),
-        (false, _) => {
-            output::line(format_args!("{}  {}: {}", job.id, job.spec.name, watch::summary(job, &[])))
-        }
+    if !args.server.json {
+        let outcome = watch::describe_outcome(job, &[]);
+        return output::line(format_args!("{}  {}: {outcome}", job.id, job.spec.name));
     }
+    if job.state.is_final() { output::json(job) } else { Ok(()) }
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ pub(super) const AGENT_LIMIT: Limit = Limit {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Bundle {
     pub(super) server: String,
-    /// CA certificates (PEM).
+    /// CA certificates that the agents trust in addition to the system's (PEM), from `--ca-file`.
     pub(super) ca: Option<String>,
     pub(super) job: JobId,
     /// Folder for the agents' state, relative to the home directory.
@@ -41,7 +41,7 @@ impl Bundle {
     ///
     /// # Errors
     /// Exit status 2 if the text exceeds the limit.
-    pub(super) fn text(&self, limit: &Limit) -> anyhow::Result<String> {
+    pub(super) fn to_json(&self, limit: &Limit) -> anyhow::Result<String> {
         let text = serde_json::to_string(self)?;
         if text.len() as u64 <= limit.bytes {
             return Ok(text);
@@ -91,9 +91,9 @@ pub(super) mod tests {
             bundle.ca = Some("c".repeat(bytes - bytes_without_ca));
             bundle
         };
-        assert_eq!(bundle(max_bytes).text(limit).expect("it fits").len(), max_bytes);
+        assert_eq!(bundle(max_bytes).to_json(limit).expect("it fits").len(), max_bytes);
         let size = max_bytes + 1;
-        let why = bundle(size).text(limit).expect_err("it is one byte too long").to_string();
+        let why = bundle(size).to_json(limit).expect_err("it is one byte too long").to_string();
         assert!(why.starts_with(&format!("the description for 0 agents has {size} bytes, ")), "{why}");
         for phrase in phrases.iter().chain(&["of them from --ca-file", "a smaller --ca-file"]) {
             assert!(why.contains(phrase), "{phrase:?} is not in {why:?}");

@@ -82,28 +82,30 @@ pub(super) async fn follow(
     mut launched: Vec<Launched>,
     explain: Explain,
 ) -> anyhow::Result<()> {
-    let logs = launch.folder()?;
+    let logs = launch.create_folder()?;
     output::warn(format_args!("the agents' logs are in {}", logs.display()));
     if launch.args.detach {
         return wait_until_online(launch, &mut launched, explain).await;
     }
     watch::announce(&launch.job);
-    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), launch.args.server.json);
     let result = tokio::select! {
         result = watching => result,
         failure = wait_for_failure(launch, &mut launched, explain) => return Err(failure),
     };
     if result.is_err() && final_state(launch).await.is_none() {
-        return match launched.iter_mut().any(Launched::is_running) {
+        return if launched.iter_mut().any(Launched::is_running) {
             // This command gave up on the unreachable server. The agents keep trying.
-            true => result.map_err(|error| LaunchDetached(format!("{error:#}")).into()),
-            false => result,
+            result.map_err(|error| LaunchDetached(format!("{error:#}")).into())
+        } else {
+            result
         };
     }
     let agents = async || {
-        anyhow::Ok(match launched.iter_mut().any(Launched::is_running) {
-            true => Agents::Running,
-            false => Agents::Ended,
+        anyhow::Ok(if launched.iter_mut().any(Launched::is_running) {
+            Agents::Running
+        } else {
+            Agents::Ended
         })
     };
     if !matches!(launch.wait_for_agents(agents).await?, AgentsEnd::Ended) {
@@ -137,7 +139,7 @@ async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: E
             }
             let explanation = explain(&launched[index].label, status, &launched[index].last_line());
             let is_last = launched.iter().all(|process| process.status.is_some());
-            let can_continue = launch.can_run_with(&job, slots_left(launch, launched));
+            let can_continue = launch.can_run_with(&job, running_slots(launch, launched));
             if !status.success() && launch.never_ran(&job) && !can_continue {
                 return anyhow::anyhow!(explanation);
             }
@@ -195,7 +197,7 @@ async fn poll_online(
     for index in 0..launched.len() {
         let Some(status) = launched[index].take_exit() else { continue };
         let explanation = explain(&launched[index].label, status, &launched[index].last_line());
-        if !launch.can_run_with(&job, slots_left(launch, launched)) {
+        if !launch.can_run_with(&job, running_slots(launch, launched)) {
             return Ok(Some(Err(anyhow::anyhow!(explanation))));
         }
         output::warn(explanation);
@@ -217,30 +219,30 @@ fn has_process_per_node(launch: &Launch, launched: &[Launched]) -> bool {
 }
 
 /// Returns the number of slots of the agents whose processes still run. Returns 0 if one process starts several agents.
-fn slots_left(launch: &Launch, launched: &[Launched]) -> u32 {
+fn running_slots(launch: &Launch, launched: &[Launched]) -> u32 {
     let running = launched.iter().zip(&launch.bundle.nodes).filter(|(process, _)| process.status.is_none());
     if has_process_per_node(launch, launched) { running.map(|(_, node)| node.slots).sum() } else { 0 }
 }
 
-/// Shows a job whose agents another system runs, until the job is over and its agents may be ended, or until `ended` returns because that
-/// system has ended the agents. Also returns whether the agents may be ended. A long outage of the server does not end training.
+/// Shows a job whose agents another system runs, until the job is over and its agents may be ended, or until `early_end` returns because
+/// that system has ended the agents. Also returns whether the agents may be ended. A long outage of the server does not end training.
 ///
-/// `agents` returns the state of the agents of a job with this final state, or of a job that is not over. `continues` says that the agents
-/// continue, and how to end them.
+/// `agents` returns the state of the agents of a job with this final state, or of a job that is not over. `how_to_end` says that the
+/// agents continue, and how to end them.
 ///
 /// # Errors
 /// The agents continue.
 pub(super) async fn follow_until_over(
     launch: &Launch,
-    ended: impl Future<Output = anyhow::Error>,
+    early_end: impl Future<Output = anyhow::Error>,
     agents: impl AsyncFn(Option<JobState>) -> anyhow::Result<Agents>,
-    continues: &str,
+    how_to_end: &str,
 ) -> anyhow::Result<(anyhow::Result<()>, bool)> {
     watch::announce(&launch.job);
-    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), launch.args.server.json);
     let result = tokio::select! {
         result = watching => result,
-        error = ended => Err(error),
+        error = early_end => Err(error),
     };
     let why = match final_state(launch).await {
         None if matches!(agents(None).await, Ok(Agents::Ended)) => return Ok((result, false)),
@@ -252,12 +254,12 @@ pub(super) async fn follow_until_over(
                 "the job's last checkpoint is not known to be on the server: ".into()
             }
             Err(error) => {
-                output::warn(format_args!("{error}; {continues}"));
+                output::warn(format_args!("{error}; {how_to_end}"));
                 return Ok((result, false));
             }
         },
     };
-    Err(LaunchDetached(format!("{why}{continues}")).into())
+    Err(LaunchDetached(format!("{why}{how_to_end}")).into())
 }
 
 /// Returns the state of the job if the job is known to be over.

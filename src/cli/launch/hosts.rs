@@ -22,6 +22,7 @@ const MAX_VARIABLE_BYTES: usize = 2048;
 pub(crate) struct Host {
     /// Name or address, with `user@` before it if SSH needs a user. Empty if Slurm or Kubernetes chooses the machine.
     pub(crate) name: String,
+    /// Number of ranks on the machine. `None` until `machines::fill_in_slots` if no list gives the number.
     pub(crate) slots: Option<u32>,
     /// Indexes of the GPUs to use. If empty, the first GPUs are used.
     pub(crate) devices: Vec<u32>,
@@ -157,8 +158,8 @@ fn parse_slots(text: &str) -> Result<u32, String> {
 
 /// Checks that a name cannot be mistaken for an option of a program, and needs no quotes in a shell.
 fn check_name(name: &str) -> Result<String, String> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
-    let is_name = !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.chars().all(plain);
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
+    let is_name = !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.chars().all(is_plain);
     if is_name && !name.starts_with('-') && !name.contains("@-") {
         Ok(name.to_owned())
     } else {

@@ -18,7 +18,7 @@ use super::{
 };
 use cluster::{Cluster, Created, Kind};
 use lockstep_protocol::{Job, JobSpec, JobState};
-use objects::{JOB_LABEL, LAUNCH, Plan, TOKENS};
+use objects::{JOB_LABEL, LAUNCH_ANNOTATION, Plan, TOKENS_ANNOTATION};
 use serde_json::{Value, json};
 use std::{path::Path, time::Duration};
 
@@ -35,9 +35,9 @@ pub(super) fn print_objects(
     template: &Template,
 ) -> anyhow::Result<()> {
     let stem = Path::new(&args.job).file_stem().unwrap_or_default().to_string_lossy();
-    let name = objects::name(id, &stem);
+    let name = objects::object_name(id, &stem);
     let launch = "random-id-of-the-launch".to_owned();
-    let plan = Plan { name, job: id, launch, program: &args.program, hosts, spec, tokens: &[], template };
+    let plan = Plan { name, job: id, launch, program: &args.program, hosts, spec, token_ids: &[], template };
     let items = [plan.job(), plan.service(None), plan.secret(None, None)?];
     output::json(&json!({"apiVersion": "v1", "kind": "List", "items": items}))
 }
@@ -48,7 +48,7 @@ pub(super) fn print_objects(
 /// Kubernetes refuses an object, its Job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::Result<()> {
     let cluster = Cluster::connect(&launch.args).await?;
-    let name = objects::name(launch.job.id.as_str(), &launch.job.name);
+    let name = objects::object_name(launch.job.id.as_str(), &launch.job.name);
     // In a pod, a loopback address means the pod itself.
     if is_this_machine(&launch.bundle.server) {
         output::warn(format_args!(
@@ -61,7 +61,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             "Kubernetes' Job {name} of an earlier launch exists; its pods run the job"
         ));
         // These tokens are revoked when the job is over.
-        launch.tokens = find_earlier_tokens(launch, &job).await;
+        launch.token_ids = find_earlier_tokens(launch, &job).await;
     } else {
         launch.create_tokens().await?;
         create(&cluster, launch, &name, template).await?;
@@ -70,13 +70,13 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     if launch.args.detach {
         return Ok(());
     }
-    let ended = steer::wait_for_early_end(&cluster, launch, &name, template.queue());
+    let early_end = steer::wait_for_early_end(&cluster, launch, &name, template.queue());
     let agents = async |state| find_agents(&cluster, &name, state).await;
-    let continues = format!(
+    let how_to_end = format!(
         "Kubernetes' Job {name} continues, and `kubectl -n {} delete job {name}` ends it",
         cluster.namespace
     );
-    let (result, may_be_ended) = follow_until_over(launch, ended, agents, &continues).await?;
+    let (result, may_be_ended) = follow_until_over(launch, early_end, agents, &how_to_end).await?;
     if may_be_ended {
         // A finished Job stays for a while, so that its pods' logs can be read.
         if let Ok(Some(job)) = cluster.get(Kind::Job, &name).await
@@ -85,7 +85,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             delete_or_warn(&cluster, &job).await;
         }
         // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
-        launch.revoke().await;
+        launch.revoke_tokens().await;
     }
     result
 }
@@ -146,7 +146,7 @@ fn refuse_foreign(cluster: &Cluster, kind: Kind, found: &Value, job: &Job) -> an
 
 /// Returns the tokens of the agents of an earlier launch.
 async fn find_earlier_tokens(launch: &Launch, job: &Value) -> Vec<String> {
-    let ids = job["metadata"]["annotations"][TOKENS].as_str().unwrap_or_default();
+    let ids = job["metadata"]["annotations"][TOKENS_ANNOTATION].as_str().unwrap_or_default();
     tokens::select_of_job(&launch.api, &launch.job, ids).await
 }
 
@@ -164,12 +164,13 @@ async fn create(
         program: &launch.args.program,
         hosts: &launch.hosts,
         spec: &launch.job.spec,
-        tokens: &launch.tokens,
+        token_ids: &launch.token_ids,
         template,
     };
-    let is_of_this_launch = |found: &Value| found["metadata"]["annotations"][LAUNCH] == plan.launch.as_str();
+    let is_of_this_launch =
+        |found: &Value| found["metadata"]["annotations"][LAUNCH_ANNOTATION] == plan.launch.as_str();
     let job = match cluster.create(Kind::Job, &plan.job()).await? {
-        Created::Now(job) => job,
+        Created::New(job) => job,
         // This launch created the Job, but the response to the request was lost.
         Created::Exists(found) if is_of_this_launch(&found) => found,
         Created::Exists(found) => {
@@ -185,7 +186,7 @@ async fn create(
         for (kind, object) in [(Kind::Service, plan.service(owner)), (Kind::Secret, secret)] {
             loop {
                 match cluster.create(kind, &object).await? {
-                    Created::Now(_) => break,
+                    Created::New(_) => break,
                     Created::Exists(found) if is_of_this_launch(&found) => break,
                     // The object belongs to a deleted Job, and Kubernetes is about to delete it.
                     Created::Exists(found) => {

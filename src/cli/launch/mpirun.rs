@@ -6,11 +6,11 @@ use super::{
     bundle::Limit,
     follow::{Launched, follow},
     hosts::Host,
-    node::VARIABLE,
+    node::BUNDLE_VARIABLE,
 };
 use std::process::{Command, ExitStatus};
 
-/// The kernel allows 128 KiB for one variable.
+/// The limit of a bundle in an environment variable, for which the kernel allows 128 KiB.
 const LIMIT: Limit = Limit {
     bytes: 120 << 10,
     advice: "mpirun can pass at most 120 KiB to agents: start fewer machines, give a smaller --ca-file, or use --with ssh",
@@ -29,7 +29,7 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
         "--bind-to",
         "none",
         "-x",
-        VARIABLE,
+        BUNDLE_VARIABLE,
     ]);
     command.args(&args.options).args([&args.program, "launched", "env"]);
     command
@@ -40,10 +40,10 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
 /// # Errors
 /// The bundle is too long. Also see [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
-    let text = launch.bundle.text(&LIMIT)?;
+    let text = launch.bundle.to_json(&LIMIT)?;
     let mut command = command(&launch.args, &launch.hosts);
-    command.env(VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
-    let log = launch.folder()?.join("mpirun.log");
+    command.env(BUNDLE_VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
+    let log = launch.create_folder()?.join("mpirun.log");
     let launched = Launched::start("mpirun", command, &[], &log)?;
     follow(launch, vec![launched], explain).await
 }

@@ -1,4 +1,4 @@
-//! `lockstep launched`: started by a launcher on each machine, becomes the agent.
+//! `lockstep launched`: a launcher starts it on each machine, and it becomes the agent.
 
 use super::{
     super::{file, usage_error},
@@ -18,15 +18,15 @@ use std::{
 };
 
 /// Environment variable with the bundle, for a launcher that passes on environments (mpirun).
-pub(super) const VARIABLE: &str = "LOCKSTEP_LAUNCH";
+pub(super) const BUNDLE_VARIABLE: &str = "LOCKSTEP_LAUNCH";
 /// Environment variables with the index of this process. The first variable that is set is used.
 const INDEX_VARIABLES: [&str; 5] =
     ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"];
 /// Environment variable with the name that Slurm gives this machine.
 const SLURM_NODE: &str = "SLURMD_NODENAME";
 /// Environment variables that are removed from the agent's environment: the agent reads server, CA and token only from its files.
-const NOT_FOR_AGENTS: [&str; 5] =
-    [VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
+const REMOVED_VARIABLES: [&str; 5] =
+    [BUNDLE_VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
 
 /// Become an agent as described by `lockstep launch` (started by launchers)
 #[derive(clap::Args)]
@@ -41,7 +41,7 @@ pub(crate) struct Args {
 /// The description cannot be read or has no entry for this process, or a folder cannot be written.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    let bytes = read(&args.source)?;
+    let bytes = read_bundle(&args.source)?;
     let bundle: Bundle = serde_json::from_slice(&bytes).map_err(|e| {
         usage_error(format!(
             "the description from `lockstep launch` cannot be read ({e}): run the same version on both machines"
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     })?;
     let index = find_index(&bundle, |name| std::env::var(name).ok()).map_err(usage_error)?;
     let node = &bundle.nodes[index];
-    let folder = home().join(&bundle.dir).join(bundle.job.as_str()).join(&node.name);
+    let folder = home_dir().join(&bundle.dir).join(bundle.job.as_str()).join(&node.name);
     let failed = |e: io::Error| usage_error(format!("the agent's folder {}: {e}", folder.display()));
     let mut command = agent_command(&bundle, node, &folder, has_gpus()).map_err(failed)?;
     if let Some(secs) = kill_wait::read() {
@@ -60,7 +60,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         .context(format!("{} cannot be started", own_program()?.display())))
 }
 
-fn read(source: &str) -> anyhow::Result<Vec<u8>> {
+/// Reads the bundle from its source, which is described in [`Args`].
+fn read_bundle(source: &str) -> anyhow::Result<Vec<u8>> {
     let too_large = "is larger than 1 MiB";
     let bytes = match source {
         "-" => {
@@ -68,9 +69,11 @@ fn read(source: &str) -> anyhow::Result<Vec<u8>> {
             io::stdin().take(BUNDLE_BYTES + 1).read_to_end(&mut bytes)?;
             bytes
         }
-        "env" => std::env::var(VARIABLE)
+        "env" => std::env::var(BUNDLE_VARIABLE)
             .map_err(|_| {
-                usage_error(format!("{VARIABLE} is not set: only `lockstep launch` starts this command"))
+                usage_error(format!(
+                    "{BUNDLE_VARIABLE} is not set: only `lockstep launch` starts this command"
+                ))
             })?
             .into_bytes(),
         path => file::read(Path::new(path), BUNDLE_BYTES, too_large).map_err(|e| {
@@ -131,7 +134,7 @@ fn agent_command(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) ->
     if bundle.in_pod {
         command.arg("--in-pod");
     }
-    NOT_FOR_AGENTS.iter().for_each(|name| {
+    REMOVED_VARIABLES.iter().for_each(|name| {
         command.env_remove(name);
     });
     command.envs(&node.env).stdin(Stdio::null());
@@ -143,7 +146,7 @@ fn has_gpus() -> bool {
 }
 
 /// Returns the home directory, to which relative paths refer.
-pub(super) fn home() -> PathBuf {
+pub(super) fn home_dir() -> PathBuf {
     std::env::var_os("HOME").filter(|home| !home.is_empty()).map_or_else(|| PathBuf::from("/"), PathBuf::from)
 }
 
@@ -232,7 +235,7 @@ mod tests {
         assert_eq!(fs::read_to_string(path.join("token")).unwrap(), "secret-token");
         assert_eq!(fs::read_to_string(path.join("agent_id")).unwrap(), "id-0");
         let environment: Vec<_> = command.get_envs().collect();
-        assert!(environment.contains(&(VARIABLE.as_ref(), None)));
+        assert!(environment.contains(&(BUNDLE_VARIABLE.as_ref(), None)));
         assert!(environment.contains(&("NCCL_SOCKET_IFNAME".as_ref(), Some("eth1".as_ref()))));
         // GPUs if the machine has any: the first GPUs, or the GPUs of the rank table.
         let gpus = |gpus: &[u32]| {
@@ -250,8 +253,8 @@ mod tests {
         let path = folder.path().join("bundle.json");
         let text = path.to_str().unwrap();
         fs::write(&path, vec![b' '; BUNDLE_BYTES as usize]).unwrap();
-        assert_eq!(read(text).unwrap().len() as u64, BUNDLE_BYTES);
+        assert_eq!(read_bundle(text).unwrap().len() as u64, BUNDLE_BYTES);
         fs::write(&path, vec![b' '; BUNDLE_BYTES as usize + 1]).unwrap();
-        assert!(read(text).unwrap_err().to_string().contains("larger than 1 MiB"));
+        assert!(read_bundle(text).unwrap_err().to_string().contains("larger than 1 MiB"));
     }
 }

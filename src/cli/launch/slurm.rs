@@ -37,7 +37,7 @@ pub(super) fn command(args: &Args) -> Command {
 pub(super) struct Batch {
     /// Name in Slurm, after the prefix `lockstep-`.
     name: String,
-    /// Number of tasks in the array, and the maximum number that run at the same time.
+    /// Number of tasks in the array, and the maximum number that run at the same time. `None` for a batch job.
     array: Option<(usize, Option<u32>)>,
 }
 
@@ -138,7 +138,7 @@ exit "$status"
 /// # Errors
 /// Slurm refuses the batch job, the batch job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
-    let folder = launch.folder()?;
+    let folder = launch.create_folder()?;
     let batch = Batch::for_job(launch.job.id.as_str());
     let bundle = batch.bundle_path(&folder, 0);
     write_bundle(&bundle, &launch.bundle)?;
@@ -148,11 +148,12 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     if launch.args.detach {
         return Ok(());
     }
-    let agents =
-        async |_: Option<JobState>| anyhow::Ok(state(&id).map_or(Agents::Ended, |state| agents_in(&state)));
-    let continues = format!("Slurm's job {id} continues, and `scancel {id}` ends it");
+    let agents = async |_: Option<JobState>| {
+        anyhow::Ok(unfinished_state(&id).map_or(Agents::Ended, |state| agents_in(&state)))
+    };
+    let how_to_end = format!("Slurm's job {id} continues, and `scancel {id}` ends it");
     let (result, may_be_ended) =
-        follow_until_over(launch, wait_for_early_end(launch, &id), agents, &continues).await?;
+        follow_until_over(launch, wait_for_early_end(launch, &id), agents, &how_to_end).await?;
     if may_be_ended {
         cancel(&id);
     }
@@ -170,7 +171,7 @@ pub(super) fn agents_in(state: &str) -> Agents {
 /// # Errors
 /// Exit status 2 if the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
-    write_private(path, bundle.text(&AGENT_LIMIT)?.as_bytes())
+    write_private(path, bundle.to_json(&AGENT_LIMIT)?.as_bytes())
         .map_err(|e| usage_error(format!("--dir: {}: {e}", path.display())))
 }
 
@@ -219,7 +220,7 @@ fn squeue(id: &str, options: &[&str]) -> Option<String> {
 
 /// Returns the state and reason of Slurm's job, or `None` if Slurm's job has ended. Without a response of the controller, the job counts as
 /// existing.
-fn state(id: &str) -> Option<String> {
+fn unfinished_state(id: &str) -> Option<String> {
     let text = squeue(id, &["-o", "%T (%r)"]).unwrap_or_else(|| "UNKNOWN".into());
     if text.is_empty() || is_over(&text) { None } else { Some(text) }
 }
@@ -243,7 +244,7 @@ fn is_over(state: &str) -> bool {
 }
 
 /// Returns the states and reasons of an array's unfinished tasks, by index, or `None` if the controller does not respond.
-pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
+pub(super) fn unfinished_tasks(id: &str) -> Option<BTreeMap<usize, String>> {
     let text = squeue(id, &["-r", "-o", "%K %T (%r)"])?;
     let task = |line: &str| {
         let (index, state) = line.trim().split_once(' ')?;
@@ -254,16 +255,16 @@ pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
 
 /// Prints the states of Slurm's job. Returns an error when Slurm's job has ended and Lockstep's job is not over.
 async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
-    let mut last = String::new();
+    let mut printed = String::new();
     loop {
-        let now = state(id);
-        if let Some(now) = &now
-            && *now != last
+        let state = unfinished_state(id);
+        if let Some(state) = &state
+            && *state != printed
         {
-            output::warn(format_args!("Slurm's job {id}: {now}"));
-            last.clone_from(now);
+            output::warn(format_args!("Slurm's job {id}: {state}"));
+            printed.clone_from(state);
         }
-        if now.is_none() {
+        if state.is_none() {
             // The display of Lockstep's job reports its end.
             tokio::time::sleep(POLL_INTERVAL).await;
             if let Ok(job) = read_job(launch).await

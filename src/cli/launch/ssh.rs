@@ -39,13 +39,13 @@ fn without_brackets(host: &str) -> String {
 /// # Errors
 /// See [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
-    let folder = launch.folder()?;
+    let folder = launch.create_folder()?;
     let mut launched = Vec::new();
     for (host, node) in launch.hosts.iter().zip(&launch.bundle.nodes) {
         let bundle = Bundle { nodes: vec![node.clone()], ..launch.bundle.clone() };
         let log = folder.join(format!("{}.log", node.name));
         let command = command(&launch.args, host);
-        launched.push(Launched::start(&host.name, command, bundle.text(&AGENT_LIMIT)?.as_bytes(), &log)?);
+        launched.push(Launched::start(&host.name, command, bundle.to_json(&AGENT_LIMIT)?.as_bytes(), &log)?);
     }
     follow(launch, launched, explain).await
 }

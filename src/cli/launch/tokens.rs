@@ -33,7 +33,7 @@ impl Launch {
                 .context("cannot make a token for an agent, which needs the scope admin")?;
             let text =
                 |pointer| created.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
-            self.tokens.push(text("/id"));
+            self.token_ids.push(text("/id"));
             self.bundle.nodes.push(Node {
                 name,
                 host: host.name.clone(),
@@ -49,8 +49,8 @@ impl Launch {
     }
 
     /// Revokes the agents' tokens.
-    pub(super) async fn revoke(&self) {
-        revoke(&self.api, &self.tokens).await;
+    pub(super) async fn revoke_tokens(&self) {
+        revoke(&self.api, &self.token_ids).await;
     }
 }
 
@@ -68,7 +68,7 @@ pub(super) async fn select_of_job(api: &Api, job: &Job, ids: &str) -> Vec<String
     match api.read_pages("/tokens", "tokens", &[], None).await {
         Ok(values) => {
             let tokens = values.into_iter().filter_map(|value| serde_json::from_value::<Token>(value).ok());
-            let start = name_start(job.id.as_str());
+            let start = name_prefix(job.id.as_str());
             let is_of_launch = |token: &Token| token.scope == Scope::Agent && token.name.starts_with(&start);
             let selected = tokens.filter(|token| ids.contains(token.id.as_str()) && is_of_launch(token));
             selected.map(|token| token.id).collect()
@@ -83,14 +83,14 @@ pub(super) async fn select_of_job(api: &Api, job: &Job, ids: &str) -> Vec<String
 }
 
 /// Returns the prefix of agents' names, with the end of the job's id: `launch-6f2c1a-`.
-fn name_start(id: &str) -> String {
+fn name_prefix(id: &str) -> String {
     format!("launch-{}-", &id[id.len().saturating_sub(6)..])
 }
 
 /// Returns an agent's name, with the start of the agent's id: `launch-6f2c1a-0-node1-93be07`. So an agent of an earlier launch of the job
 /// has another name.
 fn agent_name(job: &Job, index: usize, host: &Host, agent_id: &str) -> String {
-    let start = name_start(job.id.as_str());
+    let start = name_prefix(job.id.as_str());
     let host: String = host.name.chars().take(60).collect();
     let id: String = agent_id.chars().take(6).collect();
     match host.as_str() {

@@ -34,21 +34,25 @@ impl Launch {
     /// # Errors
     /// The server does not respond, or refuses a request. The state of the uploads is then unknown.
     pub(super) async fn upload_status(&self) -> anyhow::Result<UploadStatus> {
-        tokio::time::timeout(RESPONSE_TIMEOUT, self.inspect()).await.context("the server does not answer")?
+        tokio::time::timeout(RESPONSE_TIMEOUT, self.read_upload_status())
+            .await
+            .context("the server does not answer")?
     }
 
-    async fn inspect(&self) -> anyhow::Result<UploadStatus> {
+    async fn read_upload_status(&self) -> anyhow::Result<UploadStatus> {
         let path = format!("/jobs/{}", self.job.id);
-        let job = async || self.api.find::<Job>(&path).await;
-        let read = self.api.read_pages(&format!("{path}/checkpoints"), "checkpoints", &[], None).await;
-        let checkpoints = match read {
+        let find_job = async || self.api.find::<Job>(&path).await;
+        let path_of_checkpoints = format!("{path}/checkpoints");
+        let checkpoints = match self.api.read_pages(&path_of_checkpoints, "checkpoints", &[], None).await {
             Ok(checkpoints) => checkpoints,
-            Err(error) => return if job().await?.is_none() { Ok(UploadStatus::Deleted) } else { Err(error) },
+            Err(error) => {
+                return if find_job().await?.is_none() { Ok(UploadStatus::Deleted) } else { Err(error) };
+            }
         };
         if awaits_upload(&checkpoints) {
             return Ok(UploadStatus::Uploading);
         }
-        Ok(job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))
+        Ok(find_job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))
     }
 
     /// Waits for the agents of a job that is over. `agents` returns their current state.

@@ -1,6 +1,6 @@
 //! Every command with its arguments, from clap's definitions.
 
-use super::{generated_from, prose, table};
+use super::{escape, generated_from, table};
 use clap::{Arg, Command};
 use std::fmt::Write as _;
 
@@ -8,14 +8,14 @@ pub(super) fn markdown(mut program: Command) -> String {
     program.build();
     let mut text = generated_from("the definitions of the commands");
     text += "# Commands\n\n";
-    let _ = writeln!(text, "{}\n", prose(&about(&program)));
+    let _ = writeln!(text, "{}\n", escape(&description(&program)));
     text += "`lockstep help COMMAND` prints the usage of a command. `lockstep completions bash|zsh|fish` prints completions for a shell, \
              and `lockstep man --out DIR` writes man pages.\n\n";
     let _ = writeln!(text, "{}\n", program.get_after_help().map(ToString::to_string).unwrap_or_default());
     let rows: Vec<_> = visible_subcommands(&program)
         .map(|command| {
             let name = command.get_name();
-            [format!("[`{name}`](#lockstep-{name})"), prose(&summary(command))]
+            [format!("[`{name}`](#lockstep-{name})"), escape(&summary(command))]
         })
         .collect();
     text += &table(["command", "does"], &rows);
@@ -33,7 +33,7 @@ fn visible_subcommands(command: &Command) -> impl Iterator<Item = &Command> {
 
 fn add_section(text: &mut String, command: &Command, parent: &str, level: usize) {
     let name = format!("{parent} {}", command.get_name());
-    let _ = write!(text, "\n{} {name}\n\n{}\n", "#".repeat(level), prose(&about(command)));
+    let _ = write!(text, "\n{} {name}\n\n{}\n", "#".repeat(level), escape(&description(command)));
     if !command.is_subcommand_required_set() {
         let usage = command.clone().render_usage().to_string();
         let lines = usage.trim_start_matches("Usage:").lines();
@@ -58,11 +58,8 @@ fn row(arg: &Arg) -> [String; 3] {
     let mut names = Vec::new();
     names.extend(arg.get_short().map(|short| format!("-{short}")));
     names.extend(arg.get_long().map(|long| format!("--{long}")));
-    let name = match (names.is_empty(), values.is_empty()) {
-        (true, _) => values,
-        (false, true) => names.join(", "),
-        (false, false) => format!("{} {values}", names.join(", ")),
-    };
+    // A positional argument has no names, and a flag has no values.
+    let name = [names.join(", "), values].join(" ").trim().to_owned();
     let defaults: Vec<_> =
         arg.get_default_values().iter().map(|v| v.to_string_lossy().into_owned()).collect();
     let default =
@@ -85,7 +82,7 @@ fn row(arg: &Arg) -> [String; 3] {
         meaning.push(format!("Environment: `{}`", variable.to_string_lossy()));
     }
     let meaning =
-        meaning.iter().filter(|part| !part.is_empty()).map(|part| prose(part.trim_end_matches('.')));
+        meaning.iter().filter(|part| !part.is_empty()).map(|part| escape(part.trim_end_matches('.')));
     [format!("`{name}`"), default, meaning.collect::<Vec<_>>().join(". ")]
 }
 
@@ -94,7 +91,7 @@ fn summary(command: &Command) -> String {
     command.get_about().map(ToString::to_string).unwrap_or_default()
 }
 
-fn about(command: &Command) -> String {
+fn description(command: &Command) -> String {
     let text = command.get_long_about().or(command.get_about()).map(ToString::to_string).unwrap_or_default();
     let mut paragraphs = text.split("\n\n").map(|p| p.split_whitespace().collect::<Vec<_>>().join(" "));
     // clap removes the full stop of a one-sentence description.

@@ -1,6 +1,6 @@
 //! Documents every key of a job file: a page, and text for a terminal.
 
-use super::{super::output::wrap, generated_from, prose, table};
+use super::{super::output::wrap, escape, generated_from, table};
 use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference, sweep_reference};
 use std::fmt::Write as _;
 
@@ -19,10 +19,10 @@ pub(super) fn markdown() -> String {
         let title = title(&section);
         let rows = section.keys.into_iter().map(|key| {
             let default = key.default.map_or_else(|| "none".to_owned(), |default| format!("`{default}`"));
-            [format!("`{}`", key.name), key.values, default, prose(&key.meaning)]
+            [format!("`{}`", key.name), key.values, default, escape(&key.meaning)]
         });
         let rows: Vec<_> = rows.collect();
-        let _ = write!(text, "\n## {title}\n\n{}\n\n", prose(&section.meaning));
+        let _ = write!(text, "\n## {title}\n\n{}\n\n", escape(&section.meaning));
         text += &table(["key", "values", "default", "meaning"], &rows);
     }
     text += "\n## Recipes\n\n\
@@ -51,7 +51,7 @@ fn title(section: &SectionReference) -> String {
 ///
 /// # Errors
 /// `topic` is neither a section nor a key. The error suggests the nearest name.
-pub(crate) fn text(topic: Option<&str>) -> Result<String, String> {
+pub(crate) fn help_text(topic: Option<&str>) -> Result<String, String> {
     let sections = sections();
     let path = |section: &SectionReference, key: &KeyReference| match section.name {
         "" => key.name.to_owned(),
@@ -104,25 +104,25 @@ mod tests {
 
     #[test]
     fn only_the_requested_section_or_key_is_shown() {
-        let all = text(None).unwrap();
+        let all = help_text(None).unwrap();
         for section in reference() {
             for key in section.keys {
                 assert!(all.contains(&format!("{} = ", key.name)), "{}", key.name);
             }
         }
         assert!(all.lines().all(|line| line.chars().count() <= WIDTH), "{all}");
-        let lr = text(Some("train.lr")).unwrap();
+        let lr = help_text(Some("train.lr")).unwrap();
         assert!(lr.starts_with("  train.lr = number, above 0 and at most 10,000, default 0.01\n"), "{lr}");
-        assert_eq!(text(Some("lr")), Ok(lr));
-        let twice = text(Some("every_epochs")).unwrap();
+        assert_eq!(help_text(Some("lr")), Ok(lr));
+        let twice = help_text(Some("every_epochs")).unwrap();
         assert!(
             twice.contains("checkpoint.every_epochs") && twice.contains("evaluate.every_epochs"),
             "{twice}"
         );
-        let section = text(Some("recovery")).unwrap();
+        let section = help_text(Some("recovery")).unwrap();
         assert!(section.contains("recovery.max_restarts") && !section.contains("train."), "{section}");
-        let message = text(Some("train.lrs")).unwrap_err();
+        let message = help_text(Some("train.lrs")).unwrap_err();
         assert!(message.contains("train.lr"), "{message}");
-        assert!(text(Some("")).is_err() && text(Some("zzz")).unwrap_err().contains("lists all"));
+        assert!(help_text(Some("")).is_err() && help_text(Some("zzz")).unwrap_err().contains("lists all"));
     }
 }

@@ -1,6 +1,6 @@
 //! Documents every call of the REST interface, from the OpenAPI document.
 
-use super::{generated_from, prose, table};
+use super::{escape, generated_from, table};
 use serde_json::Value;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,7 +10,7 @@ use std::{
 pub(super) fn markdown(document: &Value) -> String {
     let mut text = generated_from("the OpenAPI document");
     text += "# REST interface\n\n";
-    let _ = writeln!(text, "{}\n", prose(one_line(&document["info"]["description"]).as_str()));
+    let _ = writeln!(text, "{}\n", escape(one_line(&document["info"]["description"]).as_str()));
     text += "`GET /api/v1/openapi.json` returns the OpenAPI document, for programs that generate clients. Requests carry a token \
              (`Authorization: Bearer TOKEN`) with at least the scope that the call names; `admin` includes `submit`, which includes \
              `read`. Times are RFC 3339 in UTC, ids are opaque.\n";
@@ -25,7 +25,7 @@ pub(super) fn markdown(document: &Value) -> String {
     }
     let shared = shared_errors(tags.values().flatten().map(|(_, _, call)| *call));
     text += "\n## Answers that many calls share\n\nEach call lists only its other answers.\n\n";
-    let rows: Vec<_> = shared.iter().map(|(status, words)| [format!("`{status}`"), prose(words)]).collect();
+    let rows: Vec<_> = shared.iter().map(|(status, words)| [format!("`{status}`"), escape(words)]).collect();
     text += &table(["status", "meaning"], &rows);
     for (tag, calls) in &tags {
         let _ = write!(text, "\n## {}\n", capitalise(tag));
@@ -63,8 +63,11 @@ fn shared_errors<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String
 }
 
 fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &BTreeSet<(String, String)>) {
-    let _ =
-        write!(text, "\n### {method} {path}\n\n{}.", prose(one_line(&call["summary"]).trim_end_matches('.')));
+    let _ = write!(
+        text,
+        "\n### {method} {path}\n\n{}.",
+        escape(one_line(&call["summary"]).trim_end_matches('.'))
+    );
     let scope = call["security"][0].as_object().and_then(|schemes| schemes.values().next()?.get(0)?.as_str());
     let _ = match scope {
         Some(scope) => writeln!(text, " Scope: `{scope}`."),
@@ -72,7 +75,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
     };
     let description = one_line(&call["description"]);
     if !description.is_empty() {
-        let _ = write!(text, "\n{}\n", prose(&description));
+        let _ = write!(text, "\n{}\n", escape(&description));
     }
     let parameters: Vec<_> = call["parameters"]
         .as_array()
@@ -84,7 +87,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
                 format!("`{}`", parameter["name"].as_str().unwrap_or_default()),
                 format!("{}{required}", parameter["in"].as_str().unwrap_or_default()),
                 describe(&parameter["schema"]),
-                prose(&one_line(&parameter["description"])),
+                escape(&one_line(&parameter["description"])),
             ]
         })
         .collect();
@@ -103,7 +106,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
             !shared.contains(&((*status).clone(), one_line(&response["description"])))
         })
         .map(|(status, response)| {
-            [format!("`{status}`"), describe_body(response), prose(&one_line(&response["description"]))]
+            [format!("`{status}`"), describe_body(response), escape(&one_line(&response["description"]))]
         })
         .collect();
     let _ = write!(text, "\n{}", table(["status", "body", "meaning"], &answers));
@@ -123,7 +126,7 @@ fn add_type(text: &mut String, name: &str, schema: &Value) {
     let _ = write!(text, "\n### {name}\n\n");
     let description = one_line(&schema["description"]);
     if !description.is_empty() {
-        let _ = write!(text, "{}\n\n", prose(&description));
+        let _ = write!(text, "{}\n\n", escape(&description));
     }
     let required: Vec<_> =
         schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
@@ -133,7 +136,7 @@ fn add_type(text: &mut String, name: &str, schema: &Value) {
         .flatten()
         .map(|(field, schema)| {
             let optional = if required.contains(&field.as_str()) { "" } else { ", optional" };
-            [format!("`{field}`"), format!("{}{optional}", describe(schema)), prose(&meaning(schema))]
+            [format!("`{field}`"), format!("{}{optional}", describe(schema)), escape(&meaning(schema))]
         })
         .collect();
     if let Some((tag, rows)) = variants(schema) {
@@ -161,7 +164,7 @@ fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
             others.map(|(name, field)| format!("`{name}`: {}", describe(field))).collect()
         };
         let others: Vec<_> = parts.iter().flat_map(describe_fields).collect();
-        rows.push([describe(value), others.join("; "), prose(&meaning(variant))]);
+        rows.push([describe(value), others.join("; "), escape(&meaning(variant))]);
     }
     Some((tag, rows))
 }

@@ -18,7 +18,9 @@ pub(super) struct LaunchedRank {
     pub(super) launcher: &'static str,
     pub(super) rank: u32,
     pub(super) world_size: u32,
+    /// Index of the rank among the ranks on this machine.
     pub(super) local_rank: u32,
+    /// Number of ranks on this machine.
     pub(super) local_ranks: u32,
     /// The index of the rank's GPU on the machine, if the launcher gives an index that may differ from `local_rank`.
     pub(super) device: Option<u32>,
@@ -35,7 +37,8 @@ pub(super) struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// Without `LOCKSTEP_SECRET`, the secret is `run`, a text that is the same for all ranks of the run, with the address.
+    /// The secret is `LOCKSTEP_SECRET`. Without this variable it is `run`, a text that is the same for all ranks of the run, with the
+    /// address.
     fn new(variable: &impl Fn(&str) -> Option<String>, run: &str, addr: String, port: u16) -> Self {
         let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{run}/{addr}/{port}"));
         Self { addr, port, secret }
@@ -60,7 +63,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     // `job` is the launcher's name of the job. `port_shift` is added to `MASTER_PORT`.
     let (launcher, rank, world_size, local_rank, local_ranks, job, port_shift);
     // The machine of rank 0 in Slurm's list.
-    let mut first = None;
+    let mut first_machine = None;
     if let (Some(r), Some(w)) = (number("RANK")?, number("WORLD_SIZE")?) {
         launcher = "torchrun";
         (rank, world_size) = (r, w);
@@ -87,7 +90,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         let machine = number("SLURM_NODEID")?.unwrap_or(0);
         local_ranks = variable("SLURM_STEP_TASKS_PER_NODE").and_then(|list| tasks_of(&list, machine));
         job = variable("SLURM_JOB_ID").map(|job| format!("{job}.{step}"));
-        first = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
+        first_machine = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
             .iter()
             .find_map(|name| first_node(&variable(name)?));
         port_shift = 0;
@@ -102,13 +105,12 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         }
         Some(addr) => addr.trim().to_owned(),
         None if local_ranks == world_size => "127.0.0.1".into(),
-        None if first.is_some() => first.unwrap_or_default(),
-        None => {
-            return Err(format!(
+        None => first_machine.ok_or_else(|| {
+            format!(
                 "{launcher} has started ranks on several machines: set MASTER_ADDR to rank 0's machine and \
                  MASTER_PORT to a free port of that machine"
-            ));
-        }
+            )
+        })?,
     };
     let job = job.unwrap_or_default();
     let port = match read_port(&variable)? {

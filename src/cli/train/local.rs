@@ -2,7 +2,7 @@
 
 use super::{
     super::{block_on, output, serve::StopSignals},
-    show::Show,
+    show::TrainingDisplay,
 };
 use lockstep_engine::registry;
 use lockstep_host::own_program;
@@ -33,9 +33,9 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The outcome of training.
 pub(super) enum Outcome {
-    /// `accuracy` is the accuracy of the last validation (0 to 1) and its number of pictures, `step` the last step, and `best` a text about
-    /// the best checkpoint.
-    Succeeded { accuracy: Option<(f64, u64)>, step: u64, best: Option<String> },
+    /// `accuracy` is the accuracy of the last validation (0 to 1) and its number of pictures, `step` the last step, and
+    /// `best_note` a text about the best checkpoint.
+    Succeeded { accuracy: Option<(f64, u64)>, step: u64, best_note: Option<String> },
     /// Stopped by Ctrl-C or a signal. The folder shows whether a checkpoint of this step exists.
     Stopped { step: u64 },
     /// `is_retriable` says whether continuing may succeed.
@@ -55,8 +55,8 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
         let mut command = Command {
             signals: StopSignals::listen()?,
             hangup: if ignores_hangup() { None } else { Some(signal(SignalKind::hangup())?) },
-            interrupted: false,
-            show: Show::new(&first.start.spec, &ranks, checkpoints),
+            is_interrupted: false,
+            display: TrainingDisplay::new(&first.start.spec, &ranks, checkpoints),
         };
         // Ranks also end when this command ends because of an error or a closed pipe. After SIGKILL of this command they continue to train.
         let mut ranks = RankGroup::new(Orphans::Terminate);
@@ -66,21 +66,23 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
             ranks.ranks.push(Rank::of_attempt(process, &config.attempt_dir(), Vec::new()));
         }
         supervise(&mut command, &mut ranks).await?;
-        command.show.finish();
+        command.display.finish();
         if let Some(survivor) = ranks.kill_remaining().await {
             output::warn(format_args!("{survivor} does not end, even after SIGKILL"));
         }
-        Ok(determine_outcome(&ranks, &command.show, command.interrupted))
+        Ok(determine_outcome(&ranks, &command.display, command.is_interrupted))
     })
 }
+
+type Ranks = RankGroup<Vec<AttemptEvent>>;
 
 /// The state of this command while its ranks train.
 struct Command {
     signals: StopSignals,
     /// The signal that a closed terminal sends. `None` if this process ignores the signal.
     hangup: Option<Signal>,
-    interrupted: bool,
-    show: Show,
+    is_interrupted: bool,
+    display: TrainingDisplay,
 }
 
 /// Whether this process was started with SIGHUP ignored, as under nohup(1) (proc_pid_status(5)).
@@ -100,7 +102,7 @@ impl Policy for Command {
 
     async fn order(&mut self) {
         let Self { signals, hangup, .. } = self;
-        let hung_up = async {
+        let hangup_received = async {
             match hangup {
                 Some(signal) => _ = signal.recv().await,
                 None => std::future::pending().await,
@@ -108,57 +110,61 @@ impl Policy for Command {
         };
         tokio::select! {
             () = signals.next() => {}
-            () = hung_up => {}
+            () = hangup_received => {}
         }
     }
 
     /// The first interrupt makes ranks write a checkpoint; the second kills them.
-    fn obey(&mut self, (): (), ranks: &mut RankGroup<Vec<AttemptEvent>>) {
-        self.interrupted = true;
+    fn obey(&mut self, (): (), ranks: &mut Ranks) {
+        self.is_interrupted = true;
         ranks.stop(if ranks.is_stopping() { Stop::Kill } else { Stop::Terminate });
     }
 
-    fn observe(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) -> Result<(), TailError> {
+    fn observe(&mut self, ranks: &mut Ranks) -> Result<(), TailError> {
         for rank in &mut ranks.ranks {
-            let read = rank.read();
-            self.show.update(std::mem::take(&mut rank.notes));
-            read?;
+            let result = rank.read();
+            self.display.update(std::mem::take(&mut rank.notes));
+            result?;
         }
         Ok(())
     }
 
-    fn decide(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
+    fn decide(&mut self, ranks: &mut Ranks) {
         if ranks.must_end(END_DELAYS) {
             ranks.stop(Stop::Terminate);
         }
     }
 
-    fn grace(&self, _ranks: &RankGroup<Vec<AttemptEvent>>) -> Duration {
-        if self.interrupted { STOP_KILL_DELAY } else { KILL_DELAY }
+    fn grace(&self, _ranks: &Ranks) -> Duration {
+        if self.is_interrupted { STOP_KILL_DELAY } else { KILL_DELAY }
     }
 }
 
-fn succeeded(show: &Show) -> Outcome {
-    Outcome::Succeeded { accuracy: show.accuracy, step: show.bar.step, best: show.describe_best() }
+fn success(display: &TrainingDisplay) -> Outcome {
+    Outcome::Succeeded {
+        accuracy: display.accuracy,
+        step: display.bar.step,
+        best_note: display.describe_best(),
+    }
 }
 
 /// Returns the outcome from the first cause among the ranks' reports and exit statuses.
-fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Outcome {
+fn determine_outcome(ranks: &Ranks, display: &TrainingDisplay, is_interrupted: bool) -> Outcome {
     if ranks.ends().all(RankEnd::is_success) {
-        return succeeded(show);
+        return success(display);
     }
     // If a rank has reported a cause, ranks that stopped in order are not the cause.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
     let cause = cause.or_else(|| ranks.ends().find(|end| end.failure.is_some()));
     let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
     let ended_in_order = |end: &RankEnd| matches!(end.exit, Some(Exit::Status(EXIT_FINISHED | EXIT_STOPPED)));
-    if !has_own_reason && (interrupted || ranks.ends().all(ended_in_order)) {
-        return Outcome::Stopped { step: show.bar.step };
+    if !has_own_reason && (is_interrupted || ranks.ends().all(ended_in_order)) {
+        return Outcome::Stopped { step: display.bar.step };
     }
     let without_report = || ranks.ends().find(|end| !ended_in_order(end));
     let Some(RankEnd { rank, step, failure, exit, last_stderr_line, .. }) = cause.or_else(without_report)
     else {
-        return Outcome::Stopped { step: show.bar.step };
+        return Outcome::Stopped { step: display.bar.step };
     };
     let reason = match (failure, exit) {
         (Some(failure), _) => format!("rank {rank} failed at step {step}: {}", failure.reason),
@@ -187,7 +193,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
     fs::create_dir_all(config.attempt_dir())?;
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let checkpoints = checkpoint::infos(&config.checkpoints_dir())?;
-    let mut show = Show::new(&config.start.spec, &[config.rank], checkpoints);
+    let mut display = TrainingDisplay::new(&config.start.spec, &[config.rank], checkpoints);
     let (mut reason, mut is_retriable) = (None, true);
     let rank = config.clone();
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;
@@ -204,33 +210,33 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
                     (reason, is_retriable) = (Some(message.clone()), *retriable);
                 }
             }
-            show.update(events);
+            display.update(events);
         }
         if is_over {
             break;
         }
         std::thread::sleep(POLL_INTERVAL);
     }
-    show.finish();
+    display.finish();
     let status = training.join().unwrap_or(-1);
     if status == EXIT_STOPPED && !registry::may_run_exit_handlers(Duration::ZERO) {
         // The last step of the rank is saved, but its GPU still waits for ranks that have exited.
         end_by_force_within(EXIT_TIMEOUT);
     }
     Ok(match status {
-        EXIT_FINISHED => succeeded(&show),
+        EXIT_FINISHED => success(&display),
         // Only rank 0 writes checkpoints.
         EXIT_STOPPED if config.rank > 0 => {
-            Outcome::Failed { reason: format!("stopped after step {}", show.bar.step), is_retriable: true }
+            Outcome::Failed { reason: format!("stopped after step {}", display.bar.step), is_retriable: true }
         }
-        EXIT_STOPPED => Outcome::Stopped { step: show.bar.step },
+        EXIT_STOPPED => Outcome::Stopped { step: display.bar.step },
         _ => {
             // CUDA's exit handlers may wait for ranks that have exited. The caller prints the reason within this time.
             end_by_force_within(EXIT_TIMEOUT);
             // Exit handlers free resources that aborts still use.
             let may_run_exit_handlers = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
-            let reason = format!("rank {} failed at step {}: {reason}", config.rank, show.bar.step);
+            let reason = format!("rank {} failed at step {}: {reason}", config.rank, display.bar.step);
             if !may_run_exit_handlers {
                 output::warn(&reason);
                 registry::exit(1, Duration::ZERO);

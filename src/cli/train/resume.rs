@@ -21,8 +21,8 @@ pub(super) fn checkpoint_folder(path: &str) -> anyhow::Result<PathBuf> {
     }
     let advice = "--resume latest continues from the newest checkpoint of the run";
     let folder = Path::new(path).canonicalize().map_err(|e| {
-        let not_found = e.kind() == ErrorKind::NotFound;
-        let detail = if not_found { "does not exist".to_owned() } else { e.to_string() };
+        let is_missing = e.kind() == ErrorKind::NotFound;
+        let detail = if is_missing { "does not exist".to_owned() } else { e.to_string() };
         problem(format!("{detail}; {advice}"))
     })?;
     if !folder.join(checkpoint::MANIFEST).exists() {
@@ -32,7 +32,7 @@ pub(super) fn checkpoint_folder(path: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// Returns the name of the checkpoint to continue from, under `out/checkpoints`.
-pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
+pub(super) fn find_resume_checkpoint(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
     let directory = out.join("checkpoints");
     let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
     match resume {

@@ -11,16 +11,16 @@ use lockstep_protocol::{
 use std::collections::{BTreeMap, VecDeque};
 
 /// The state of the display, from the ranks' reports so far.
-pub(super) struct Show {
+pub(super) struct TrainingDisplay {
     spec: JobSpec,
-    /// With the step of the rank that is furthest ahead, and the mean loss of the ranks whose records this process reads.
+    /// The bar, with the step of the rank that is furthest ahead, and the mean loss of the ranks whose records this process reads.
     pub(super) bar: TrainingBar,
-    /// Names these ranks: ` (rank 1 of 4)`. Empty if they are all ranks of the job.
+    /// Names the ranks whose records this process reads: ` (rank 1 of 4)`. Empty if they are all ranks of the job.
     rank_note: String,
     /// Rank 0's lines that have not been printed: the line of a step waits for the losses of the other ranks.
-    lines: VecDeque<String>,
+    pending_lines: VecDeque<String>,
     /// Whether this process reads rank 0's log lines.
-    has_lines: bool,
+    reads_rank_0: bool,
     /// Losses of steps whose lines have not been printed.
     losses: BTreeMap<u64, f32>,
     /// The checkpoints of this run that exist.
@@ -31,7 +31,7 @@ pub(super) struct Show {
     pub(super) accuracy: Option<(f64, u64)>,
 }
 
-impl Show {
+impl TrainingDisplay {
     /// Creates a display for a run in which this process reads the records of `ranks`. `checkpoints` are the run's existing checkpoints.
     pub(super) fn new(spec: &JobSpec, ranks: &[u32], checkpoints: Vec<CheckpointInfo>) -> Self {
         let rank_note = match (ranks, spec.parallel.ranks) {
@@ -43,8 +43,8 @@ impl Show {
             spec: spec.clone(),
             bar: TrainingBar::new(format!("training{rank_note}"), ranks.len()),
             rank_note,
-            lines: VecDeque::new(),
-            has_lines: ranks.contains(&0),
+            pending_lines: VecDeque::new(),
+            reads_rank_0: ranks.contains(&0),
             losses: BTreeMap::new(),
             checkpoints,
             speed: Throughput::default(),
@@ -68,7 +68,7 @@ impl Show {
                             "loss" => {
                                 let losses = column.steps.iter().copied().zip(column.values.iter().copied());
                                 let means = self.bar.loss.add(losses);
-                                if self.has_lines {
+                                if self.reads_rank_0 {
                                     self.losses.extend(means);
                                 }
                             }
@@ -86,7 +86,7 @@ impl Show {
                         ["asked to stop: ", "failed after step "].iter().any(|start| text.starts_with(start))
                     };
                     let lines = lines.into_iter().map(|line| line.text);
-                    self.lines.extend(lines.filter(|text| !is_reported(text)));
+                    self.pending_lines.extend(lines.filter(|text| !is_reported(text)));
                 }
                 AttemptEvent::Evaluation(evaluation) => {
                     self.accuracy = Some((evaluation.accuracy, evaluation.samples))
@@ -99,12 +99,13 @@ impl Show {
                 _ => {}
             }
         }
-        self.print_lines(false);
+        let has_all_losses = false;
+        self.print_lines(has_all_losses);
     }
 
-    /// Prints rank 0's lines in order, up to the first step whose loss may still arrive.
+    /// Prints rank 0's lines in order, up to the first step whose loss may still arrive. With `has_all_losses`, prints all lines.
     fn print_lines(&mut self, has_all_losses: bool) {
-        while let Some(line) = self.lines.front() {
+        while let Some(line) = self.pending_lines.front() {
             let text = match parse_step_line(line) {
                 None => Some(line.clone()),
                 Some((start, step)) => {
@@ -119,7 +120,7 @@ impl Show {
                     (!self.bar.is_drawn()).then(|| loss.map_or_else(|| line.clone(), with_mean))
                 }
             };
-            self.lines.pop_front();
+            self.pending_lines.pop_front();
             // Training continues even if the reader of the output has exited.
             let _ = text.map(|text| self.bar.print_line(text));
         }
@@ -132,7 +133,8 @@ impl Show {
     }
 
     pub(super) fn finish(&mut self) {
-        self.print_lines(true);
+        let has_all_losses = true;
+        self.print_lines(has_all_losses);
         self.bar.finish();
     }
 }

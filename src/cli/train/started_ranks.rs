@@ -65,8 +65,8 @@ impl StartedRanks {
                 }
                 (Some(launched), _) => return Ok(StartedRanks::Rank(launched)),
                 (None, Some(path)) => {
-                    let read = RankTable::read(Path::new(path.trim()));
-                    read.map_err(|e| usage_error(format!("{TABLE_FILE}: {e}")))?
+                    let table = RankTable::read(Path::new(path.trim()));
+                    table.map_err(|e| usage_error(format!("{TABLE_FILE}: {e}")))?
                 }
                 (None, None) if args.node.is_some() => {
                     return Err(usage_error(format!("--node: needs --rank-table, or {TABLE_FILE}")));

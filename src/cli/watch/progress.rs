@@ -16,47 +16,48 @@ const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The display of a job: a bar on a terminal, lines without a terminal, or every frame as JSON.
 pub(super) struct Progress {
-    json: bool,
-    /// With the server's estimate of the time left. The bar's own estimate would start again with each connection, and count validations as
-    /// slow steps.
+    as_json: bool,
+    /// The bar, with the server's estimate of the time left. The bar's own estimate would start again with each connection, and count
+    /// validations as slow steps.
     bar: TrainingBar,
     state: JobState,
-    /// The last printed text about the job's place in the queue.
-    last_place: String,
+    /// The last printed text about the job's state or its place in the queue.
+    last_text: String,
     ranks: u32,
     /// The attempt to which the loss belongs.
     attempt: u32,
-    last_line: Option<Instant>,
+    last_line_at: Option<Instant>,
 }
 
 impl Progress {
-    pub(super) fn new(job: &Job, json: bool) -> Self {
+    pub(super) fn new(job: &Job, as_json: bool) -> Self {
         let mut this = Self {
-            json,
+            as_json,
             bar: TrainingBar::new(job.state.to_string(), job.ranks_now() as usize),
             state: job.state,
-            last_place: String::new(),
+            last_text: String::new(),
             ranks: job.ranks,
             attempt: job.attempt,
-            last_line: None,
+            last_line_at: None,
         };
         this.set_pace(job.images_per_second, job.eta_secs);
-        if !json {
+        if !as_json {
             this.bar.set_plan(job.total_steps, job.steps_per_epoch, job.step);
         }
         this
     }
 
-    /// Only a running job has a time left.
+    /// Sets the speed and the time left. Only a running job has a time left.
     fn set_pace(&mut self, images_per_second: Option<f64>, eta_secs: Option<f64>) {
         self.bar.images_per_second = images_per_second;
         self.bar.eta_secs = eta_secs.filter(|_| self.state == JobState::Running);
     }
 
-    fn print_once(&mut self, text: String) -> anyhow::Result<()> {
-        if self.last_place != text {
+    /// Prints a text unless it is the last printed text.
+    fn print_change(&mut self, text: String) -> anyhow::Result<()> {
+        if self.last_text != text {
             self.bar.print_line(&text)?;
-            self.last_place = text;
+            self.last_text = text;
         }
         Ok(())
     }
@@ -83,7 +84,7 @@ impl Progress {
                 self.bar.draw();
                 if !state.is_final() && !still_waits {
                     let reason = reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
-                    self.print_once(format!("{state}{reason}"))?;
+                    self.print_change(format!("{state}{reason}"))?;
                 }
             }
             EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
@@ -121,12 +122,12 @@ impl Progress {
 
     fn show_step(&mut self) -> anyhow::Result<()> {
         self.bar.draw();
-        if self.bar.is_drawn() || self.last_line.is_some_and(|at| at.elapsed() < LINE_INTERVAL) {
+        if self.bar.is_drawn() || self.last_line_at.is_some_and(|at| at.elapsed() < LINE_INTERVAL) {
             return Ok(());
         }
-        self.last_line = Some(Instant::now());
+        self.last_line_at = Some(Instant::now());
         let TrainingBar { step, total_steps, .. } = self.bar;
-        let (epoch, words) = (self.bar.epoch(), self.bar.words());
+        let (epoch, words) = (self.bar.epoch(), self.bar.describe());
         output::line(format_args!("epoch {epoch}, step {step} of {total_steps}: {words}"))
     }
 
@@ -137,7 +138,7 @@ impl Progress {
 
 impl Display for Progress {
     fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
-        if self.json {
+        if self.as_json {
             return output::line(serde_json::to_string(frame)?);
         }
         let (images_per_second, eta_secs) = match frame {
@@ -156,7 +157,7 @@ impl Display for Progress {
     }
 
     fn asks_for_place(&self) -> bool {
-        self.state.is_waiting() && !self.json
+        self.state.is_waiting() && !self.as_json
     }
 
     /// Prints the state of a job that does not train, its place in the queue and the reason. Prints again only after a change.
@@ -164,12 +165,12 @@ impl Display for Progress {
         // The stream may be behind the job that was read. It reports all other changes in order.
         let was_shown = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
         let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
-        if self.json || !was_shown || !is_known {
+        if self.as_json || !was_shown || !is_known {
             return Ok(());
         }
         let place = job.queue.as_ref().map(|queue| format!(", place {} in the queue", queue.place));
         let why = waits_for(job).map(|why| format!(": {why}"));
-        self.print_once(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
+        self.print_change(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
     }
 }
 
@@ -181,13 +182,13 @@ mod tests {
     #[test]
     fn the_loss_is_the_ranks_mean_and_the_time_left_is_the_servers() {
         let mut progress = Progress {
-            json: false,
+            as_json: false,
             bar: TrainingBar::new("running".into(), 2),
             state: JobState::Running,
-            last_place: String::new(),
+            last_text: String::new(),
             ranks: 2,
             attempt: 1,
-            last_line: None,
+            last_line_at: None,
         };
         let event = |seq, body| Frame::Event(Event { seq, at: jiff::Timestamp::UNIX_EPOCH, body });
         let loss = |rank: u32, value| {
@@ -196,14 +197,14 @@ mod tests {
             event(1 + u64::from(rank), body)
         };
         progress.show(&loss(0, 2.0)).unwrap();
-        assert_eq!(progress.bar.words(), "", "the loss of one rank is not the job's loss");
+        assert_eq!(progress.bar.describe(), "", "the loss of one rank is not the job's loss");
         progress.show(&loss(1, 3.0)).unwrap();
-        assert_eq!(progress.bar.words(), "loss 2.5000");
+        assert_eq!(progress.bar.describe(), "loss 2.5000");
         let pace = Pace { step: 2, images_per_second: Some(9.56), eta_secs: Some(1020.0) };
         progress.show(&Frame::Progress(pace)).unwrap();
-        assert_eq!(progress.bar.words(), "loss 2.5000, 9.6 images/s, 17 min left");
+        assert_eq!(progress.bar.describe(), "loss 2.5000, 9.6 images/s, 17 min left");
         let paused = EventBody::State { state: JobState::Paused, reason: None, cause: None, attempt: 1 };
         progress.show(&event(3, paused)).unwrap();
-        assert_eq!(progress.bar.words(), "loss 2.5000, 9.6 images/s");
+        assert_eq!(progress.bar.describe(), "loss 2.5000, 9.6 images/s");
     }
 }

@@ -168,7 +168,7 @@ fn bytes_of_another_file_are_not_kept() {
     let content = bytes(SIZE, 4);
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();
-    let part = partial(&to).join("a.bin.part");
+    let part = partial_path(&to).join("a.bin.part");
     for (served, words) in [
         (bytes(SIZE, 5), "its SHA-256 is"),
         (bytes(SIZE - 1, 4), "has 299999 bytes, but a.bin has 300000"),
@@ -198,7 +198,7 @@ fn unreachable_urls_are_named_with_advice() {
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let error = fetch(&set, &format!("http://{gone}/data"), &to).unwrap_err();
     let message = format!("{error:#}");
-    let work = partial(&to);
+    let work = partial_path(&to);
     for words in
         [&format!("http://{gone}/data/a.bin"), "Without a network", work.to_str().unwrap(), "--from URL"]
     {
@@ -247,7 +247,7 @@ fn an_archive_is_unpacked_completely_or_not_at_all() {
     names.sort();
     assert_eq!(names, ["test.bin", "train.bin"], "only the files in `members` are unpacked");
     assert_eq!(fs::read(to.join("train.bin")).unwrap(), b"train");
-    assert!(!partial(&to).exists());
+    assert!(!partial_path(&to).exists());
 
     // A folder with other content is not touched.
     fs::remove_file(to.join("test.bin")).unwrap();
@@ -267,8 +267,8 @@ fn a_download_is_refused_while_another_holds_the_lock() {
     let content = bytes(1000, 7);
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();
-    fs::create_dir_all(partial(&to)).unwrap();
-    let other = File::create(partial(&to).join("a.bin.part")).unwrap();
+    fs::create_dir_all(partial_path(&to)).unwrap();
+    let other = File::create(partial_path(&to).join("a.bin.part")).unwrap();
     other.lock().unwrap();
     let mirror = Mirror::start(serve_files(vec![("a.bin", content)]));
     let message = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());

@@ -1,6 +1,6 @@
 //! Runs of a server with MLflow's REST interface (2.0), read with the requests of MLflow's own client.
 
-use super::{Failure, Read, Run, Sources, add_points, add_settings, new_run, text};
+use super::{Failure, ReadRuns, Run, Sources, add_points, add_settings, new_run, text};
 use crate::cli::{block_on, usage_error};
 use anyhow::Context;
 use jiff::Timestamp;
@@ -26,9 +26,9 @@ pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
         Client::builder().timeout(RESPONSE_TIMEOUT).tls_backend_preconfigured((*tls).clone()).build()?;
     let server = Server { base: format!("{}/api/2.0/mlflow", url.trim_end_matches('/')), client };
     let mut found = Sources::new();
-    for (experiment, run) in block_on(server.runs())? {
+    for (experiment, run) in block_on(server.list_runs())? {
         let (server, shown) = (server.clone(), format!("run {}", text(&run["info"], "run_id")));
-        let read: Read = Box::new(move || Ok(vec![block_on(server.read(&experiment, &run))?]));
+        let read: ReadRuns = Box::new(move || Ok(vec![block_on(server.read_run(&experiment, &run))?]));
         found.push((shown, read));
     }
     if found.is_empty() { Err(usage_error(format!("{url} has no runs"))) } else { Ok(found) }
@@ -36,23 +36,23 @@ pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
 
 impl Server {
     /// Returns every run with the name of its experiment.
-    async fn runs(&self) -> anyhow::Result<Vec<(String, Value)>> {
+    async fn list_runs(&self) -> anyhow::Result<Vec<(String, Value)>> {
         let mut found = Vec::new();
         let fields = Map::from_iter([("max_results".into(), json!(1000))]);
-        for experiment in self.all(Method::POST, "experiments/search", "experiments", fields).await? {
+        for experiment in self.read_list(Method::POST, "experiments/search", "experiments", fields).await? {
             let fields = Map::from_iter([
                 ("max_results".into(), json!(1000)),
                 ("experiment_ids".into(), json!([text(&experiment, "experiment_id")])),
                 ("run_view_type".into(), "ACTIVE_ONLY".into()),
             ]);
             let name = text(&experiment, "name");
-            let runs = self.all(Method::POST, "runs/search", "runs", fields).await?;
+            let runs = self.read_list(Method::POST, "runs/search", "runs", fields).await?;
             found.extend(runs.into_iter().map(|run| (name.clone(), run)));
         }
         Ok(found)
     }
 
-    async fn read(&self, experiment: &str, entry: &Value) -> anyhow::Result<Run> {
+    async fn read_run(&self, experiment: &str, entry: &Value) -> anyhow::Result<Run> {
         let began = Timestamp::now().as_millisecond();
         let id = text(&entry["info"], "run_id");
         let mut run = new_run(&id, experiment, &entry["info"]);
@@ -69,7 +69,7 @@ impl Server {
                 ("metric_key".into(), name.as_str().into()),
                 ("max_results".into(), "25000".into()),
             ]);
-            for point in self.all(Method::GET, "metrics/get-history", "metrics", fields).await? {
+            for point in self.read_list(Method::GET, "metrics/get-history", "metrics", fields).await? {
                 // Protobuf's JSON has int64, NaN and infinity as strings.
                 let integer = |key: &str| text(&point, key).parse::<i64>().unwrap_or(0);
                 match text(&point, "value").parse() {
@@ -87,7 +87,7 @@ impl Server {
     }
 
     /// Reads all pages of a list.
-    async fn all(
+    async fn read_list(
         &self,
         method: Method,
         name: &str,

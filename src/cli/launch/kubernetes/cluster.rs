@@ -19,7 +19,7 @@ use std::{
 
 /// Pauses before a request is retried.
 pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
-/// Status of the API server if an object of this name exists already, or if another writer has changed the object (Conflict).
+/// HTTP status of a response if an object of this name exists already, or if another writer has changed the object (Conflict).
 const STATUS_CONFLICT: u16 = 409;
 /// Maximum number of retries of a change after conflicts with another writer.
 const MAX_CONFLICTS: u32 = 20;
@@ -69,7 +69,7 @@ pub(super) struct Cluster {
 
 /// Result of the creation of an object.
 pub(super) enum Created {
-    Now(Value),
+    New(Value),
     /// An object with this name exists already.
     Exists(Value),
 }
@@ -91,8 +91,8 @@ impl Cluster {
             }
         };
         let namespace = args.namespace.clone().unwrap_or_else(|| config.default_namespace.clone());
-        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        if namespace.is_empty() || namespace.len() > 63 || !namespace.chars().all(plain) {
+        let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if namespace.is_empty() || namespace.len() > 63 || !namespace.chars().all(is_plain) {
             return Err(usage_error(format!(
                 "--namespace {namespace:?}: must have 1 to 63 lower-case letters, digits and hyphens"
             )));
@@ -190,7 +190,7 @@ impl Cluster {
         let typed: DynamicObject = serde_json::from_value(object.clone())?;
         loop {
             match self.with_retries(async || api.create(&PostParams::default(), &typed).await).await {
-                Ok(created) => return Ok(Created::Now(to_json(created))),
+                Ok(created) => return Ok(Created::New(to_json(created))),
                 Err(Error::Api(status)) if status.code == STATUS_CONFLICT => {
                     match self.get(kind, name).await? {
                         Some(found) => return Ok(Created::Exists(found)),

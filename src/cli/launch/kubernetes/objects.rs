@@ -14,11 +14,11 @@ use serde_json::{Map, Value, json};
 /// Label with the id of Lockstep's job.
 pub(super) const JOB_LABEL: &str = "lockstep/job";
 /// Annotation with a random id of the launch. Identifies an object if the response to its creation was lost.
-pub(super) const LAUNCH: &str = "lockstep/launch";
+pub(super) const LAUNCH_ANNOTATION: &str = "lockstep/launch";
 /// Annotation with the ids of the agents' tokens, which the launch revokes when the job is over.
-pub(super) const TOKENS: &str = "lockstep/tokens";
+pub(super) const TOKENS_ANNOTATION: &str = "lockstep/tokens";
 /// Annotation of a Job that this program has suspended: until its Secret exists, or because Lockstep's job is paused.
-pub(super) const SUSPENDED: &str = "lockstep/suspended";
+pub(super) const SUSPENDED_ANNOTATION: &str = "lockstep/suspended";
 /// Number of seconds for which Kubernetes keeps the Job after its end, so that its pods' logs can be read.
 const TTL_SECS: u32 = 3600;
 /// Maximum length of a name. Pods are called `NAME-INDEX`, which has at most 63 characters.
@@ -30,7 +30,7 @@ const SECRET_LIMIT: Limit = Limit {
 };
 
 /// Returns the name of a job's objects: `lockstep-`, the valid characters of the job's name, and the end of its id.
-pub(super) fn name(id: &str, name: &str) -> String {
+pub(super) fn object_name(id: &str, name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
     let words: String = name.chars().map(plain).collect();
     let words: Vec<_> = words.split('-').filter(|word| !word.is_empty()).collect();
@@ -48,12 +48,12 @@ pub(super) struct Plan<'a> {
     pub(super) name: String,
     /// The id of Lockstep's job.
     pub(super) job: &'a str,
-    /// See [`LAUNCH`].
+    /// Random id of the launch, for [`LAUNCH_ANNOTATION`].
     pub(super) launch: String,
     pub(super) program: &'a str,
     pub(super) hosts: &'a [Host],
     pub(super) spec: &'a JobSpec,
-    pub(super) tokens: &'a [String],
+    pub(super) token_ids: &'a [String],
     pub(super) template: &'a Template,
 }
 
@@ -64,7 +64,7 @@ impl Plan<'_> {
     }
 
     fn metadata(&self) -> Value {
-        json!({"name": self.name, "labels": self.labels(), "annotations": {LAUNCH: self.launch}})
+        json!({"name": self.name, "labels": self.labels(), "annotations": {LAUNCH_ANNOTATION: self.launch}})
     }
 
     /// Returns the Job. The Job is created suspended, because its pods need the Secret, and the Secret needs the UID of the Job as its
@@ -74,7 +74,7 @@ impl Plan<'_> {
         let slots = self.hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1);
         let device = self.spec.parallel.device;
         let container = self.template.container_name();
-        let exit = |action: &str, codes: &[i32]| {
+        let exit_rule = |action: &str, codes: &[i32]| {
             json!({
                 "action": action,
                 "onExitCodes": {"containerName": container, "operator": "In", "values": codes},
@@ -84,9 +84,9 @@ impl Plan<'_> {
         for (key, value) in &self.template.job_labels {
             metadata["labels"][key] = json!(value);
         }
-        metadata["annotations"][TOKENS] = json!(self.tokens.join(","));
+        metadata["annotations"][TOKENS_ANNOTATION] = json!(self.token_ids.join(","));
         if self.template.queue().is_none() {
-            metadata["annotations"][SUSPENDED] = json!("true");
+            metadata["annotations"][SUSPENDED_ANNOTATION] = json!("true");
         }
         json!({
             "apiVersion": "batch/v1",
@@ -106,12 +106,12 @@ impl Plan<'_> {
                 "podFailurePolicy": {"rules": [
                     // The pod was preempted or evicted, or its node drained: the next pod continues the job.
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                    exit("Ignore", &[IN_POD_SIGNALLED]),
+                    exit_rule("Ignore", &[IN_POD_SIGNALLED]),
                     // The job has failed, or the agent cannot use its bundle.
-                    exit("FailJob", &[2, IN_POD_JOB_FAILED]),
+                    exit_rule("FailJob", &[2, IN_POD_JOB_FAILED]),
                 ]},
                 "ttlSecondsAfterFinished": TTL_SECS,
-                "template": self.template.pods(&self.name, &self.labels(), self.program, slots, device),
+                "template": self.template.pod_template(&self.name, &self.labels(), self.program, slots, device),
             },
         })
     }
@@ -136,7 +136,7 @@ impl Plan<'_> {
         let mut metadata = self.metadata();
         set_owner(&mut metadata, owner);
         let data = match bundle {
-            Some(bundle) => json!({BUNDLE_FILE: bundle.text(&SECRET_LIMIT)?}),
+            Some(bundle) => json!({BUNDLE_FILE: bundle.to_json(&SECRET_LIMIT)?}),
             None => json!({}),
         };
         Ok(json!({
@@ -167,14 +167,14 @@ mod tests {
     #[test]
     fn names_are_dns_labels_with_space_for_an_index() {
         let id = "01890a5d-ac96-774b-bcce-b302099a8057";
-        assert_eq!(name(id, "ResNet 50/v2"), "lockstep-resnet-50-v2-b302099a8057");
-        assert_eq!(name(id, "Ärger--"), "lockstep-rger-b302099a8057");
-        assert_eq!(name(id, "…"), "lockstep-b302099a8057");
-        let longest = name(id, &"x".repeat(200));
+        assert_eq!(object_name(id, "ResNet 50/v2"), "lockstep-resnet-50-v2-b302099a8057");
+        assert_eq!(object_name(id, "Ärger--"), "lockstep-rger-b302099a8057");
+        assert_eq!(object_name(id, "…"), "lockstep-b302099a8057");
+        let longest = object_name(id, &"x".repeat(200));
         assert_eq!(longest.len(), 9 + 30 + 1 + 12);
         assert!(format!("{longest}-255").len() <= 63, "{longest}");
         // The name must not end with a hyphen.
-        let shortened = name(id, &format!("{} tail", "x".repeat(29)));
+        let shortened = object_name(id, &format!("{} tail", "x".repeat(29)));
         assert_eq!(shortened, format!("lockstep-{}-b302099a8057", "x".repeat(29)));
     }
 }

@@ -20,9 +20,9 @@ use tokio::{
 const WATCH_SECS: u32 = 240;
 /// Time without data after which a connection counts as lost.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
-/// The pauses grow while watches end before this time.
+/// The pauses between watches grow while watches end before this time.
 const MIN_WATCH_TIME: Duration = Duration::from_secs(1);
-/// Status of the API server if it no longer has the version that it has just listed, which happens under load (Gone).
+/// HTTP status of a response if the API server no longer has the version that it has just listed, which happens under load (Gone).
 const STATUS_GONE: u16 = 410;
 
 /// A message about the observed objects.

@@ -4,7 +4,7 @@ use super::{
     super::{super::output, Launch, follow::read_job, uploads::UploadStatus},
     POLL_INTERVAL,
     cluster::{Cluster, Kind},
-    objects::SUSPENDED,
+    objects::SUSPENDED_ANNOTATION,
     observe::{Observation, observe},
     words,
 };
@@ -36,8 +36,8 @@ pub(super) async fn wait_for_early_end(
             name,
             queue,
             job: None,
-            over: None,
-            line: String::new(),
+            end: None,
+            last_line: String::new(),
             printed: BTreeSet::new(),
             is_upload_reported: false,
         };
@@ -63,12 +63,12 @@ struct Steering<'a> {
     launch: &'a Launch,
     name: &'a str,
     queue: Option<&'a str>,
-    /// The Job in the newest event.
+    /// The Job in the newest event. `None` before the first event, after the end, and from a change until the next event.
     job: Option<Value>,
     /// How the Job ended, and when this was detected. Printed once, even while the server is unreachable.
-    over: Option<(String, Instant)>,
+    end: Option<(String, Instant)>,
     /// The last printed line about the Job.
-    line: String,
+    last_line: String,
     /// Messages about pods that have been printed.
     printed: BTreeSet<String>,
     /// Whether the message about waiting for a checkpoint has been printed.
@@ -91,21 +91,21 @@ impl Steering<'_> {
 
     fn handle_job(&mut self, job: Value) {
         let line = words::describe_job(&job, self.queue);
-        if line != self.line {
+        if line != self.last_line {
             output::warn(format_args!("Kubernetes' Job {}: {line}", self.name));
-            self.line = line;
+            self.last_line = line;
         }
         match words::describe_end(&job) {
             Some(end) => self.handle_end(format!("is over ({end})")),
             // The Job may have been created again.
-            None => self.over = None,
+            None => self.end = None,
         }
         self.job = Some(job);
     }
 
     fn handle_end(&mut self, how: String) {
         self.job = None;
-        self.over.get_or_insert((how, Instant::now()));
+        self.end.get_or_insert((how, Instant::now()));
     }
 
     fn handle_pod(&mut self, pod: &Value) {
@@ -122,7 +122,7 @@ impl Steering<'_> {
     /// # Errors
     /// Kubernetes' Job is over or deleted and Lockstep's job is not over, or Kubernetes refuses a change.
     async fn poll(&mut self) -> anyhow::Result<()> {
-        match &self.over {
+        match &self.end {
             Some((how, since)) => self.check_early_end(how, *since).await,
             None => self.follow_lockstep_job().await,
         }
@@ -147,7 +147,7 @@ impl Steering<'_> {
     /// Suspends the Job while Lockstep's job is paused. A Job that another user or program has suspended stays suspended.
     async fn follow_lockstep_job(&mut self) -> anyhow::Result<()> {
         let (None, Some(job)) = (self.queue, &self.job) else { return Ok(()) };
-        let is_suspended_by_launch = job["metadata"]["annotations"][SUSPENDED].is_string();
+        let is_suspended_by_launch = job["metadata"]["annotations"][SUSPENDED_ANNOTATION].is_string();
         let Ok(lockstep_job) = read_job(self.launch).await else { return Ok(()) };
         let is_paused = lockstep_job.state == JobState::Paused;
         if is_paused && !is_suspended_by_launch && !words::is_suspended(job) {
@@ -176,21 +176,23 @@ impl Steering<'_> {
     }
 }
 
+/// Suspends a Job. Returns false if it is already suspended.
 fn suspend(job: &mut Value) -> bool {
     if words::is_suspended(job) {
         return false;
     }
     job["spec"]["suspend"] = json!(true);
-    job["metadata"]["annotations"][SUSPENDED] = json!("true");
+    job["metadata"]["annotations"][SUSPENDED_ANNOTATION] = json!("true");
     true
 }
 
-/// Starts a Job that a launch has suspended.
+/// Starts a Job that a launch has suspended. Returns whether the Job was changed, like [`suspend`].
 pub(super) fn unsuspend(job: &mut Value) -> bool {
-    let marked =
-        job["metadata"]["annotations"].as_object_mut().is_some_and(|map| map.remove(SUSPENDED).is_some());
-    if marked {
+    let was_suspended_by_launch = job["metadata"]["annotations"]
+        .as_object_mut()
+        .is_some_and(|map| map.remove(SUSPENDED_ANNOTATION).is_some());
+    if was_suspended_by_launch {
         job["spec"]["suspend"] = json!(false);
     }
-    marked
+    was_suspended_by_launch
 }

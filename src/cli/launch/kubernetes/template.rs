@@ -39,7 +39,7 @@ pub(in super::super) struct Template {
     spec: Map<String, Value>,
     /// Index of the agent's container.
     container: usize,
-    /// Number of GPUs in that container.
+    /// Number of GPUs that this container requests. `None` if it requests none.
     gpus: Option<u32>,
     /// Labels of the Job, for Kueue.
     pub(super) job_labels: BTreeMap<String, String>,
@@ -105,7 +105,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     if containers + count("initContainers") > MAX_CONTAINERS {
         return Err(format!("has more than {MAX_CONTAINERS} containers"));
     }
-    let container = agent_container(&spec)?;
+    let container = find_agent_container(&spec)?;
     match spec.get("restartPolicy").and_then(Value::as_str) {
         None | Some("Never") => {}
         Some(other) => {
@@ -133,7 +133,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
 }
 
 /// Returns the index of the only container, or of the container called `lockstep`.
-fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
+fn find_agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     let containers = spec["containers"].as_array().map_or(&[][..], Vec::as_slice);
     let named = containers.iter().position(|container| container["name"] == CONTAINER);
     let Some(index) = named.or((containers.len() == 1).then_some(0)) else {
@@ -219,7 +219,7 @@ impl Template {
     ///
     /// # Errors
     /// `--slots` contradicts the template, or the job needs too many pods.
-    pub(in super::super) fn give_slots(
+    pub(in super::super) fn set_slots(
         &self,
         hosts: &mut Vec<Host>,
         args: &Args,
@@ -242,9 +242,9 @@ impl Template {
         Ok(())
     }
 
-    /// Returns the pods of a launch, for the Job's `template`. The pods read their agents' bundles from the Secret `name`, and reach each
-    /// other through the Service of the same name.
-    pub(super) fn pods(
+    /// Returns the `template` of the Job, from which Kubernetes makes the pods. The pods read their agents' bundles from the Secret `name`,
+    /// and reach each other through the Service of the same name.
+    pub(super) fn pod_template(
         &self,
         name: &str,
         labels: &Map<String, Value>,
@@ -272,7 +272,7 @@ impl Template {
         let volumes = [(secret, BUNDLE_DIR, true), (state, &*state_dir, false), (shm, "/dev/shm", false)];
         let container = &mut spec["containers"][self.container];
         container["command"] = json!([program, "launched", format!("{BUNDLE_DIR}/{BUNDLE_FILE}")]);
-        let on_gpus = device.is_accelerator() || self.gpus.is_some() && !device.is_cpu();
+        let on_gpus = device.is_accelerator() || (self.gpus.is_some() && !device.is_cpu());
         let sets_cpu = |container: &Value| {
             ["requests", "limits"].iter().any(|section| container["resources"][section].get("cpu").is_some())
         };

@@ -11,7 +11,7 @@ fn refused(text: &str) -> String {
 fn pods(text: &str, slots: u32, device: Device) -> Value {
     let labels = json!({"lockstep/job": "id"});
     let labels = labels.as_object().expect("a mapping");
-    parse(text.as_bytes()).expect("a template").pods("lockstep-x", labels, "lockstep", slots, device)
+    parse(text.as_bytes()).expect("a template").pod_template("lockstep-x", labels, "lockstep", slots, device)
 }
 
 #[test]

@@ -22,7 +22,7 @@ fn items<'a>(value: &'a Value, key: &str) -> &'a [Value] {
 }
 
 /// Returns the object's condition of this kind, if it has this status.
-fn condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Value> {
+fn find_condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Value> {
     let is_wanted = |condition: &&Value| condition["type"] == kind && condition["status"] == status;
     items(&object["status"], "conditions").iter().find(is_wanted)
 }
@@ -62,7 +62,7 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
             text(status, "message")
         ));
     }
-    if let Some(why) = condition(pod, "DisruptionTarget", "True") {
+    if let Some(why) = find_condition(pod, "DisruptionTarget", "True") {
         return Some(format!(
             "pod {name} has to leave its node ({}); {}",
             format_reason(why),
@@ -93,7 +93,7 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
             ));
         }
     }
-    if let Some(why) = condition(pod, "PodScheduled", "False") {
+    if let Some(why) = find_condition(pod, "PodScheduled", "False") {
         return Some(format!("pod {name} waits for a node: {}", format_reason(why)));
     }
     if status["phase"] == "Failed" && !text(status, "reason").is_empty() {
@@ -104,10 +104,10 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
 
 /// Describes the state of the Job in one line.
 pub(super) fn describe_job(job: &Value, queue: Option<&str>) -> String {
-    if let Some(failed) = condition(job, "Failed", "True") {
+    if let Some(failed) = find_condition(job, "Failed", "True") {
         return format!("failed ({})", format_reason(failed));
     }
-    if condition(job, "Complete", "True").is_some() {
+    if find_condition(job, "Complete", "True").is_some() {
         return "complete".into();
     }
     if job["metadata"]["deletionTimestamp"].is_string() {
@@ -130,7 +130,8 @@ pub(super) fn describe_job(job: &Value, queue: Option<&str>) -> String {
 
 /// Describes how the Job ended. `None` if the Job has not ended.
 pub(super) fn describe_end(job: &Value) -> Option<String> {
-    let is_over = condition(job, "Failed", "True").or_else(|| condition(job, "Complete", "True")).is_some();
+    let is_over =
+        find_condition(job, "Failed", "True").or_else(|| find_condition(job, "Complete", "True")).is_some();
     is_over.then(|| describe_job(job, None))
 }
 

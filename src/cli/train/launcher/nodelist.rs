@@ -3,16 +3,16 @@
 /// Returns the number of ranks on the machine with the index `machine`, from Slurm's list for all machines: `4`, or `4(x2),3` if the
 /// numbers differ.
 pub(super) fn tasks_of(list: &str, machine: u32) -> Option<u32> {
-    let mut left = machine;
+    let mut remaining = machine;
     for entry in list.split(',') {
         let (tasks, machines) = match entry.split_once("(x") {
             Some((tasks, times)) => (tasks, times.strip_suffix(')')?.parse().ok()?),
             None => (entry, 1),
         };
-        if left < machines {
+        if remaining < machines {
             return tasks.parse().ok();
         }
-        left -= machines;
+        remaining -= machines;
     }
     None
 }

@@ -29,7 +29,7 @@ pub(in super::super) fn rank_of_table(
     let (machine, local_rank) = table
         .machine_of(rank)
         .ok_or_else(|| format!("{RANK_TABLE} has no rank {rank}: its ranks are 0 to {}", world_size - 1))?;
-    let rendezvous = rendezvous(table, variable)?;
+    let rendezvous = find_rendezvous(table, variable)?;
     let local_ranks = machine.devices.len() as u32;
     let device = Some(machine.devices[local_rank as usize].device);
     let launcher = RANK_TABLE;
@@ -48,12 +48,15 @@ pub(in super::super) fn ranks_of_machine(
     let machine: &Machine = table.machines.get(node).ok_or_else(|| {
         format!("--node {node}: {RANK_TABLE} has {} machines, which are counted from 0", table.machines.len())
     })?;
-    let rendezvous = rendezvous(table, variable)?;
+    let rendezvous = find_rendezvous(table, variable)?;
     let local = machine.devices.iter().map(|device| (device.rank, device.device)).collect();
     Ok(Ranks { world_size: table.world_size(), local, rendezvous })
 }
 
-fn rendezvous(table: &RankTable, variable: &impl Fn(&str) -> Option<String>) -> Result<Rendezvous, String> {
+fn find_rendezvous(
+    table: &RankTable,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<Rendezvous, String> {
     // All machines derive the same port and secret from this text.
     let mut table_text = String::new();
     for machine in &table.machines {

@@ -19,7 +19,7 @@ use crate::{
 };
 use error::RankError;
 use lockstep_comm::{
-    ProcessGroup, SingleRank, first_to_differ,
+    ProcessGroup, SingleRank, first_differing_rank,
     rendezvous::{RendezvousConfig, Store},
     ring::Ring,
     shm::ShmProcessGroup,
@@ -247,12 +247,12 @@ fn outside_address(address: &str) -> Option<IpAddr> {
 
 /// Collective: fails if ranks have different backends, which would not call the same collectives.
 fn check_backends(store: &Store, own_backend: &str) -> Result<(), RankError> {
-    let names = store.exchange("backend", own_backend.as_bytes())?;
-    first_to_differ(&names).map_or(Ok(()), |rank| {
+    let names = store.all_gather("backend", own_backend.as_bytes())?;
+    first_differing_rank(&names).map_or(Ok(()), |rank| {
         let [first, other] = [0, rank].map(|rank| String::from_utf8_lossy(&names[rank]));
         Err(RankError::Train(TrainError::Impossible(format!(
-            "rank {rank} computes with {other} and rank 0 with {first}: all ranks of a job need the same kind of device. Set parallel.device, and leave \
-             out machines without this device (lockstep doctor shows a machine's devices)"
+            "rank {rank} computes with {other} and rank 0 with {first}: all ranks of a job need the same kind of device. Set \
+             parallel.device, and leave out machines without this device (lockstep doctor shows a machine's devices)"
         ))))
     })
 }

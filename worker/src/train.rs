@@ -161,7 +161,7 @@ fn train_with<'a>(
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.checkpointed_step.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
-        watchdog.continues_from(beginning.step);
+        watchdog.set_base_step(beginning.step);
     }
     if training.is_first() {
         crate::checkpoint::remove_leftovers(training.checkpoints)?;

@@ -72,7 +72,7 @@ impl Nccl {
     ) -> Result<Arc<Self>, CommError> {
         const OPERATION: &str = "NCCL start";
         let failed = |detail: String| CommError::Failed { operation: OPERATION, detail };
-        libraries::ready(&[Library::Driver, Library::Nccl]).map_err(failed)?;
+        libraries::check_loadable(&[Library::Driver, Library::Nccl]).map_err(failed)?;
         let gpu = usize::try_from(ordinal).map_err(|_| failed(format!("no GPU {ordinal}")))?;
         let context = CudaContext::new(gpu).map_err(|e| failed(format!("GPU {ordinal}: {e}")))?;
         let (rank, size) = (exchange.rank(), exchange.size());
@@ -88,7 +88,7 @@ impl Nccl {
         }
         let (name, comm, calls) = (name.into(), Owner::new(Comm(comm)), Mutex::new(()));
         let this = Self { rank, size, timeout, context, name, comm, calls };
-        let connected = this.wait_while_in_progress(OPERATION, status, &|| exchange.gives_up());
+        let connected = this.wait_while_in_progress(OPERATION, status, &|| exchange.should_stop_waiting());
         connected.inspect_err(|error| this.abort(&error.to_string()))?;
         Ok(Arc::new(this))
     }
@@ -149,12 +149,12 @@ impl Nccl {
         self.wait_while_in_progress(operation, status, &|| false)
     }
 
-    /// Waits while NCCL reports that the call is in progress.
+    /// Waits while NCCL reports that the call with this `status` is in progress, unless `should_stop` returns true.
     fn wait_while_in_progress(
         &self,
         operation: &'static str,
         mut status: ncclResult_t,
-        stopped: &dyn Fn() -> bool,
+        should_stop: &dyn Fn() -> bool,
     ) -> Result<(), CommError> {
         let began = Instant::now();
         loop {
@@ -164,7 +164,7 @@ impl Nccl {
                 status => return Err(self.failure(operation, status)),
             }
             let waited = began.elapsed();
-            if stopped() {
+            if should_stop() {
                 return Err(CommError::Aborted { operation, reason: "asked to stop".into() });
             }
             if waited > self.timeout {
@@ -235,7 +235,7 @@ fn exchange_id(
         }
         own = id.internal.iter().map(|byte| byte.cast_unsigned()).collect();
     }
-    let bytes = exchange.exchange(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
+    let bytes = exchange.all_gather_bytes(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
     if bytes.len() != id.internal.len() {
         let detail = format!("sent an NCCL id of {} bytes", bytes.len());
         return Err(CommError::Mismatch { operation, peer: 0, detail });

@@ -52,7 +52,7 @@ pub struct Ring {
     end: Arc<End>,
     concurrent: Option<Arc<Ring>>,
     /// The number of groups split from this ring; the same on every rank.
-    splits: AtomicU64,
+    split_count: AtomicU64,
     shm_unavailable_reason: OnceLock<String>,
 }
 

@@ -14,7 +14,7 @@ pub mod tensors;
 pub mod usage;
 
 pub use file_lock::{lock_within, open_lock};
-pub use interfaces::{NCCL_INTERFACE, interface_of_environment as nccl_interface, nccl_variable};
+pub use interfaces::{NCCL_INTERFACE, nccl_interface, nccl_variable};
 pub use listener_owner::listener_owners;
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -52,8 +52,8 @@ pub fn memory_file() -> io::Result<File> {
     Ok(created?.into())
 }
 
-/// Environment variables of a server or an agent that contain credentials. Processes of jobs do not get these variables, because
-/// they read files that other people have written.
+/// Environment variables of a server or an agent that contain credentials. They are removed for the processes that read
+/// files of users.
 pub const SECRETS: [&str; 5] = [
     "LOCKSTEP_TOKEN",
     "LOCKSTEP_TOKEN_FILE",

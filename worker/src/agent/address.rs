@@ -102,7 +102,7 @@ impl Address {
         let uri = self.request.uri();
         let (scheme, tls) = match self.connector()? {
             Connector::Rustls(tls) => ("https", tls),
-            _ => ("http", tls::without_roots()?),
+            _ => ("http", tls::client_config_without_roots()?),
         };
         let authority = uri.authority().map(ToString::to_string).unwrap_or_default();
         let path = uri.path().strip_suffix("/api/v1/agent/socket").unwrap_or_default();

@@ -108,7 +108,7 @@ impl<N: RecordSink> Rank<N> {
     /// The end of the output outside the log.
     fn stderr_text(&self) -> String {
         let path = self.records.as_ref().map(|(dir, _)| rank_file(dir, self.end.rank, "stderr"));
-        let bytes = path.map(|path| files::end_of(&path, MAX_STDERR_BYTES)).unwrap_or_default();
+        let bytes = path.map(|path| files::read_end(&path, MAX_STDERR_BYTES)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 }

@@ -104,7 +104,7 @@ impl Run<'_> {
         let observer = self.training.observer;
         let plan = &self.plan;
         let epoch = plan.epoch_of(step);
-        self.skipped.note(step, result.is_skipped());
+        self.skipped.record(step, result.is_skipped());
         if result.samples > 0 {
             observer.metric("loss", step, result.loss);
             observer.metric("accuracy", step, result.correct as f32 / result.samples as f32);

@@ -67,14 +67,16 @@ impl Call {
         Self { operation, data_type: values.data_type(), length: values.len() }
     }
 
-    /// Encodes the call as two numbers. The second is the length.
-    pub(crate) fn packed(&self) -> [u64; 2] {
+    /// Encodes the call as two numbers: the operation with the data type, and the length.
+    pub(crate) fn pack(&self) -> [u64; 2] {
         [(self.operation as u64) << 40 | (self.data_type as u64) << 32, self.length as u64]
     }
 
-    /// Describes a call encoded by [`Call::packed`]. Another process wrote the numbers, so they may be invalid.
-    pub(crate) fn describe([what, length]: [u64; 2]) -> String {
-        describe_fields((what >> 40) as u32, (what >> 32) as u32 & 0xff, length)
+    /// Describes a call encoded by [`Call::pack`]. Another process wrote the numbers, so they may be invalid.
+    pub(crate) fn describe([operation_and_type, length]: [u64; 2]) -> String {
+        let (operation, data_type) =
+            ((operation_and_type >> 40) as u32, (operation_and_type >> 32) as u32 & 0xff);
+        describe_fields(operation, data_type, length)
     }
 }
 

@@ -78,7 +78,7 @@ impl Reducer {
             None => Transport::Group {
                 thread: Thread::start(sharded)?,
                 gradients: ByAxes::uniform(comm.clone()),
-                statistics: comm.concurrent().map(ByAxes::uniform),
+                statistics: comm.concurrent_group().map(ByAxes::uniform),
             },
         };
         Ok(Self { transport, waited: TimesByAxes::default() })

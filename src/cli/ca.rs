@@ -2,7 +2,7 @@
 
 use super::{confirm::ask_new_password, output, usage_error};
 use lockstep_server::tls::ca::{Authority, DAYS, Kind, MAX_DAYS, Record};
-use lockstep_worker::tls::{create_pkcs12, read_password};
+use lockstep_worker::tls::{self, create_pkcs12};
 use std::{
     fs::{self, File},
     io::{IsTerminal, Write},
@@ -129,7 +129,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 /// Reads the password for a PKCS#12 file.
 fn read_password(file: Option<&Path>) -> anyhow::Result<String> {
     if let Some(path) = file {
-        return read_password(path).map_err(usage_error);
+        return tls::read_password(path).map_err(usage_error);
     }
     if !std::io::stdin().is_terminal() {
         return Err(usage_error(

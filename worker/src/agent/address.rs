@@ -98,7 +98,7 @@ impl Address {
     }
 
     /// A client for the REST interface that sends the agent's token (and certificate), and the server's base URL.
-    pub(super) fn rest(&self) -> Result<(reqwest::Client, String), String> {
+    pub(super) fn rest_client(&self) -> Result<(reqwest::Client, String), String> {
         let uri = self.request.uri();
         let (scheme, tls) = match self.connector()? {
             Connector::Rustls(tls) => ("https", tls),
@@ -118,7 +118,7 @@ impl Address {
     }
 
     /// Records the accounts that listened when the server accepted this agent. Only the first call counts.
-    pub(super) fn note_owners(&self, listeners: Vec<u32>) {
+    pub(super) fn record_owners(&self, listeners: Vec<u32>) {
         if !listeners.is_empty() {
             let _ = self.owners.set(listeners);
         }

@@ -95,7 +95,7 @@ impl Watch {
         let has_kernel_killed =
             self.oom_kills.zip(lockstep_host::oom_kills()).is_some_and(|(before, now)| now > before);
         let by_kernel = has_kernel_killed && ends.iter().any(was_killed);
-        let refused = ends.iter().any(RankEnd::was_refused_memory);
+        let has_refused_memory = ends.iter().any(RankEnd::was_refused_memory);
         match (ending, survivors) {
             (ending, Some(survivors)) => {
                 let prefix = match ending {
@@ -106,7 +106,7 @@ impl Watch {
                     (lockstep_host::hostname().into(), format!("{prefix}{survivors}").into());
                 Ending::Failed { reason: ReasonKind::Unkillable { agent, detail }.into(), retriable: false }
             }
-            (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
+            (Ending::Failed { reason, .. }, None) if by_kernel || has_refused_memory => {
                 let how = if by_kernel {
                     "the kernel killed it to free memory"
                 } else {

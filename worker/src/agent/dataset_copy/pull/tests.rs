@@ -123,7 +123,7 @@ fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
     assert_eq!(entry.uses().len(), 2);
     fs::remove_file(entry.data().join("a")).unwrap();
     complete(&entry);
-    entry.note_read(&other).unwrap();
+    entry.record_read(&other).unwrap();
     assert_eq!(begin(&entry).unwrap(), None, "the copy is complete");
     fs::remove_file(entry.data().join("a")).unwrap();
     match begin(&entry) {
@@ -142,7 +142,7 @@ async fn a_copy_abandoned_by_its_job_stays_locked_until_it_ends() {
     let (release, released) = std::sync::mpsc::channel::<()>();
     let mut work = Box::pin(async move {
         copy_lock
-            .blocking(move || {
+            .run_blocking(move || {
                 let _ = released.recv();
                 Ok(())
             })
@@ -170,11 +170,11 @@ fn unsynced_files_are_fetched_again_after_a_power_failure() {
     write(&make_part("a", 0, b"a"), &entry.part()).unwrap();
     write(&make_part("b", 0, b"b"), &entry.part()).unwrap();
     // File `a` is on the second line of the list, after `begin`.
-    Synced { boot_id: "an earlier one".into(), lines: 2 }.note(&entry).unwrap();
+    Synced { boot_id: "an earlier one".into(), lines: 2 }.store(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
     assert!(entry.part().join("a").exists() && !entry.part().join("b").exists());
     assert_eq!(Synced::of(&entry), Synced::in_this_boot(2));
-    Synced { boot_id: "none was synced".into(), lines: 0 }.note(&entry).unwrap();
+    Synced { boot_id: "none was synced".into(), lines: 0 }.store(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 2);
 }
 

@@ -98,7 +98,7 @@ impl Policy for Command {
 
     const POLL_EVERY: Duration = POLL_INTERVAL;
 
-    async fn order(&mut self) {
+    async fn next_order(&mut self) {
         let Self { signals, hangup, .. } = self;
         let hung_up = async {
             match hangup {
@@ -121,7 +121,7 @@ impl Policy for Command {
     fn observe(&mut self, ranks: &mut RankGroup<Vec<AttemptEvent>>) -> Result<(), TailError> {
         for rank in &mut ranks.ranks {
             let read = rank.read();
-            self.show.update(std::mem::take(&mut rank.notes));
+            self.show.update(std::mem::take(&mut rank.sink));
             read?;
         }
         Ok(())

@@ -71,7 +71,7 @@ pub(super) fn listen_to_signals(
         state.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
         let lost = state.describe_lost_steps(config.rank);
-        if state.ended.load(Ordering::Relaxed) {
+        if state.has_ended.load(Ordering::Relaxed) {
             // The process is already exiting.
             return;
         }

@@ -17,7 +17,7 @@ pub(super) struct Choice {
 pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choice, TrainError> {
     let &Training { spec, device, local_ranks, threads, .. } = training;
     let (group, is_first) = (training.group.as_ref(), training.is_first());
-    let sample = planning::sample(spec, network, device, threads);
+    let sample = planning::sample_to_measure(spec, network, device, threads);
     let needs_figures = is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid());
     let stored = if needs_figures { planning::stored_figures(&sample, device, group.size()) } else { None };
     if !spec.parallel.is_auto() {
@@ -39,7 +39,7 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
     let planned = machine.map(|machine| -> Result<_, String> {
         let planned = Planned::of(spec, network, &machine)?;
         let resolved = planned.resolve(spec, &machine);
-        planned.lacks_memory(&machine).map_or(Ok((planned, resolved)), Err)
+        planned.memory_shortage(&machine).map_or(Ok((planned, resolved)), Err)
     });
     let resolved = planned.clone().map(|planned| planned.map(|(_, resolved)| resolved));
     let spec = broadcast_json::<Result<JobSpec, String>>(group, resolved)?.map_err(TrainError::Impossible)?;

@@ -256,7 +256,8 @@ fn reuse_note(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) 
 /// The pictures are too small for the network.
 pub(super) fn network(spec: &JobSpec, shape: &Shape) -> Result<Network, TrainError> {
     let sides = (shape.image_size, shape.training_size(0));
-    planning::network(&spec.model, sides, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
+    planning::build_network(&spec.model, sides, shape.channels, shape.classes.len())
+        .map_err(TrainError::Impossible)
 }
 
 /// A CPU rank has one data thread per this many threads, because decoding a picture takes a small fraction of the time

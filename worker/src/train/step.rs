@@ -108,7 +108,7 @@ impl Run<'_> {
         if result.samples > 0 {
             observer.metric("loss", step, result.loss);
             observer.metric("accuracy", step, result.correct as f32 / result.samples as f32);
-            if let Some(line) = self.lines.line(epoch, step, plan.steps_per_epoch, result.loss) {
+            if let Some(line) = self.lines.line_if_due(epoch, step, plan.steps_per_epoch, result.loss) {
                 observer.log(&line);
             }
         }

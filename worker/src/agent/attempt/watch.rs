@@ -95,7 +95,7 @@ impl Watch {
             is_leaving: false,
             oom_kills: lockstep_host::oom_kills(),
         };
-        let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
+        let mut ranks = RankGroup::new(Orphans::Stay).kill_suspended();
         let decided = match mode {
             StartMode::Launch => {
                 let launched = this.launch(context, &mut ranks).await;
@@ -173,7 +173,7 @@ impl Policy for Watch {
 
     const POLL_EVERY: Duration = Duration::from_millis(20);
 
-    async fn order(&mut self) -> Order {
+    async fn next_order(&mut self) -> Order {
         match self.orders.recv().await {
             Some(order) => order,
             None => std::future::pending().await,

@@ -22,7 +22,7 @@ pub use manifest::{Files, Manifest, ManifestFile, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
 pub(crate) use parts::read_selected;
 pub use parts::{files_of, folder_metadata, model_files, read_files};
-pub use read::{Loaded, infos, load, load_average, verified_info};
+pub use read::{LoadedCheckpoint, infos, load, load_average, verified_info};
 pub use state::{
     Best, DataPosition, OptimizerNote, RandomState, Snapshot, State, StopProgress, unverified_state,
 };

@@ -109,7 +109,7 @@ impl Nccl {
     /// Enqueued work has failed, or the group was aborted.
     pub fn async_error(&self) -> Result<(), CommError> {
         const OPERATION: &str = "NCCL";
-        match self.with(OPERATION, async_status)? {
+        match self.with_comm(OPERATION, async_status)? {
             ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => Ok(()),
             status => Err(self.failure(OPERATION, status)),
         }
@@ -124,14 +124,18 @@ impl Nccl {
     }
 
     /// Makes one call with the communicator. No other thread uses or frees the communicator meanwhile.
-    fn with<R>(&self, operation: &'static str, call: impl FnOnce(ncclComm_t) -> R) -> Result<R, CommError> {
+    fn with_comm<R>(
+        &self,
+        operation: &'static str,
+        call: impl FnOnce(ncclComm_t) -> R,
+    ) -> Result<R, CommError> {
         let guard = self.comm.acquire().map_err(|reason| CommError::Aborted { operation, reason })?;
         Ok(call(guard.handle.0))
     }
 
     /// The error for `status`, with NCCL's text if the communicator still exists.
     fn failure(&self, operation: &'static str, status: ncclResult_t) -> CommError {
-        self.with(operation, |comm| failure(operation, status, comm)).unwrap_or_else(|aborted| aborted)
+        self.with_comm(operation, |comm| failure(operation, status, comm)).unwrap_or_else(|aborted| aborted)
     }
 
     /// Makes a call and waits until NCCL has enqueued it.
@@ -145,7 +149,7 @@ impl Nccl {
             operation,
             detail: format!("cannot use this rank's GPU: {e}"),
         })?;
-        let status = self.with(operation, call)?;
+        let status = self.with_comm(operation, call)?;
         self.wait_while_in_progress(operation, status, &|| false)
     }
 
@@ -179,7 +183,7 @@ impl Nccl {
                 std::thread::yield_now();
             }
             // Fails if another thread has aborted the group.
-            status = self.with(operation, async_status)?;
+            status = self.with_comm(operation, async_status)?;
         }
     }
 }

@@ -52,8 +52,8 @@ pub fn memory_file() -> io::Result<File> {
     Ok(created?.into())
 }
 
-/// Environment variables of a server or an agent that contain credentials. They are removed for the processes that read
-/// files of users.
+/// Environment variables of a server or an agent that contain credentials. Processes that read users' files do not get these
+/// variables.
 pub const SECRETS: [&str; 5] = [
     "LOCKSTEP_TOKEN",
     "LOCKSTEP_TOKEN_FILE",

@@ -293,7 +293,7 @@ mod tests {
                 false => start.files.pretrained = Some("another-1-20".into()),
             }
             let stored = StoredAttempt { start, job_dir: dir.path().into() };
-            let refused = prepare(&stored, &remote).await.unwrap_err();
+            let refused = fetch_missing(&stored, &remote).await.unwrap_err();
             assert_eq!(matches!(refused, Refusal::CheckpointDamaged(_)), is_replaced, "{refused:?}");
         }
     }

@@ -73,8 +73,8 @@ impl Facts {
     }
 }
 
-/// The first of these addresses that exists and is usable: that of the interface named by `nccl_interface`, that to which SSH
-/// connected, that of the default route, and any other. If there is none, SSH's address, even if it is a loopback address.
+/// The address of the interface that `nccl_interface` names. If it names none, the first usable address: that to which SSH
+/// connected, that of the default route, or any other. If no address is usable, SSH's address.
 fn find_address(
     all: &[(String, IpAddr)],
     nccl_interface: Option<&str>,

@@ -12,8 +12,8 @@ pub(super) struct Choice {
     pub(super) planned: Option<Planned>,
 }
 
-/// Collective: chooses the plan. `network` is for the largest training pictures. With `auto`, unknown figures of this
-/// machine are measured.
+/// Collective: chooses the plan. `network` is for the largest training pictures. If the mode is `auto`, figures of this machine
+/// that are not stored are measured.
 pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choice, TrainError> {
     let &Training { spec, device, local_ranks, threads, .. } = training;
     let (group, is_first) = (training.group.as_ref(), training.is_first());
@@ -24,17 +24,17 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
         let planned = stored.and_then(|machine| Planned::of(spec, network, &machine).ok());
         return Ok(Choice { spec: spec.clone(), planned });
     }
-    let machine = match broadcast_json(group, is_first.then_some(stored.is_some()))? {
-        true => stored,
-        false => {
-            check_sample(spec, &sample, device.backend.needs(), local_ranks)?;
-            training.log(["measuring operators and links, to choose a plan"]);
-            let measured = planning::measure(&sample, device, local_ranks, group, training.store.as_deref())?;
-            if is_first {
-                planning::store_figures(&measured, &sample, device, group.size());
-            }
-            is_first.then_some(measured)
+    let has_stored = broadcast_json(group, is_first.then_some(stored.is_some()))?;
+    let machine = if has_stored {
+        stored
+    } else {
+        check_sample(spec, &sample, device.backend.needs(), local_ranks)?;
+        training.log(["measuring operators and links, to choose a plan"]);
+        let measured = planning::measure(&sample, device, local_ranks, group, training.store.as_deref())?;
+        if is_first {
+            planning::store_figures(&measured, &sample, device, group.size());
         }
+        is_first.then_some(measured)
     };
     let planned = machine.map(|machine| -> Result<_, String> {
         let planned = Planned::of(spec, network, &machine)?;

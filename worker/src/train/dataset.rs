@@ -1,4 +1,4 @@
-//! The dataset of a run, which must be the same on every rank: otherwise the run ends before its first step.
+//! The dataset of a run. If it is not the same on every rank, the run ends before its first step.
 
 use super::{TrainError, Training};
 use crate::checkpoint;
@@ -17,7 +17,7 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     }
     let mixing = Mixing::from(&spec.train);
     data.set_mixing(mixing);
-    // A GPU mixes resident pictures in float32, and the host mixes bytes. For the same bits in every run, only the host
+    // A GPU mixes resident pictures in float32, and the host mixes bytes. The same bits in every run require that only the host
     // mixes.
     if spec.train.deterministic && mixing.is_on() {
         data.keep_on_host();

@@ -35,7 +35,8 @@ impl Gang {
         Self { ready_port: Arc::default(), master_port: watch::Sender::new(None) }
     }
 
-    /// What this machine reports to the server after its check has passed: the port of rank 0, or `None` if rank 0 is elsewhere.
+    /// `None` until the check has passed. Then what this machine reports to the server: the port of rank 0, or `None` if rank 0 is
+    /// elsewhere.
     pub(in crate::agent) fn ready_port(&self) -> Option<Option<u16>> {
         self.ready_port.get().copied()
     }

@@ -9,7 +9,7 @@ use std::{
 };
 
 /// Whether and why a group has ended. The group and its concurrent group
-/// ([`ProcessGroup::concurrent`](crate::ProcessGroup::concurrent_group), a second ring for collectives that run at the same
+/// ([`ProcessGroup::concurrent_group`](crate::ProcessGroup::concurrent_group), a second ring for collectives that run at the same
 /// time) share this state, and calls in progress check it.
 #[derive(Debug, Default)]
 pub(super) struct End {

@@ -1,5 +1,5 @@
 //! Checkpoints. Each is a folder `<epoch>-<step>` in the job's `checkpoints`, which appears atomically.
-//! All files are written to `.tmp-<epoch>-<step>.<writer>` and synced (fsync); the last file is `MANIFEST.json` with
+//! All files are written to `.tmp-<epoch>-<step>.<writer>` and synced (fsync). The last file is `MANIFEST.json` with
 //! sizes and checksums. Then the folder is renamed to its final name, and the rename is synced. Equal jobs write
 //! identical bytes to `model.safetensors`: its content does not depend on the time, a name or an id.
 

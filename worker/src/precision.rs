@@ -3,7 +3,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Number of consecutive skipped steps from which on float16 is unsuitable: the scale has then been divided by 32 without effect.
+/// Number of consecutive skipped steps that shows that float16 is unsuitable. The scale has then been divided by 32 without
+/// effect.
 const TOO_MANY_IN_A_ROW: u64 = 5;
 /// Maximum number of skipped steps among the last [`WINDOW`] steps: one in a hundred.
 const MAX_IN_WINDOW: usize = (WINDOW / 100) as usize;

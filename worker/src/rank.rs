@@ -322,7 +322,7 @@ fn start_watchdog(
         reporter.log(why);
         state.abort(why);
         std::thread::sleep(LEAVE_WITHIN);
-        // The process is still running: a thread waits for the GPU and cannot be interrupted.
+        // The process is still running, because a thread waits for the GPU and cannot be interrupted.
         report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
         leave(EXIT_FAILED, LEAVE_WITHIN);
@@ -355,7 +355,7 @@ struct RankState {
     checkpointed_step: AtomicU64,
     /// Whether the last record has been written.
     has_written_last_record: AtomicBool,
-    /// Whether training has ended without an error: the rank has finished, paused, or stopped with all other ranks.
+    /// Whether training has ended without an error, because the rank has finished, paused, or stopped with all other ranks.
     has_ended: AtomicBool,
     comm: OnceLock<Arc<dyn ProcessGroup>>,
     store: OnceLock<Arc<Store>>,

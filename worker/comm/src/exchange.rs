@@ -45,7 +45,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. The error of a
-    /// store names `operation`; the error of a group names the group's own operation.
+    /// store names `operation`, and the error of a group names the group's own operation.
     ///
     /// # Errors
     /// A rank does not arrive in time, or its connection is lost.

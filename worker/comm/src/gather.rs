@@ -26,14 +26,14 @@ const LONG: usize = 64 << 20;
 pub struct AllGatherResult {
     /// `CPU` or `GPU`.
     pub device: String,
-    /// The gathered values; rank `r` contributes the value `r`.
+    /// The gathered values. Rank `r` contributes the value `r`.
     pub values: Vec<f32>,
     /// Mean time of an all-reduce of 1 KiB, in microseconds. On GPUs, the all-reduces run one after the other in a CUDA
     /// graph, as in training.
     pub short_us: f64,
     /// Throughput of an all-reduce of 256 MiB (CPU ranks: 16 MiB), in bytes per second.
     pub bytes_per_second: f64,
-    /// Why the ranks cannot share GPU memory; absent if they can.
+    /// Why the ranks cannot share GPU memory. Absent if they can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub no_peer_memory: Option<String>,
 }

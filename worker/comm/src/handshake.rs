@@ -71,8 +71,7 @@ impl HandshakeTerms<'_> {
     /// Runs the handshake as the listener, and returns the caller's rank. Afterwards the stream has no time-outs.
     ///
     /// # Errors
-    /// `PermissionDenied` if the caller has another secret or purpose; `InvalidData` if the caller uses another
-    /// protocol.
+    /// `PermissionDenied` if the caller has another secret or purpose. `InvalidData` if the caller uses another protocol.
     pub fn answer(&self, stream: &mut TcpStream) -> io::Result<u32> {
         set_options(stream)?;
         let mut hello = [0; MAGIC.len() + NONCE_BYTES + 4];

@@ -69,7 +69,7 @@ pub trait ProcessGroup: Send + Sync {
     /// the same on every rank and in every run.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] if the values are bytes; also the errors of [every call](ProcessGroup).
+    /// [`CommError::Invalid`] if the values are bytes, and the errors of [every call](ProcessGroup).
     fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError>;
     /// Collective: `input` has one part for each rank, in rank order. `output` receives the sum of all ranks'
     /// parts for this rank. The result has the same bits in every run. [`ProcessGroup::all_reduce`] may add in another

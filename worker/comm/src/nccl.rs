@@ -117,8 +117,8 @@ impl Nccl {
 
     /// Ends the work in progress in this group, from any thread. Other groups continue. Waiting calls return
     /// [`CommError::Aborted`], collectives that run on the GPU end, and work behind them on their streams continues.
-    /// The results of these collectives are undefined, also on ranks that have not aborted: those ranks use incomplete
-    /// data as if this rank had sent it.
+    /// The results of these collectives are undefined, also on ranks that have not aborted. Those ranks use incomplete data as if
+    /// this rank had sent it.
     pub fn abort(&self, reason: &str) {
         self.comm.abort(reason);
     }
@@ -196,7 +196,7 @@ impl Drop for Nccl {
         let (done, is_done) = mpsc::channel();
         let context = self.context.clone();
         let end = move || {
-            // Moves the whole `Comm` into the closure: the pointer in it is not `Send`.
+            // Moves the whole `Comm` into the closure, because the pointer in it is not `Send`.
             let Comm(comm) = { comm };
             if context.bind_to_thread().is_ok() {
                 // SAFETY: `comm` was taken above, so no other thread has it.

@@ -18,7 +18,7 @@ use lockstep_host::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Maximum number of ranks; kernels are compiled for at most this many.
+/// Maximum number of ranks, for which kernels are compiled.
 pub const MAX_PEERS: usize = 8;
 /// CUDA's allocation granularity. A smaller allocation could share a block with other allocations, and an IPC handle
 /// opens whole blocks.
@@ -31,9 +31,9 @@ const ALIGNMENT: usize = 256;
 pub struct Peers {
     pub rank: u32,
     pub world: u32,
-    /// By rank: the address at which this rank's GPU accesses that rank's data (`data_bytes` bytes).
+    /// The addresses at which this rank's GPU accesses each rank's data (`data_bytes` bytes), by rank.
     pub data: [u64; MAX_PEERS],
-    /// By rank: the address at which this rank's GPU accesses that rank's flags (`flag_bytes` bytes).
+    /// The addresses at which this rank's GPU accesses each rank's flags (`flag_bytes` bytes), by rank.
     pub flags: [u64; MAX_PEERS],
     /// This rank's buffer.
     own_buffer: CUdeviceptr,
@@ -206,7 +206,7 @@ fn parse_descriptors(messages: &[Vec<u8>]) -> Result<Vec<IpcDescriptor>, String>
         .collect()
 }
 
-/// Identifies the machine or container: containers of one machine do not share IPC handles.
+/// Identifies the machine or container, because containers of one machine do not share IPC handles.
 fn host() -> String {
     format!("{} {}", boot_id(), hostname())
 }

@@ -76,7 +76,7 @@ impl Folder {
 }
 
 /// The time of the last change of a file's content, times or owner, in nanoseconds since 1970. The modification time
-/// is not sufficient: `rsync -t` and `cp -p` write new content and then set an old modification time.
+/// is not sufficient, because `rsync -t` and `cp -p` write new content and then set an old modification time.
 pub fn modified_ns(found: &Metadata) -> i64 {
     newest((found.mtime(), found.mtime_nsec()), (found.ctime(), found.ctime_nsec()))
 }
@@ -95,7 +95,7 @@ pub fn open(path: &Path) -> Result<(File, u64), String> {
     if stat(path)? == FileKind::Folder {
         return Err("is a folder, not a file".into());
     }
-    // The path may have become a pipe since the check: with these flags opening it does not block.
+    // The path may have become a pipe since the check. With these flags, opening it does not block.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(cannot_be_read)?;
     check_opened(file)

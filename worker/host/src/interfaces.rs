@@ -43,7 +43,7 @@ pub fn interface_of_variable(
 /// link are left out.
 ///
 /// # Errors
-/// No such interface has an address; the sentence names the interfaces that have one.
+/// No such interface has an address. The sentence names the interfaces that have one.
 pub fn first_address(
     all: &[(String, IpAddr)],
     is_meant: impl Fn(&str) -> bool,

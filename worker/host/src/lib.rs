@@ -104,7 +104,7 @@ pub fn boot_id() -> String {
 }
 
 /// Identifies a network stack: the boot id and the network namespace of this process. Processes with the same id
-/// reach each other over loopback; each container normally has its own id. `None` if the system does not report it.
+/// reach each other over loopback. Each container normally has its own id. `None` if the system does not report it.
 pub fn network_id() -> Option<String> {
     let namespace = fs::read_link("/proc/self/ns/net").ok()?;
     Some(format!("{} {}", boot_id(), namespace.display()))

@@ -25,7 +25,8 @@ pub(super) struct Address {
     request: Request,
     /// CA certificates trusted in addition to the system's.
     ca_file: Option<PathBuf>,
-    /// If the server is on this machine: the accounts that listened at its address when it first accepted this agent.
+    /// The accounts that listened at the server's address when the server first accepted this agent. Not set if the server is on
+    /// another machine.
     owners: OnceLock<Vec<u32>>,
     /// The client certificate of this agent.
     identity: Option<IdentityFiles>,

@@ -342,7 +342,7 @@ impl Agent {
             let is_reported = self.attempts.is_empty() && leaving.is_announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
             let patience = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
-            // With attempts left, the agent connects again: a server that could not store a report closes the connection.
+            // If attempts are left, the agent connects again, because a server that could not store a report closes the connection.
             let is_cut_off = !is_connected && self.attempts.is_empty();
             if is_uploaded || is_cut_off || since.elapsed() > patience {
                 return ControlFlow::Break(());

@@ -35,7 +35,7 @@ struct Stream {
     tail: Tail,
     /// The server has stored the records below this number.
     acknowledged: u64,
-    /// For each unacknowledged report: the number after its last record, and its size in bytes.
+    /// The unacknowledged reports, oldest first. Each entry has the number after the report's last record, and its size in bytes.
     in_flight: VecDeque<(u64, u64)>,
     /// When the last report was sent.
     last_sent: Option<Instant>,

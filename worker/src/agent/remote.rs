@@ -69,7 +69,7 @@ impl AttemptClient<'_> {
     }
 
     async fn send(&self, request: RequestBuilder) -> Result<Response> {
-        // Checked before each request: another account of this machine may have taken the port, and must not get the
+        // Checked before each request, because another account of this machine may have taken the port, and must not get the
         // token.
         self.remote.address.check_listeners().map_err(RequestError::Later)?;
         let response = match tokio::time::timeout(RESPONSE_TIMEOUT, request.send()).await {

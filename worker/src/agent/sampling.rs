@@ -23,7 +23,7 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
         let mut nvml = None;
         for index in 0u32.. {
             if !gpus.is_empty() && nvml.is_none() && index % NVML_RETRY_SAMPLES == 0 {
-                // Without NVML there are no metrics of GPUs from the agent; ranks report some as well.
+                // If NVML is missing, the agent has no metrics of GPUs. Ranks report some as well.
                 nvml = Reader::open().ok();
             }
             let gpu_samples = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();

@@ -28,7 +28,7 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let shape = &source.shape;
             let split_size = if validation { shape.validation_samples } else { shape.train_samples };
             // Positions after the last picture are dropped from a page of augmented pictures, unless the first position
-            // is invalid too: the request then fails.
+            // is invalid too. The request then fails.
             if !epochs.is_empty() && places.first().is_some_and(|first| *first < split_size) {
                 places.retain(|place| *place < split_size);
             }

@@ -10,7 +10,7 @@ use std::{
 };
 
 /// Interval between two checks of the agent's lease. A rank ends when two successive checks find that the lease has
-/// expired: after a suspension of the machine, the agent may still extend the lease between the two checks.
+/// expired, because after a suspension of the machine the agent may still extend the lease between the two checks.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
 /// Handles signals and the lease:

@@ -96,7 +96,7 @@ impl Tail {
         while read_bytes < POLL_BYTES {
             let mut found = record_at(file, self.offset).map_err(io)?;
             if let RecordAt::Damage(_) = found {
-                // If the bytes change, they are not damaged: the writer was truncating an incomplete record.
+                // If the bytes change, they are not damaged, because the writer was truncating an incomplete record.
                 std::thread::sleep(DAMAGE_CONFIRMATION_DELAY);
                 let again = record_at(file, self.offset).map_err(io)?;
                 if again != found {

@@ -71,8 +71,8 @@ impl RankEnd {
         self.exit == Some(Exit::Signal(6)) && self.has_run_out_of_memory
     }
 
-    /// How well this rank's end explains the end of the attempt: the lowest number is the best explanation. From 4 on,
-    /// another rank's end probably explains it better. `None` if the end explains nothing.
+    /// How well this rank's end explains the end of the attempt. The lowest number is the best explanation. If the number is 4 or
+    /// more, another rank's end probably explains it better. `None` if the end explains nothing.
     fn precedence(&self) -> Option<u32> {
         if self.is_success() {
             return None;

@@ -49,7 +49,7 @@ impl Stop {
 /// What happens to ranks whose supervisor is dropped before they have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Orphans {
-    /// The ranks continue to run; the next supervisor adopts them.
+    /// The ranks continue to run, and the next supervisor adopts them.
     Stay,
     /// The ranks get SIGTERM.
     Terminate,

@@ -144,7 +144,7 @@ impl RankProcess {
     }
 
     /// The ids and states of the rank's remaining processes: the process itself, and all of its group if the group is
-    /// separate. States are those of proc_pid_stat(5); `D` means blocked in the kernel.
+    /// separate. States are those of proc_pid_stat(5), such as `D` for blocked in the kernel.
     pub fn remaining_processes(&self) -> Vec<(i32, char)> {
         let Identity { pid: rank_pid, start_time, .. } = self.identity;
         // The id of a process group is not reused while the group has members. So if the process id has been reused, no
@@ -181,7 +181,7 @@ impl RankProcess {
         stat(self.identity.pid).is_some_and(|s| s.start_time == self.identity.start_time && !s.has_ended())
     }
 
-    /// Sends a signal and ignores errors: the process may just have ended, which the next poll shows.
+    /// Sends a signal, and ignores errors, because the process may just have ended, which the next poll shows.
     fn send(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.identity.pid) else { return };
         if fault::point("rank.signal").is_ok() {

@@ -92,7 +92,7 @@ impl<N: RecordSink> Rank<N> {
         if self.end.exit.is_none()
             && let Some(exit) = self.process.poll()
         {
-            // An error is ignored here: the next call of `read` returns it.
+            // An error is ignored here, because the next call of `read` returns it.
             let _ = self.read();
             self.end.exit = Some(exit);
             self.end.last_stderr_line = self.stderr_lines().pop();

@@ -73,7 +73,7 @@ pub(super) fn choose_precision(training: &Training<'_>) -> Result<Precision, Tra
 }
 
 /// Sets the engine's initial state: new weights, pretrained weights, or a checkpoint. If the network is split
-/// among ranks, each rank gets its part; otherwise all ranks get the same weights.
+/// among ranks, each rank gets its part. Otherwise, all ranks get the same weights.
 pub(super) fn initialize(
     training: &Training<'_>,
     plan: &RunPlan,
@@ -231,7 +231,7 @@ fn resume(
     {
         state.step
     } else {
-        // The batch size has changed: continue at the step with the same position in the data.
+        // The batch size has changed, so the run continues at the step with the same position in the data.
         let in_epoch = state.data_position.samples_in_epoch / plan.global_batch_size;
         u64::from(state.data_position.epoch) * plan.steps_per_epoch + in_epoch.min(plan.steps_per_epoch - 1)
     };

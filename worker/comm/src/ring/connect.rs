@@ -179,7 +179,7 @@ impl PendingRing<'_> {
         let next = address(&self.addresses[next_rank as usize]);
         let terms = HandshakeTerms { secret: &self.identity.secret, purpose: &purpose };
         let previous_rank = (rank + size - 1) % size;
-        // Calls and accepts concurrently: otherwise every rank would wait for the next rank's response.
+        // Calls and accepts concurrently, because otherwise every rank would wait for the next rank's response.
         let (called, accepted) = std::thread::scope(|scope| {
             let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
             let called = TcpStream::connect_timeout(&next, self.connect_timeout)

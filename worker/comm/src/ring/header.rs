@@ -7,7 +7,8 @@ use crate::{
 
 /// The bytes `lock` as a number. A machine with the other byte order reads another number.
 const MAGIC: u32 = 0x6c6f_636b;
-/// Four bytes each: magic, operation, unused, data type. Eight bytes each: number of the call, length.
+/// Size of a header: four bytes each for magic, operation, unused and data type, and eight bytes each for the number of the call
+/// and the length.
 pub(super) const HEADER_BYTES: usize = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -38,9 +38,9 @@ pub(super) struct Mesh {
     /// The purpose of the connections, see [`HandshakeTerms`].
     purpose: String,
     timeout: Duration,
-    /// By rank: the address at which the rank listens.
+    /// The addresses at which the ranks listen, by rank.
     addresses: Vec<SocketAddr>,
-    /// By rank: the connection over which this rank sends messages to that rank.
+    /// The connections over which this rank sends messages, by the rank that receives them.
     outgoing: Vec<Mutex<Option<Connection>>>,
     /// The connections that other ranks have made, by rank.
     incoming: Mutex<BTreeMap<u32, Arc<Mutex<Connection>>>>,
@@ -181,8 +181,8 @@ impl Mesh {
     fn accept(&self, listener: &TcpListener) {
         while !self.end.has_ended() {
             match listener.accept() {
-                // Connections are accepted one at a time: an unknown peer that sends nothing delays the others by at
-                // most the handshake's time limit.
+                // Connections are accepted one at a time. An unknown peer that sends nothing delays the others by at most the
+                // handshake's time limit.
                 Ok((stream, _)) => {
                     let _ = self.admit(stream);
                 }

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-/// Time limit for connecting: shorter than the time-out of a call, because live ranks connect soon.
+/// Time limit for connecting. It is shorter than the time-out of a call, because live ranks connect soon.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum length of a reason sent to other ranks, in bytes.
 const MAX_REASON_BYTES: usize = 1000;
@@ -43,8 +43,8 @@ impl Ring {
             .map_err(|error| failed(error.to_string()))
             .and_then(|listeners| self.join(&requests, color, split_index, listeners))
             .and_then(build);
-        // The split succeeds on all ranks or on none: otherwise a rank would wait in its new group for a rank that could not
-        // join.
+        // The split succeeds on all ranks or on none, because otherwise a rank would wait in its new group for a rank that could
+        // not join.
         let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let reason: String = reason.chars().take(MAX_REASON_BYTES / 4).collect();
         let reasons = self.all_gather_bytes(reason.as_bytes())?;

@@ -49,7 +49,7 @@ pub struct Link {
 /// All GPUs of this machine, in the order of `nvidia-smi`.
 ///
 /// # Errors
-/// A sentence that says why the GPUs cannot be listed. Without a driver the list is empty; this is no error.
+/// A sentence that says why the GPUs cannot be listed. If there is no driver, the list is empty.
 pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     if let Some(nvml) = libraries.get(Library::Nvml) {
         let listed = Nvml::builder().lib_path(nvml.path.as_os_str()).init().and_then(|nvml| list(&nvml));
@@ -138,7 +138,7 @@ pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     let visible = variable(VISIBLE);
     let have_same_name = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
     if !have_same_name && variable(DEVICE_ORDER).as_deref() != Some("PCI_BUS_ID") {
-        // Fastest first: only CUDA knows how it ranks GPUs.
+        // CUDA puts the fastest GPU first, and only CUDA knows how it ranks GPUs.
         let order = list_by_driver()?;
         return Ok(order
             .iter()
@@ -164,7 +164,7 @@ fn restrict(gpus: Vec<Gpu>, visible: Option<&str>) -> Result<Vec<Gpu>, String> {
 /// list, all `gpus`.
 ///
 /// # Errors
-/// An entry names no GPU, or several; the sentence names the existing GPUs.
+/// An entry names no GPU, or several. The sentence names the existing GPUs.
 pub fn select(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<Gpu>, String> {
     let Some(list) = list else { return Ok(gpus.to_vec()) };
     let entries: Vec<_> = list.split(',').map(str::trim).collect();
@@ -212,7 +212,7 @@ fn find_by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
 #[derive(Debug, Clone)]
 pub struct Usable {
     pub gpus: Vec<Gpu>,
-    /// If there are GPUs that ranks cannot use: the reason and what to do.
+    /// Why there are GPUs that ranks cannot use, and what to do. `None` if there are none of them.
     pub why_no_gpus: Option<String>,
 }
 

@@ -199,7 +199,7 @@ impl Libraries {
         let mut path: Vec<PathBuf> = Vec::new();
         let links = self.links();
         if !links.is_empty() {
-            // A folder for each set of libraries: processes with different sets may run at the same time.
+            // Each set of libraries has its own folder, because processes with different sets may run at the same time.
             let mut hash = Sha256::new();
             links.iter().for_each(|(_, target)| hash.update(target.as_os_str().as_encoded_bytes()));
             let dir = &dir.join(hex::encode(&hash.finalize()[..4]));

@@ -47,7 +47,7 @@ impl Reader {
     }
 
     /// # Errors
-    /// NVML's error: the GPU is unknown or does not respond.
+    /// The GPU is unknown or does not respond.
     pub fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
         let device = self.0.device_by_uuid(uuid)?;
         let optional = |value: Result<f32, NvmlError>| match value {

@@ -40,7 +40,7 @@ pub(in crate::agent) struct Copies {
     limit_bytes: u64,
     /// Held while a copy is added or removed.
     changes: Mutex<()>,
-    /// By folder of the copy: the lock of the job that pulls the copy.
+    /// The locks of the jobs that pull copies, by the folder of the copy.
     copy_locks: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
     /// Locked while this agent runs.
     _lock: File,

@@ -148,7 +148,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
     fs::create_dir_all(&part).map_err(on_disk(&part))?;
     let synced = Synced::of(entry);
     if synced.boot_id != lockstep_host::boot_id() {
-        // The machine has restarted: a file that was not synced may have the right size and wrong content.
+        // The machine has restarted, so a file that was not synced may have the right size and wrong content.
         for (line, found) in (1..).zip(entries(entry)?) {
             if let DatasetEntry::File(path, ..) = found.map_err(on_disk(entry.dir()))?
                 && line > synced.lines

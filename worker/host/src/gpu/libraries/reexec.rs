@@ -64,7 +64,7 @@ pub fn reexec_if_needed(needed: &[Library]) {
     if let Some(name) = arguments.next() {
         use std::os::unix::process::CommandExt;
         command.arg0(name).args(arguments).envs(variables).envs(queues).env(REEXECUTED, "1");
-        // `exec` returns only if it fails; `check_loadable` then names the missing library.
+        // `exec` returns only if it fails. `check_loadable` then names the missing library.
         let error = command.exec();
         tracing::warn!(%error, "the program could not be executed again with the environment of a rank");
     }

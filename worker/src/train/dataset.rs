@@ -121,7 +121,10 @@ pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
     let before = count - newly_broken.len();
     for file in newly_broken.iter().take(MAX_NAMED_FILES.saturating_sub(before)) {
         let file = one_line(file);
-        training.observer.log(&format!("{file}; it is left out. Restore it before the job is paused or restarted: a job can only continue with the pictures with which it began"));
+        training.observer.log(&format!(
+            "{file}; it is left out. Restore it before the job is paused or restarted: a job can only continue with the pictures \
+             with which it began"
+        ));
     }
     // Further pictures are only counted, with a line each time the count has doubled.
     if count > MAX_NAMED_FILES && count.ilog2() != before.max(1).ilog2() {

@@ -191,8 +191,8 @@ impl Run<'_> {
                     }
                 }
                 CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
-                    "checkpoint {epoch}-{step} was dropped: an earlier checkpoint is still being written to {}. Training continues, and the newest complete \
-                     checkpoint is kept",
+                    "checkpoint {epoch}-{step} was dropped: an earlier checkpoint is still being written to {}. Training \
+                     continues, and the newest complete checkpoint is kept",
                     training.checkpoints.display()
                 )),
                 CheckpointEvent::Failed { epoch, step, reason, is_retry } => {
@@ -231,9 +231,10 @@ fn slow_checkpoint_warning(took: Duration, within: Duration) -> Option<String> {
     // Only half of the time counts, because the step comes first, and the disk may be slower then.
     (took > within / 2).then(|| {
         format!(
-            "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their agent is \
-             stopped) have {} s for their step and its checkpoint: it may not be done in time, and the job then continues from the previous checkpoint. Give \
-             ranks more time (Slurm's KillWait, or --killed-after of the agent), or write checkpoints more often (checkpoint.every_steps)",
+            "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their \
+             agent is stopped) have {} s for their step and its checkpoint: it may not be done in time, and the job then continues \
+             from the previous checkpoint. Give ranks more time (Slurm's KillWait, or --killed-after of the agent), or write \
+             checkpoints more often (checkpoint.every_steps)",
             took.as_secs_f64(),
             within.as_secs()
         )

@@ -342,8 +342,8 @@ fn describe_validation_change(training: &Training<'_>, data: &DataSource, state:
     let previous = before
         .map_or("none".into(), |before| format!("{} (fingerprint {})", before.pictures, before.fingerprint));
     let differ = format!(
-        "this run is validated with other pictures than the checkpoint: {} (fingerprint {}), previously {previous}. Do not compare accuracies \
-         before and after this step",
+        "this run is validated with other pictures than the checkpoint: {} (fingerprint {}), previously {previous}. Do not compare \
+         accuracies before and after this step",
         now.pictures, now.fingerprint
     );
     std::iter::once(differ).chain(describe_trained_validation(training, data, &state.divisions)).collect()
@@ -359,7 +359,8 @@ fn describe_trained_validation(
     let count = data.count_trained_on(&foreign_divisions(divisions, &training.spec.data));
     (count > 0).then(|| {
         format!(
-            "{count} of the {} were training pictures of the run that the weights are from: their accuracy does not show how well the model handles new pictures",
+            "{count} of the {} were training pictures of the run that the weights are from: their accuracy does not show how well \
+             the model handles new pictures",
             plural(data.shape.validation_samples, "validation picture")
         )
     })

@@ -109,7 +109,7 @@ impl Api {
             .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
         let tls = match url.scheme() {
             "https" => tls::client_config(ca_file),
-            _ => tls::without_roots(),
+            _ => tls::client_config_without_roots(),
         };
         let tls = tls.map_err(usage_error)?;
         let token = token.map(|token| bearer_header(&token)).transpose()?;

@@ -2,7 +2,7 @@
 
 use super::{confirm::ask_new_password, output, usage_error};
 use lockstep_server::tls::ca::{Authority, DAYS, Kind, MAX_DAYS, Record};
-use lockstep_worker::tls::{pack, password_of};
+use lockstep_worker::tls::{self, create_pkcs12};
 use std::{
     fs::{self, File},
     io::{IsTerminal, Write},
@@ -97,7 +97,10 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             let issued = issued.map_err(usage_error)?;
             let files = match password {
                 Some(password) => {
-                    vec![(0o600, pack(&stem, &issued.chain, &issued.key, &password).map_err(usage_error)?)]
+                    vec![(
+                        0o600,
+                        create_pkcs12(&stem, &issued.chain, &issued.key, &password).map_err(usage_error)?,
+                    )]
                 }
                 None => vec![(0o644, issued.chain.into_bytes()), (0o600, issued.key.into_bytes())],
             };
@@ -126,7 +129,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 /// Reads the password for a PKCS#12 file.
 fn read_password(file: Option<&Path>) -> anyhow::Result<String> {
     if let Some(path) = file {
-        return password_of(path).map_err(usage_error);
+        return tls::read_password(path).map_err(usage_error);
     }
     if !std::io::stdin().is_terminal() {
         return Err(usage_error(

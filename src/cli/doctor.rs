@@ -16,7 +16,7 @@ use lockstep_host::{
 };
 use lockstep_server::tls::{ca, examine as examine_certificate, expires_soon};
 use lockstep_worker::{
-    doctor::{Finding, Gathered, Grade, examine, gather},
+    doctor::{AllGatherResult, Finding, Grade, examine, gather},
     local_group::{self, Member},
 };
 use serde::Serialize;
@@ -67,7 +67,7 @@ const ALL_GATHER_TIMEOUT: Duration = Duration::from_secs(120);
 #[derive(Serialize)]
 struct Report {
     findings: Vec<Finding>,
-    all_gather: Option<Gathered>,
+    all_gather: Option<AllGatherResult>,
 }
 
 /// Checks the machine, runs the all-gather, and prints findings with advice.
@@ -157,7 +157,7 @@ fn grade_label(grade: Grade) -> &'static str {
 }
 
 /// Starts ranks that run the all-gather. Adds findings if they fail.
-fn check_all_gather(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
+fn check_all_gather(args: &Args, findings: &mut Vec<Finding>) -> Option<AllGatherResult> {
     // The findings already say why ranks cannot use GPUs.
     let mut gpus = devices::usable(None).map(|usable| usable.gpus).unwrap_or_default();
     let ranks = args.ranks.unwrap_or(gpus.len().max(2) as u32);
@@ -214,7 +214,7 @@ fn check_certificates(args: &Args) -> Vec<Finding> {
 }
 
 /// Starts the ranks of the all-gather and returns rank 0's result.
-fn run_all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
+fn run_all_gather(world_size: u32, gpus: &[Gpu]) -> Result<AllGatherResult, String> {
     let devices: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
     let members = local_group::members(world_size, &devices).map_err(|e| e.to_string())?;
     let printed = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;

@@ -310,7 +310,7 @@ fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             ((shape.image_size, side), shape.channels, shape.classes.len())
         }
     };
-    planning::network(&spec.model, sides, channels, classes).map_err(usage_error)
+    planning::build_network(&spec.model, sides, channels, classes).map_err(usage_error)
 }
 
 /// Reads measurements from a file: the output of `--json`, or only its key `machine`.
@@ -338,7 +338,7 @@ fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) 
     };
     let first_gpu = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
     let device = registry::device_of(first_gpu.as_ref(), requested);
-    let sample = planning::sample(spec, network, device, (cores() / ranks).max(1) as usize);
+    let sample = planning::sample_to_measure(spec, network, device, (cores() / ranks).max(1) as usize);
     if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
         return Ok(stored);
     }

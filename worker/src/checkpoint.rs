@@ -1,5 +1,5 @@
 //! Checkpoints. Each is a folder `<epoch>-<step>` in the job's `checkpoints`, which appears atomically.
-//! All files are written to `.tmp-<epoch>-<step>.<writer>` and synced (fsync); the last file is `MANIFEST.json` with
+//! All files are written to `.tmp-<epoch>-<step>.<writer>` and synced (fsync). The last file is `MANIFEST.json` with
 //! sizes and checksums. Then the folder is renamed to its final name, and the rename is synced. Equal jobs write
 //! identical bytes to `model.safetensors`: its content does not depend on the time, a name or an id.
 
@@ -22,7 +22,7 @@ pub use manifest::{Files, Manifest, ManifestFile, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
 pub(crate) use parts::read_selected;
 pub use parts::{files_of, folder_metadata, model_files, read_files};
-pub use read::{Loaded, infos, load, load_average, verified_info};
+pub use read::{LoadedCheckpoint, infos, load, load_average, verified_info};
 pub use state::{
     Best, DataPosition, OptimizerNote, RandomState, Snapshot, State, StopProgress, unverified_state,
 };

@@ -4,7 +4,7 @@ mod facts;
 mod gpus;
 mod link;
 
-pub use crate::links::Gathered;
+pub use crate::links::AllGatherResult;
 pub use facts::Facts;
 pub use link::{LinkMeasurement, listen, probe};
 
@@ -64,7 +64,7 @@ fn finding(what: &str, grade: Grade, found: String, advice: &str) -> Finding {
     Finding { what: what.into(), grade, found, advice }
 }
 
-/// Runs all checks. `dir` is the folder for data. `quick`: skips checks that allocate GPU memory, because ranks may
+/// Runs all checks. `dir` is the folder for data. If `quick`, checks that allocate GPU memory are skipped, because ranks may
 /// need all of it.
 pub fn examine(dir: &Path, quick: bool) -> Vec<Finding> {
     let mut findings = vec![cpu(), simd(), memory(), disk(dir), shared_memory(), open_files(), loopback()];
@@ -90,12 +90,11 @@ fn simd() -> Finding {
         .split_whitespace()
         .collect();
     let has = |flag| flags.contains(&flag);
-    let arm = cfg!(target_arch = "aarch64");
     if has("avx512f") {
         finding("SIMD", Grade::Ok, "AVX-512".into(), "")
     } else if has("avx2") && has("fma") {
         finding("SIMD", Grade::Ok, "AVX2 with FMA".into(), "")
-    } else if arm {
+    } else if cfg!(target_arch = "aarch64") {
         finding("SIMD", Grade::Ok, "NEON".into(), "")
     } else {
         let advice = "The CPU engine will be slow. In a virtual machine, pass the host's CPU model through.";
@@ -120,8 +119,7 @@ fn gib(bytes: u64) -> String {
 
 fn disk(dir: &Path) -> Finding {
     let shown = dir.display();
-    let writable = tempfile::tempfile_in(dir);
-    if let Err(error) = writable {
+    if let Err(error) = tempfile::tempfile_in(dir) {
         let advice = "Choose another folder (--data-dir, --out), or make this folder writable.";
         return finding("disk", Grade::Problem, format!("{shown} cannot be written: {error}"), advice);
     }
@@ -186,9 +184,9 @@ fn loopback() -> Finding {
 ///
 /// # Errors
 /// A rank does not arrive or does not respond.
-pub fn gather(member: &Member) -> Result<Gathered, String> {
+pub fn gather(member: &Member) -> Result<AllGatherResult, String> {
     if member.gpu.is_some() {
-        libraries::ready(&[Library::Driver, Library::Nccl])?;
+        libraries::check_loadable(&[Library::Driver, Library::Nccl])?;
     }
     let JoinedGroup { comm, store } = member.meet(CONNECT_TIMEOUT).map_err(|e| e.to_string())?;
     let ordinal = member.gpu.as_ref().map(|gpu| gpu.ordinal);

@@ -50,8 +50,8 @@ impl Fence {
     }
 }
 
-/// The ranks' side: whether the deadline has passed. An unreadable file does not end ranks: a removed folder does not mean
-/// that the job was started elsewhere.
+/// The ranks' side: whether the deadline has passed. An unreadable file does not end ranks, because a removed folder does not
+/// mean that the job was started elsewhere.
 pub(crate) fn has_passed(path: &Path) -> bool {
     let deadline = fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok());
     deadline.is_some_and(|deadline: u64| uptime() > deadline)

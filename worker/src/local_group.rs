@@ -34,9 +34,9 @@ pub struct Member {
     pub addr: String,
     pub port: u16,
     pub secret: String,
-    /// `None`: the rank computes on CPU cores.
+    /// `None` if the rank computes on CPU cores.
     pub gpu: Option<RankGpu>,
-    /// The network interface for NCCL. `None`: NCCL chooses.
+    /// The network interface for NCCL. `None` if NCCL chooses it.
     pub interface: Option<String>,
 }
 
@@ -79,7 +79,7 @@ impl Member {
     }
 }
 
-/// The members of a group, on the first `world_size` of `devices` (UUIDs of a
+/// The members of a new group. They run on the first `world_size` of `devices` (UUIDs of a
 /// [`Slot`](lockstep_protocol::agent::Slot)), or on CPU cores if `devices` is empty.
 ///
 /// # Errors
@@ -124,13 +124,13 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
         ranks.poll();
         for (end, (_, stderr)) in ranks.ends().zip(&outputs) {
             if let Some(exit) = end.exit.filter(|exit| *exit != Exit::Status(0)) {
-                let stderr = String::from_utf8_lossy(&content(stderr)).trim().to_owned();
+                let stderr = String::from_utf8_lossy(&read_written(stderr)).trim().to_owned();
                 let why = if stderr.is_empty() { exit.to_string() } else { stderr };
                 return Err(format!("rank {}: {why}", end.rank));
             }
         }
     }
-    Ok(outputs.first().map_or_else(Vec::new, |(stdout, _)| content(stdout)))
+    Ok(outputs.first().map_or_else(Vec::new, |(stdout, _)| read_written(stdout)))
 }
 
 /// Starts a member. Also returns its standard output and its standard error, which are files in memory.
@@ -154,8 +154,8 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, (F
     Ok((process, (stdout, stderr)))
 }
 
-/// What has been written to a file, as far as it can be read.
-fn content(mut file: &File) -> Vec<u8> {
+/// Reads what has been written to a file, as far as that is possible.
+fn read_written(mut file: &File) -> Vec<u8> {
     let mut bytes = Vec::new();
     let _ = file.rewind().and_then(|()| file.read_to_end(&mut bytes));
     bytes

@@ -17,15 +17,15 @@ use lockstep_protocol::{
 };
 use sha2::{Digest, Sha256};
 
-/// Maximum number of pictures in a measured step: on CPU cores, and on a device with its own memory. Larger steps
-/// hardly change the speed.
+/// Maximum number of pictures in a measured step, on CPU cores and on a device with its own memory. Larger steps hardly change
+/// the speed.
 const MAX_PICTURES: [u32; 2] = [8, 256];
 
-/// The network of a job for pictures of `side` pixels. The evaluation side determines the stem.
+/// Builds the network of a job for pictures of `side` pixels. The side of evaluated pictures determines the stem.
 ///
 /// # Errors
 /// The pictures are too small for the network.
-pub fn network(
+pub fn build_network(
     model: &ModelSpec,
     (evaluation_side, side): (usize, usize),
     channels: usize,
@@ -36,7 +36,7 @@ pub fn network(
 }
 
 /// The sample to measure for a job with `network`.
-pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: usize) -> Sample {
+pub fn sample_to_measure(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: usize) -> Sample {
     let max_pictures = MAX_PICTURES[usize::from(!device.backend.needs().host_memory)];
     Sample {
         model: ModelSpec {
@@ -67,14 +67,12 @@ pub fn measure(
 ) -> Result<Machine, EngineError> {
     let needs = device.backend.needs();
     let ranks = group.size() as usize;
-    let link = match ranks {
-        1 => None,
-        _ => {
-            let ordinal = (!needs.host_memory).then_some(device.ordinal);
-            let found = links::measure(group, store, ordinal)?;
-            Some(Link::of_all_reduce(ranks, found.short_us, found.bytes_per_second))
-        }
-    };
+    let mut link = None;
+    if ranks > 1 {
+        let ordinal = (!needs.host_memory).then_some(device.ordinal);
+        let found = links::measure(group, store, ordinal)?;
+        link = Some(Link::of_all_reduce(ranks, found.short_us, found.bytes_per_second));
+    }
     let memory_bytes = name_and_memory(device, local_ranks).1;
     let (name, rates) = lockstep_engine::measure(sample, device, memory_bytes)?;
     // When the process of the first rank ends, the connections of the others may break.
@@ -119,7 +117,7 @@ pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Opti
     (sample.heads.len()..=WIDE.len()).find_map(read_with)
 }
 
-/// Stores figures. Without a cache directory they are measured again each time.
+/// Stores measured figures. If there is no cache directory, they are measured again each time.
 pub fn store_figures(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32) {
     if let (Some(name), Ok(json)) = (figures_name(sample, device, ranks), serde_json::to_vec_pretty(machine))
     {
@@ -160,8 +158,8 @@ impl Planned {
             state: slots(spec.train.optimizer).len() as u64 + u64::from(spec.train.ema_decay > 0.0),
             sync_batch_norm: parallel.sync_batch_norm,
         };
-        let check_plan_runs = |plan: &Plan| {
-            can_run(&with_plan(spec, plan, machine), machine)?;
+        let check_plan = |plan: &Plan| {
+            check_runs(&with_plan(spec, plan, machine), machine)?;
             if spec.loss.class_weights.is_some() && plan.mesh.model > 1 {
                 return Err("loss.class_weights needs all classes on each rank".into());
             }
@@ -170,24 +168,22 @@ impl Planned {
             }
             registry::named(&machine.backend).map_or(Ok(()), |backend| backend.check_plan(network, plan))
         };
-        // Some settings make results depend on how pictures are distributed over ranks. Only data parallelism is used
-        // then.
+        // If settings make results depend on how pictures are distributed over ranks, only data parallelism is used.
         let allows_hybrid = parallel.gradients_mean && (parallel.sync_batch_norm || spec.model.freeze_norm);
-        let may_run = |plan: &Plan| (allows_hybrid || plan.is_data()) && check_plan_runs(plan).is_ok();
+        let may_run = |plan: &Plan| (allows_hybrid || plan.is_data()) && check_plan(plan).is_ok();
         let unconstrained = ParallelSpec::default();
         let pinned = if parallel.is_auto() { parallel } else { &unconstrained };
         let considered = search(network, ranks, (machine, &work), pinned, may_run);
-        let chosen = match parallel.is_auto() {
-            true => considered.first().cloned().ok_or_else(|| {
-                let why = check_plan_runs(&Plan::data(parallel.ranks)).err();
+        let chosen = if parallel.is_auto() {
+            considered.first().cloned().ok_or_else(|| {
+                let why = check_plan(&Plan::data(parallel.ranks)).err();
                 let why = why.unwrap_or_else(|| "leave out parallel.model, height, pipeline or shard".into());
                 format!("no plan for {ranks} ranks can be run: {why}")
-            })?,
-            false => {
-                let plan = Plan::of(parallel);
-                let cost = cost(network, &plan, machine, &work)?;
-                Candidate { plan, cost }
-            }
+            })?
+        } else {
+            let plan = Plan::of(parallel);
+            let cost = cost(network, &plan, machine, &work)?;
+            Candidate { plan, cost }
         };
         let why = explain(&chosen, &considered, parallel, machine);
         let limited_by = name_limit(&chosen, &considered, parallel, machine);
@@ -200,7 +196,7 @@ impl Planned {
     }
 
     /// Why the memory of a rank of `machine` does not suffice for the plan. `None` if the memory suffices.
-    pub fn lacks_memory(&self, machine: &Machine) -> Option<String> {
+    pub fn memory_shortage(&self, machine: &Machine) -> Option<String> {
         (!self.chosen.fits(machine)).then(|| {
             format!(
                 "no plan fits: {} needs {} per rank, which has {}. Use more ranks, smaller pictures, or split the batch \
@@ -285,8 +281,8 @@ fn with_plan(spec: &JobSpec, plan: &Plan, machine: &Machine) -> JobSpec {
     resolved
 }
 
-/// Checks whether the ranks of a machine can run a job; the error tells why not.
-fn can_run(spec: &JobSpec, machine: &Machine) -> Result<(), String> {
+/// Checks that the ranks of a machine can run a job. The error says why they cannot.
+fn check_runs(spec: &JobSpec, machine: &Machine) -> Result<(), String> {
     let document = serde_json::to_value(spec).map_err(|e| e.to_string())?;
     from_json(&document).map_err(|mistakes| {
         let first = mistakes.first();
@@ -401,7 +397,7 @@ mod tests {
         spec.model.arch = Arch::ResNet20;
         spec.train.batch_size = Some(8);
         spec.parallel = ParallelSpec { ranks: 4, mode: "auto".into(), ..ParallelSpec::default() };
-        let network = network(&spec.model, (32, 32), 3, 10).unwrap();
+        let network = build_network(&spec.model, (32, 32), 3, 10).unwrap();
         (spec, network)
     }
 
@@ -422,7 +418,7 @@ mod tests {
     #[test]
     fn gpus_are_offered_only_plans_that_they_support() {
         let (spec, network) = job();
-        let rows_of_two = super::network(&spec.model, (8, 8), 3, 10).unwrap();
+        let rows_of_two = super::build_network(&spec.model, (8, 8), 3, 10).unwrap();
         for (network, meshes) in [(&network, 8), (&rows_of_two, 7)] {
             let planned = Planned::of(&spec, network, &machine("cuda")).unwrap();
             assert_eq!(planned.considered.len(), meshes, "{:?}", planned.considered);
@@ -457,6 +453,6 @@ mod tests {
         assert!(refused.contains("leave out parallel.model"), "{refused}");
         let small = Machine { memory_bytes: 1 << 20, ..machine("cpu") };
         let planned = Planned::of(&job().0, &network, &small).unwrap();
-        assert!(planned.lacks_memory(&small).is_some_and(|why| why.starts_with("no plan fits")));
+        assert!(planned.memory_shortage(&small).is_some_and(|why| why.starts_with("no plan fits")));
     }
 }

@@ -3,7 +3,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The lowest number of consecutive skipped steps that is too high: the scale has then been divided by 32 without effect.
+/// Number of consecutive skipped steps that shows that float16 is unsuitable. The scale has then been divided by 32 without
+/// effect.
 const TOO_MANY_IN_A_ROW: u64 = 5;
 /// Maximum number of skipped steps among the last [`WINDOW`] steps: one in a hundred.
 const MAX_IN_WINDOW: usize = (WINDOW / 100) as usize;
@@ -21,21 +22,21 @@ pub struct SkippedSteps {
 
 impl SkippedSteps {
     /// Records whether `step` was skipped. `step` must be later than all previous steps.
-    pub fn note(&mut self, step: u64, skipped: bool) {
-        if skipped {
+    pub fn record(&mut self, step: u64, is_skipped: bool) {
+        if is_skipped {
             self.total += 1;
             self.recent.push(step);
         }
         self.recent.retain(|old| old + WINDOW > step);
     }
 
-    /// A description of the skipped steps, if there were too many recently and float16 is therefore unsuitable.
+    /// Describes the recent skipped steps. `None` unless they are so many that float16 is unsuitable.
     pub fn describe_if_persistent(&self) -> Option<String> {
-        let in_a_row = match *self.recent.as_slice() {
+        let are_consecutive = match *self.recent.as_slice() {
             [.., first, _, _, _, last] => last.checked_sub(first) == Some(TOO_MANY_IN_A_ROW - 1),
             _ => false,
         };
-        if in_a_row {
+        if are_consecutive {
             return Some(format!("{TOO_MANY_IN_A_ROW} steps in a row"));
         }
         let count = self.recent.len();
@@ -50,7 +51,7 @@ mod tests {
     /// The state after `steps` steps, of which `skipped` were skipped.
     fn after(steps: u64, skipped: &[u64]) -> SkippedSteps {
         let mut all = SkippedSteps::default();
-        (1..=steps).for_each(|step| all.note(step, skipped.contains(&step)));
+        (1..=steps).for_each(|step| all.record(step, skipped.contains(&step)));
         all
     }
 

@@ -19,7 +19,7 @@ use crate::{
 };
 use error::RankError;
 use lockstep_comm::{
-    ProcessGroup, SingleRank, first_to_differ,
+    ProcessGroup, SingleRank, first_differing_rank,
     rendezvous::{RendezvousConfig, Store},
     ring::Ring,
     shm::ShmProcessGroup,
@@ -52,9 +52,9 @@ pub const EXIT_PAUSED: i32 = 4;
 
 /// Time limit for all ranks to join the rendezvous.
 const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(30);
-/// Added to the time after which other ranks consider a silent rank dead, so that the agent, which knows more, is the
-/// first to report the silence.
-const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
+/// Added to the time after which ranks consider a silent rank dead, so that the agent, which knows more, reports the silence
+/// first.
+const COMM_TIMEOUT_MARGIN: Duration = Duration::from_secs(15);
 /// Time from the end of the wait (for the step or the lease) to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
 /// Time limit for exit handlers and the system in an orderly exit, such as freeing a GPU's memory.
@@ -62,9 +62,9 @@ const EXIT_WITHIN: Duration = Duration::from_secs(20);
 /// The same limit for a rank that has reported its failure. CUDA's exit handler would wait for a GPU that waits for
 /// lost ranks. So the process is killed, and the driver frees the GPU's memory.
 const FAIL_WITHIN: Duration = Duration::from_millis(200);
-/// The watchdog reports a stall this much earlier than the agent (or a tenth of the limit, if that is less), because
-/// the watchdog knows which ranks are behind.
-const BEFORE_THE_AGENT: Duration = Duration::from_secs(3);
+/// The time by which the watchdog reports a stall earlier than the agent (or a tenth of the limit, if that is less), because the
+/// watchdog knows which ranks are behind.
+const WATCHDOG_MARGIN: Duration = Duration::from_secs(3);
 
 /// Runs the rank configured in the file at `config_path`, and exits with its status.
 pub fn run(config_path: &Path) -> ! {
@@ -105,7 +105,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     });
     let asked_to_stop = state.stop.load(Ordering::Relaxed);
     if result.is_ok() {
-        state.ended.store(true, Ordering::Relaxed);
+        state.has_ended.store(true, Ordering::Relaxed);
     }
     let status = match result {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
@@ -134,7 +134,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
 
 fn report_failure(config: &RankConfig, state: &RankState, reporter: &Reporter, error: &RankError) {
     let rank = config.rank;
-    if state.last_record_written.swap(true, Ordering::Relaxed) {
+    if state.has_written_last_record.swap(true, Ordering::Relaxed) {
         return;
     }
     let step = state.progress.load(Ordering::Relaxed);
@@ -167,7 +167,7 @@ fn run_attempt(
     device.backend.preflight(start.world_size).map_err(TrainError::Impossible)?;
     // The device warms up while the ranks meet and the dataset is opened.
     device.backend.warm_up(device.ordinal, start.world_size, Some(start.spec.train.precision));
-    let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
+    let stall_timeout = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
     let mut store = None;
     let comm: Arc<dyn ProcessGroup> = if start.world_size == 1 {
         Arc::new(SingleRank)
@@ -185,7 +185,7 @@ fn run_attempt(
             joined.listen_at(ip);
         }
         log_listen_address(config, reporter);
-        let ring = Ring::connect(&joined, stall + AFTER_THE_AGENT)?;
+        let ring = Ring::connect(&joined, stall_timeout + COMM_TIMEOUT_MARGIN)?;
         check_backends(&joined, device.backend.name())?;
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
         let comm: Arc<dyn ProcessGroup> =
@@ -199,9 +199,10 @@ fn run_attempt(
         comm
     };
     let _ = state.comm.set(comm.clone());
-    let watchdog = match needs.watchdog {
-        true => Some(watch(config, state, reporter, store.clone(), stall)?),
-        false => None,
+    let watchdog = if needs.watchdog {
+        Some(start_watchdog(config, state, reporter, store.clone(), stall_timeout)?)
+    } else {
+        None
     };
     let _metrics = machine_metrics::start(config, reporter, &state.progress);
     let checkpoints = config.checkpoints_dir();
@@ -247,12 +248,12 @@ fn outside_address(address: &str) -> Option<IpAddr> {
 
 /// Collective: fails if ranks have different backends, which would not call the same collectives.
 fn check_backends(store: &Store, own_backend: &str) -> Result<(), RankError> {
-    let names = store.exchange("backend", own_backend.as_bytes())?;
-    first_to_differ(&names).map_or(Ok(()), |rank| {
+    let names = store.all_gather("backend", own_backend.as_bytes())?;
+    first_differing_rank(&names).map_or(Ok(()), |rank| {
         let [first, other] = [0, rank].map(|rank| String::from_utf8_lossy(&names[rank]));
         Err(RankError::Train(TrainError::Impossible(format!(
-            "rank {rank} computes with {other} and rank 0 with {first}: all ranks of a job need the same kind of device. Set parallel.device, and leave \
-             out machines without this device (lockstep doctor shows a machine's devices)"
+            "rank {rank} computes with {other} and rank 0 with {first}: all ranks of a job need the same kind of device. Set \
+             parallel.device, and leave out machines without this device (lockstep doctor shows a machine's devices)"
         ))))
     })
 }
@@ -307,21 +308,21 @@ fn unencrypted_warning(on_cores: bool) -> &'static str {
 }
 
 /// Starts the watchdog, which ends this rank when steps no longer complete, even while a thread waits for the GPU.
-fn watch(
+fn start_watchdog(
     config: &RankConfig,
     state: &Arc<RankState>,
     reporter: &Arc<Reporter>,
     store: Option<Arc<Store>>,
-    stall: Duration,
+    stall_timeout: Duration,
 ) -> std::io::Result<Arc<Watchdog>> {
     let (config, state, reporter) = (config.clone(), state.clone(), reporter.clone());
     // The agent notices the silence but not its reason, so the agent's limit is longer.
-    let limit = stall - (stall / 10).min(BEFORE_THE_AGENT);
+    let limit = stall_timeout - (stall_timeout / 10).min(WATCHDOG_MARGIN);
     Watchdog::start(store, limit, move |why| {
         reporter.log(why);
         state.abort(why);
         std::thread::sleep(LEAVE_WITHIN);
-        // The process is still running: a thread waits for the GPU and cannot be interrupted.
+        // The process is still running, because a thread waits for the GPU and cannot be interrupted.
         report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
         leave(EXIT_FAILED, LEAVE_WITHIN);
@@ -343,7 +344,7 @@ pub fn end_by_force_within(within: Duration) {
     let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
 }
 
-/// State shared by the training thread and the threads for signals and the watchdog.
+/// State that the training thread and the threads for signals and the watchdog share.
 #[derive(Default)]
 struct RankState {
     /// Whether the rank was asked to stop.
@@ -353,9 +354,9 @@ struct RankState {
     /// The step of the newest checkpoint known to this rank.
     checkpointed_step: AtomicU64,
     /// Whether the last record has been written.
-    last_record_written: AtomicBool,
-    /// Whether training has ended without an error: the rank has finished, paused, or stopped with all other ranks.
-    ended: AtomicBool,
+    has_written_last_record: AtomicBool,
+    /// Whether training has ended without an error, because the rank has finished, paused, or stopped with all other ranks.
+    has_ended: AtomicBool,
     comm: OnceLock<Arc<dyn ProcessGroup>>,
     store: OnceLock<Arc<Store>>,
 }
@@ -373,16 +374,18 @@ impl RankState {
     fn describe_lost_steps(&self, rank: u32) -> Option<String> {
         let (step, checkpointed_step) =
             (self.progress.load(Ordering::Relaxed), self.checkpointed_step.load(Ordering::Relaxed));
-        // During training, only rank 0 knows about checkpoints.
-        match (step > checkpointed_step, rank, checkpointed_step) {
-            (false, ..) => None,
-            (true, 0, 0) => Some(format!("There is no checkpoint yet: steps 1 to {step} are lost")),
-            (true, 0, _) => Some(format!(
+        if step <= checkpointed_step {
+            return None;
+        }
+        Some(match (rank, checkpointed_step) {
+            (0, 0) => format!("There is no checkpoint yet: steps 1 to {step} are lost"),
+            (0, _) => format!(
                 "The newest checkpoint is of step {checkpointed_step}: steps {} to {step} are lost",
                 checkpointed_step + 1
-            )),
-            (true, ..) => Some(format!("This rank has seen no checkpoint of step {step}")),
-        }
+            ),
+            // During training, only rank 0 knows about checkpoints.
+            _ => format!("This rank has seen no checkpoint of step {step}"),
+        })
     }
 }
 

@@ -1,5 +1,5 @@
-//! A rank's reports to its agent: a file of records. One process appends; other processes read, from any record on.
-//! The file is the spool: whichever process dies, nothing is lost or reported twice.
+//! A rank's reports to its agent: a file of records. One process appends records, and other processes read from any record on.
+//! Because the reports are in a file, nothing is lost or reported twice, whichever process dies.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an
 //! [`AttemptEvent`] as MessagePack with named fields. The log lines are also in a text file next to it.
@@ -28,7 +28,7 @@ pub use tail::{Tail, TailError};
 /// How long a point or a line may wait before it is written, so that several are written together. A live chart is
 /// still updated 50 times per second, and a fast job does not write a record per point.
 const FLUSH_AFTER: Duration = Duration::from_millis(20);
-/// Number of pending points and lines at which they are written at once.
+/// Number of pending points and lines from which on they are written at once.
 const FLUSH_AT: usize = 4096;
 /// Maximum length of a log line in bytes, as documented for `LogLine`.
 const MAX_LINE_BYTES: usize = 4096;
@@ -152,13 +152,13 @@ struct State {
     rank: u32,
     records: Records,
     log: File,
-    log_pending: Vec<u8>,
+    pending_log: Vec<u8>,
     columns: Vec<MetricColumn>,
     lines: Vec<LogLine>,
-    lines_so_far: u64,
-    /// When the oldest entry of `columns` and `lines` was added.
-    since: Option<Instant>,
-    closed: bool,
+    line_count: u64,
+    /// When the oldest entry of `columns` and `lines` was added. `None` if both are empty.
+    pending_since: Option<Instant>,
+    is_closed: bool,
 }
 
 impl Reporter {
@@ -178,12 +178,12 @@ impl Reporter {
             rank,
             records,
             log,
-            log_pending: Vec::new(),
+            pending_log: Vec::new(),
             columns: Vec::new(),
             lines: Vec::new(),
-            lines_so_far: 0,
-            since: None,
-            closed: false,
+            line_count: 0,
+            pending_since: None,
+            is_closed: false,
         };
         let shared = Arc::new(Shared { state: Mutex::new(state), wake: Condvar::new() });
         let flusher = std::thread::Builder::new().name("report".into()).spawn({
@@ -202,11 +202,11 @@ impl Reporter {
     }
 
     fn flush_or_wake(&self, mut state: MutexGuard<'_, State>) {
-        let waiting = state.lines.len() + state.columns.iter().map(|c| c.steps.len()).sum::<usize>();
-        if waiting >= FLUSH_AT {
+        let pending = state.lines.len() + state.columns.iter().map(|c| c.steps.len()).sum::<usize>();
+        if pending >= FLUSH_AT {
             log_error(state.flush());
-        } else if state.since.is_none() && waiting > 0 {
-            state.since = Some(Instant::now());
+        } else if state.pending_since.is_none() && pending > 0 {
+            state.pending_since = Some(Instant::now());
             self.shared.wake.notify_one();
         }
     }
@@ -234,10 +234,10 @@ impl Observer for Reporter {
         let mut state = lock(&self.shared.state);
         for line in text.lines() {
             let line = &line[..line.floor_char_boundary(MAX_LINE_BYTES)];
-            state.log_pending.extend_from_slice(line.as_bytes());
-            state.log_pending.push(b'\n');
-            state.lines_so_far += 1;
-            let number = state.lines_so_far;
+            state.pending_log.extend_from_slice(line.as_bytes());
+            state.pending_log.push(b'\n');
+            state.line_count += 1;
+            let number = state.line_count;
             state.lines.push(LogLine { number, at: Timestamp::now(), text: line.into() });
         }
         self.flush_or_wake(state);
@@ -256,7 +256,7 @@ impl Drop for Reporter {
         let Some(flusher) = self.flusher.take() else { return };
         {
             let mut state = lock(&self.shared.state);
-            state.closed = true;
+            state.is_closed = true;
             self.shared.wake.notify_one();
             log_error(state.flush().and_then(|()| state.records.sync()));
         }
@@ -266,12 +266,12 @@ impl Drop for Reporter {
 
 impl State {
     fn flush(&mut self) -> io::Result<()> {
-        self.since = None;
+        self.pending_since = None;
         let rank = self.rank;
         // The text is written first, so that the log file is never behind the page.
-        let logged = match self.log.write(&self.log_pending) {
+        let logged = match self.log.write(&self.pending_log) {
             Ok(written) => {
-                self.log_pending.drain(..written);
+                self.pending_log.drain(..written);
                 Ok(())
             }
             Err(error) => Err(error),
@@ -298,8 +298,8 @@ fn log_error(result: io::Result<()>) {
 
 fn flush_in_time(shared: &Shared) {
     let mut state = lock(&shared.state);
-    while !state.closed {
-        let wait = match state.since {
+    while !state.is_closed {
+        let wait = match state.pending_since {
             None => Duration::from_secs(3600),
             Some(since) => FLUSH_AFTER.saturating_sub(since.elapsed()),
         };
@@ -322,14 +322,15 @@ pub struct LossLines {
 }
 
 impl LossLines {
-    /// The rule of a job. 0: at most 10 lines per second, and the last step of each epoch. n: every n-th step.
+    /// The rule of a job: every `every_steps`-th step or, if `every_steps` is 0, at most 10 lines per second and the last step of
+    /// each epoch.
     pub fn new(every_steps: u64) -> Self {
         Self { every_steps, last: None }
     }
 
-    /// The line of a step, if it gets one. `step` counts from the beginning of the run.
-    pub fn line(&mut self, epoch: u32, step: u64, steps_per_epoch: u64, loss: f32) -> Option<String> {
-        let due = match self.every_steps {
+    /// The line of a step. `None` if the step gets no line. `step` counts from the beginning of the run.
+    pub fn line_if_due(&mut self, epoch: u32, step: u64, steps_per_epoch: u64, loss: f32) -> Option<String> {
+        let is_due = match self.every_steps {
             0 => {
                 let now = Instant::now();
                 let is_pause_over = self.last.is_none_or(|last| now - last >= Duration::from_millis(100));
@@ -340,7 +341,7 @@ impl LossLines {
             }
             n => step.is_multiple_of(n),
         };
-        due.then(|| format!("epoch: {epoch} step: {step}, loss is {loss}"))
+        is_due.then(|| format!("epoch: {epoch} step: {step}, loss is {loss}"))
     }
 }
 

@@ -39,9 +39,8 @@ pub trait Policy {
     /// Interval between two polls of the processes.
     const POLL_EVERY: Duration;
 
-    /// Waits for the next order; never completes if there are none. Cancel safe: the future may be dropped and
-    /// requested again.
-    fn order(&mut self) -> impl Future<Output = Self::Order> + Send;
+    /// Waits for the next order. Never completes if there are none. Cancel safe: the future may be dropped and requested again.
+    fn next_order(&mut self) -> impl Future<Output = Self::Order> + Send;
 
     /// Carries out an order.
     fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Records>);
@@ -66,7 +65,7 @@ pub trait Policy {
 pub async fn supervise<P: Policy>(policy: &mut P, ranks: &mut RankGroup<P::Records>) -> Result<(), P::Error> {
     loop {
         tokio::select! {
-            order = policy.order() => policy.obey(order, ranks),
+            order = policy.next_order() => policy.obey(order, ranks),
             () = tokio::time::sleep(P::POLL_EVERY) => {}
         }
         ranks.poll();

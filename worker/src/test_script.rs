@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// Writes a shell script that is started next. Another process writes the file: if this process had it open for
+/// Writes a shell script that is started next. Another process writes the file. If this process had it open for
 /// writing, a process forked by another test could inherit the open file, and the script could not be executed
 /// (ETXTBSY).
 pub(crate) fn write_script(path: &Path, body: &str) {

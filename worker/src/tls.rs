@@ -2,7 +2,7 @@
 
 mod identity;
 
-pub use identity::{IdentityFiles, pack, password_of};
+pub use identity::{IdentityFiles, create_pkcs12, read_password};
 
 use rustls::{
     AlertDescription, CertificateError, ClientConfig, Error as TlsError, InvalidMessage, RootCertStore,
@@ -62,11 +62,11 @@ pub fn client_config_with_identity(
     config(roots, identity)
 }
 
-/// A configuration for a client that uses plain HTTP: trusts no CA certificate, and reads no file.
+/// A configuration for a client that uses plain HTTP. It trusts no CA certificate, and no file is read.
 ///
 /// # Errors
 /// Never, unless the cryptographic library supports no version of TLS.
-pub fn without_roots() -> Result<Arc<ClientConfig>, String> {
+pub fn client_config_without_roots() -> Result<Arc<ClientConfig>, String> {
     config(RootCertStore::empty(), None)
 }
 
@@ -92,7 +92,7 @@ fn config(roots: RootCertStore, identity: Option<&IdentityFiles>) -> Result<Arc<
 
 /// Why TLS with the server `server` failed. `None` if the error has another cause.
 pub fn in_words(error: &(dyn Error + 'static), server: &str) -> Option<String> {
-    let why = match find(error)? {
+    let why = match find_tls_error(error)? {
         TlsError::InvalidCertificate(problem) => certificate_in_words(problem),
         TlsError::InvalidMessage(InvalidMessage::InvalidContentType) => {
             "it speaks plain HTTP on this port; write http:// instead of https:// in the address".into()
@@ -175,7 +175,7 @@ fn strip_name_type(presented: &str) -> String {
 
 /// Finds the TLS error among the causes of an error. `source()` of an I/O error skips the error that it contains, so
 /// `get_ref` is used.
-fn find<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a TlsError> {
+fn find_tls_error<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a TlsError> {
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(found) = error.downcast_ref::<TlsError>() {

@@ -37,7 +37,7 @@ impl Backend for Toy {
         "toy"
     }
 
-    /// The devices that are selected: every machine has all of them.
+    /// The devices that are selected. Every machine has all of them.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
         let named = selection.list.into_iter().flat_map(|list| list.split(','));
         let slot = |(index, name): (u32, &str)| Slot {

@@ -63,9 +63,9 @@ pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
     pub dataset: &'a Path,
-    /// The folders in which the file named by `model.pretrained` may be. `None`: any folder.
+    /// The folders in which the file named by `model.pretrained` may be. `None` if it may be in any folder.
     pub weights_in: Option<&'a AllowedFolders>,
-    /// How changes of the dataset's files are detected: by an agent before ranks start, or by the ranks.
+    /// How the ranks detect changes of the dataset's files. Folders suffice if an agent has examined the files before.
     pub changes: ChangeDetection,
     /// The folder for checkpoints: the job's `checkpoints`.
     pub checkpoints: &'a Path,
@@ -129,8 +129,7 @@ type BuildEngine<'a> = dyn Fn(&Training<'_>, &RunPlan, u32) -> Result<Box<dyn En
 /// Trains one rank from the beginning (or from a checkpoint) to the end.
 ///
 /// # Errors
-/// The first error that ends the run. [`TrainError::is_secondary`] tells whether it was caused by the end of another
-/// rank.
+/// The first error that ends the run. [`TrainError::is_secondary`] tells whether the end of another rank caused it.
 pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     train_with(training, &plan::build_engine)
 }
@@ -143,12 +142,12 @@ fn train_with<'a>(
     let mut throughput = ThroughputMeter::new(*observer, training.rank, training.device.to_string());
     throughput.report("starting");
     let mut data = dataset::open(training)?;
-    let network = plan::network(spec, &data.shape)?;
+    let network = plan::build_network(spec, &data.shape)?;
     let largest_side = data.shape.training_sizes.last().map_or(network.image_size, |(_, side)| *side);
     let auto::Choice { spec, planned } = auto::choose(training, &network.resized(largest_side))?;
     let training = &Training { spec: &spec, ..training.clone() };
     training.log(planned.iter().map(Planned::in_words));
-    let precision = start::precision(training)?;
+    let precision = start::choose_precision(training)?;
     let plan = RunPlan::new(training, &data.shape, network, precision)?;
     let mut engine = build_engine(training, &plan, 0)?;
     data.set_format(engine.take_data(&data)?);
@@ -161,7 +160,7 @@ fn train_with<'a>(
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.checkpointed_step.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
-        watchdog.continues_from(beginning.step);
+        watchdog.set_base_step(beginning.step);
     }
     if training.is_first() {
         crate::checkpoint::remove_leftovers(training.checkpoints)?;
@@ -174,7 +173,7 @@ fn train_with<'a>(
     };
     let mut run = Run {
         training,
-        layers: Layers::describe(
+        layers: Layers::prepare(
             training,
             &plan.network.resized(data.shape.image_size),
             planned.as_ref(),
@@ -182,10 +181,10 @@ fn train_with<'a>(
         ),
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
         metadata: saving::model_metadata(&spec, &data.shape),
-        lines: LossLines::new(spec.log.every_steps),
+        loss_lines: LossLines::new(spec.log.every_steps),
         votes: Votes::of_steps(training.group.size(), beginning.step),
         is_evaluation_missing: beginning.is_evaluation_missing,
-        began_after: beginning.step,
+        start_step: beginning.step,
         step: beginning.step,
         last_average_step: beginning.step,
         best: beginning.best,
@@ -203,11 +202,11 @@ fn train_with<'a>(
         build_engine,
         writer,
         parts,
-        slow_warned: false,
+        has_warned_of_slow_writes: false,
         unwritten: None,
         throughput,
     };
-    let outcome = run.epochs();
+    let outcome = run.run_epochs();
     if outcome.is_ok() {
         run.data.close_decoder();
     }
@@ -239,17 +238,17 @@ struct Run<'a> {
     /// Writes sharded checkpoints.
     parts: Option<Parts>,
     /// Whether the log already warns that a checkpoint may take longer than ranks have at their end.
-    slow_warned: bool,
-    /// The step of the checkpoint that could not be written last, and the number of failed attempts.
+    has_warned_of_slow_writes: bool,
+    /// The step of the last checkpoint that could not be written, and the number of failed attempts.
     unwritten: Option<(u64, u64)>,
     metadata: BTreeMap<String, String>,
-    lines: LossLines,
+    loss_lines: LossLines,
     throughput: ThroughputMeter<'a>,
     votes: Votes,
     /// Whether the run continues from a checkpoint of a step that was not evaluated.
     is_evaluation_missing: bool,
     /// The step after which the run began.
-    began_after: u64,
+    start_step: u64,
     /// Number of optimizer steps started.
     step: u64,
     /// The newest step after which the average of the weights is up to date.
@@ -274,7 +273,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn epochs(&mut self) -> Result<Outcome, TrainError> {
+    fn run_epochs(&mut self) -> Result<Outcome, TrainError> {
         let total = self.plan.total_steps;
         if self.training.is_first() {
             self.training.observer.event(&AttemptEvent::Running {
@@ -287,13 +286,13 @@ impl Run<'_> {
         // The previous run was stopped when an evaluation was due. The evaluation is done now.
         let is_evaluation_overdue = self.is_evaluation_missing
             && self.data.shape.validation_samples > 0
-            && self.plan.evaluation_after_epoch(self.step);
+            && self.plan.has_evaluation_after_epoch(self.step);
         if is_evaluation_overdue || self.step >= total {
             if !self.evaluate()? {
                 return self.stop();
             }
             let ends_here = self.early_stop_reason().is_some() || self.is_at_pause();
-            if is_evaluation_overdue && (ends_here || self.plan.checkpoint_after_epoch(self.step)) {
+            if is_evaluation_overdue && (ends_here || self.plan.has_checkpoint_after_epoch(self.step)) {
                 self.save()?;
             }
         }
@@ -317,7 +316,7 @@ impl Run<'_> {
                     if !continues {
                         return self.stop();
                     }
-                    if self.step < end && self.plan.checkpoint_after_step(self.step) {
+                    if self.step < end && self.plan.has_checkpoint_after_step(self.step) {
                         self.save()?;
                     } else {
                         self.compare_if_due()?;
@@ -333,10 +332,10 @@ impl Run<'_> {
                     self.set_training_size(epoch as u32)?;
                 }
             }
-            if self.plan.evaluation_after_epoch(self.step) && !self.evaluate()? {
+            if self.plan.has_evaluation_after_epoch(self.step) && !self.evaluate()? {
                 return self.stop();
             }
-            if self.plan.checkpoint_after_epoch(self.step) || self.early_stop_reason().is_some() {
+            if self.plan.has_checkpoint_after_epoch(self.step) || self.early_stop_reason().is_some() {
                 self.save()?;
             }
         }

@@ -1,6 +1,6 @@
 //! Results of `lockstep doctor --hosts`: machines and pairs of machines.
 
-use lockstep_worker::doctor::{Facts, Finding, Gathered, Grade, LinkMeasurement};
+use lockstep_worker::doctor::{AllGatherResult, Facts, Finding, Grade, LinkMeasurement};
 use serde::{Serialize, Serializer};
 
 /// A machine and the findings about it.
@@ -31,7 +31,7 @@ pub(super) struct Pair {
     pub(super) clock_within_ms: Option<f64>,
     /// All-reduces over NCCL between the first GPUs of the two machines, if both have GPUs.
     #[serde(serialize_with = "optional_value_or_error")]
-    pub(super) nccl: Option<Result<Gathered, String>>,
+    pub(super) nccl: Option<Result<AllGatherResult, String>>,
     pub(super) findings: Vec<Finding>,
 }
 

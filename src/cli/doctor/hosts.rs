@@ -14,7 +14,7 @@ use super::{
     remote::{NoGreeting, Remote},
 };
 use lockstep_protocol::numbers::plural;
-use lockstep_worker::doctor::{Finding, Gathered, Grade, LinkMeasurement};
+use lockstep_worker::doctor::{AllGatherResult, Finding, Grade, LinkMeasurement};
 use serde::Serialize;
 use std::{
     net::SocketAddr,
@@ -176,7 +176,7 @@ fn run_all_reduces(
     (a, remote_a): (&str, &mut Remote),
     (b, remote_b): (&str, &mut Remote),
     (addr, port): (String, u16),
-) -> Result<Gathered, String> {
+) -> Result<AllGatherResult, String> {
     remote_a.send(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
     // After an error, rank 0 still waits for rank 1. Rank 0's late response would be taken for the response to the next order, so its
     // connection is closed.

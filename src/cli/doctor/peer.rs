@@ -7,7 +7,7 @@ use lockstep_host::{
     nccl_variable, own_program,
 };
 use lockstep_worker::{
-    doctor::{Facts, Gathered, LinkMeasurement, listen, probe},
+    doctor::{AllGatherResult, Facts, LinkMeasurement, listen, probe},
     local_group::{self, Member},
 };
 use serde::{Deserialize, Serialize};
@@ -62,7 +62,7 @@ pub(super) struct Greeting {
 pub(super) enum PeerMessage {
     Hello(Greeting),
     Link(Result<LinkMeasurement, String>),
-    Met(Result<Option<Gathered>, String>),
+    Met(Result<Option<AllGatherResult>, String>),
     /// The reason why the machine cannot take orders.
     Failed(String),
 }
@@ -133,7 +133,7 @@ fn run_all_reduces(
     rank: u32,
     addr: String,
     port: u16,
-) -> Result<Option<Gathered>, String> {
+) -> Result<Option<AllGatherResult>, String> {
     let first = devices::usable(None)?.gpus.into_iter().next();
     let gpu = first.map(|gpu| RankGpu { ordinal: 0, visible: vec![gpu.uuid] });
     let interface = facts.interface.clone().filter(|_| nccl_variable().is_none());

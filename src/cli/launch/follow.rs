@@ -63,7 +63,7 @@ impl Launched {
 
     /// Returns the last line of the process's log.
     fn last_line(&self) -> String {
-        let bytes = files::end_of(&self.log, TAIL_BYTES);
+        let bytes = files::read_end(&self.log, TAIL_BYTES);
         let text = String::from_utf8_lossy(&bytes);
         let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
         last.unwrap_or("it wrote nothing").to_owned()

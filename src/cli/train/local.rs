@@ -100,7 +100,7 @@ impl Policy for Command {
 
     const POLL_EVERY: Duration = POLL_INTERVAL;
 
-    async fn order(&mut self) {
+    async fn next_order(&mut self) {
         let Self { signals, hangup, .. } = self;
         let hangup_received = async {
             match hangup {
@@ -123,7 +123,7 @@ impl Policy for Command {
     fn observe(&mut self, ranks: &mut Ranks) -> Result<(), TailError> {
         for rank in &mut ranks.ranks {
             let result = rank.read();
-            self.display.update(std::mem::take(&mut rank.notes));
+            self.display.update(std::mem::take(&mut rank.sink));
             result?;
         }
         Ok(())

@@ -14,7 +14,7 @@ pub enum CommError {
     /// The machines of the ranks `peers` do not respond.
     #[error("{operation}: {detail}")]
     Unreachable { operation: &'static str, peers: Vec<u32>, detail: String },
-    /// The group had ended: by [`ProcessGroup::abort`](crate::ProcessGroup::abort), or because another call failed.
+    /// The group had ended by [`ProcessGroup::abort`](crate::ProcessGroup::abort), or because another call failed.
     #[error("{operation}: aborted: {reason}")]
     Aborted { operation: &'static str, reason: String },
     /// The ranks made calls that do not match.

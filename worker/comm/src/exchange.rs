@@ -1,4 +1,4 @@
-//! Exchange of addresses and handles among the ranks of a group before they have a faster connection.
+//! Exchange of addresses and handles among ranks before they have a faster connection.
 
 use super::{CommError, ProcessGroup, rendezvous::Store};
 use std::time::Duration;
@@ -6,8 +6,8 @@ use std::time::Duration;
 /// An all-gather of bytes, which ranks use to connect. It uses the rendezvous store or an existing group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
-    /// The attempt's rendezvous store, and the time limit for the other ranks to arrive. The limit may exceed the
-    /// rendezvous time-out, because a rank may compile kernels first. A request to stop ends the wait.
+    /// The attempt's rendezvous store, and the time limit for the other ranks to arrive. A rank may compile kernels first, so
+    /// the limit may exceed the rendezvous time-out. A request to stop ends the wait.
     Store(&'a Store, Duration),
     /// A group that is already connected.
     Group(&'a dyn ProcessGroup),
@@ -37,19 +37,19 @@ impl<'a> Exchange<'a> {
     }
 
     /// Whether this rank is asked to stop and should stop waiting for the other ranks.
-    pub(crate) fn gives_up(&self) -> bool {
+    pub(crate) fn should_stop_waiting(&self) -> bool {
         match self {
-            Self::Store(store, _) => store.gives_up(),
+            Self::Store(store, _) => store.should_stop_waiting(),
             Self::Group(_) => false,
         }
     }
 
-    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. Errors of
-    /// a store contain `operation`; errors of a group contain the group's own operation.
+    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. The error of a
+    /// store names `operation`, and the error of a group names the group's own operation.
     ///
     /// # Errors
     /// A rank does not arrive in time, or its connection is lost.
-    pub fn exchange(
+    pub fn all_gather_bytes(
         &self,
         operation: &'static str,
         name: &str,
@@ -57,7 +57,7 @@ impl<'a> Exchange<'a> {
     ) -> Result<Vec<Vec<u8>>, CommError> {
         match self {
             Self::Store(store, timeout) => store
-                .exchange_within(name, value, *timeout)
+                .all_gather_within(name, value, *timeout)
                 .map_err(|error| CommError::at_rendezvous(operation, error)),
             Self::Group(group) => group.all_gather_bytes(value),
         }

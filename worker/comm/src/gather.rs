@@ -1,5 +1,5 @@
-//! A test of the GPUs of a machine: runs an all-gather and timed all-reduces over NCCL, and checks whether the GPUs
-//! can share memory.
+//! A test of GPU ranks: runs an all-gather and timed all-reduces over NCCL, and checks whether the ranks can share GPU
+//! memory.
 #![allow(unsafe_code)] // Raw device addresses; all device memory is allocated here and outlives its use.
 
 use crate::{CommError, DataType, Exchange, nccl::Nccl, peers::Peers, rendezvous::Store};
@@ -21,28 +21,28 @@ const SHORT: usize = 256;
 /// Number of values in the long all-reduce (256 MiB). On H200s, all-reduces of 16 MiB reach three quarters of the throughput.
 const LONG: usize = 64 << 20;
 
-/// Results of a test of the connections between ranks.
+/// The results of a test of the connections between ranks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Gathered {
+pub struct AllGatherResult {
     /// `CPU` or `GPU`.
     pub device: String,
-    /// The gathered values; rank `r` contributes the value `r`.
+    /// The gathered values. Rank `r` contributes the value `r`.
     pub values: Vec<f32>,
     /// Mean time of an all-reduce of 1 KiB, in microseconds. On GPUs, the all-reduces run one after the other in a CUDA
     /// graph, as in training.
     pub short_us: f64,
     /// Throughput of an all-reduce of 256 MiB (CPU ranks: 16 MiB), in bytes per second.
     pub bytes_per_second: f64,
-    /// Why the ranks cannot share GPU memory; absent if they can.
+    /// Why the ranks cannot share GPU memory. Absent if they can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub no_peer_memory: Option<String>,
 }
 
-/// Collective: runs the test on the GPUs of all ranks that meet at `store`.
+/// Collective: runs the test on the GPUs of all ranks that meet at `store`. `ordinal` is CUDA's number for this rank's GPU.
 ///
 /// # Errors
 /// NCCL or a GPU fails, or does not finish within a minute.
-pub fn gather(store: &Store, ordinal: i32) -> Result<Gathered, CommError> {
+pub fn run(store: &Store, ordinal: i32) -> Result<AllGatherResult, CommError> {
     const OPERATION: &str = "all-gather over NCCL";
     let failed =
         |e: DriverError| CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {e}") };
@@ -97,7 +97,7 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Gathered, CommError> {
     let bytes_per_second = 4.0 * LONG as f64 / mean_secs(LONG, 5)?.max(1e-9);
     let no_peer_memory =
         Peers::connect(Exchange::Store(store, GPU_TIMEOUT), "doctor", ordinal, 4096, 256, Ok(()))?.err();
-    Ok(Gathered { device: "GPU".into(), values, short_us, bytes_per_second, no_peer_memory })
+    Ok(AllGatherResult { device: "GPU".into(), values, short_us, bytes_per_second, no_peer_memory })
 }
 
 struct Gpu {

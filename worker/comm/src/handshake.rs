@@ -1,7 +1,8 @@
-//! Mutual authentication of a new TCP connection. Both ends first prove that they know the attempt's secret, by
-//! HMAC-SHA256 over random numbers of both ends. A recorded handshake therefore cannot be replayed.
+//! Mutual authentication of a new TCP connection. Both ends prove that they know the attempt's secret, by HMAC-SHA256 over
+//! random numbers of both ends. A recorded handshake therefore cannot be replayed.
 //!
-//! Messages: caller: magic, nonce, rank | listener: nonce, proof | caller: proof | listener: one byte.
+//! The messages in order: the caller sends magic, nonce and rank; the listener nonce and proof; the caller its proof; the
+//! listener one byte.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -70,8 +71,7 @@ impl HandshakeTerms<'_> {
     /// Runs the handshake as the listener, and returns the caller's rank. Afterwards the stream has no time-outs.
     ///
     /// # Errors
-    /// `PermissionDenied` if the caller has another secret or purpose; `InvalidData` if the caller uses another
-    /// protocol.
+    /// `PermissionDenied` if the caller has another secret or purpose. `InvalidData` if the caller uses another protocol.
     pub fn answer(&self, stream: &mut TcpStream) -> io::Result<u32> {
         set_options(stream)?;
         let mut hello = [0; MAGIC.len() + NONCE_BYTES + 4];

@@ -34,8 +34,8 @@ use std::{sync::Arc, time::Duration};
 /// Maximum number of bytes that a rank may pass to [`ProcessGroup::all_gather_bytes`].
 pub const LONGEST_MESSAGE: usize = 1 << 20;
 
-/// The first rank whose value differs from rank 0's. `values` is indexed by rank.
-pub fn first_to_differ(values: &[Vec<u8>]) -> Option<usize> {
+/// The first rank whose value differs from rank 0's, if any. `values` is indexed by rank.
+pub fn first_differing_rank(values: &[Vec<u8>]) -> Option<usize> {
     values.iter().position(|value| *value != values[0])
 }
 
@@ -69,7 +69,7 @@ pub trait ProcessGroup: Send + Sync {
     /// the same on every rank and in every run.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] if the values are bytes; also the errors of [every call](ProcessGroup).
+    /// [`CommError::Invalid`] if the values are bytes, and the errors of [every call](ProcessGroup).
     fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError>;
     /// Collective: `input` has one part for each rank, in rank order. `output` receives the sum of all ranks'
     /// parts for this rank. The result has the same bits in every run. [`ProcessGroup::all_reduce`] may add in another
@@ -121,11 +121,11 @@ pub trait ProcessGroup: Send + Sync {
     /// [`CommError::Failed`] on every rank if any rank could not connect. This group remains usable.
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError>;
     /// Not collective, may be called by any thread: ends the calls in progress with [`CommError::Aborted`]. This ends
-    /// this group, its [concurrent](ProcessGroup::concurrent) group and all groups split from either, but not the
+    /// this group, its [concurrent group](ProcessGroup::concurrent_group) and all groups split from either, but not the
     /// group from which this group was split. Other ranks see that their connections to this rank close.
     fn abort(&self, reason: &str);
-    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. For
-    /// callers that wait for ranks by other means than a collective; `operation` names this wait in errors.
+    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. Callers that
+    /// wait for ranks by other means than a collective use it. `operation` names their wait in errors.
     ///
     /// # Errors
     /// A connection to a rank is lost, or the group was aborted.
@@ -135,10 +135,10 @@ pub trait ProcessGroup: Send + Sync {
     /// Not collective: the longest wait for another rank before [`CommError::TimedOut`].
     fn timeout(&self) -> Duration;
     /// Not collective: a second group of the same ranks, whose collectives run at the same time as this group's and
-    /// in their own order. For example, short statistics need not wait behind a bucket of gradients. Without a second
-    /// group (`None`), callers must order the calls of several threads themselves. Messages sent over the second group
-    /// are messages of this group. The two groups end together.
-    fn concurrent(&self) -> Option<Arc<dyn ProcessGroup>> {
+    /// in their own order. For example, short statistics need not wait behind a bucket of gradients. `None` if the
+    /// implementation has no second group; callers must then order the calls of several threads themselves. Messages sent
+    /// over the second group are messages of this group. The two groups end together.
+    fn concurrent_group(&self) -> Option<Arc<dyn ProcessGroup>> {
         None
     }
     /// Collective: allocates `bytes` of zeroed memory that all ranks share. Every rank gets the memory, or the same
@@ -162,7 +162,7 @@ pub trait ProcessGroup: Send + Sync {
         let longest = lengths.iter().copied().max().unwrap_or(0);
         if longest > LONGEST_MESSAGE as u64 {
             let rank = lengths.iter().position(|length| *length == longest).unwrap_or(0);
-            let detail = format!("rank {rank} gives {longest} bytes; at most {LONGEST_MESSAGE} are allowed");
+            let detail = format!("rank {rank} passed {longest} bytes; at most {LONGEST_MESSAGE} are allowed");
             return Err(CommError::Invalid { operation: "all_gather_bytes", detail });
         }
         let longest = longest as usize;

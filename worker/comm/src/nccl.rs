@@ -72,7 +72,7 @@ impl Nccl {
     ) -> Result<Arc<Self>, CommError> {
         const OPERATION: &str = "NCCL start";
         let failed = |detail: String| CommError::Failed { operation: OPERATION, detail };
-        libraries::ready(&[Library::Driver, Library::Nccl]).map_err(failed)?;
+        libraries::check_loadable(&[Library::Driver, Library::Nccl]).map_err(failed)?;
         let gpu = usize::try_from(ordinal).map_err(|_| failed(format!("no GPU {ordinal}")))?;
         let context = CudaContext::new(gpu).map_err(|e| failed(format!("GPU {ordinal}: {e}")))?;
         let (rank, size) = (exchange.rank(), exchange.size());
@@ -88,7 +88,7 @@ impl Nccl {
         }
         let (name, comm, calls) = (name.into(), Owner::new(Comm(comm)), Mutex::new(()));
         let this = Self { rank, size, timeout, context, name, comm, calls };
-        let connected = this.wait_while_in_progress(OPERATION, status, &|| exchange.gives_up());
+        let connected = this.wait_while_in_progress(OPERATION, status, &|| exchange.should_stop_waiting());
         connected.inspect_err(|error| this.abort(&error.to_string()))?;
         Ok(Arc::new(this))
     }
@@ -109,7 +109,7 @@ impl Nccl {
     /// Enqueued work has failed, or the group was aborted.
     pub fn async_error(&self) -> Result<(), CommError> {
         const OPERATION: &str = "NCCL";
-        match self.with(OPERATION, async_status)? {
+        match self.with_comm(OPERATION, async_status)? {
             ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => Ok(()),
             status => Err(self.failure(OPERATION, status)),
         }
@@ -117,21 +117,25 @@ impl Nccl {
 
     /// Ends the work in progress in this group, from any thread. Other groups continue. Waiting calls return
     /// [`CommError::Aborted`], collectives that run on the GPU end, and work behind them on their streams continues.
-    /// The results of these collectives are undefined, also on ranks that have not aborted: those ranks use incomplete
-    /// data as if this rank had sent it.
+    /// The results of these collectives are undefined, also on ranks that have not aborted. Those ranks use incomplete data as if
+    /// this rank had sent it.
     pub fn abort(&self, reason: &str) {
         self.comm.abort(reason);
     }
 
     /// Makes one call with the communicator. No other thread uses or frees the communicator meanwhile.
-    fn with<R>(&self, operation: &'static str, call: impl FnOnce(ncclComm_t) -> R) -> Result<R, CommError> {
+    fn with_comm<R>(
+        &self,
+        operation: &'static str,
+        call: impl FnOnce(ncclComm_t) -> R,
+    ) -> Result<R, CommError> {
         let guard = self.comm.acquire().map_err(|reason| CommError::Aborted { operation, reason })?;
         Ok(call(guard.handle.0))
     }
 
     /// The error for `status`, with NCCL's text if the communicator still exists.
     fn failure(&self, operation: &'static str, status: ncclResult_t) -> CommError {
-        self.with(operation, |comm| failure(operation, status, comm)).unwrap_or_else(|aborted| aborted)
+        self.with_comm(operation, |comm| failure(operation, status, comm)).unwrap_or_else(|aborted| aborted)
     }
 
     /// Makes a call and waits until NCCL has enqueued it.
@@ -145,16 +149,16 @@ impl Nccl {
             operation,
             detail: format!("cannot use this rank's GPU: {e}"),
         })?;
-        let status = self.with(operation, call)?;
+        let status = self.with_comm(operation, call)?;
         self.wait_while_in_progress(operation, status, &|| false)
     }
 
-    /// Waits while NCCL reports that the call is in progress.
+    /// Waits while NCCL reports that the call with this `status` is in progress, unless `should_stop` returns true.
     fn wait_while_in_progress(
         &self,
         operation: &'static str,
         mut status: ncclResult_t,
-        stopped: &dyn Fn() -> bool,
+        should_stop: &dyn Fn() -> bool,
     ) -> Result<(), CommError> {
         let began = Instant::now();
         loop {
@@ -164,7 +168,7 @@ impl Nccl {
                 status => return Err(self.failure(operation, status)),
             }
             let waited = began.elapsed();
-            if stopped() {
+            if should_stop() {
                 return Err(CommError::Aborted { operation, reason: "asked to stop".into() });
             }
             if waited > self.timeout {
@@ -179,7 +183,7 @@ impl Nccl {
                 std::thread::yield_now();
             }
             // Fails if another thread has aborted the group.
-            status = self.with(operation, async_status)?;
+            status = self.with_comm(operation, async_status)?;
         }
     }
 }
@@ -192,7 +196,7 @@ impl Drop for Nccl {
         let (done, is_done) = mpsc::channel();
         let context = self.context.clone();
         let end = move || {
-            // Moves the whole `Comm` into the closure: the pointer in it is not `Send`.
+            // Moves the whole `Comm` into the closure, because the pointer in it is not `Send`.
             let Comm(comm) = { comm };
             if context.bind_to_thread().is_ok() {
                 // SAFETY: `comm` was taken above, so no other thread has it.
@@ -235,7 +239,7 @@ fn exchange_id(
         }
         own = id.internal.iter().map(|byte| byte.cast_unsigned()).collect();
     }
-    let bytes = exchange.exchange(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
+    let bytes = exchange.all_gather_bytes(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
     if bytes.len() != id.internal.len() {
         let detail = format!("sent an NCCL id of {} bytes", bytes.len());
         return Err(CommError::Mismatch { operation, peer: 0, detail });

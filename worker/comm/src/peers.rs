@@ -18,7 +18,7 @@ use lockstep_host::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Maximum number of ranks; kernels are compiled for at most this many.
+/// Maximum number of ranks, for which kernels are compiled.
 pub const MAX_PEERS: usize = 8;
 /// CUDA's allocation granularity. A smaller allocation could share a block with other allocations, and an IPC handle
 /// opens whole blocks.
@@ -31,9 +31,9 @@ const ALIGNMENT: usize = 256;
 pub struct Peers {
     pub rank: u32,
     pub world: u32,
-    /// By rank: the address at which this rank's GPU accesses that rank's data (`data_bytes` bytes).
+    /// The addresses at which this rank's GPU accesses each rank's data (`data_bytes` bytes), by rank.
     pub data: [u64; MAX_PEERS],
-    /// By rank: the address at which this rank's GPU accesses that rank's flags (`flag_bytes` bytes).
+    /// The addresses at which this rank's GPU accesses each rank's flags (`flag_bytes` bytes), by rank.
     pub flags: [u64; MAX_PEERS],
     /// This rank's buffer.
     own_buffer: CUdeviceptr,
@@ -86,14 +86,15 @@ impl Peers {
             handle: allocated.as_ref().map_err(Clone::clone).and_then(Self::handle),
         };
         let message = serde_json::to_vec(&descriptor).unwrap_or_default();
-        let messages = exchange.exchange(OPERATION, &format!("peers/{name}"), &message)?;
+        let messages = exchange.all_gather_bytes(OPERATION, &format!("peers/{name}"), &message)?;
         let opened = match &mut allocated {
             Ok(own) => parse_descriptors(&messages).and_then(|all| own.open(&all, flags_at)),
             Err(reason) => Err(reason.clone()),
         };
         // If one rank cannot open a buffer, no rank uses them.
         let reason = opened.err().unwrap_or_default();
-        let reasons = exchange.exchange(OPERATION, &format!("peers/{name}/opened"), reason.as_bytes())?;
+        let reasons =
+            exchange.all_gather_bytes(OPERATION, &format!("peers/{name}/opened"), reason.as_bytes())?;
         Ok(match reasons.iter().position(|reason| !reason.is_empty()) {
             Some(rank) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&reasons[rank]))),
             None => allocated,
@@ -101,7 +102,7 @@ impl Peers {
     }
 
     fn allocate(rank: u32, world: u32, ordinal: i32, bytes: usize) -> Result<Self, String> {
-        libraries::ready(&[Library::Driver])?;
+        libraries::check_loadable(&[Library::Driver])?;
         let text = |e: DriverError| format!("GPU {ordinal}: {e}");
         let device = usize::try_from(ordinal).map_err(|_| format!("no GPU {ordinal}"))?;
         let context = CudaContext::new(device).map_err(text)?;
@@ -167,12 +168,12 @@ impl Peers {
             if result::device::get_uuid(device).map_err(text)?.bytes.map(|b| b as u8) != gpu {
                 continue;
             }
-            let mut can = 0;
+            let mut can_access = 0;
             // SAFETY: the driver returned both devices.
-            unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.context.cu_device(), device) }
+            unsafe { sys::cuDeviceCanAccessPeer(&mut can_access, self.context.cu_device(), device) }
                 .result()
                 .map_err(text)?;
-            return match can {
+            return match can_access {
                 0 => Err(format!("this GPU cannot access the memory of rank {rank}'s GPU")),
                 _ => Ok(()),
             };
@@ -205,7 +206,7 @@ fn parse_descriptors(messages: &[Vec<u8>]) -> Result<Vec<IpcDescriptor>, String>
         .collect()
 }
 
-/// Identifies the machine or container: containers of one machine do not share IPC handles.
+/// Identifies the machine or container, because containers of one machine do not share IPC handles.
 fn host() -> String {
     format!("{} {}", boot_id(), hostname())
 }

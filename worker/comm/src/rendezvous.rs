@@ -30,15 +30,15 @@ pub struct RendezvousConfig {
     pub secret: Vec<u8>,
     pub rank: u32,
     pub world_size: u32,
-    /// The longest wait for other ranks.
+    /// Time limit for a wait for other ranks.
     pub timeout: Duration,
     /// A request to stop, set by any thread. Waiting calls then fail, unless [`Store::leave_stops_to_votes`] was
     /// called.
     pub stop: Arc<AtomicBool>,
 }
 
-/// A port that is free now. If another program binds the port before rank 0 does, rank 0 reports it, and the next
-/// attempt gets another port.
+/// A port that is free now. If another program binds the port before rank 0 does, rank 0 fails, and the next attempt gets
+/// another port.
 ///
 /// # Errors
 /// No port is free.

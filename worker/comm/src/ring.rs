@@ -51,8 +51,8 @@ pub struct Ring {
     mesh: Arc<Mesh>,
     end: Arc<End>,
     concurrent: Option<Arc<Ring>>,
-    /// The number of groups split from this ring; the same on every rank.
-    splits: AtomicU64,
+    /// The number of groups split from this ring, which is the same on every rank.
+    split_count: AtomicU64,
     shm_unavailable_reason: OnceLock<String>,
 }
 

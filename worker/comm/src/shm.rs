@@ -50,8 +50,8 @@ impl SharedMemory {
         self.group.queue().notify_all();
     }
 
-    /// Waits until `ready` returns true. Meanwhile, `idle` does a piece of useful work and returns whether there was
-    /// any. Returns the time without work. `behind` returns the rank for which this rank waits.
+    /// Waits until `is_ready` returns true, and returns the time for which there was no work. Meanwhile, `idle` does a piece of
+    /// useful work and returns whether there was any. `awaited_rank` returns the rank for which this rank waits.
     ///
     /// # Errors
     /// A rank has exited, or nothing happened within the group's time-out. The group is then ended.
@@ -59,10 +59,10 @@ impl SharedMemory {
         &self,
         operation: &'static str,
         idle: &mut dyn FnMut() -> bool,
-        ready: &dyn Fn() -> bool,
-        behind: &dyn Fn() -> usize,
+        is_ready: &dyn Fn() -> bool,
+        awaited_rank: &dyn Fn() -> usize,
     ) -> Result<Duration, CommError> {
-        self.group.wait(operation, idle, ready, behind)
+        self.group.wait(operation, idle, is_ready, awaited_rank)
     }
 
     /// Collective: as [`super::ProcessGroup::all_reduce`]. Calls `idle` as [`SharedMemory::wait`] does.

@@ -182,7 +182,7 @@ fn gathered_bytes_may_have_any_length_up_to_the_limit() {
             gather([1, LONGEST_MESSAGE, 2]).unwrap();
             let error = gather([1, LONGEST_MESSAGE + 1, 2]).unwrap_err();
             assert!(matches!(error, CommError::Invalid { .. }), "{error}");
-            assert!(error.to_string().contains("rank 1 gives 1048577 bytes"), "{error}");
+            assert!(error.to_string().contains("rank 1 passed 1048577 bytes"), "{error}");
             gather([1, 2, 3]).unwrap();
         });
     }

@@ -33,8 +33,10 @@ struct Shared {
     began: Instant,
     rank: u32,
     /// The step of the checkpoint that this attempt continues from.
-    base: AtomicU64,
+    base_step: AtomicU64,
+    /// The last submitted step, counted from `base_step`.
     submitted: AtomicU64,
+    /// The last finished step, counted from `base_step`.
     done: AtomicU64,
     /// Milliseconds after `began` at which a step was last completed, or was submitted while no step was pending.
     progress_ms: AtomicU64,
@@ -48,7 +50,7 @@ struct Shared {
 struct PostedSteps {
     /// By rank.
     ranks: Vec<Option<Post>>,
-    /// When rank 0, which stores the posts, last responded.
+    /// When rank 0, which stores the posts, last responded. `None` if it has not responded yet.
     last_response: Option<Instant>,
 }
 
@@ -87,7 +89,7 @@ impl Watchdog {
         let shared = Arc::new(Shared {
             began: Instant::now(),
             rank,
-            base: AtomicU64::new(0),
+            base_step: AtomicU64::new(0),
             submitted: AtomicU64::new(0),
             done: AtomicU64::new(0),
             progress_ms: AtomicU64::new(0),
@@ -108,21 +110,21 @@ impl Watchdog {
     }
 
     /// Sets the step of the checkpoint from which training continues. Posted steps are counted from there.
-    pub fn continues_from(&self, base: u64) {
-        self.shared.base.store(base, Ordering::Release);
+    pub fn set_base_step(&self, step: u64) {
+        self.shared.base_step.store(step, Ordering::Release);
     }
 
-    /// Reports that step `step` (counted from 1 in this process) was submitted to the GPU. The step must complete within
+    /// Records that step `step` (counted from 1 in this process) was submitted to the GPU. The step must complete within
     /// the limit.
-    pub fn submitted(&self, step: u64) {
+    pub fn record_submitted(&self, step: u64) {
         let shared = &self.shared;
         if shared.submitted.fetch_max(step, Ordering::AcqRel) <= shared.done.load(Ordering::Acquire) {
             shared.record_progress();
         }
     }
 
-    /// Reports that step `step` and all steps before it are done.
-    pub fn done(&self, step: u64) {
+    /// Records that step `step` and all steps before it are done.
+    pub fn record_done(&self, step: u64) {
         self.shared.done.fetch_max(step, Ordering::AcqRel);
         self.shared.record_progress();
     }
@@ -166,7 +168,7 @@ impl Shared {
                 let text = posted.describe(
                     limit,
                     self.rank,
-                    self.base.load(Ordering::Acquire) + done,
+                    self.base_step.load(Ordering::Acquire) + done,
                     Instant::now(),
                 );
                 drop(posted);
@@ -180,13 +182,13 @@ impl Shared {
         let world_size = store.config().world_size;
         let key = |rank: u32| format!("watchdog/{rank}");
         let keys: Vec<String> = (0..world_size).map(key).collect();
-        let mut beat = 0u64;
+        let mut post_count = 0u64;
         while !self.has_ended() {
-            beat += 1;
-            let at = self.base.load(Ordering::Acquire) + self.done.load(Ordering::Acquire);
-            let mut value = at.to_le_bytes().to_vec();
-            // A counter, so that the posts of a live rank change even if its step does not.
-            value.extend_from_slice(&beat.to_le_bytes());
+            post_count += 1;
+            let step = self.base_step.load(Ordering::Acquire) + self.done.load(Ordering::Acquire);
+            let mut value = step.to_le_bytes().to_vec();
+            // The posts of a live rank change even if its step does not.
+            value.extend_from_slice(&post_count.to_le_bytes());
             let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
             let Ok(values) = posted else { return };
             lock(&self.posted).record(values, Instant::now());
@@ -208,13 +210,13 @@ impl PostedSteps {
     }
 
     /// Describes a stall, for example `no step for 120 s: rank 1 is at step 812, the others at 813`.
-    fn describe(&self, limit: Duration, own: u32, own_step: u64, now: Instant) -> String {
+    fn describe(&self, limit: Duration, own_rank: u32, own_step: u64, now: Instant) -> String {
         let mut text = format!("no step for {:.0} s", limit.as_secs_f64());
         let silence_of_rank_0 = self.last_response.map(|at| now.saturating_duration_since(at));
         let steps: Vec<(u32, Option<u64>, Duration)> = (0..)
             .zip(&self.ranks)
             .map(|(rank, known)| match known {
-                _ if rank == own => (rank, Some(own_step), Duration::ZERO),
+                _ if rank == own_rank => (rank, Some(own_step), Duration::ZERO),
                 Some(post) => {
                     // While rank 0 does not respond, no posts arrive. So silence is measured up to rank 0's last
                     // response.
@@ -231,7 +233,7 @@ impl PostedSteps {
         let ahead = steps.iter().filter_map(|(_, step, _)| *step).max().unwrap_or(own_step);
         let mut behind = Vec::new();
         for &(rank, step, mut silence) in &steps {
-            if rank == 0 && own != 0 {
+            if rank == 0 && own_rank != 0 {
                 silence = silence.max(silence_of_rank_0.unwrap_or_default());
             }
             let silent = if silence >= SILENT_AFTER {
@@ -290,13 +292,13 @@ mod tests {
         // Rank 1 never reaches step 813, and has no pending step.
         for (rank, watchdog) in watchdogs.iter().enumerate() {
             // Training continues from a checkpoint, and a process counts only its own steps.
-            watchdog.continues_from(800);
-            watchdog.submitted(12);
-            watchdog.done(12);
+            watchdog.set_base_step(800);
+            watchdog.record_submitted(12);
+            watchdog.record_done(12);
             if rank != 1 {
-                watchdog.submitted(13);
-                watchdog.done(13);
-                watchdog.submitted(14);
+                watchdog.record_submitted(13);
+                watchdog.record_done(13);
+                watchdog.record_submitted(14);
             }
         }
         for _ in 0..2 {
@@ -314,11 +316,11 @@ mod tests {
         let on_stall = move |text: &str| sender.send(text.to_owned()).unwrap();
         let limit = Duration::from_millis(100);
         let watchdog = Watchdog::start_with_interval(None, limit, limit, on_stall).unwrap();
-        watchdog.submitted(1);
-        watchdog.done(1);
+        watchdog.record_submitted(1);
+        watchdog.record_done(1);
         // An evaluation or a checkpoint takes longer than the limit, but no step is pending.
         assert!(receiver.recv_timeout(Duration::from_millis(500)).is_err());
-        watchdog.submitted(2);
+        watchdog.record_submitted(2);
         let text = receiver.recv_timeout(PATIENCE).unwrap();
         assert!(text.contains("after step 1"), "{text}");
     }

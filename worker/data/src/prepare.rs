@@ -98,7 +98,7 @@ pub fn prepare(
         )));
     }
     // A file that cannot be read now may be readable later, and a copy without the file would lack the picture permanently.
-    if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
+    if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_read_error(&one.detail)) {
         return Err(DataError::File(BrokenFile { file: file.clone(), detail: unread_detail(detail) }));
     }
     let PrepareSettings { short_side, quality, .. } = *settings;

@@ -6,7 +6,7 @@
 
 use cudarc::driver::{result, sys::CUstream};
 use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
-use lockstep_host::gpu::libraries::{Libraries, Library, ready};
+use lockstep_host::gpu::libraries::{Libraries, Library, check_loadable};
 use std::{
     ffi::{c_int, c_uint, c_void},
     path::Path,
@@ -291,7 +291,7 @@ fn error_text(doing: &str, status: Status) -> String {
 /// # Errors
 /// The GPU has no decoder, or this cannot be determined. The error is a sentence.
 pub fn hardware() -> Result<String, String> {
-    ready(&[Library::Driver])?;
+    check_loadable(&[Library::Driver])?;
     let library = Arc::new(Nvjpeg::find()?.0);
     let open_error = |error: result::DriverError| format!("GPU 0 cannot be opened: {error}");
     result::init().map_err(open_error)?;

@@ -20,12 +20,12 @@ pub fn open_lock(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// Locks `file`. Returns false if another process still holds the lock after `within`.
+/// Locks `file`. Returns false if another process still holds the lock after `max_wait`.
 ///
 /// # Errors
 /// The errors of `flock(2)`. Some network file systems do not support locks.
-pub fn lock_within(file: &File, within: Duration) -> io::Result<bool> {
-    let until = Instant::now() + within;
+pub fn lock_within(file: &File, max_wait: Duration) -> io::Result<bool> {
+    let until = Instant::now() + max_wait;
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(true),

@@ -28,12 +28,12 @@ pub enum FileKind {
     },
 }
 
-/// The kind of object at `path`, after links are followed. Nothing is opened.
+/// The kind of object at `path`. Links are followed, and nothing is opened.
 ///
 /// # Errors
 /// Why the path cannot be used, as a phrase to follow its name.
 pub fn stat(path: &Path) -> Result<FileKind, String> {
-    let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
+    let found = fs::metadata(path).map_err(|error| describe_stat_error(path, &error))?;
     if found.is_dir() {
         return if is_link_to_ancestor(path) {
             Err("is a link to a folder that contains the link, so the path has no end; remove the link"
@@ -76,7 +76,7 @@ impl Folder {
 }
 
 /// The time of the last change of a file's content, times or owner, in nanoseconds since 1970. The modification time
-/// is not sufficient: `rsync -t` and `cp -p` write new content and then set an old modification time.
+/// is not sufficient, because `rsync -t` and `cp -p` write new content and then set an old modification time.
 pub fn modified_ns(found: &Metadata) -> i64 {
     newest((found.mtime(), found.mtime_nsec()), (found.ctime(), found.ctime_nsec()))
 }
@@ -95,14 +95,14 @@ pub fn open(path: &Path) -> Result<(File, u64), String> {
     if stat(path)? == FileKind::Folder {
         return Err("is a folder, not a file".into());
     }
-    // The path may have become a pipe since the check: with these flags opening it does not block.
+    // The path may have become a pipe since the check. With these flags, opening it does not block.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(cannot_be_read)?;
-    with_size(file)
+    check_opened(file)
 }
 
-/// Returns the file with its size, if it is a regular file.
-fn with_size(file: File) -> Result<(File, u64), String> {
+/// Returns the file with its size. Fails if it is not a regular file, or is a pointer of Git LFS.
+fn check_opened(file: File) -> Result<(File, u64), String> {
     let found = file.metadata().map_err(cannot_be_read)?;
     check_regular(&found)?;
     if is_lfs_pointer(&file, found.len()) {
@@ -149,16 +149,16 @@ pub fn read_opened((file, size): (File, u64), max_bytes: u64) -> Result<Vec<u8>,
 
 /// Describes an error of the operating system, as a phrase to follow the file's name.
 pub fn cannot_be_read(error: io::Error) -> String {
-    format!("{UNREAD}{error}")
+    format!("{READ_ERROR}{error}")
 }
 
-/// Whether `detail` describes an error of the operating system (see [`cannot_be_read`]), which may not occur again at the next
-/// attempt. Other details concern the kind or the content of the file.
-pub fn is_unread(detail: &str) -> bool {
-    detail.contains(UNREAD)
+/// Whether `detail` describes an error of the operating system (see [`cannot_be_read`]). Such an error may not occur again at
+/// the next attempt. Other details concern the kind or the content of the file.
+pub fn is_read_error(detail: &str) -> bool {
+    detail.contains(READ_ERROR)
 }
 
-const UNREAD: &str = "cannot be read: ";
+const READ_ERROR: &str = "cannot be read: ";
 
 fn check_regular(found: &Metadata) -> Result<(), String> {
     let kind = found.file_type();
@@ -174,7 +174,7 @@ fn check_regular(found: &Metadata) -> Result<(), String> {
     Err(format!("is {kind}, not a regular file, and is not opened"))
 }
 
-fn cannot_follow(path: &Path, error: &io::Error) -> String {
+fn describe_stat_error(path: &Path, error: &io::Error) -> String {
     let target = fs::read_link(path);
     match (target, error.kind()) {
         (Ok(_), _) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
@@ -183,7 +183,7 @@ fn cannot_follow(path: &Path, error: &io::Error) -> String {
         (Ok(target), io::ErrorKind::NotFound) => {
             format!("is a link to {}, which does not exist; repair the link", target.display())
         }
-        _ => format!("{UNREAD}{error}"),
+        _ => format!("{READ_ERROR}{error}"),
     }
 }
 
@@ -197,9 +197,8 @@ fn is_link_to_ancestor(path: &Path) -> bool {
             .is_ok_and(|parent| path.canonicalize().is_ok_and(|target| parent.starts_with(target)))
 }
 
-/// The last `max_bytes` bytes of a file of any length. The output of a process, for example, has no limit. Empty if the
-/// file cannot be read.
-pub fn end_of(path: &Path, max_bytes: u64) -> Vec<u8> {
+/// Reads the last `max_bytes` bytes of a file of any length, such as the output of a process. Empty if the file cannot be read.
+pub fn read_end(path: &Path, max_bytes: u64) -> Vec<u8> {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = File::open(path)?;
         let length = file.metadata()?.len();
@@ -267,15 +266,15 @@ mod tests {
     fn the_end_of_a_file_larger_than_memory_is_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("printed");
-        assert_eq!(end_of(&path, 4), b"");
+        assert_eq!(read_end(&path, 4), b"");
         for (text, end) in [("", ""), ("abcd", "abcd"), ("abcde", "bcde")] {
             fs::write(&path, text).unwrap();
-            assert_eq!(end_of(&path, 4), end.as_bytes());
+            assert_eq!(read_end(&path, 4), end.as_bytes());
         }
         // Larger than memory; the file is a hole except for its end.
         let file = File::options().write(true).open(&path).unwrap();
         file.set_len(1 << 40).unwrap();
         file.write_all_at(b"end", (1 << 40) - 3).unwrap();
-        assert_eq!(end_of(&path, 4), b"\0end");
+        assert_eq!(read_end(&path, 4), b"\0end");
     }
 }

@@ -5,7 +5,7 @@ use std::{io, net::IpAddr, path::Path};
 /// NCCL's environment variable for the network interface to use.
 pub const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
-/// The value of [`NCCL_INTERFACE`] in this process's environment. `None` if it is empty.
+/// The value of [`NCCL_INTERFACE`] in this process's environment. `None` if it is empty or not set.
 pub fn nccl_variable() -> Option<String> {
     std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty())
 }
@@ -15,7 +15,7 @@ pub fn nccl_variable() -> Option<String> {
 ///
 /// # Errors
 /// No interface with such a name has an address. The error is a sentence.
-pub fn interface_of_environment() -> Result<Option<(String, IpAddr)>, String> {
+pub fn nccl_interface() -> Result<Option<(String, IpAddr)>, String> {
     let Some(value) = nccl_variable() else { return Ok(None) };
     let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
     interface_of_variable(&all, &value)
@@ -43,7 +43,7 @@ pub fn interface_of_variable(
 /// link are left out.
 ///
 /// # Errors
-/// No such interface has an address; the sentence names the interfaces that have one.
+/// No such interface has an address. The sentence names the interfaces that have one.
 pub fn first_address(
     all: &[(String, IpAddr)],
     is_meant: impl Fn(&str) -> bool,

@@ -14,7 +14,7 @@ pub mod tensors;
 pub mod usage;
 
 pub use file_lock::{lock_within, open_lock};
-pub use interfaces::{NCCL_INTERFACE, interface_of_environment as nccl_interface, nccl_variable};
+pub use interfaces::{NCCL_INTERFACE, nccl_interface, nccl_variable};
 pub use listener_owner::listener_owners;
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -52,8 +52,8 @@ pub fn memory_file() -> io::Result<File> {
     Ok(created?.into())
 }
 
-/// Environment variables of a server or an agent that contain credentials. Processes of jobs do not get these variables, because
-/// they read files that other people have written.
+/// Environment variables of a server or an agent that contain credentials. Processes that read users' files do not get these
+/// variables.
 pub const SECRETS: [&str; 5] = [
     "LOCKSTEP_TOKEN",
     "LOCKSTEP_TOKEN_FILE",
@@ -104,7 +104,7 @@ pub fn boot_id() -> String {
 }
 
 /// Identifies a network stack: the boot id and the network namespace of this process. Processes with the same id
-/// reach each other over loopback; each container normally has its own id. `None` if the system does not report it.
+/// reach each other over loopback. Each container normally has its own id. `None` if the system does not report it.
 pub fn network_id() -> Option<String> {
     let namespace = fs::read_link("/proc/self/ns/net").ok()?;
     Some(format!("{} {}", boot_id(), namespace.display()))

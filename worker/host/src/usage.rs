@@ -12,7 +12,7 @@ use std::{
 
 /// The unit of `/proc/diskstats`, whatever the disk's own sector size is.
 const SECTOR_BYTES: u64 = 512;
-/// Names of block devices that are not disks, or consist of disks that are counted.
+/// Prefixes of the names of block devices that are not disks, or consist of disks that are counted.
 const NOT_DISKS: [&str; 7] = ["loop", "ram", "zram", "dm-", "md", "sr", "fd"];
 
 /// Monotonic counters, and the time at which they were read.
@@ -142,7 +142,7 @@ fn meminfo(text: &str, key: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Bytes of memory: used by and of this machine or container, and of the machine.
+/// Three numbers of bytes: the memory in use and the memory of this machine or container, and the memory of the machine.
 fn memory(groups: &ControlGroups) -> (u64, u64, u64) {
     let text = read("/proc/meminfo");
     let bytes = |key: &str| meminfo(&text, key).unwrap_or(0);

@@ -25,7 +25,8 @@ pub(super) struct Address {
     request: Request,
     /// CA certificates trusted in addition to the system's.
     ca_file: Option<PathBuf>,
-    /// If the server is on this machine: the accounts that listened at its address when it first accepted this agent.
+    /// The accounts that listened at the server's address when the server first accepted this agent. Not set if the server is on
+    /// another machine.
     owners: OnceLock<Vec<u32>>,
     /// The client certificate of this agent.
     identity: Option<IdentityFiles>,
@@ -98,11 +99,11 @@ impl Address {
     }
 
     /// A client for the REST interface that sends the agent's token (and certificate), and the server's base URL.
-    pub(super) fn rest(&self) -> Result<(reqwest::Client, String), String> {
+    pub(super) fn rest_client(&self) -> Result<(reqwest::Client, String), String> {
         let uri = self.request.uri();
         let (scheme, tls) = match self.connector()? {
             Connector::Rustls(tls) => ("https", tls),
-            _ => ("http", tls::without_roots()?),
+            _ => ("http", tls::client_config_without_roots()?),
         };
         let authority = uri.authority().map(ToString::to_string).unwrap_or_default();
         let path = uri.path().strip_suffix("/api/v1/agent/socket").unwrap_or_default();
@@ -118,7 +119,7 @@ impl Address {
     }
 
     /// Records the accounts that listened when the server accepted this agent. Only the first call counts.
-    pub(super) fn note_owners(&self, listeners: Vec<u32>) {
+    pub(super) fn record_owners(&self, listeners: Vec<u32>) {
         if !listeners.is_empty() {
             let _ = self.owners.set(listeners);
         }

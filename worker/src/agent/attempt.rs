@@ -35,11 +35,11 @@ pub(super) use gang::Gang;
 /// Orders from the agent to an attempt.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// The server ordered the attempt to stop. `patient`: ranks first finish their step and write a checkpoint.
+    /// The server ordered the attempt to stop. If `patient`, ranks first finish their step and write a checkpoint.
     Stop { patient: bool },
-    /// This agent stops in an orderly way: ranks write a checkpoint first.
+    /// This agent stops in an orderly way. Ranks write a checkpoint first.
     Leave,
-    /// The spool is full: ranks write a checkpoint and end.
+    /// The records that the server has not stored (the spool) take too much disk space. Ranks write a checkpoint and end.
     Full(Reason),
 }
 
@@ -58,7 +58,7 @@ impl Order {
 pub(super) struct Attempt {
     stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
-    over: Arc<AtomicBool>,
+    is_over: Arc<AtomicBool>,
     /// Present if other agents also have ranks of the attempt.
     gang: Option<Gang>,
 }
@@ -81,7 +81,7 @@ pub(super) struct AttemptContext {
     pub(super) fence: PathBuf,
     /// The check before ranks are started. It may return early if it is cancelled.
     pub(super) check: Check,
-    /// Notified when an attempt has ended.
+    /// Wakes the agent when an attempt has ended.
     pub(super) wake: Arc<Notify>,
     /// The client for files of the server.
     pub(super) remote: Arc<Remote>,
@@ -121,13 +121,13 @@ impl Attempt {
 
     fn begin_watch(stored: StoredAttempt, context: AttemptContext, mode: StartMode) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
-        let over = Arc::new(AtomicBool::new(false));
+        let is_over = Arc::new(AtomicBool::new(false));
         let gang = stored.start.is_shared().then(Gang::new);
         if matches!(mode, StartMode::Adopt) && recorded_ending(&stored).is_some() {
-            over.store(true, Ordering::Release);
+            is_over.store(true, Ordering::Release);
             context.release_copy(&stored.start.attempt);
         } else {
-            let over = over.clone();
+            let is_over = is_over.clone();
             let (mut stored, gang) = (stored.clone(), gang.clone());
             let StartAttempt { attempt, ranks: slots, .. } = stored.start.clone();
             context.spares.reserve(&slots);
@@ -141,12 +141,12 @@ impl Attempt {
                 let (watch, ranks) = Watch::begin(stored, &context, received, mode).await;
                 watch.run(ranks).await;
                 context.release_copy(&attempt);
-                over.store(true, Ordering::Release);
+                is_over.store(true, Ordering::Release);
                 context.wake.notify_one();
                 context.spares.release(&slots);
             });
         }
-        Self { stored, orders, over, gang }
+        Self { stored, orders, is_over, gang }
     }
 
     pub(super) fn attempt(&self) -> &AttemptRef {
@@ -163,7 +163,7 @@ impl Attempt {
 
     /// Whether every rank has ended and all records are on disk.
     pub(super) fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
+        self.is_over.load(Ordering::Acquire)
     }
 
     /// Whether the attempt's recorded end is a failure.
@@ -171,14 +171,14 @@ impl Attempt {
         matches!(recorded_ending(&self.stored), Some(Ending::Failed { .. } | Ending::Secondary { .. }))
     }
 
-    pub(super) fn order(&self, order: Order) {
+    pub(super) fn send_order(&self, order: Order) {
         // Fails only if the attempt has ended.
         let _ = self.orders.send(order);
     }
 }
 
-/// Runs the preflight check, waits for the check on the attempt's other machines, and sets the port of rank 0, before any
-/// rank is started. Examining a large dataset takes time; an order ends the wait at once, even if a file system does not
+/// Before any rank is started, runs the preflight check, waits for the checks of the attempt's other machines, and sets the
+/// port of rank 0. Examining a large dataset takes time, so an order ends the wait at once, even if a file system does not
 /// respond.
 async fn run_checks(
     stored: &mut StoredAttempt,
@@ -187,7 +187,7 @@ async fn run_checks(
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> StartMode {
     let cancelled = Arc::new(AtomicBool::new(false));
-    let ready = async {
+    let checks = async {
         check_with_files(stored, context, &cancelled).await?;
         stored.start.master_port = match gang {
             Some(gang) => gang.wait_for_machines(&stored.start).await?,
@@ -197,7 +197,7 @@ async fn run_checks(
         Ok::<(), Refusal>(())
     };
     tokio::select! {
-        checked = ready => match checked {
+        checked = checks => match checked {
             Ok(()) => StartMode::Launch,
             Err(refusal) => StartMode::Over(refusal_ending(refusal)),
         },
@@ -216,10 +216,10 @@ async fn check_with_files(
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let (remote, on_own_disk) = (&context.remote, is_own_disk(stored));
-    // The report precedes the copy of the dataset, which may take hours, so that the server knows at once which machine has
-    // the checkpoints on this disk.
+    // The report precedes the copy of the dataset, which may take hours. So the server knows at once which machine has the
+    // checkpoints on this disk.
     if on_own_disk {
-        fetch::begin(stored, remote).await?;
+        fetch::report_own_disk(stored, remote).await?;
     }
     if let Some(copies) = &context.copies {
         let registered_path = stored.start.dataset_path.clone();
@@ -230,13 +230,13 @@ async fn check_with_files(
         }
     }
     if on_own_disk {
-        fetch::prepare(stored, remote).await?;
+        fetch::fetch_missing(stored, remote).await?;
     }
-    let mut checked = check_before_start(stored, context, cancelled).await;
+    let mut checked = check_on_thread(stored, context, cancelled).await;
     if on_own_disk && checked.is_ok() {
         checked = fetch::publish_dataset(stored, remote).await;
     }
-    // Machines that use the server's own files have the same state of the dataset.
+    // A refusal needs no machine name if all machines use the server's own files.
     if on_own_disk || stored.start.files.registered.is_some() {
         return checked.map_err(|refusal| add_machine_name(refusal, &remote.name));
     }
@@ -254,7 +254,8 @@ fn add_machine_name(refusal: Refusal, name: &str) -> Refusal {
     }
 }
 
-async fn check_before_start(
+/// Runs [`AttemptContext::check`] on a separate thread.
+async fn check_on_thread(
     stored: &StoredAttempt,
     context: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
@@ -265,10 +266,10 @@ async fn check_before_start(
         let (check, program, devices) =
             (context.check, context.program.clone(), context.devices_of(&stored.start));
         let machine = context.remote.name.clone();
-        // Sending fails if the caller no longer waits; the result is then not needed.
+        // Sending fails if the caller no longer waits. The result is then not needed.
         move || drop(sender.send(check(&stored, &program, &devices, &cancelled, &machine)))
     };
-    // Not a thread of the async runtime, because the runtime would wait for its end.
+    // The thread does not belong to the async runtime, because the runtime would wait for the thread's end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(checking);
     let failed = |why: String| Err(Refusal::NotStarted(format!("the check before the start failed: {why}")));
     match started {

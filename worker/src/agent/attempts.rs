@@ -19,12 +19,12 @@ const MEASURE_EVERY: Duration = Duration::from_secs(5);
 /// an attempt (60 s).
 const MIN_ATTEMPT_WAIT: Duration = Duration::from_secs(90);
 
-/// How long an agent whose job may have another attempt tries to reach an unreachable server.
+/// Time for which an agent whose job may have another attempt tries to reach an unreachable server.
 const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Time after an attempt within which the next attempt may begin on this agent. With `min_ranks`, the server first
-/// waits for slots for all ranks.
-fn next_attempt_within(recovery: &RecoverySpec) -> Duration {
+/// Time after an attempt within which the next attempt may begin on this agent. If `min_ranks` is set, the server first waits
+/// for slots for all ranks.
+fn max_pause_between_attempts(recovery: &RecoverySpec) -> Duration {
     let wait_seconds = recovery.min_ranks.map_or(0, |_| recovery.wait_seconds);
     MIN_ATTEMPT_WAIT + Duration::from_secs(wait_seconds.into())
 }
@@ -79,7 +79,7 @@ impl Agent {
         self.only_job_failed = false;
         self.waiting_since = None;
         // A job that had finished may be retried while its last checkpoint is being uploaded.
-        self.only_job_is_final = None;
+        self.only_job_final_at = None;
         self.add_attempt(Attempt::start(stored, context));
     }
 
@@ -108,45 +108,45 @@ impl Agent {
 
     /// Stops the agent in an orderly way: notifies the server, and lets ranks write a checkpoint.
     pub(super) fn leave(&mut self, reason: String) {
-        self.leaving = Some(Shutdown { reason, announced: false, ranks_gone: None });
+        self.leaving = Some(Shutdown { reason, is_announced: false, ranks_ended_at: None });
         self.context.spares.close();
         for attempt in self.attempts.values() {
-            attempt.order(Order::Leave);
+            attempt.send_order(Order::Leave);
         }
     }
 
-    /// Called when a job has finished or was deleted. An agent that serves only this job then ends, even if it never
-    /// ran an attempt of the job.
-    pub(super) fn job_is_final(&mut self, job: &JobId) {
+    /// Records that a job has finished or was deleted. An agent that serves only this job then ends, even if it never ran an
+    /// attempt of the job.
+    pub(super) fn record_final_job(&mut self, job: &JobId) {
         if self.options.only_job.as_ref() == Some(job) {
-            self.only_job_is_final.get_or_insert_with(Instant::now);
+            self.only_job_final_at.get_or_insert_with(Instant::now);
         }
     }
 
-    /// How long to wait for another attempt after the last attempt of the agent's only job. Longer than
-    /// `next_attempt_wait` without a connection, because an unreachable server cannot start the attempt.
-    pub(super) fn next_attempt_timeout(&self, connected: bool) -> Duration {
+    /// How long to wait for another attempt after the last attempt of the agent's only job. Without a connection, it is longer
+    /// than `next_attempt_wait`, because an unreachable server cannot start the attempt.
+    pub(super) fn next_attempt_timeout(&self, is_connected: bool) -> Duration {
         let may_follow = self.next_attempt_wait > Duration::ZERO;
-        if may_follow && !connected {
+        if may_follow && !is_connected {
             self.next_attempt_wait.max(UNREACHABLE_TIMEOUT)
         } else {
             self.next_attempt_wait
         }
     }
 
-    /// Called after a new connection. A server that was unreachable could not start the next attempt of the job, so the
-    /// wait for that attempt starts again. The wait ends at most an hour after its original end, so that a connection
-    /// that breaks every minute does not keep the agent forever.
+    /// Restarts the wait for the job's next attempt after a new connection, because a server that was unreachable could not start
+    /// that attempt. The wait ends at most an hour after its original end, so that a connection that breaks every minute does not
+    /// keep the agent forever.
     pub(super) fn restart_wait(&mut self) {
         let limit = self.next_attempt_wait + UNREACHABLE_TIMEOUT;
-        let is_late = self.last_attempt_over.is_none_or(|over| over.elapsed() > limit);
+        let is_late = self.last_attempt_ended_at.is_none_or(|over| over.elapsed() > limit);
         if self.next_attempt_wait > Duration::ZERO && !is_late {
             self.waiting_since = self.waiting_since.map(|_| Instant::now());
         }
     }
 
-    /// Drops an attempt that has ended, when the server has all of its records or refuses them. `is_refused`:
-    /// the server accepts no more reports of the attempt, for example because another agent has it.
+    /// Drops an attempt that has ended, when the server has all of its records or refuses them. If `is_refused`, the server accepts
+    /// no more reports of the attempt, for example because another agent has it.
     pub(super) fn forget(&mut self, attempt: &AttemptRef, is_refused: bool) {
         if let Some(attempt) = self.attempts.remove(&attempt.fencing_token) {
             if self.options.only_job.as_ref() == Some(&attempt.attempt().job) {
@@ -155,16 +155,20 @@ impl Agent {
                 // Another attempt may follow if this attempt has failed, was stopped because its ranks on another
                 // machine failed, or lost its lease while this agent was unreachable.
                 let may_follow = self.only_job_failed || start.is_shared() || is_refused;
-                self.next_attempt_wait =
-                    if may_follow { next_attempt_within(&start.spec.recovery) } else { Duration::ZERO };
+                self.next_attempt_wait = if may_follow {
+                    max_pause_between_attempts(&start.spec.recovery)
+                } else {
+                    Duration::ZERO
+                };
                 self.waiting_since = Some(Instant::now());
-                self.last_attempt_over = self.waiting_since;
+                self.last_attempt_ended_at = self.waiting_since;
             }
             self.state_dir.forget(attempt.attempt());
         }
     }
 
-    /// Measures the spool: records stay on this machine's disk, up to a limit, until the server has stored them.
+    /// Measures the spool, the records that stay on this machine's disk until the server has stored them. If it exceeds its limit,
+    /// the ranks are ended.
     pub(super) fn measure_spool(&mut self) {
         if self.spool_measured_at.elapsed() < MEASURE_EVERY {
             return;
@@ -182,7 +186,7 @@ impl Agent {
             let reason: Reason = ReasonKind::SpoolFull { agent, size_bytes }.into();
             tracing::error!(%reason, "the ranks write a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
-                attempt.order(Order::Full(reason.clone()));
+                attempt.send_order(Order::Full(reason.clone()));
             }
         }
     }
@@ -195,7 +199,7 @@ mod tests {
     #[test]
     fn an_agent_of_one_job_waits_longer_than_the_server() {
         let recovery = |min_ranks| RecoverySpec { min_ranks, wait_seconds: 300, ..RecoverySpec::default() };
-        assert_eq!(next_attempt_within(&recovery(None)).as_secs(), 90);
-        assert_eq!(next_attempt_within(&recovery(Some(1))).as_secs(), 390);
+        assert_eq!(max_pause_between_attempts(&recovery(None)).as_secs(), 90);
+        assert_eq!(max_pause_between_attempts(&recovery(Some(1))).as_secs(), 390);
     }
 }

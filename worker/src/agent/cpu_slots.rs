@@ -1,6 +1,6 @@
 //! Slots that are shares of CPU cores: measures the CPU time and memory of the ranks in them.
 
-use super::state_dir::attempts_now;
+use super::state_dir::current_attempts;
 use crate::supervisor::{RankUsage, rank_usage};
 use lockstep_protocol::agent::{GpuSample, Slot};
 use std::{
@@ -31,7 +31,7 @@ impl Shares {
         }
         let cpus_per_slot = (cpus / self.slots.len() as f64).max(f64::MIN_POSITIVE);
         let mut now = HashMap::new();
-        for stored in attempts_now(&self.dir) {
+        for stored in current_attempts(&self.dir) {
             let folder = stored.attempt_dir();
             for (rank, slot) in stored.start.ranks.iter().filter(|(_, slot)| self.slots.contains(slot)) {
                 if let Some(usage) = rank_usage(&folder, *rank) {

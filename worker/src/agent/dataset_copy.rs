@@ -11,7 +11,7 @@ pub(super) use cache::Copies;
 use super::{
     AgentError, Options,
     preflight::Refusal,
-    remote::{Failed, Remote},
+    remote::{Remote, RequestError},
     state_dir::StoredAttempt,
 };
 use lockstep_protocol::{agent::ANEW_BYTES, backoff::Backoff};
@@ -25,11 +25,11 @@ use std::{
 
 /// Pauses before another attempt.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
-/// How many times a copy is restarted because the dataset has changed meanwhile, or because data arrived damaged.
+/// Maximum number of times that a copy is restarted because the dataset has changed meanwhile, or because data arrived damaged.
 const MAX_RESTARTS: u32 = 3;
 /// Maximum number of consecutive attempts in which the server responds but no new data arrives.
 const MAX_TRIES_WITHOUT_PROGRESS: u32 = 10;
-/// Tells the user how to configure a dataset's path on a machine.
+/// A hint for messages: how to configure a dataset's path on a machine.
 pub(super) const DATASET_PATH_HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
 
@@ -51,7 +51,7 @@ pub(super) fn open(
 /// Why an attempt to copy failed.
 #[derive(Debug)]
 enum CopyError {
-    Server(Failed),
+    Server(RequestError),
     Disk(PathBuf, io::Error),
     /// A file differs from the list.
     Changed(String),
@@ -63,8 +63,8 @@ enum CopyError {
     NoSpace(String),
 }
 
-impl From<Failed> for CopyError {
-    fn from(failed: Failed) -> Self {
+impl From<RequestError> for CopyError {
+    fn from(failed: RequestError) -> Self {
         Self::Server(failed)
     }
 }
@@ -74,7 +74,7 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> CopyError + '_ {
 }
 
 /// Runs blocking work on a separate thread, so that the runtime's threads stay available.
-async fn blocking<T: Send + 'static>(
+async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
 ) -> Result<T, CopyError> {
     let done = tokio::task::spawn_blocking(work).await;
@@ -83,7 +83,7 @@ async fn blocking<T: Send + 'static>(
 
 /// Copies the dataset of an attempt from the server, if this machine lacks it. If the server lacks it too, the
 /// call succeeds, and the preflight check reports the missing dataset. While the server is unreachable, the call retries.
-/// Drop the future to stop waiting.
+/// Dropping the future ends the wait.
 ///
 /// # Errors
 /// The dataset cannot be copied, and a retry would not help.
@@ -112,7 +112,9 @@ pub(super) async fn ensure(
                 return Ok(());
             }
             Ok(None) => return Ok(()),
-            Err(error) => tries.note(error, progress).map_err(|error| refusal(stored, remote, error))?,
+            Err(error) => {
+                tries.count_failure(error, progress).map_err(|error| refusal(stored, remote, error))?
+            }
         };
         tracing::warn!(why, "the dataset is not copied yet; retrying");
         tokio::time::sleep(backoff.pause()).await;
@@ -123,9 +125,9 @@ pub(super) async fn ensure(
 #[derive(Debug, Clone, Copy, Default)]
 struct PullProgress {
     /// Whether the server has begun to send a response.
-    answered: bool,
+    has_answered: bool,
     /// Whether files, or parts of files, have arrived that the copy did not have.
-    advanced: bool,
+    has_advanced: bool,
 }
 
 /// Counts of failed attempts.
@@ -136,17 +138,17 @@ struct RetryCounts {
 }
 
 impl RetryCounts {
-    /// Counts a failed attempt, and returns the reason to log before the next attempt. Attempts are limited only if the
-    /// server responds but sends nothing new, not while it is unreachable.
+    /// Counts a failed attempt, and returns the reason to log before the next attempt. Attempts are limited if the server responds
+    /// but sends nothing new. They are not limited while the server is unreachable.
     ///
     /// # Errors
     /// There is no further attempt.
-    fn note(&mut self, error: CopyError, progress: PullProgress) -> Result<String, CopyError> {
+    fn count_failure(&mut self, error: CopyError, progress: PullProgress) -> Result<String, CopyError> {
         match error {
-            CopyError::Server(Failed::Later(why)) => {
+            CopyError::Server(RequestError::Later(why)) => {
                 self.without_progress = match progress {
-                    PullProgress { advanced: true, .. } => 0,
-                    PullProgress { answered, .. } => self.without_progress + u32::from(answered),
+                    PullProgress { has_advanced: true, .. } => 0,
+                    PullProgress { has_answered, .. } => self.without_progress + u32::from(has_answered),
                 };
                 if self.without_progress < MAX_TRIES_WITHOUT_PROGRESS {
                     return Ok(why);
@@ -163,16 +165,16 @@ impl RetryCounts {
     }
 }
 
-/// Whether the dataset is on this machine. An empty folder does not count: it is the mount point of a dataset that is
-/// not mounted here.
+/// Whether the dataset is on this machine. An empty folder does not count, because it may be the mount point of a dataset that
+/// is not mounted here.
 fn is_here(path: &Path) -> bool {
     let is_empty = || fs::read_dir(path).is_ok_and(|mut inside| inside.next().is_none());
     lockstep_data::exists(path) && !is_empty()
 }
 
-/// One attempt to copy. Returns the path of the copy, or `None` if the server does not have the files either. Data
-/// that has arrived is kept for the next attempt. `restart_reason`, if the copy starts again, is sent with the first
-/// request and then cleared.
+/// One attempt to copy. Returns the path of the copy, or `None` if the server does not have the files either. Data that has
+/// arrived is kept for the next attempt. If the copy starts again, `restart_reason` is sent with the first request and then
+/// cleared.
 async fn copy(
     stored: &StoredAttempt,
     remote: &Remote,
@@ -183,7 +185,7 @@ async fn copy(
     let start = &stored.start;
     let client = remote.client(&start.attempt)?;
     let list = match list::fetch(&client, copies.dir(), start, progress).await {
-        Err(CopyError::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
+        Err(CopyError::Server(RequestError::Never(StatusCode::NOT_FOUND, why))) => {
             tracing::info!(why, "the server does not have the dataset either");
             return Ok(None);
         }
@@ -191,10 +193,10 @@ async fn copy(
     };
     let (key, about) = (list.key.clone(), list.about.clone());
     let (entry, evicted) = copies.reserve(list, &start.attempt)?;
-    blocking(move || cache::remove(&evicted)).await?;
+    run_blocking(move || cache::remove(&evicted)).await?;
     // If several jobs need this copy, one job pulls it, and the other jobs then find it complete.
     let copy_lock = copies.lock_copy(&entry).await;
-    if pull::complete(&client, (&entry, &copy_lock), &about, copies, (progress, restart_reason)).await? {
+    if pull::pull_missing(&client, (&entry, &copy_lock), &about, copies, (progress, restart_reason)).await? {
         // The server notices that a file changes while it is sent, but not later changes or new files. So the lists are
         // compared.
         let current = list::fetch(&client, copies.dir(), start, progress).await?;
@@ -204,7 +206,7 @@ async fn copy(
             ));
         }
     }
-    entry.note_read(&start.attempt).map_err(on_disk(entry.dir()))?;
+    entry.record_read(&start.attempt).map_err(on_disk(entry.dir()))?;
     Ok(Some(match about.within.as_str() {
         "" => entry.data(),
         within => entry.data().join(within),
@@ -219,7 +221,7 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal
         ))
     };
     match error {
-        CopyError::Server(failed) => unusable(failed.words()),
+        CopyError::Server(failed) => unusable(failed.detail()),
         CopyError::Changed(why) => {
             let times = MAX_RESTARTS + 1;
             unusable(&format!(

@@ -6,7 +6,7 @@ use super::{
         Refusal,
         dataset::{describe_difference, read_note},
     },
-    remote::{AttemptClient, Failed, Remote},
+    remote::{AttemptClient, Remote, RequestError},
     state_dir::StoredAttempt,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest};
@@ -21,19 +21,19 @@ use std::{
 
 /// Pauses before another attempt.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
-/// How many times a checkpoint with wrong checksums is fetched again.
+/// Maximum number of times that a checkpoint with wrong checksums is fetched again.
 const MAX_REFETCHES: u32 = 3;
 
 /// Why an attempt to fetch failed.
 enum FetchError {
-    Server(Failed),
+    Server(RequestError),
     Disk(PathBuf, io::Error),
     /// A checksum is wrong. The data that had arrived was removed.
     Damaged(String),
 }
 
-impl From<Failed> for FetchError {
-    fn from(failed: Failed) -> Self {
+impl From<RequestError> for FetchError {
+    fn from(failed: RequestError) -> Self {
         Self::Server(failed)
     }
 }
@@ -42,26 +42,26 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
     move |error| FetchError::Disk(path.into(), error)
 }
 
-/// Reports to the server that this attempt has its own disk. While the server is unreachable, the call retries. Drop
-/// the future to stop waiting.
+/// Reports to the server that this attempt has its own disk. While the server is unreachable, the call retries.
+/// Dropping the future ends the wait.
 ///
 /// # Errors
 /// The server refuses the report, and a retry would not help.
-pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
+pub(super) async fn report_own_disk(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let mut backoff = RETRY;
     let begin = || async { remote.client(&stored.start.attempt)?.begin().await };
     while let Err(failed) = begin().await {
-        wait(remote, &mut backoff, failed.into()).await?;
+        wait_to_retry(remote, &mut backoff, failed.into()).await?;
     }
     Ok(())
 }
 
-/// Fetches missing files to the agent's own disk. While the server is unreachable, the call retries. Drop the future
-/// to stop waiting.
+/// Fetches missing files to the agent's own disk. While the server is unreachable, the call retries. Dropping the
+/// future ends the wait.
 ///
 /// # Errors
 /// A file cannot be fetched, and a retry would not help.
-pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
+pub(super) async fn fetch_missing(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let start = &stored.start;
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
@@ -99,13 +99,13 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::NotStarted(e.to_string()))?;
     let mut backoff = RETRY;
     let other = loop {
-        match report(stored, remote, &note).await {
+        match send_fingerprint(stored, remote, &note).await {
             Ok(None) => return Ok(()),
             Ok(Some(other)) => break other,
-            Err(error) => wait(remote, &mut backoff, error).await?,
+            Err(error) => wait_to_retry(remote, &mut backoff, error).await?,
         }
     };
-    // Removed, so that the next start compares with the server's fingerprint.
+    // Without the note, the next start compares with the server's fingerprint.
     let _ = fs::remove_file(&path);
     Err(Refusal::DatasetUnusable(describe_difference(stored, &own, &other)))
 }
@@ -130,17 +130,17 @@ async fn ensure_checkpoint(
         let error = match error {
             FetchError::Damaged(why) if refetches < MAX_REFETCHES => {
                 refetches += 1;
-                FetchError::Server(Failed::Later(why))
+                FetchError::Server(RequestError::Later(why))
             }
             // The server has set the checkpoint aside. A checkpoint of another job has no replacement.
-            FetchError::Server(Failed::Never(StatusCode::UNPROCESSABLE_ENTITY, why))
+            FetchError::Server(RequestError::Never(StatusCode::UNPROCESSABLE_ENTITY, why))
                 if stored.start.resume.is_some() =>
             {
                 return Err(Refusal::CheckpointDamaged(format!("on the machine {}: {why}", remote.name)));
             }
             error => error,
         };
-        wait(remote, &mut backoff, error).await?;
+        wait_to_retry(remote, &mut backoff, error).await?;
     }
     tracing::info!(checkpoint = id, "fetched");
     Ok(())
@@ -148,9 +148,13 @@ async fn ensure_checkpoint(
 
 /// Sends the fingerprint. Returns the server's description of its own fingerprint of the job's dataset if the two
 /// differ, and `None` if they are equal or the server had none.
-async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<Option<String>, FetchError> {
+async fn send_fingerprint(
+    stored: &StoredAttempt,
+    remote: &Remote,
+    note: &[u8],
+) -> Result<Option<String>, FetchError> {
     match remote.client(&stored.start.attempt)?.send_fingerprint(note.to_vec()).await {
-        Err(Failed::Never(StatusCode::CONFLICT, words)) => {
+        Err(RequestError::Never(StatusCode::CONFLICT, words)) => {
             // Strips the prefix "the server answered STATUS: ".
             Ok(Some(words.split_once(": ").map_or(words.as_str(), |(_, detail)| detail).to_owned()))
         }
@@ -236,12 +240,12 @@ async fn fetch_manifest(client: &AttemptClient<'_>, id: &str) -> Result<Vec<u8>,
     Ok(content)
 }
 
-/// Waits until it is time for another attempt after `error`.
+/// Waits until it is time for another attempt after the temporary `error`.
 ///
 /// # Errors
 /// The error is permanent.
-async fn wait(remote: &Remote, backoff: &mut Backoff, error: FetchError) -> Result<(), Refusal> {
-    let FetchError::Server(Failed::Later(why)) = error else { return Err(refusal(remote, &error)) };
+async fn wait_to_retry(remote: &Remote, backoff: &mut Backoff, error: FetchError) -> Result<(), Refusal> {
+    let FetchError::Server(RequestError::Later(why)) = error else { return Err(refusal(remote, &error)) };
     tracing::warn!(why, "waiting for the server before ranks can start");
     tokio::time::sleep(backoff.pause()).await;
     Ok(())
@@ -252,7 +256,7 @@ fn refusal(remote: &Remote, error: &FetchError) -> Refusal {
     match error {
         FetchError::Server(failed) => Refusal::NotStarted(format!(
             "{machine} cannot fetch the job's files from the server: {}",
-            failed.words()
+            failed.detail()
         )),
         FetchError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => {
             let path = path.display();
@@ -289,7 +293,7 @@ mod tests {
                 false => start.files.pretrained = Some("another-1-20".into()),
             }
             let stored = StoredAttempt { start, job_dir: dir.path().into() };
-            let refused = prepare(&stored, &remote).await.unwrap_err();
+            let refused = fetch_missing(&stored, &remote).await.unwrap_err();
             assert_eq!(matches!(refused, Refusal::CheckpointDamaged(_)), is_replaced, "{refused:?}");
         }
     }

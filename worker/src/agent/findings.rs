@@ -23,9 +23,9 @@ struct Report {
 }
 
 /// The findings that need attention. Empty if the checks cannot run, which must not prevent the agent from working.
-/// `idle`: no rank runs on this machine; a running rank would be reported as another program that uses the GPU's
-/// memory.
-pub(super) async fn find(program: &Path, dir: &Path, idle: bool) -> Vec<MachineWarning> {
+/// Unless the machine `is_idle`, findings about single GPUs are left out, because a rank would be reported as another program
+/// that uses the GPU's memory.
+pub(super) async fn find(program: &Path, dir: &Path, is_idle: bool) -> Vec<MachineWarning> {
     let mut command = Command::new(program);
     for name in SECRETS {
         command.env_remove(name);
@@ -39,7 +39,9 @@ pub(super) async fn find(program: &Path, dir: &Path, idle: bool) -> Vec<MachineW
         serde_json::from_slice::<Report>(&output.stdout).map_err(|e| e.to_string())
     };
     match checked.await {
-        Ok(report) => to_warnings(report.findings, idle, Path::new("/proc/driver/nvidia/version").exists()),
+        Ok(report) => {
+            to_warnings(report.findings, is_idle, Path::new("/proc/driver/nvidia/version").exists())
+        }
         Err(error) => {
             tracing::debug!(error, "the machine could not be checked");
             Vec::new()
@@ -47,11 +49,11 @@ pub(super) async fn find(program: &Path, dir: &Path, idle: bool) -> Vec<MachineW
     }
 }
 
-fn to_warnings(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<MachineWarning> {
+fn to_warnings(findings: Vec<Finding>, is_idle: bool, has_driver: bool) -> Vec<MachineWarning> {
     let matters = |finding: &Finding| {
         finding.grade != Grade::Ok
             && (has_driver || !GPU_FINDINGS.contains(&finding.what.as_str()))
-            && (idle || !finding.what.starts_with("GPU "))
+            && (is_idle || !finding.what.starts_with("GPU "))
     };
     let to_warning = |finding: Finding| {
         let advice = finding.advice.map(|advice| format!(". {advice}")).unwrap_or_default();

@@ -31,7 +31,7 @@ struct State {
     last_contact: Instant,
     length: Duration,
     /// Whether there was contact with the server since this agent started.
-    renewed: bool,
+    has_contact: bool,
     has_logged_error: bool,
 }
 
@@ -39,17 +39,17 @@ impl Lease {
     /// `fence` is the file in which ranks read their deadline.
     pub(super) fn new(fence: Fence) -> Self {
         let (last_contact, length) = (Instant::now(), DEFAULT_LENGTH);
-        let state = State { last_contact, length, renewed: false, has_logged_error: false };
+        let state = State { last_contact, length, has_contact: false, has_logged_error: false };
         Self { state: Mutex::new(state), fence }
     }
 
-    /// Renews the lease. `sent` is when the agent sent the message to which the server has responded, so the server's own
-    /// lease did not begin before `sent`. When this returns, the new deadline is on disk, so a rank that is started next
+    /// Renews the lease. `sent` is the time at which the agent sent the message to which the server has responded. The server's
+    /// own lease did not begin before `sent`. When this returns, the new deadline is on disk, so a rank that is started next
     /// reads it.
     pub(super) fn renew(&self, sent: Instant) {
         {
             let mut state = lock(&self.state);
-            (state.last_contact, state.renewed) = (sent, true);
+            (state.last_contact, state.has_contact) = (sent, true);
         }
         self.extend();
     }
@@ -59,19 +59,19 @@ impl Lease {
         lock(&self.state).length = length;
     }
 
-    /// How long the server has been silent, if the lease has expired.
-    pub(super) fn overdue(&self) -> Option<Duration> {
+    /// How long the server has been silent. `None` unless the lease has expired.
+    pub(super) fn silence_if_expired(&self) -> Option<Duration> {
         let State { last_contact, length, .. } = *lock(&self.state);
         Some(last_contact.elapsed()).filter(|silent| *silent > length)
     }
 
-    /// How long ranks may continue without further contact. The time is a little less than the server's own limit, so that
-    /// ranks have ended when the server gives the work to other agents. `None` before the first contact: the ranks of an
-    /// earlier agent keep their deadline. Otherwise, they could train forever if the agent is restarted repeatedly.
+    /// How long ranks may continue without further contact. The time is a little less than the server's own limit, so that ranks
+    /// have ended when the server gives the work to other agents. `None` before the first contact: the ranks of an earlier agent
+    /// then keep their deadline, because they could otherwise train forever if the agent is restarted repeatedly.
     fn remaining(&self) -> Option<Duration> {
-        let State { last_contact, length, renewed, .. } = *lock(&self.state);
+        let State { last_contact, length, has_contact, .. } = *lock(&self.state);
         let length = length.saturating_sub((length / 5).min(MARGIN));
-        length.checked_sub(last_contact.elapsed()).filter(|_| renewed)
+        length.checked_sub(last_contact.elapsed()).filter(|_| has_contact)
     }
 
     /// Writes the ranks' new deadline.
@@ -118,11 +118,11 @@ mod tests {
     fn the_lease_starts_when_the_message_is_sent() {
         let dir = tempfile::tempdir().unwrap();
         let lease = Lease::new(Fence::open(dir.path()).unwrap());
-        assert_eq!(lease.overdue(), None);
+        assert_eq!(lease.silence_if_expired(), None);
         lease.set_length(Duration::from_secs(5));
         lease.renew(Instant::now().checked_sub(Duration::from_secs(6)).unwrap());
-        assert!(lease.overdue().unwrap() >= Duration::from_secs(6));
+        assert!(lease.silence_if_expired().unwrap() >= Duration::from_secs(6));
         lease.renew(Instant::now());
-        assert_eq!(lease.overdue(), None);
+        assert_eq!(lease.silence_if_expired(), None);
     }
 }

@@ -68,8 +68,7 @@ const FINAL_REPORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// folder uploads the rest.
 const FINAL_UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The maximum time for uploads after the agent's only job has finished, such as a large checkpoint over a slow
-/// connection.
+/// The maximum time for uploads after the agent's only job has finished. A large checkpoint takes long over a slow connection.
 const ONLY_JOB_UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Runs an agent until a signal, or until `only_job` or `follow_parent` ends it.
@@ -96,7 +95,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         agent_id: state_dir.agent_id().to_owned(),
         name: name.clone(),
     });
-    let uploaded = Arc::new(Mutex::new(None));
+    let uploaded_at = Arc::new(Mutex::new(None));
     let adopted = state_dir.stored_attempts();
     let copies = dataset_copy::open(&options, state_dir.dir(), &adopted)?;
     let program = options.program.clone().map_or_else(lockstep_host::own_program, Ok)?;
@@ -114,7 +113,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     };
     // Started before ranks are adopted, because ranks read the deadline.
     let fencing = tokio::spawn(lease::keep_fence(lease));
-    let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded.clone()));
+    let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded_at.clone()));
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
         name,
@@ -134,9 +133,9 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         parent: options.follow_parent.then(rustix::process::getppid).flatten(),
         only_job_failed: false,
         waiting_since: None,
-        last_attempt_over: None,
-        uploaded,
-        only_job_is_final: None,
+        last_attempt_ended_at: None,
+        uploaded_at,
+        only_job_final_at: None,
         next_attempt_wait: Duration::ZERO,
         options,
     };
@@ -169,7 +168,7 @@ struct Agent {
     attempts: BTreeMap<FencingToken, Attempt>,
     /// The orderly stop in progress.
     leaving: Option<Shutdown>,
-    /// Why the agent accepts no work: its folder is not writable.
+    /// Why the agent accepts no work: its folder is not writable. `None` while it accepts work.
     no_work: Option<String>,
     /// Attempts that this agent did not start although the server had ordered it, and the reasons.
     declined: Vec<(AttemptRef, String)>,
@@ -180,15 +179,16 @@ struct Agent {
     findings: Arc<OnceCell<Vec<MachineWarning>>>,
     /// The parent process, if this agent ends with it.
     parent: Option<rustix::process::Pid>,
+    /// Whether the last attempt of the agent's only job failed on this agent.
     only_job_failed: bool,
     /// The time since which the agent waits for another attempt of its only job.
     waiting_since: Option<Instant>,
     /// When the last attempt on this machine ended.
-    last_attempt_over: Option<Instant>,
+    last_attempt_ended_at: Option<Instant>,
     /// The last time at which all checkpoints on this agent's own disk had been uploaded.
-    uploaded: Arc<Mutex<Option<Instant>>>,
+    uploaded_at: Arc<Mutex<Option<Instant>>>,
     /// When the server reported that the only job has finished.
-    only_job_is_final: Option<Instant>,
+    only_job_final_at: Option<Instant>,
     /// How long to wait for another attempt after the last one.
     next_attempt_wait: Duration,
 }
@@ -197,9 +197,9 @@ struct Shutdown {
     /// The reason, as sent to the server.
     reason: String,
     /// Whether the reason was sent to the server.
-    announced: bool,
+    is_announced: bool,
     /// The time at which all ranks were found to have ended.
-    ranks_gone: Option<Instant>,
+    ranks_ended_at: Option<Instant>,
 }
 
 impl Agent {
@@ -239,15 +239,15 @@ impl Agent {
                         let server = server.to_owned();
                         return Err(AgentError::Refused { server, reason });
                     }
-                    Outcome::Lost { reason, welcomed } => {
-                        if welcomed {
+                    Outcome::Lost { reason, was_welcomed } => {
+                        if was_welcomed {
                             logged_reasons.clear();
                             // If the server closes the connection right after the welcome, the pauses keep
                             // growing.
                             if began.elapsed() > RETRY.longest {
                                 backoff = RETRY;
                             }
-                            address.note_owners(listeners);
+                            address.record_owners(listeners);
                         }
                         reason
                     }
@@ -282,7 +282,7 @@ impl Agent {
     }
 
     fn result(&mut self) -> Result<(), AgentError> {
-        if self.options.until_final && self.only_job_is_final.is_none() {
+        if self.options.until_final && self.only_job_final_at.is_none() {
             return Err(AgentError::Signalled);
         }
         if self.only_job_failed { Err(AgentError::JobFailed) } else { Ok(()) }
@@ -325,7 +325,7 @@ impl Agent {
 
     /// Whether all checkpoints that were written before `moment` are on the server.
     fn is_uploaded(&self, moment: Instant) -> bool {
-        lock(&self.uploaded).is_some_and(|done| done > moment) || uploads::is_empty(self.state_dir.dir())
+        lock(&self.uploaded_at).is_some_and(|done| done > moment) || uploads::has_no_job(self.state_dir.dir())
     }
 
     /// Breaks if it is time to end. Without a connection, it also limits the spool.
@@ -338,11 +338,11 @@ impl Agent {
             if !all_over {
                 return ControlFlow::Continue(());
             }
-            let since = *leaving.ranks_gone.get_or_insert_with(Instant::now);
-            let is_reported = self.attempts.is_empty() && leaving.announced;
+            let since = *leaving.ranks_ended_at.get_or_insert_with(Instant::now);
+            let is_reported = self.attempts.is_empty() && leaving.is_announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
             let patience = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
-            // With attempts left, the agent connects again: a server that could not store a report closes the connection.
+            // If attempts are left, the agent connects again, because a server that could not store a report closes the connection.
             let is_cut_off = !is_connected && self.attempts.is_empty();
             if is_uploaded || is_cut_off || since.elapsed() > patience {
                 return ControlFlow::Break(());
@@ -355,7 +355,7 @@ impl Agent {
             );
             return ControlFlow::Break(());
         }
-        if let Some(since) = self.only_job_is_final
+        if let Some(since) = self.only_job_final_at
             && self.attempts.is_empty()
             && (self.is_uploaded(since) || since.elapsed() > ONLY_JOB_UPLOAD_TIMEOUT)
         {

@@ -13,10 +13,10 @@ use std::{
 const MAX_IN_FLIGHT: usize = 8;
 /// Maximum size of an attempt's unacknowledged records, which the server must keep in memory.
 const MAX_IN_FLIGHT_BYTES: u64 = 16 << 20;
-/// While nobody watches the job, points are collected for this long, so that short steps result in few reports with
-/// many points. Longer steps are reported at once. While somebody watches the job, everything is reported at once.
+/// Minimum time between two reports of a rank while nobody watches the job, so that short steps result in few reports with many
+/// points. While somebody watches the job, everything is reported at once.
 const COLLECT_TIME: Duration = Duration::from_millis(250);
-/// How long an unreadable file (on an unreliable disk) may delay the end of the file's attempt.
+/// Maximum time for which a file that cannot be read (on an unreliable disk) may delay the end of its attempt.
 const READ_RETRY_LIMIT: Duration = Duration::from_secs(60);
 
 /// The reports of one attempt on one connection.
@@ -25,7 +25,7 @@ pub(super) struct Outbox {
     ranks: Vec<Stream>,
     agent: Stream,
     /// Whether someone watched the job at the time of the server's last acknowledgement.
-    watched: bool,
+    is_watched: bool,
 }
 
 /// The records of one source.
@@ -35,14 +35,14 @@ struct Stream {
     tail: Tail,
     /// The server has stored the records below this number.
     acknowledged: u64,
-    /// For each unacknowledged report: the number after its last record, and its size in bytes.
+    /// The unacknowledged reports, oldest first. Each entry has the number after the report's last record, and its size in bytes.
     in_flight: VecDeque<(u64, u64)>,
     /// When the last report was sent.
-    sent: Option<Instant>,
-    /// The time since which the file cannot be read.
-    failing: Option<Instant>,
+    last_sent: Option<Instant>,
+    /// The time since which the file cannot be read. `None` if it can be read.
+    failing_since: Option<Instant>,
     /// Whether the file has been given up as unreadable. Nothing more is sent from it.
-    broken: bool,
+    is_given_up: bool,
 }
 
 impl Stream {
@@ -59,38 +59,38 @@ impl Stream {
             tail: Tail::open(&path, acknowledged),
             acknowledged,
             in_flight: VecDeque::new(),
-            sent: None,
-            failing: None,
-            broken: false,
+            last_sent: None,
+            failing_since: None,
+            is_given_up: false,
         }
     }
 
     /// The number of the next record to send, and the records from there on. `None` if there are none or a limit is reached.
-    fn next(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
-        if self.broken || self.in_flight.len() >= MAX_IN_FLIGHT {
+    fn next_report(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
+        if self.is_given_up || self.in_flight.len() >= MAX_IN_FLIGHT {
             return None;
         }
         let first = self.tail.next_record();
         let offset = self.tail.offset();
         let error = match self.tail.poll() {
             Ok(events) => {
-                self.failing = None;
+                self.failing_since = None;
                 if events.is_empty() {
                     return None;
                 }
                 self.in_flight.push_back((self.tail.next_record(), self.tail.offset() - offset));
-                self.sent = Some(now);
+                self.last_sent = Some(now);
                 return Some((first, events));
             }
             Err(error) => error,
         };
-        let is_new = self.failing.is_none();
-        let since = *self.failing.get_or_insert(now);
+        let is_new = self.failing_since.is_none();
+        let since = *self.failing_since.get_or_insert(now);
         if matches!(error, TailError::Damaged { .. })
             || now.saturating_duration_since(since) > READ_RETRY_LIMIT
         {
             tracing::error!(%error, "the records of this source cannot be read; giving up");
-            self.broken = true;
+            self.is_given_up = true;
         } else if is_new {
             tracing::warn!(%error, "the records of this source cannot be read; retrying");
         }
@@ -108,9 +108,9 @@ impl Stream {
         self.in_flight.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Whether no record is left to be sent, after [`Stream::next`] has returned `None`.
+    /// Whether no record is left to be sent, after [`Stream::next_report`] has returned `None`.
     fn is_all_sent(&self) -> bool {
-        self.broken || self.failing.is_none() && self.in_flight.len() < MAX_IN_FLIGHT
+        self.is_given_up || self.failing_since.is_none() && self.in_flight.len() < MAX_IN_FLIGHT
     }
 }
 
@@ -121,7 +121,7 @@ impl Outbox {
         Self {
             ranks: stored_attempt.start.ranks.iter().map(rank).collect(),
             agent: Stream::new(stored_attempt, Source::Agent, acknowledged),
-            watched: false,
+            is_watched: false,
         }
     }
 
@@ -130,7 +130,7 @@ impl Outbox {
     pub(super) fn fill(
         &mut self,
         stored_attempt: &StoredAttempt,
-        over: bool,
+        is_over: bool,
         now: Instant,
         reports: &mut Vec<FromAgent>,
     ) {
@@ -138,11 +138,12 @@ impl Outbox {
         let mut report = |source, (first, events)| {
             reports.push(FromAgent::Report { attempt: attempt.clone(), source, first, events });
         };
-        let at_once = over || self.watched;
+        let at_once = is_over || self.is_watched;
         let mut total_bytes: u64 = self.ranks.iter().map(Stream::bytes_in_flight).sum();
         let mut all_sent = true;
         for stream in &mut self.ranks {
-            if !at_once && stream.sent.is_some_and(|sent| now.saturating_duration_since(sent) < COLLECT_TIME)
+            if !at_once
+                && stream.last_sent.is_some_and(|sent| now.saturating_duration_since(sent) < COLLECT_TIME)
             {
                 all_sent = false;
                 continue;
@@ -151,15 +152,15 @@ impl Outbox {
             let has_room =
                 |stream: &Stream| total_bytes - bytes_before + stream.bytes_in_flight() < MAX_IN_FLIGHT_BYTES;
             while has_room(stream)
-                && let Some(batch) = stream.next(now)
+                && let Some(batch) = stream.next_report(now)
             {
                 report(stream.source, batch);
             }
             all_sent &= stream.is_all_sent() && has_room(stream);
             total_bytes = total_bytes - bytes_before + stream.bytes_in_flight();
         }
-        if over && all_sent {
-            while let Some(batch) = self.agent.next(now) {
+        if is_over && all_sent {
+            while let Some(batch) = self.agent.next_report(now) {
                 report(self.agent.source, batch);
             }
         }
@@ -167,7 +168,7 @@ impl Outbox {
 
     /// Handles an acknowledgement of the server.
     pub(super) fn acknowledge(&mut self, acknowledged: &Acknowledged) {
-        self.watched = acknowledged.watched;
+        self.is_watched = acknowledged.watched;
         let streams = self.ranks.iter_mut().chain([&mut self.agent]);
         if let Some(stream) = streams.into_iter().find(|s| s.source == acknowledged.source) {
             stream.acknowledge(acknowledged.records);

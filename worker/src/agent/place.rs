@@ -125,7 +125,7 @@ mod tests {
         let lock = dir.path().join("server.lock");
         let locked = fs::File::create(&lock).unwrap();
         locked.lock().unwrap();
-        state_dir.note_server(Some(&lock));
+        state_dir.record_server(Some(&lock));
         assert!(!is_own(None));
         drop(locked);
         assert!(is_own(None));

@@ -13,22 +13,22 @@ const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a request failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Failed {
+pub(super) enum RequestError {
     /// The request may succeed later: the server is unreachable or busy, or its disk is full.
     Later(String),
     /// The request will never succeed.
     Never(StatusCode, String),
 }
 
-impl Failed {
-    pub(super) fn words(&self) -> &str {
+impl RequestError {
+    pub(super) fn detail(&self) -> &str {
         match self {
             Self::Later(words) | Self::Never(_, words) => words,
         }
     }
 }
 
-type Result<T> = std::result::Result<T, Failed>;
+type Result<T> = std::result::Result<T, RequestError>;
 
 /// The server, and how to reach it.
 #[derive(Debug)]
@@ -54,7 +54,7 @@ impl Remote {
     /// # Errors
     /// A file cannot be read.
     pub(super) fn client(&self, attempt: &AttemptRef) -> Result<AttemptClient<'_>> {
-        let (client, server) = self.address.rest().map_err(Failed::Later)?;
+        let (client, server) = self.address.rest_client().map_err(RequestError::Later)?;
         let base = format!("{server}/api/v1/agent/attempts/{}/{}", attempt.job, attempt.attempt);
         Ok(AttemptClient { remote: self, client, base, fencing_token: attempt.fencing_token.into() })
     }
@@ -69,12 +69,12 @@ impl AttemptClient<'_> {
     }
 
     async fn send(&self, request: RequestBuilder) -> Result<Response> {
-        // Checked before each request: another account of this machine may have taken the port, and must not get the
+        // Checked before each request, because another account of this machine may have taken the port, and must not get the
         // token.
-        self.remote.address.check_listeners().map_err(Failed::Later)?;
+        self.remote.address.check_listeners().map_err(RequestError::Later)?;
         let response = match tokio::time::timeout(RESPONSE_TIMEOUT, request.send()).await {
-            Err(_) => return Err(Failed::Later("the server does not respond".into())),
-            Ok(Err(error)) => return Err(Failed::Later(self.remote.address.in_words(&error))),
+            Err(_) => return Err(RequestError::Later("the server does not respond".into())),
+            Ok(Err(error)) => return Err(RequestError::Later(self.remote.address.in_words(&error))),
             Ok(Ok(response)) => response,
         };
         let status = response.status();
@@ -91,12 +91,12 @@ impl AttemptClient<'_> {
             || status.is_server_error()
             || [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS, StatusCode::UNAUTHORIZED]
                 .contains(&status);
-        Err(if is_temporary { Failed::Later(words) } else { Failed::Never(status, words) })
+        Err(if is_temporary { RequestError::Later(words) } else { RequestError::Never(status, words) })
     }
 
     async fn json<T: serde::de::DeserializeOwned>(&self, request: RequestBuilder) -> Result<T> {
-        let text = self.send(request).await?.text().await.map_err(|e| Failed::Later(e.to_string()))?;
-        serde_json::from_str(&text).map_err(|e| Failed::Later(format!("the server's response: {e}")))
+        let text = self.send(request).await?.text().await.map_err(|e| RequestError::Later(e.to_string()))?;
+        serde_json::from_str(&text).map_err(|e| RequestError::Later(format!("the server's response: {e}")))
     }
 
     /// Notifies the server that this agent has its own disk and is about to start ranks.
@@ -132,7 +132,7 @@ impl AttemptClient<'_> {
         }
         let response = self.send(request).await?;
         if from > 0 && response.status() != StatusCode::PARTIAL_CONTENT {
-            return Err(Failed::Later("the server sent the whole file, not the rest".into()));
+            return Err(RequestError::Later("the server sent the whole file, not the rest".into()));
         }
         Ok(Download(response))
     }
@@ -165,8 +165,8 @@ impl Download {
     /// The next bytes. `None` at the end.
     pub(super) async fn next(&mut self) -> Result<Option<bytes::Bytes>> {
         match tokio::time::timeout(READ_TIMEOUT, self.0.chunk()).await {
-            Err(_) => Err(Failed::Later("the server stopped sending data".into())),
-            Ok(chunk) => chunk.map_err(|e| Failed::Later(e.to_string())),
+            Err(_) => Err(RequestError::Later("the server stopped sending data".into())),
+            Ok(chunk) => chunk.map_err(|e| RequestError::Later(e.to_string())),
         }
     }
 }

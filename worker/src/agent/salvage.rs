@@ -19,7 +19,7 @@ pub(super) struct Reported {
 }
 
 impl Reported {
-    pub(super) fn note(&mut self, event: &AttemptEvent) {
+    pub(super) fn record(&mut self, event: &AttemptEvent) {
         match event {
             AttemptEvent::Running { start_step, .. } => self.start_step = Some(*start_step),
             AttemptEvent::Checkpoint(info) => {
@@ -49,8 +49,8 @@ impl Reported {
             .collect()
     }
 
-    /// A log line about the steps that are lost if an attempt is stopped after step `step`. `None` if no steps are
-    /// lost. `unreported`: checkpoints that the attempt wrote and did not report.
+    /// A log line about the steps that are lost if an attempt is stopped after step `step`. `None` if no steps are lost.
+    /// `unreported` are the checkpoints that the attempt wrote and did not report.
     pub(super) fn describe_lost_steps(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
         let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
         let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;
@@ -86,8 +86,8 @@ mod tests {
         }
         let mut reported = Reported::default();
         assert_eq!(reported.unreported(&checkpoints, 1000), [], "the attempt never ran");
-        reported.note(&running(20));
-        reported.note(&AttemptEvent::Checkpoint(
+        reported.record(&running(20));
+        reported.record(&AttemptEvent::Checkpoint(
             checkpoint::verified_info(&checkpoints.join(folder_name(1, 40))).unwrap(),
         ));
         let model = checkpoints.join(folder_name(1, 60)).join(MODEL);
@@ -105,15 +105,15 @@ mod tests {
     fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
         let mut reported = Reported::default();
         assert_eq!(reported.describe_lost_steps(7, &[]), None, "the attempt never ran");
-        reported.note(&running(0));
+        reported.record(&running(0));
         assert_eq!(reported.describe_lost_steps(0, &[]), None);
         let message = reported.describe_lost_steps(7, &[]).unwrap();
         assert!(message.contains("no checkpoint yet, steps 1 to 7 are lost"), "{message}");
         let checkpoint_of =
             |step| CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
-        reported.note(&AttemptEvent::Checkpoint(checkpoint_of(20)));
+        reported.record(&AttemptEvent::Checkpoint(checkpoint_of(20)));
         // A checkpoint that was found damaged at the start.
-        reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
+        reported.record(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
         let message = reported.describe_lost_steps(57, &[]).unwrap();
         assert!(message.contains("of step 20, steps 21 to 57 are lost"), "{message}");
         assert_eq!(reported.describe_lost_steps(57, &[checkpoint_of(57)]), None, "the agent has found one");

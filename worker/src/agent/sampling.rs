@@ -12,8 +12,8 @@ const SECOND_AFTER: Duration = Duration::from_secs(1);
 /// If there are GPUs but NVML was not found, it is searched for again after this many measurements.
 const NVML_RETRY_SAMPLES: u32 = 12;
 
-/// The newest measurement, made by a thread that ends when the receiver is dropped. A file system or a GPU that does
-/// not respond blocks only this thread.
+/// Starts a thread that measures until the returned receiver of the newest measurement is dropped. A file system or a GPU that
+/// does not respond blocks only this thread.
 pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Receiver<Option<MachineSample>>> {
     let (sender, samples) = watch::channel(None);
     let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();
@@ -23,7 +23,7 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
         let mut nvml = None;
         for index in 0u32.. {
             if !gpus.is_empty() && nvml.is_none() && index % NVML_RETRY_SAMPLES == 0 {
-                // Without NVML there are no metrics of GPUs from the agent; ranks report some as well.
+                // If NVML is missing, the agent has no metrics of GPUs. Ranks report some as well.
                 nvml = Reader::open().ok();
             }
             let gpu_samples = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();
@@ -39,8 +39,8 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
     Ok(samples)
 }
 
-/// The next measurement. Never completes if the thread has ended.
-pub(super) async fn newest(samples: &mut watch::Receiver<Option<MachineSample>>) -> MachineSample {
+/// Waits for the next measurement. Never completes if the thread has ended.
+pub(super) async fn next_sample(samples: &mut watch::Receiver<Option<MachineSample>>) -> MachineSample {
     while samples.changed().await.is_ok() {
         if let Some(sample) = samples.borrow_and_update().clone() {
             return sample;

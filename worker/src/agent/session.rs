@@ -29,10 +29,10 @@ use tokio_tungstenite::tungstenite::{self, Message};
 const PUMP_EVERY: Duration = Duration::from_millis(10);
 /// Time limit for sending a message while the server does not read.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// The silence after which a connection counts as lost, if this is longer than three heartbeats.
+/// Minimum silence after which a connection counts as lost. It is longer if three heartbeats take longer.
 const MIN_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time after a `Stop` until acknowledgements arrive that were in flight when the server sent the `Stop`.
+/// Maximum time after a `Stop` in which acknowledgements may arrive that the server sent before the `Stop`.
 const MAX_CROSSING: Duration = Duration::from_secs(5);
 
 /// Why a session ended.
@@ -43,12 +43,12 @@ pub(super) enum Outcome {
     /// The server has refused this agent permanently.
     Refused(String),
     /// The connection was lost.
-    Lost { reason: String, welcomed: bool },
+    Lost { reason: String, was_welcomed: bool },
 }
 
 impl Outcome {
     fn lost(reason: impl ToString) -> Self {
-        Self::Lost { reason: reason.to_string(), welcomed: true }
+        Self::Lost { reason: reason.to_string(), was_welcomed: true }
     }
 }
 
@@ -100,7 +100,7 @@ impl Session {
         let welcome = time::timeout(CONNECT_TIMEOUT, answer).await;
         let reason = match welcome.unwrap_or_else(|_| Err("the server does not answer".into())) {
             Ok(Some(ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock })) => {
-                agent.state_dir.note_server(server_lock.as_deref().map(Path::new));
+                agent.state_dir.record_server(server_lock.as_deref().map(Path::new));
                 agent.context.lease.set_length(seconds(lease_secs));
                 agent.context.lease.renew(sent);
                 agent.restart_wait();
@@ -111,11 +111,11 @@ impl Session {
                     acknowledged,
                     revoked: HashSet::new(),
                     stopped_late: HashMap::new(),
-                    announced_leaving: false,
+                    has_announced_leaving: false,
                     reported_ready: HashSet::new(),
                     heartbeat: seconds(heartbeat_secs).max(Duration::from_millis(50)),
                     heartbeat_sent: None,
-                    heard: Instant::now(),
+                    last_heard: Instant::now(),
                     answers: JoinSet::new(),
                     samples: agent.samples.clone(),
                     partial: PartialMessages::default(),
@@ -130,7 +130,7 @@ impl Session {
             Ok(None) => "the server sent an unknown message".into(),
             Err(reason) => reason,
         };
-        Outcome::Lost { reason, welcomed: false }
+        Outcome::Lost { reason, was_welcomed: false }
     }
 }
 
@@ -147,13 +147,13 @@ struct Connected {
     stopped_late: HashMap<AttemptRef, Instant>,
     /// Whether the agent has announced on this connection that it is ending. On a new connection the server assumes
     /// that the agent continues.
-    announced_leaving: bool,
+    has_announced_leaving: bool,
     /// Attempts on several machines for which this agent has reported that it is ready.
     reported_ready: HashSet<AttemptRef>,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
     /// When the server last sent anything.
-    heard: Instant,
+    last_heard: Instant,
     /// Tasks that answer requests of the server.
     answers: JoinSet<FromAgent>,
     /// Measurements of the machine's usage.
@@ -171,7 +171,7 @@ impl Connected {
         for attempt in revoked {
             tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "the server accepts no more reports of this attempt: ending its ranks");
             if let Some(found) = agent.find_attempt(&attempt) {
-                found.order(Order::Stop { patient: false });
+                found.send_order(Order::Stop { patient: false });
             }
             self.revoked.insert(attempt);
         }
@@ -184,14 +184,14 @@ impl Connected {
             let outcome = tokio::select! {
                 message = receive(&mut self.socket, &mut self.partial) => match message {
                     Ok(message) => {
-                        self.heard = Instant::now();
-                        message.map_or(Ok(()), |message| self.obey(agent, message))
+                        self.last_heard = Instant::now();
+                        message.map_or(Ok(()), |message| self.handle(agent, message))
                     }
                     Err(reason) => Err(Outcome::lost(reason)),
                 },
                 _ = heartbeat.tick() => self.beat(agent).await,
                 _ = pump.tick(), if !agent.attempts.is_empty() || !agent.declined.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
-                sample = sampling::newest(&mut self.samples) => self.send(&FromAgent::Sample(Box::new(sample))).await,
+                sample = sampling::next_sample(&mut self.samples) => self.send(&FromAgent::Sample(Box::new(sample))).await,
                 Some(Ok(answer)) = self.answers.join_next() => match self.frames(&answer) {
                     Ok(frames) => {
                         self.parts.extend(frames);
@@ -221,12 +221,13 @@ impl Connected {
         }
     }
 
+    /// Ends the session if the server is silent, and sends a heartbeat if none is in flight.
     async fn beat(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
         if agent.check_end(true).is_break() {
             return Err(Outcome::End);
         }
         let limit = MIN_SILENCE_TIMEOUT.max(self.heartbeat * 3);
-        if self.heard.elapsed() > limit {
+        if self.last_heard.elapsed() > limit {
             return Err(Outcome::lost(format!("the server was silent for {} s", limit.as_secs())));
         }
         // Only one heartbeat is in flight, so that a response can be attributed to its heartbeat.
@@ -244,21 +245,21 @@ impl Connected {
     /// Sends new records of the ranks, and drops attempts whose end the server has acknowledged.
     async fn pump(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
         if let Some(leaving) = &mut agent.leaving
-            && !self.announced_leaving
+            && !self.has_announced_leaving
         {
             self.send(&FromAgent::Leaving { reason: leaving.reason.clone() }).await?;
-            (self.announced_leaving, leaving.announced) = (true, true);
+            (self.has_announced_leaving, leaving.is_announced) = (true, true);
         }
         for (attempt, reason) in std::mem::take(&mut agent.declined) {
             self.send(&FromAgent::Declined { attempt, reason }).await?;
         }
-        let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());
+        let (mut reports, mut done) = (self.ready_reports(agent), Vec::new());
         for attempt in agent.attempts.values() {
             let attempt_ref = attempt.attempt();
             // Checked before the files are read, so that all records from before the end are read.
-            let over = attempt.is_over();
+            let is_over = attempt.is_over();
             if self.revoked.contains(attempt_ref) {
-                if over {
+                if is_over {
                     done.push((attempt_ref.clone(), true));
                 }
                 continue;
@@ -267,9 +268,9 @@ impl Connected {
                 .outboxes
                 .entry(attempt_ref.clone())
                 .or_insert_with(|| Outbox::new(attempt.stored(), &self.acknowledged));
-            outbox.fill(attempt.stored(), over, Instant::now(), &mut reports);
+            outbox.fill(attempt.stored(), is_over, Instant::now(), &mut reports);
             let is_refused = self.stopped_late.get(attempt_ref).is_some_and(|at| at.elapsed() > MAX_CROSSING);
-            if over && (outbox.is_delivered() || is_refused) {
+            if is_over && (outbox.is_delivered() || is_refused) {
                 done.push((attempt_ref.clone(), !outbox.is_delivered()));
             }
         }
@@ -286,17 +287,17 @@ impl Connected {
         if agent.check_end(true).is_break() { Err(Outcome::End) } else { Ok(()) }
     }
 
-    /// Reports that attempts on several machines are ready, unless already sent.
-    fn newly_ready(&mut self, agent: &Agent) -> Vec<FromAgent> {
+    /// The reports that attempts on several machines are ready, unless they were already sent.
+    fn ready_reports(&mut self, agent: &Agent) -> Vec<FromAgent> {
         let ready = |attempt: &Attempt| {
-            let port = attempt.gang()?.ready()?;
+            let port = attempt.gang()?.ready_port()?;
             let is_new = !attempt.is_over() && self.reported_ready.insert(attempt.attempt().clone());
             is_new.then(|| FromAgent::Ready { attempt: attempt.attempt().clone(), port })
         };
         agent.attempts.values().filter_map(ready).collect()
     }
 
-    fn obey(&mut self, agent: &mut Agent, message: ToAgent) -> Result<(), Outcome> {
+    fn handle(&mut self, agent: &mut Agent, message: ToAgent) -> Result<(), Outcome> {
         match message {
             ToAgent::Ack(acknowledged) => {
                 if let Some(outbox) = self.outboxes.get_mut(&acknowledged.attempt) {
@@ -315,17 +316,17 @@ impl Connected {
                 }
             }
             // Attempts are numbered from 1, so this message is about the job.
-            ToAgent::Stop { attempt, .. } if attempt.attempt == 0 => agent.job_is_final(&attempt.job),
+            ToAgent::Stop { attempt, .. } if attempt.attempt == 0 => agent.record_final_job(&attempt.job),
             ToAgent::Stop { attempt, reason, patient } => {
                 tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "asked to stop");
                 if let Some(found) = agent.find_attempt(&attempt) {
-                    found.order(Order::Stop { patient });
+                    found.send_order(Order::Stop { patient });
                     if found.is_over() {
                         self.stopped_late.entry(attempt).or_insert_with(Instant::now);
                     }
                 }
             }
-            ToAgent::Request { id, request } => self.request(agent, id, request),
+            ToAgent::Request { id, request } => self.handle_request(agent, id, request),
             ToAgent::Refused { reason, .. } => return Err(Outcome::Refused(reason)),
             // A message is complete when its last part has arrived.
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
@@ -336,15 +337,15 @@ impl Connected {
     /// Runs `doctor`'s quick checks once in the agent's life, and reports the findings on each connection.
     fn check_machine(&mut self, agent: &Agent) {
         let (cell, program) = (agent.findings.clone(), agent.context.program.clone());
-        let (dir, idle) = (agent.state_dir.dir().to_owned(), agent.attempts.is_empty());
+        let (dir, is_idle) = (agent.state_dir.dir().to_owned(), agent.attempts.is_empty());
         self.answers.spawn(async move {
-            let findings = cell.get_or_init(|| findings::find(&program, &dir, idle)).await.clone();
+            let findings = cell.get_or_init(|| findings::find(&program, &dir, is_idle)).await.clone();
             FromAgent::Findings { findings }
         });
     }
 
-    /// Requests are handled concurrently, each in a separate process, because they take time and memory.
-    fn request(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
+    /// Handles a request concurrently in a separate process, because it takes time and memory.
+    fn handle_request(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
         let program = agent.context.program.clone();
         self.answers
             .spawn(async move { FromAgent::Reply { id, reply: inspect::request(&program, &request).await } });

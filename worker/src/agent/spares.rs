@@ -17,7 +17,7 @@ use std::{
 #[derive(Debug, Default)]
 pub(super) struct Spares {
     program: PathBuf,
-    /// By slot: the GPUs that can have spares.
+    /// The GPUs that can have spares, by slot.
     slots_with_spares: Mutex<BTreeMap<u32, SpareSlot>>,
 }
 
@@ -31,8 +31,8 @@ struct SpareSlot {
 }
 
 impl Spares {
-    /// No process is started before [`Spares::fill`]. GPUs in exclusive mode get no spare: a rank could start before the
-    /// driver has released the GPU of the ended spare.
+    /// No process is started before [`Spares::fill`]. GPUs in exclusive mode get no spare, because a rank could start before
+    /// the driver has released the GPU of the ended spare.
     pub(super) fn new(program: &Path, slots: &[Slot], warm: Warm) -> Self {
         let gpus = || slots.iter().filter_map(|slot| Some((slot, slot.uuid.clone()?)));
         let visible: Vec<String> = gpus().map(|(_, uuid)| uuid).collect();

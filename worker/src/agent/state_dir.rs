@@ -147,7 +147,7 @@ impl StateDir {
 
     /// Records which file the server keeps locked, if the file is locked on this machine. Otherwise the server is on
     /// another machine, and the record is removed.
-    pub fn note_server(&self, lock: Option<&Path>) {
+    pub fn record_server(&self, lock: Option<&Path>) {
         let note = self.dir.join("server");
         let local_lock = lock.filter(|lock| is_locked(lock) == Some(true));
         let noted = match local_lock {
@@ -190,7 +190,7 @@ fn attempt_files(dir: &Path) -> impl Iterator<Item = (PathBuf, io::Result<Stored
 }
 
 /// The attempts in the folder of a running agent. Any of them may disappear at any moment.
-pub(super) fn attempts_now(dir: &Path) -> impl Iterator<Item = StoredAttempt> {
+pub(super) fn current_attempts(dir: &Path) -> impl Iterator<Item = StoredAttempt> {
     attempt_files(dir).filter_map(|(_, read)| read.ok())
 }
 
@@ -274,17 +274,17 @@ mod tests {
         let server = File::create(&lock).unwrap();
         server.lock().unwrap();
         assert_eq!(state_dir.server_holds_lock(), None, "no server is known");
-        state_dir.note_server(Some(&lock));
+        state_dir.record_server(Some(&lock));
         assert_eq!(state_dir.server_holds_lock(), Some(true));
         server.unlock().unwrap();
         assert_eq!(state_dir.server_holds_lock(), Some(false));
-        state_dir.note_server(Some(&lock));
+        state_dir.record_server(Some(&lock));
         assert_eq!(
             state_dir.server_holds_lock(),
             None,
             "the file was not locked when the server was noted, so another machine may have a lock of this name"
         );
-        state_dir.note_server(Some(Path::new("/nowhere/server.lock")));
+        state_dir.record_server(Some(Path::new("/nowhere/server.lock")));
         assert_eq!(state_dir.server_holds_lock(), None);
         drop(state_dir);
         // A process forked by another test may still hold the lock, until it executes another program.

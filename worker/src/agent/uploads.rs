@@ -6,7 +6,7 @@
 
 use super::{
     place::OwnDiskNote,
-    remote::{AttemptClient, Failed, Remote},
+    remote::{AttemptClient, Remote, RequestError},
     state_dir::attempt_path,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest, OWN_DISK_NOTE};
@@ -29,7 +29,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 const PIECE_BYTES: u64 = 4 << 20;
 /// Pauses after a failure.
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
-/// If there is nothing to upload: the interval at which to ask the server whether a job's folder may be removed.
+/// Interval at which to ask the server whether a job's folder may be removed, if there is nothing to upload.
 const ASK_EVERY: Duration = Duration::from_secs(5);
 /// The same interval for a job that the server's database lacks.
 const ASK_UNKNOWN_EVERY: Duration = Duration::from_secs(3600);
@@ -38,7 +38,7 @@ const ASK_UNKNOWN_EVERY: Duration = Duration::from_secs(3600);
 const DAMAGED: &str = "DAMAGED";
 
 /// Whether the agent's own disk contains no job, so that nothing has to be uploaded.
-pub(super) fn is_empty(dir: &Path) -> bool {
+pub(super) fn has_no_job(dir: &Path) -> bool {
     let Ok(entries) = fs::read_dir(dir.join("jobs")) else { return true };
     entries.flatten().all(|entry| OwnDiskNote::read(&entry.path()).is_none())
 }
@@ -47,11 +47,11 @@ pub(super) fn is_empty(dir: &Path) -> bool {
 #[derive(Default)]
 struct JobUploads {
     /// For each checkpoint that the server has or refuses, the SHA-256 of its manifest.
-    done: HashMap<String, String>,
-    /// After a failure: when to try again, and the pauses after the next failures.
-    wait: Option<(Instant, Backoff)>,
+    finished: HashMap<String, String>,
+    /// When to try again after a failure, and the pauses after the next failures.
+    retry: Option<(Instant, Backoff)>,
     /// When the server was last asked whether the job's folder may be removed.
-    asked: Option<Instant>,
+    last_asked: Option<Instant>,
     /// Whether the server's database lacked the attempt when this agent asked.
     is_unknown: bool,
 }
@@ -68,7 +68,7 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, uploaded: Arc<Mutex<O
     let mut uploads = Uploads { dir, remote, jobs: HashMap::new() };
     loop {
         let began = Instant::now();
-        if uploads.round().await {
+        if uploads.upload_all().await {
             *lock(&uploaded) = Some(began);
         }
         tokio::time::sleep(LOOK_EVERY).await;
@@ -77,7 +77,7 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, uploaded: Arc<Mutex<O
 
 /// The result of uploading one checkpoint.
 #[derive(Debug, PartialEq, Eq)]
-enum Sent {
+enum UploadResult {
     /// The server has the checkpoint, or has refused it permanently.
     Done,
     /// The files have changed since they were written, so the checkpoint cannot be uploaded.
@@ -87,8 +87,8 @@ enum Sent {
 }
 
 impl Uploads {
-    /// One round over all jobs. Returns whether nothing is left to be uploaded.
-    async fn round(&mut self) -> bool {
+    /// Uploads the checkpoints of all jobs once. Returns whether nothing is left to be uploaded.
+    async fn upload_all(&mut self) -> bool {
         let Ok(entries) = fs::read_dir(self.dir.join("jobs")) else { return true };
         let mut all_done = true;
         let found: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
@@ -96,22 +96,26 @@ impl Uploads {
         for job_dir in found {
             let Some(note) = OwnDiskNote::read(&job_dir) else { continue };
             let mut job_uploads = self.jobs.remove(&note.attempt.job).unwrap_or_default();
-            if job_uploads.wait.is_some_and(|(until, _)| Instant::now() < until) {
+            if job_uploads.retry.is_some_and(|(until, _)| Instant::now() < until) {
                 all_done = false;
             } else {
                 match self.upload_job(&note, &job_dir, &mut job_uploads).await {
                     Ok(done) => {
                         all_done &= done;
-                        job_uploads.wait = None;
+                        job_uploads.retry = None;
                     }
                     Err(failed) => {
                         all_done = false;
-                        let mut backoff = job_uploads.wait.map_or(RETRY, |(_, backoff)| backoff);
-                        if job_uploads.wait.is_none() {
+                        let mut backoff = job_uploads.retry.map_or(RETRY, |(_, backoff)| backoff);
+                        if job_uploads.retry.is_none() {
                             let job = note.attempt.job.as_str();
-                            tracing::warn!(job, why = failed.words(), "checkpoints are not uploaded for now");
+                            tracing::warn!(
+                                job,
+                                why = failed.detail(),
+                                "checkpoints are not uploaded for now"
+                            );
                         }
-                        job_uploads.wait = Some((Instant::now() + backoff.pause(), backoff));
+                        job_uploads.retry = Some((Instant::now() + backoff.pause(), backoff));
                     }
                 }
             }
@@ -132,14 +136,14 @@ impl Uploads {
         note: &OwnDiskNote,
         job_dir: &Path,
         job_uploads: &mut JobUploads,
-    ) -> Result<bool, Failed> {
+    ) -> Result<bool, RequestError> {
         // Read before the folder, because checkpoints are written before they are reported.
         let is_active = self.is_active(note);
         let mut done = true;
         let folder = job_dir.join("checkpoints");
-        let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
+        let names = checkpoint::list(&folder).map_err(|e| RequestError::Later(e.to_string()))?;
         let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
-        job_uploads.done.retain(|name, _| names.contains(name));
+        job_uploads.finished.retain(|name, _| names.contains(name));
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(manifest_json) = fs::read(&path) else { continue };
@@ -148,24 +152,24 @@ impl Uploads {
             let is_earlier = !note.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
             let may_be_reported = is_active && !is_earlier;
             let sum = hex::encode(Sha256::digest(&manifest_json));
-            if job_uploads.done.get(name) == Some(&sum) {
+            if job_uploads.finished.get(name) == Some(&sum) {
                 continue;
             }
             let client = self.remote.client(&note.attempt)?;
             match upload(&client, &folder.join(name), name, &manifest_json, &sum, may_be_reported).await? {
-                Sent::Done => {
-                    job_uploads.done.insert(name.clone(), sum);
+                UploadResult::Done => {
+                    job_uploads.finished.insert(name.clone(), sum);
                 }
-                Sent::Damaged => {
+                UploadResult::Damaged => {
                     tracing::error!(
                         folder = %folder.join(name).display(),
                         "this checkpoint is damaged on this disk and is not uploaded; its job's folder stays here"
                     );
                     fs::write(folder.join(name).join(DAMAGED), "")
-                        .map_err(|e| Failed::Later(e.to_string()))?;
-                    job_uploads.done.insert(name.clone(), sum);
+                        .map_err(|e| RequestError::Later(e.to_string()))?;
+                    job_uploads.finished.insert(name.clone(), sum);
                 }
-                Sent::NotYet => done = false,
+                UploadResult::NotYet => done = false,
             }
         }
         // Intact files of a damaged checkpoint may exist only on this disk.
@@ -173,10 +177,10 @@ impl Uploads {
             return Ok(done);
         }
         let pause = if job_uploads.is_unknown { ASK_UNKNOWN_EVERY } else { ASK_EVERY };
-        if is_active || !done || job_uploads.asked.is_some_and(|asked| asked.elapsed() < pause) {
+        if is_active || !done || job_uploads.last_asked.is_some_and(|asked| asked.elapsed() < pause) {
             return Ok(done);
         }
-        job_uploads.asked = Some(Instant::now());
+        job_uploads.last_asked = Some(Instant::now());
         // Files are removed only if the server itself has responded.
         let needed = self.remote.client(&note.attempt)?.what_is_needed().await?;
         let is_unknown = needed == WhatIsNeeded::Unknown;
@@ -215,19 +219,21 @@ async fn upload(
     manifest_json: &[u8],
     sum: &str,
     may_be_reported: bool,
-) -> Result<Sent, Failed> {
+) -> Result<UploadResult, RequestError> {
     let state = match client.upload_state(name).await {
         Ok(state) => state,
         Err(failed) => return handle_refusal(failed, name, may_be_reported),
     };
     if state.stored.as_deref() == Some(sum) {
-        return Ok(Sent::Done);
+        return Ok(UploadResult::Done);
     }
-    let Ok(manifest) = serde_json::from_slice::<Manifest>(manifest_json) else { return Ok(Sent::Damaged) };
+    let Ok(manifest) = serde_json::from_slice::<Manifest>(manifest_json) else {
+        return Ok(UploadResult::Damaged);
+    };
     let began = Instant::now();
     let mut received = state.received;
     if state.manifest.as_deref() != Some(sum) {
-        client.upload_piece(name, MANIFEST, 0, manifest_json.to_vec()).await.map_err(later)?;
+        client.upload_piece(name, MANIFEST, 0, manifest_json.to_vec()).await.map_err(make_temporary)?;
         received.clear();
     }
     for (file, entry) in &manifest.files {
@@ -236,40 +242,44 @@ async fn upload(
             let size = (entry.size_bytes - offset).min(PIECE_BYTES);
             let Ok(piece) = read(&folder.join(file), offset, size).await else {
                 // The checkpoint may be damaged, or retention has removed it, or a newer checkpoint of the same step
-                // has replaced it. The next round checks again.
+                // has replaced it. The next attempt checks again.
                 let is_same = fs::read(folder.join(MANIFEST)).is_ok_and(|now| now == manifest_json);
                 let is_damaged = is_same && is_damaged(folder.to_owned()).await;
-                return Ok(if is_damaged { Sent::Damaged } else { Sent::NotYet });
+                return Ok(if is_damaged { UploadResult::Damaged } else { UploadResult::NotYet });
             };
-            client.upload_piece(name, file, offset, piece).await.map_err(later)?;
+            client.upload_piece(name, file, offset, piece).await.map_err(make_temporary)?;
             offset += size;
         }
         // An empty file must be sent as well.
         if entry.size_bytes == 0 && !received.contains_key(file) {
-            client.upload_piece(name, file, 0, Vec::new()).await.map_err(later)?;
+            client.upload_piece(name, file, 0, Vec::new()).await.map_err(make_temporary)?;
         }
     }
     if let Err(failed) = client.finish_upload(name).await {
-        if matches!(failed, Failed::Never(..)) && is_damaged(folder.to_owned()).await {
-            return Ok(Sent::Damaged);
+        if matches!(failed, RequestError::Never(..)) && is_damaged(folder.to_owned()).await {
+            return Ok(UploadResult::Damaged);
         }
         // A file may have been damaged in transit, or replaced meanwhile.
-        return Err(later(failed));
+        return Err(make_temporary(failed));
     }
     tracing::info!(checkpoint = name, secs = began.elapsed().as_secs_f64(), "uploaded");
-    Ok(Sent::Done)
+    Ok(UploadResult::Done)
 }
 
 /// Handles the server's refusal to report the state of an upload. If `may_be_reported`, a report in flight may still
 /// announce this checkpoint or end the attempt, so the refusal is not final.
-fn handle_refusal(failed: Failed, name: &str, may_be_reported: bool) -> Result<Sent, Failed> {
+fn handle_refusal(
+    failed: RequestError,
+    name: &str,
+    may_be_reported: bool,
+) -> Result<UploadResult, RequestError> {
     match failed {
-        Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if may_be_reported => {
-            Ok(Sent::NotYet)
+        RequestError::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if may_be_reported => {
+            Ok(UploadResult::NotYet)
         }
-        Failed::Never(_, why) => {
+        RequestError::Never(_, why) => {
             tracing::info!(checkpoint = name, why, "the checkpoint is not uploaded");
-            Ok(Sent::Done)
+            Ok(UploadResult::Done)
         }
         failed => Err(failed),
     }
@@ -281,9 +291,9 @@ async fn is_damaged(folder: PathBuf) -> bool {
     matches!(checked, Ok(Err(CheckpointError::Damaged { .. })))
 }
 
-/// Makes any failure temporary: the next round asks the server again which files it has.
-fn later(failed: Failed) -> Failed {
-    Failed::Later(failed.words().to_owned())
+/// Makes a failure temporary, because the next attempt asks the server again which files it has.
+fn make_temporary(failed: RequestError) -> RequestError {
+    RequestError::Later(failed.detail().to_owned())
 }
 
 async fn read(path: &Path, offset: u64, size: u64) -> io::Result<Vec<u8>> {
@@ -323,7 +333,7 @@ mod tests {
             fs::write(dir.path().join(format!("attempts/{}-2.json", attempt.job)), "").unwrap();
             let mut uploads =
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
-            let is_done = uploads.round().await;
+            let is_done = uploads.upload_all().await;
             assert_eq!(*requests.lock().unwrap(), ["GET uploads/1-10"]);
             assert_eq!(is_done, !has_rank_0, "without rank 0, no report of the attempt is in flight");
         }
@@ -361,14 +371,14 @@ mod tests {
             fs::write(job_dir.join(OWN_DISK_NOTE), note).unwrap();
             let mut uploads =
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
-            uploads.round().await;
+            uploads.upload_all().await;
             let job = uploads.jobs.values().next().unwrap();
-            assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", requests.lock().unwrap());
-            assert_eq!(job.wait.is_none(), damaged_here, "the upload is retried after a pause");
+            assert_eq!(job.finished.contains_key("1-10"), damaged_here, "{:?}", requests.lock().unwrap());
+            assert_eq!(job.retry.is_none(), damaged_here, "the upload is retried after a pause");
             // The files also stay after a restart of the agent.
             for jobs in [std::mem::take(&mut uploads.jobs), HashMap::new()] {
                 uploads.jobs = jobs;
-                uploads.round().await;
+                uploads.upload_all().await;
                 assert!(folder.join(names[1]).exists(), "no other copy of the intact files may exist");
             }
         }
@@ -376,15 +386,18 @@ mod tests {
 
     #[test]
     fn a_refusal_is_final_only_without_reports_in_flight() {
-        let never = |status| Failed::Never(status, "no".into());
+        let never = |status| RequestError::Never(status, "no".into());
         for status in [StatusCode::NOT_FOUND, StatusCode::FORBIDDEN] {
-            assert_eq!(handle_refusal(never(status), "1-17", true), Ok(Sent::NotYet), "{status}");
-            assert_eq!(handle_refusal(never(status), "1-17", false), Ok(Sent::Done), "{status}");
+            assert_eq!(handle_refusal(never(status), "1-17", true), Ok(UploadResult::NotYet), "{status}");
+            assert_eq!(handle_refusal(never(status), "1-17", false), Ok(UploadResult::Done), "{status}");
         }
-        assert_eq!(handle_refusal(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true), Ok(Sent::Done));
+        assert_eq!(
+            handle_refusal(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true),
+            Ok(UploadResult::Done)
+        );
         // Another machine uploads the same checkpoint. If that machine is lost, this machine uploads it.
         for may_be_reported in [true, false] {
-            let later = Failed::Later("503".into());
+            let later = RequestError::Later("503".into());
             assert_eq!(handle_refusal(later.clone(), "1-17", may_be_reported), Err(later));
         }
     }

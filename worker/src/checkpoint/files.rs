@@ -44,8 +44,8 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
     written
 }
 
-/// The folder in which a checkpoint is written. If several ranks write it, `writer` is equal on all of them. It is used
-/// only once.
+/// The folder in which a checkpoint is written. `writer` is used only once. If several ranks write the checkpoint, all of them have
+/// the same `writer`.
 pub fn temporary_folder(directory: &Path, state: &State, writer: &str) -> PathBuf {
     directory.join(format!("{TEMPORARY}{}.{writer}", folder_name(state.epoch, state.step)))
 }
@@ -133,7 +133,7 @@ fn exchange(one: &Path, other: &Path) -> rustix::io::Result<()> {
 /// Renames a complete folder to its final name. If a folder with that name exists, the two are exchanged atomically. On
 /// a file system without atomic exchange (NFS), a crash between two renames loses the checkpoint of this step, but no
 /// earlier checkpoint. Returns false if another writer has written the same step meanwhile. The other writer's folder is
-/// kept; it lacks at most the evaluation of the step.
+/// then kept, and lacks at most the evaluation of the step.
 pub(super) fn rename_to_final(
     temporary: &Path,
     final_path: &Path,

@@ -58,10 +58,10 @@ pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
     fs::rename(folder, &aside).map_err(at(folder))
 }
 
-/// Whether an incomplete checkpoint exists: it is being written, or its writer was killed.
+/// Whether an incomplete checkpoint exists, because it is being written or its writer was killed.
 pub fn is_being_written(directory: &Path) -> bool {
-    let unfinished = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(TEMPORARY);
-    fs::read_dir(directory).is_ok_and(|entries| entries.flatten().any(unfinished))
+    let is_incomplete = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(TEMPORARY);
+    fs::read_dir(directory).is_ok_and(|entries| entries.flatten().any(is_incomplete))
 }
 
 /// Removes incomplete checkpoints of writers that were killed.

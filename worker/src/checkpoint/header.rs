@@ -69,20 +69,21 @@ fn is_pickled(bytes: &[u8]) -> bool {
 /// Reads the header of a file of `file_bytes` bytes.
 ///
 /// # Errors
-/// The file is not a safetensors file; the error tells what it is instead.
+/// The file is not a safetensors file. The error tells what it is instead.
 pub(super) fn read(mut file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
     let mut first = Vec::new();
-    let begun = file.by_ref().take(LENGTH_BYTES).read_to_end(&mut first);
-    begun.map_err(|e| NoHeader::Other(e.to_string()))?;
-    match read_after(&first, file, file_bytes) {
+    let result = file.by_ref().take(LENGTH_BYTES).read_to_end(&mut first);
+    result.map_err(|e| NoHeader::Other(e.to_string()))?;
+    match read_after_length(&first, file, file_bytes) {
         // The length field of a valid header may begin with the same bytes as a pickle. So the header is tried first.
         Err(NoHeader::Other(_)) if is_pickled(&first) => Err(NoHeader::Pickled),
         read => read,
     }
 }
 
-/// `first` has the first [`LENGTH_BYTES`] bytes of the file, or all bytes of a shorter file.
-fn read_after(first: &[u8], file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
+/// Reads the header after its length field. `first` has the first [`LENGTH_BYTES`] bytes of the file, or all bytes of a shorter
+/// file.
+fn read_after_length(first: &[u8], file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
     let invalid = |detail: String| NoHeader::Other(detail);
     let bytes_after_length = file_bytes.saturating_sub(LENGTH_BYTES);
     let length = <[u8; LENGTH_BYTES as usize]>::try_from(first).map(u64::from_le_bytes);

@@ -22,26 +22,26 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// [`CheckpointError::Missing`]: the folder does not exist. [`CheckpointError::Damaged`]: a file is missing or differs.
 /// [`CheckpointError::Io`]: a file cannot be read now, and the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
-    let (name, manifest) = manifest(folder)?;
+    let (name, manifest) = read_manifest(folder)?;
     for (file, expected) in &manifest.files {
         if Path::new(file).file_name() != Some(file.as_ref()) {
             let detail = format!("{MANIFEST} names {file:?}, which is not a plain file name");
             return Err(CheckpointError::Damaged { name, detail });
         }
-        check(folder, &name, file, expected)?;
+        check_file(folder, &name, file, expected)?;
     }
     Ok(manifest)
 }
 
-/// The name and the manifest of a checkpoint. The manifest names all of its files.
-pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
+/// Reads the name and the manifest of a checkpoint. The manifest names all files of the checkpoint.
+pub(super) fn read_manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
     let json = fs::read(folder.join(MANIFEST)).map_err(|e| match e.kind() {
         io::ErrorKind::NotFound if !folder.exists() => {
             CheckpointError::Missing { name: name.clone(), path: folder.into() }
         }
-        _ => unreadable(folder, &name, MANIFEST, e),
+        _ => read_error(folder, &name, MANIFEST, e),
     })?;
     let manifest: Manifest =
         serde_json::from_slice(&json).map_err(|e| damaged(format!("{MANIFEST}: {e}")))?;
@@ -64,14 +64,14 @@ pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointEr
 }
 
 /// Compares a file with its entry in the manifest.
-pub(super) fn check(
+pub(super) fn check_file(
     folder: &Path,
     name: &str,
     file: &str,
     expected: &ManifestFile,
 ) -> Result<(), CheckpointError> {
     let damaged = |detail: String| Err(CheckpointError::Damaged { name: name.into(), detail });
-    let found = checksum(&folder.join(file)).map_err(|e| unreadable(folder, name, file, e))?;
+    let found = checksum(&folder.join(file)).map_err(|e| read_error(folder, name, file, e))?;
     if found.size_bytes != expected.size_bytes {
         return damaged(format!(
             "{file} has {} bytes, but {} were written",
@@ -84,10 +84,10 @@ pub(super) fn check(
     Ok(())
 }
 
-/// A missing file, or an entry that is not a file, is damage. Any other I/O error (a network file system that does
-/// not respond, too many open files) may be temporary and says nothing about the stored content, so the checkpoint
-/// must be kept.
-fn unreadable(folder: &Path, name: &str, file: &str, error: io::Error) -> CheckpointError {
+/// The error for a file that cannot be read. A missing file, or an entry that is not a file, is damage. Any other I/O error (a
+/// network file system that does not respond, too many open files) may be temporary and says nothing about the stored content,
+/// so the checkpoint must be kept.
+fn read_error(folder: &Path, name: &str, file: &str, error: io::Error) -> CheckpointError {
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::IsADirectory | io::ErrorKind::NotADirectory => {
             CheckpointError::Damaged { name: name.into(), detail: format!("{file}: {error}") }

@@ -1,4 +1,4 @@
-//! A note in a job's folder: marks a disk that the server does not share.
+//! A note in a job's folder that marks a disk that the server does not share.
 
 use lockstep_protocol::agent::AttemptRef;
 use serde::{Deserialize, Serialize};

@@ -5,7 +5,7 @@
 use super::{
     AVERAGE, CheckpointError, Files, MANIFEST, MODEL, OPTIMIZER, at,
     header::HEADER_BYTES,
-    manifest::{check, manifest},
+    manifest::{check_file, read_manifest},
     tensors,
 };
 use lockstep_host::{files, tensors::NamedTensors};
@@ -92,12 +92,12 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     };
     let mut name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     if folder.join(MANIFEST).exists() {
-        let (checkpoint_name, manifest) = manifest(folder)?;
+        let (checkpoint_name, manifest) = read_manifest(folder)?;
         name = checkpoint_name;
         for (file, expected) in
             manifest.files.iter().filter(|(file, _)| checkpoint_files::kind(file) == Some(kind))
         {
-            check(folder, &name, file, expected)?;
+            check_file(folder, &name, file, expected)?;
         }
     }
     files_of(folder, kind).map_err(|detail| CheckpointError::Damaged { name, detail })

@@ -3,7 +3,7 @@
 use super::{
     AVERAGE, CheckpointError, MODEL, OPTIMIZER, STATE, State, at,
     folders::{folder_name, list},
-    manifest::{check, manifest, size_of, validate},
+    manifest::{check_file, read_manifest, size_of, validate},
     parts::{files_of, read_files},
 };
 use lockstep_engine::first_not_finite;
@@ -13,7 +13,7 @@ use std::{fs, path::Path};
 
 /// A checkpoint in memory, without the moving average.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct LoadedCheckpoint {
     pub state: State,
     pub parameters: NamedTensors,
     /// The optimizer's state, by tensor.
@@ -24,11 +24,11 @@ pub struct Loaded {
 ///
 /// # Errors
 /// The checkpoint cannot be read, is damaged, or contains values that are not finite.
-pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
+pub fn load(folder: &Path) -> Result<LoadedCheckpoint, CheckpointError> {
     validate(folder)?;
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let tensors = |kind| read_tensors(folder, &name, kind);
-    Ok(Loaded {
+    Ok(LoadedCheckpoint {
         state: read_state(folder, &name)?,
         parameters: tensors(MODEL)?,
         optimizer: tensors(OPTIMIZER)?,
@@ -54,7 +54,7 @@ fn read_tensors(folder: &Path, name: &str, kind: &str) -> Result<NamedTensors, C
 /// # Errors
 /// The average cannot be read, or has values that are not finite.
 pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointError> {
-    let (name, manifest) = manifest(folder)?;
+    let (name, manifest) = read_manifest(folder)?;
     if !manifest.files.keys().any(|file| checkpoint_files::kind(file) == Some(AVERAGE)) {
         return Ok(None);
     }
@@ -71,23 +71,23 @@ pub fn verified_info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     Ok(state.info(state.best.as_ref(), size_of(folder, &manifest)))
 }
 
-/// The facts that were reported about the checkpoints in a directory, by ascending step. Of each checkpoint, only the manifest and the
-/// state are verified. Checkpoints whose manifest or state is damaged are left out.
+/// The facts that were reported about the checkpoints in a directory, by ascending step. Only the manifest and the state of each
+/// checkpoint are verified. Checkpoints whose manifest or state is damaged are left out.
 ///
 /// # Errors
 /// The directory exists and cannot be read.
 pub fn infos(directory: &Path) -> Result<Vec<CheckpointInfo>, CheckpointError> {
     let info = |(epoch, step): (u32, u64)| {
         let folder = directory.join(folder_name(epoch, step));
-        let (name, manifest) = manifest(&folder).ok()?;
-        check(&folder, &name, STATE, manifest.files.get(STATE)?).ok()?;
+        let (name, manifest) = read_manifest(&folder).ok()?;
+        check_file(&folder, &name, STATE, manifest.files.get(STATE)?).ok()?;
         let state = read_state(&folder, &name).ok()?;
         Some(state.info(state.best.as_ref(), size_of(&folder, &manifest)))
     };
     Ok(list(directory)?.into_iter().filter_map(info).collect())
 }
 
-/// Reads the state of the checkpoint `name` in `folder`, after [`manifest`] has compared its size with the limit.
+/// Reads the state of the checkpoint `name` in `folder`, after [`read_manifest`] has compared its size with the limit.
 fn read_state(folder: &Path, name: &str) -> Result<State, CheckpointError> {
     let path = folder.join(STATE);
     let json = fs::read(&path).map_err(at(&path))?;

@@ -31,20 +31,20 @@ pub struct State {
     pub val_accuracy: Option<f64>,
     /// The validation loss after this step, if it was measured.
     pub val_loss: Option<f64>,
-    /// The validation pictures of the run. Absent without validation.
+    /// The validation pictures of the run. Absent if the run is not validated.
     pub validation: Option<ValidationSet>,
     /// How this run, and the runs from which it continues, divided pictures into training and validation.
     pub divisions: Vec<ValidationDivision>,
     /// The best checkpoint so far, including this checkpoint.
     pub best: Option<Best>,
-    /// The state of early stopping after the first validation.
+    /// The state of early stopping. Absent before the first validation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stop: Option<StopProgress>,
     /// Versions of the programs that wrote the checkpoint.
     pub versions: BTreeMap<String, String>,
     /// The floating-point format of convolutions.
     pub precision: Precision,
-    /// The state of loss scaling, with float16.
+    /// The state of loss scaling. Absent unless the run uses float16.
     pub loss_scaling: Option<LossScaling>,
     pub skipped_steps: SkippedSteps,
     pub optimizer: OptimizerNote,
@@ -99,8 +99,8 @@ pub struct StopProgress {
 }
 
 impl Best {
-    /// A record of this state's checkpoint if it is better than `best` by `metric`. If values are equal, a lower loss
-    /// is better; if losses are equal too, the newer checkpoint is better.
+    /// A record of this state's checkpoint. `None` unless it is better than `best` by `metric`. If values are equal, a lower loss is
+    /// better. If losses are equal too, the newer checkpoint is better.
     pub fn if_better(best: Option<&Self>, metric: &str, state: &State) -> Option<Self> {
         let measured = match metric {
             "val_accuracy" => state.val_accuracy,
@@ -108,8 +108,8 @@ impl Best {
             _ => None,
         };
         // If the loss is not finite, the accuracy is meaningless.
-        let loss_is_finite = state.val_loss.is_none_or(f64::is_finite);
-        let value = measured.filter(|value| value.is_finite() && loss_is_finite)?;
+        let is_loss_finite = state.val_loss.is_none_or(f64::is_finite);
+        let value = measured.filter(|value| value.is_finite() && is_loss_finite)?;
         let loss = state.val_loss;
         let sign = if metric == "val_loss" { -1.0 } else { 1.0 };
         let is_better = best.is_none_or(|best| is_better(sign * value, loss, (sign * best.value, best.loss)));

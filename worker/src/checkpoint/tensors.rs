@@ -36,14 +36,14 @@ const MAX_TENSOR_BYTES: u64 = 256 << 30;
 const SUPPORTED_TYPES: &str = "supported are float32, float64, bfloat16 and float16";
 
 /// A tensor to be written.
-struct Data<'a> {
+struct TensorData<'a> {
     dtype: Dtype,
     shape: Vec<usize>,
     bytes: Cow<'a, [u8]>,
 }
 
-/// Writes `tensors` in the order of their names. With `batches`, each batch norm gets its `num_batches_tracked`.
-/// Equal arguments give identical bytes.
+/// Writes `tensors` in the order of their names. If `batches` is given, each batch norm gets it as its `num_batches_tracked`. Equal
+/// arguments give identical bytes.
 pub(crate) fn write(
     path: &Path,
     tensors: &NamedTensors,
@@ -52,15 +52,15 @@ pub(crate) fn write(
 ) -> io::Result<ManifestFile> {
     let float32 = tensors.iter().map(|(name, HostTensor { shape, values })| {
         let bytes = Cow::Borrowed(bytemuck::cast_slice(values));
-        (name.clone(), Data { dtype: Dtype::F32, shape: shape.clone(), bytes })
+        (name.clone(), TensorData { dtype: Dtype::F32, shape: shape.clone(), bytes })
     });
-    let mut all: BTreeMap<String, Data<'_>> = float32.collect();
+    let mut all: BTreeMap<String, TensorData<'_>> = float32.collect();
     if let Some(batches) = batches {
         for norm in tensors.keys().filter_map(|name| name.strip_suffix("running_mean")) {
             let bytes = Cow::Owned((batches as i64).to_le_bytes().to_vec());
             all.insert(
                 format!("{norm}{BATCHES_TRACKED}"),
-                Data { dtype: Dtype::I64, shape: Vec::new(), bytes },
+                TensorData { dtype: Dtype::I64, shape: Vec::new(), bytes },
             );
         }
     }
@@ -69,7 +69,7 @@ pub(crate) fn write(
 
 fn write_all(
     path: &Path,
-    all: &BTreeMap<String, Data<'_>>,
+    all: &BTreeMap<String, TensorData<'_>>,
     metadata: &BTreeMap<String, String>,
 ) -> io::Result<ManifestFile> {
     // Writing wider types first keeps every tensor aligned, as the format requires.
@@ -78,7 +78,7 @@ fn write_all(
     let mut header = Map::new();
     header.insert("__metadata__".into(), json!(metadata));
     let mut offset = 0;
-    for (name, Data { dtype, shape, bytes }) in &ordered {
+    for (name, TensorData { dtype, shape, bytes }) in &ordered {
         let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + bytes.len()]});
         header.insert((*name).clone(), entry);
         offset += bytes.len();
@@ -104,7 +104,7 @@ pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
     let (mut all, mut metadata) = (BTreeMap::new(), BTreeMap::new());
     for file in files {
         let (opened, file_bytes) = open(file)?;
-        let header = checked_header(file, &opened, file_bytes)?;
+        let header = read_checked_header(file, &opened, file_bytes)?;
         metadata.extend(header.metadata);
         for (name, entry) in header.tensors {
             let [begin, end] = entry.data_offsets;
@@ -113,7 +113,7 @@ pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
             read.map_err(|e| format!("{}: {name}: {e}", file.display()))?;
             let dtype =
                 entry.dtype().ok_or_else(|| layout_error(file, format!("{name} has no known type")))?;
-            all.insert(name, Data { dtype, shape: entry.shape, bytes: bytes.into() });
+            all.insert(name, TensorData { dtype, shape: entry.shape, bytes: bytes.into() });
         }
     }
     write_all(path, &all, &metadata).map_err(|e| format!("{}: {e}", path.display()))
@@ -171,7 +171,7 @@ pub(crate) fn read_opened(
     select: &dyn Fn(&str) -> bool,
 ) -> Result<NamedTensors, String> {
     let with_path = |e: String| format!("{}: {e}", path.display());
-    let mut header = checked_header(path, &file, file_bytes)?;
+    let mut header = read_checked_header(path, &file, file_bytes)?;
     header.tensors.retain(|name, _| !name.ends_with(BATCHES_TRACKED) && select(name));
     let bytes: u64 = header.tensors.values().filter_map(Entry::bytes).sum();
     if bytes > MAX_TENSOR_BYTES {
@@ -186,7 +186,7 @@ pub(crate) fn read_opened(
             file.read_exact_at(data, data_start + begin).map_err(|e| with_path(format!("{name}: {e}")))
         };
         if dtype == "F32" {
-            // Without a second copy, because tensors may be large.
+            // Read without a second copy, because tensors may be large.
             let mut values = vec![0f32; (end - begin) as usize / 4];
             read(bytemuck::cast_slice_mut(&mut values[..]))?;
             tensors.insert(name, HostTensor { shape, values });
@@ -218,8 +218,8 @@ fn read_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, 
     })
 }
 
-/// The header of a file whose layout is valid, and whose types [`read`] supports.
-fn checked_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, String> {
+/// Reads the header of a file, and checks that its layout is valid and that [`read`] supports its types.
+fn read_checked_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, String> {
     let header = read_header(path, file, file_bytes)?;
     let is_readable = |(name, entry): &(&String, &Entry)| {
         name.ends_with(BATCHES_TRACKED) || ["F32", "F64", "BF16", "F16"].contains(&&*entry.dtype)
@@ -248,7 +248,7 @@ pub(crate) fn shapes_opened(
     path: &Path,
     (file, file_bytes): (File, u64),
 ) -> Result<BTreeMap<String, Vec<usize>>, String> {
-    let tensors = checked_header(path, file, file_bytes)?.tensors;
+    let tensors = read_checked_header(path, file, file_bytes)?.tensors;
     let mut shapes: BTreeMap<_, _> = tensors.into_iter().map(|(name, entry)| (name, entry.shape)).collect();
     shapes.retain(|name, _| !name.ends_with(BATCHES_TRACKED));
     Ok(shapes)

@@ -65,7 +65,7 @@ fn checkpoints_are_read_back_and_deterministic() {
     let size = write(one.path(), &saved, None).unwrap();
     write(two.path(), &saved, None).unwrap();
     let folder = one.path().join("2-120");
-    let Loaded { state, parameters, optimizer } = load(&folder).unwrap();
+    let LoadedCheckpoint { state, parameters, optimizer } = load(&folder).unwrap();
     assert_eq!((state, parameters, optimizer), (saved.state, saved.parameters, saved.optimizer));
     let mut total = 0;
     for file in [MODEL, OPTIMIZER, STATE, MANIFEST] {
@@ -404,7 +404,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
         write_parts(divides_average);
         let folder = sharded.path().join("1-9");
         assert_eq!(folder.join(AVERAGE).exists(), !divides_average);
-        let Loaded { state, parameters, optimizer } = load(&folder).unwrap();
+        let LoadedCheckpoint { state, parameters, optimizer } = load(&folder).unwrap();
         assert_eq!(
             (state, parameters, optimizer),
             (saved.state.clone(), saved.parameters.clone(), saved.optimizer.clone())

@@ -89,7 +89,7 @@ pub struct CheckpointWriter {
     events: Receiver<CheckpointEvent>,
     thread: Option<JoinHandle<()>>,
     /// Set when the writer must no longer wait for a full disk.
-    give_up: Arc<AtomicBool>,
+    should_give_up: Arc<AtomicBool>,
 }
 
 impl CheckpointWriter {
@@ -101,18 +101,18 @@ impl CheckpointWriter {
         let queue = Arc::new(Queue::default());
         let incoming = queue.clone();
         let (outgoing, events) = channel();
-        let give_up = Arc::new(AtomicBool::new(false));
-        let must_give_up = give_up.clone();
+        let should_give_up = Arc::new(AtomicBool::new(false));
+        let give_up_flag = should_give_up.clone();
         let mut retention = Retention::new(directory, spec, best);
         let write_all = move || {
             let mut unwritten = None;
             while let Some(snapshot) = incoming.next() {
                 unwritten = retention.try_to_write(snapshot, false, &outgoing);
             }
-            // No newer snapshot will come, so this snapshot is retried until `give_up` is set.
+            // No newer snapshot will come, so this snapshot is retried until `should_give_up` is set.
             while let Some(snapshot) = unwritten {
                 std::thread::sleep(RETRY);
-                if must_give_up.load(Ordering::Relaxed) {
+                if give_up_flag.load(Ordering::Relaxed) {
                     return;
                 }
                 unwritten = retention.try_to_write(snapshot, true, &outgoing);
@@ -125,7 +125,7 @@ impl CheckpointWriter {
             is_disk_slow: AtomicBool::new(false),
             events,
             thread: Some(thread),
-            give_up,
+            should_give_up,
         })
     }
 
@@ -134,14 +134,14 @@ impl CheckpointWriter {
     /// does not grow, and a disk that hangs does not block training. Returns the event of the replaced snapshot.
     ///
     /// # Errors
-    /// The values are not finite ([`CheckpointError::NotFinite`]): nothing is written, and existing checkpoints are
-    /// kept. Or the thread has ended.
+    /// [`CheckpointError::NotFinite`] if the values are not finite. Nothing is written then, and existing checkpoints are kept. Or the
+    /// thread has ended.
     pub fn save(
         &self,
         snapshot: Snapshot,
         patience: Duration,
     ) -> Result<Option<CheckpointEvent>, CheckpointError> {
-        // Checked here and not in the thread, so that training does not continue with these values.
+        // This thread checks the values, so that training does not continue with values that are not finite.
         let name = folder_name(snapshot.state.epoch, snapshot.state.step);
         if let Some(detail) = snapshot.first_not_finite() {
             return Err(CheckpointError::NotFinite { name, detail });
@@ -163,8 +163,8 @@ impl CheckpointWriter {
         self.events.try_iter().collect()
     }
 
-    /// Closes the queue of snapshots. Returns `None` when all snapshots are on disk and reported, otherwise the events
-    /// after a short wait. Writes to a full disk are retried; drop the writer to give up.
+    /// Closes the queue of snapshots. Returns the events after a short wait, or `None` when all snapshots are on disk and
+    /// reported. Writes to a full disk are retried until the writer is dropped.
     pub fn finish(&mut self) -> Option<Vec<CheckpointEvent>> {
         self.queue.close();
         match self.events.recv_timeout(Duration::from_millis(500)) {
@@ -178,7 +178,7 @@ impl CheckpointWriter {
 impl Drop for CheckpointWriter {
     /// A process that ends because of another rank's failure still completes the snapshot that is being written.
     fn drop(&mut self) {
-        self.give_up.store(true, Ordering::Relaxed);
+        self.should_give_up.store(true, Ordering::Relaxed);
         self.queue.close();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -190,7 +190,7 @@ impl Drop for CheckpointWriter {
 #[derive(Debug)]
 pub struct Retention {
     directory: PathBuf,
-    keep: usize,
+    keep_count: usize,
     metric: String,
     best: Option<Best>,
 }
@@ -198,8 +198,8 @@ pub struct Retention {
 impl Retention {
     /// Keeps checkpoints in `directory`. `best` is the best checkpoint so far.
     pub fn new(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> Self {
-        let (keep, metric) = ((spec.keep as usize).max(2), spec.keep_best.clone());
-        Self { directory: directory.into(), keep, metric, best }
+        let (keep_count, metric) = ((spec.keep as usize).max(2), spec.keep_best.clone());
+        Self { directory: directory.into(), keep_count, metric, best }
     }
 
     /// Writes a snapshot, and sends the events of this checkpoint and of removed checkpoints. Returns the snapshot if
@@ -219,9 +219,8 @@ impl Retention {
         (!is_written).then_some(snapshot)
     }
 
-    /// Writes the checkpoint of `state` by calling `write` with the best checkpoint so far; `write` returns the size in
-    /// bytes. Then removes older checkpoints. Returns the events of this checkpoint and of removed checkpoints. Writing
-    /// began at `began`.
+    /// Writes the checkpoint of `state` and removes older checkpoints. Calls `write` with the best checkpoint so far, which returns
+    /// the size in bytes. Returns the events of this checkpoint and of removed checkpoints. Writing began at `began`.
     pub fn add(
         &mut self,
         state: &State,
@@ -254,7 +253,7 @@ impl Retention {
     ) -> Result<(), CheckpointError> {
         // Keep the checkpoints of the last steps. An earlier attempt may have written later steps than this attempt.
         let mut others = list(&self.directory)?;
-        others.truncate(others.len().saturating_sub(self.keep));
+        others.truncate(others.len().saturating_sub(self.keep_count));
         let best = self.best.as_ref().map(|best| (best.epoch, best.step));
         for (epoch, step) in others.into_iter().filter(|other| *other != newest && Some(*other) != best) {
             remove(&self.directory, epoch, step)?;

@@ -37,6 +37,7 @@ pub struct Facts {
     pub gpu_ids: Vec<String>,
     /// The version of NVIDIA's kernel driver, if there is one.
     pub driver: Option<String>,
+    /// The version of NCCL, if it was found.
     pub nccl: Option<String>,
 }
 
@@ -52,7 +53,7 @@ impl Facts {
             &all,
             variable(NCCL_INTERFACE).as_deref(),
             variable(SSH_CONNECTION).as_deref(),
-            by_route,
+            address_of_route,
         )?;
         let libraries = Libraries::find();
         let driver =
@@ -72,26 +73,26 @@ impl Facts {
     }
 }
 
-/// The address of the interface named by `nccl_interface`. Otherwise the address to which SSH connected, the address of the default route,
-/// or any usable address. As a last resort SSH's address, even if it is a loopback address.
+/// The address of the interface that `nccl_interface` names. If it names none, the first usable address: that to which SSH
+/// connected, that of the default route, or any other. If no address is usable, SSH's address.
 fn find_address(
     all: &[(String, IpAddr)],
     nccl_interface: Option<&str>,
     ssh_connection: Option<&str>,
-    by_route: impl Fn() -> io::Result<IpAddr>,
+    address_of_route: impl Fn() -> io::Result<IpAddr>,
 ) -> Result<IpAddr, String> {
     if let Some((_, ip)) = nccl_interface.map_or(Ok(None), |value| interface_of_variable(all, value))? {
         return Ok(ip);
     }
     let by_ssh = ssh_connection.and_then(|text| text.split_whitespace().nth(2)?.parse::<IpAddr>().ok());
-    let usable = |ip: &IpAddr| !ip.is_loopback() && !is_link_local(ip);
-    if let Some(ip) = by_ssh.filter(|ip| usable(ip) && all.iter().any(|(_, own)| own == ip)) {
+    let is_usable = |ip: &IpAddr| !ip.is_loopback() && !is_link_local(ip);
+    if let Some(ip) = by_ssh.filter(|ip| is_usable(ip) && all.iter().any(|(_, own)| own == ip)) {
         return Ok(ip);
     }
-    if let Some(ip) = by_route().ok().filter(usable) {
+    if let Some(ip) = address_of_route().ok().filter(is_usable) {
         return Ok(ip);
     }
-    let first = all.iter().map(|(_, ip)| *ip).filter(usable).min_by_key(IpAddr::is_ipv6);
+    let first = all.iter().map(|(_, ip)| *ip).filter(is_usable).min_by_key(IpAddr::is_ipv6);
     first.or(by_ssh).ok_or_else(|| {
         format!(
             "this machine has no address that other machines can reach; name an interface with {NCCL_INTERFACE}"
@@ -99,8 +100,8 @@ fn find_address(
     })
 }
 
-/// The source address of outgoing packets. No packet is sent.
-fn by_route() -> io::Result<IpAddr> {
+/// The source address of packets that leave the machine. No packet is sent.
+fn address_of_route() -> io::Result<IpAddr> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     // An address reserved for documentation.
     socket.connect("192.0.2.1:9")?;

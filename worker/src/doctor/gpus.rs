@@ -8,8 +8,7 @@ use lockstep_host::gpu::{
 };
 use std::fs;
 
-/// Findings about GPUs and the libraries that ranks on them need. `quick`: only what can be checked without a context
-/// on a GPU.
+/// Findings about GPUs and the libraries that ranks on them need. If `quick`, checks that need a context on a GPU are skipped.
 pub(super) fn findings(quick: bool) -> Vec<Finding> {
     let libraries = Libraries::find();
     let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
@@ -49,8 +48,8 @@ fn jpeg_decoder_finding(decoder: Result<String, String>) -> Finding {
     match decoder {
         Ok(decoder) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {decoder}"), ""),
         Err(why) => {
-            let advice = "JPEG files are decoded on CPU cores. A100, A30 and GPUs of the Ada, Hopper and Blackwell families have a decoder; it needs the \
-                          driver's libnvcuvid.so.1, which a container gets with \
+            let advice = "JPEG files are decoded on CPU cores. A100, A30 and GPUs of the Ada, Hopper and Blackwell families \
+                          have a decoder; it needs the driver's libnvcuvid.so.1, which a container gets with \
                           NVIDIA_DRIVER_CAPABILITIES=compute,utility,video.";
             finding("JPEG decoder", Grade::Note, why, advice)
         }
@@ -66,11 +65,11 @@ fn driver_finding(description: Option<&str>) -> Finding {
 }
 
 fn gpu_finding(gpu: &Gpu) -> Finding {
-    let Gpu { index, uuid, name, memory_bytes, memory_used_bytes, pci, divided } = gpu;
+    let Gpu { index, uuid, name, memory_bytes, memory_used_bytes, pci, is_divided } = gpu;
     let what = format!("GPU {index}");
     let used = gib(*memory_used_bytes);
     let found = format!("{name}, {used} in use of {}, {pci}, {uuid}", gib(*memory_bytes));
-    if *divided {
+    if *is_divided {
         let advice = "This GPU is divided (MIG), and Lockstep uses only undivided GPUs: `nvidia-smi -mig 0` as root ends the division.";
         return finding(&what, Grade::Note, found, advice);
     }
@@ -133,11 +132,16 @@ fn link_findings(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
         .collect()
 }
 
-/// A finding about a library. `cuda` is the version that the driver supports, such as `13.0`.
-fn library_finding(libraries: &Libraries, which: Library, gpus: usize, cuda: Option<&str>) -> Finding {
+/// A finding about a library. `driver_cuda` is the CUDA version that the driver supports, such as `13.0`.
+fn library_finding(
+    libraries: &Libraries,
+    which: Library,
+    gpu_count: usize,
+    driver_cuda: Option<&str>,
+) -> Finding {
     let Some(library) = libraries.get(which) else {
         // One GPU does not need NCCL.
-        let needed = Library::needed(u32::try_from(gpus).unwrap_or(u32::MAX)).contains(&which);
+        let needed = Library::needed(u32::try_from(gpu_count).unwrap_or(u32::MAX)).contains(&which);
         let grade = if needed { Grade::Problem } else { Grade::Note };
         return finding(which.name(), grade, "not found".into(), which.advice());
     };
@@ -151,7 +155,7 @@ fn library_finding(libraries: &Libraries, which: Library, gpus: usize, cuda: Opt
         _ => format!("{version}: {path}"),
     };
     let major = |version: &str| version.split('.').next().and_then(|n| n.parse::<u32>().ok());
-    if which == Library::Nvrtc && cuda.is_some_and(|cuda| major(&version) > major(cuda)) {
+    if which == Library::Nvrtc && driver_cuda.is_some_and(|cuda| major(&version) > major(cuda)) {
         let advice =
             "NVRTC is newer than the driver: update the driver, or pip install nvidia-cuda-nvrtc-cu12.";
         return finding(which.name(), Grade::Problem, found, advice);

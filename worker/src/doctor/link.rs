@@ -21,7 +21,7 @@ const CLOCK: u8 = b'c';
 /// Request: data until the caller closes the connection.
 const DATA: u8 = b'd';
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for the next byte.
+/// Time limit for each read.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_ROUND_TRIPS: usize = 200;
 const MAX_ROUND_TRIPS_TIME: Duration = Duration::from_secs(1);

@@ -69,7 +69,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     let samples: u64 = confusion.iter().flatten().sum();
     let correct: u64 = (0..classes).map(|c| confusion[c][c]).sum();
     let accuracy = correct as f64 / samples.max(1) as f64;
-    let (validation, trained_on, note) = compare(Path::new(&request.model), &data, &spec.data);
+    let (validation, trained_on, note) = describe_validation(Path::new(&request.model), &data, &spec.data);
     Ok(ModelEvaluation {
         validation,
         listed,
@@ -87,8 +87,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     })
 }
 
-/// Opens the dataset of a request. Pictures are prepared as in the model's training. Also returns the validation
-/// pictures that the dataset's index lists.
+/// Opens the dataset of a request. Also returns the validation pictures that the dataset's index lists.
 pub(super) fn open_dataset(
     request: &EvaluateModel,
     model: &Model,
@@ -122,9 +121,9 @@ pub(super) fn open_dataset(
     Ok((data, listed))
 }
 
-/// Describes the validation pictures: how many of them were trained on, if known, and whether the checkpoint's run
-/// was validated with other pictures.
-pub(super) fn compare(
+/// Returns the validation pictures of `data`, how many of them the checkpoint's run was trained on, if that is known, and a
+/// note about what a reader of the evaluation must know: for example, that the run was validated with other pictures.
+pub(super) fn describe_validation(
     model: &Path,
     data: &DataSource,
     spec: &DataSpec,

@@ -1,5 +1,5 @@
-//! Inspects models and datasets. An agent handles most requests in a separate process (`lockstep inspect`). So an
-//! invalid picture or model cannot disturb the agent and its ranks, and memory is freed with the reply. Models run on
+//! Inspects models and datasets. An agent handles most requests in a separate process (`lockstep inspect`), so that an
+//! invalid picture or model cannot disturb the agent and its ranks, and memory is freed after the reply. Models run on
 //! the CPU engine, because GPUs are reserved for training.
 
 mod evaluate;
@@ -30,16 +30,16 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
 };
 
-/// Limits of concurrent requests per queue. A request waits only for requests in the same queue.
+/// Permits for concurrent requests, per queue. A request waits only for requests in the same queue.
 static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static PREDICTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static INSPECTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 /// Checks of paths. On a file system that hangs, each check blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
-/// Requests for progress are repeated, possibly for paths on a file system that hangs.
+/// Requests for progress, which are repeated, and may concern a file system that hangs.
 static PROGRESS: Semaphore = Semaphore::const_new(1);
-/// Training has priority: inspections use idle cores.
+/// The niceness of the separate process: inspections use only cores that training leaves idle.
 const NICENESS: i32 = 10;
 /// How often to check whether a request has been cancelled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -52,13 +52,13 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
     let permits = match request {
         AgentRequest::HasFiles { .. } => {
             let permit = PATHS.acquire().await.map_err(|e| e.to_string())?;
-            return in_this_process(request.clone(), permit).await;
+            return answer_in_this_process(request.clone(), permit).await;
         }
         AgentRequest::InspectProgress { .. } => {
             let Ok(permit) = PROGRESS.try_acquire() else {
                 return Ok(AgentReply::Progress { inspected: None });
             };
-            return in_this_process(request.clone(), permit).await;
+            return answer_in_this_process(request.clone(), permit).await;
         }
         _ => match request.queue() {
             RequestQueue::Inspections => &INSPECTIONS,
@@ -107,7 +107,7 @@ async fn send_to_process(
 }
 
 /// Handles a request in this process. Only for requests that do not read the content of files.
-async fn in_this_process(
+async fn answer_in_this_process(
     request: AgentRequest,
     permit: SemaphorePermit<'static>,
 ) -> Result<AgentReply, String> {
@@ -151,7 +151,7 @@ pub fn run() -> std::io::Result<()> {
     let mut json = Vec::new();
     std::io::stdin().read_to_end(&mut json)?;
     let request = serde_json::from_slice(&json).map_err(|e| format!("not a request: {e}"));
-    // A job waits for the reply to this request.
+    // A job waits for the reply to `Fingerprint`, so this request keeps the usual priority.
     if !matches!(request, Ok(AgentRequest::Fingerprint { .. })) {
         // A failure leaves the priority unchanged.
         let _ = rustix::process::nice(NICENESS);

@@ -17,7 +17,7 @@ use std::{collections::HashMap, ops::RangeInclusive, path::Path, sync::Arc};
 /// Number of pictures that are predicted together.
 pub(super) const BATCH: usize = 32;
 /// Allowed sides of the network's input in pixels, as in a job specification.
-const SIDES: RangeInclusive<usize> = 8..=4096;
+const IMAGE_SIZES: RangeInclusive<usize> = 8..=4096;
 /// Maximum length of the short side of resized pictures, as in a job specification.
 const MAX_RESIZE: usize = 8192;
 /// Allowed number of classes when probabilities are computed.
@@ -44,8 +44,7 @@ pub(super) struct Model {
     pub(super) std: Vec<f32>,
     /// Whether whole pictures were scaled, instead of their largest centred square.
     pub(super) whole_pictures: bool,
-    /// The length to which the short side was resized before the centre crop. `None`: the largest centred square was
-    /// scaled.
+    /// The length to which the short side was resized before the centre crop. `None` if pictures were not cropped in this way.
     pub(super) resize: Option<u32>,
 }
 
@@ -127,8 +126,8 @@ impl ModelFile {
 }
 
 /// Converts the model at `path` (a checkpoint's folder, or a safetensors file) to an ONNX file with the metadata of the
-/// model's file: `classes`, `mean`, `std`, `image_size` and so on. With `embed`, the output is the embedding, and the
-/// last layer is not read. `fold_batch_norm`: see [`onnx::encode`].
+/// model's file: `classes`, `mean`, `std`, `image_size` and so on. If `embed`, the output is the embedding, and the
+/// last layer is not read. For `fold_batch_norm`, see [`onnx::encode`].
 ///
 /// # Errors
 /// Why the model cannot be used.
@@ -203,7 +202,7 @@ fn check_sizes(
             CLASS_COUNTS.end()
         ));
     }
-    if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASS_COUNTS.contains(&classes) {
+    if !IMAGE_SIZES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASS_COUNTS.contains(&classes) {
         return Err(format!(
             "is not a valid model: {image_size} pixels, {}, {}",
             plural(channels as u64, "channel"),
@@ -237,7 +236,7 @@ pub(super) fn softmax(logits: &[f32]) -> Vec<f32> {
     logits.iter().map(|v| (f64::from(*v) - log_sum).exp() as f32).collect()
 }
 
-/// The cross-entropy of finite logits with the correct class.
+/// The cross-entropy of finite logits, where `label` is the correct class.
 pub(super) fn cross_entropy(logits: &[f32], label: usize) -> f64 {
     log_sum_exp(logits) - f64::from(logits[label])
 }

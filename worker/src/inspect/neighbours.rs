@@ -1,8 +1,9 @@
-//! Evaluates embeddings by k nearest neighbours, as Wu et al. 2018 (arXiv 1805.01978) and DINO do: each validation picture gets the class
-//! for which its `k` most similar training pictures vote. Similarity is the cosine of embeddings. Votes are weighted by `exp(similarity / 0.07)`, or counted.
+//! Evaluates embeddings by k nearest neighbours, as Wu et al. 2018 (arXiv 1805.01978) and DINO do: each validation picture
+//! gets the class for which its `k` most similar training pictures vote. Similarity is the cosine of embeddings. Votes are
+//! weighted by `exp(similarity / 0.07)`, or counted.
 
 use super::{
-    evaluate::{compare, open_dataset},
+    evaluate::{describe_validation, open_dataset},
     model::{BATCH, Model, Output},
 };
 use lockstep_data::{DataError, loader::Batch};
@@ -35,7 +36,7 @@ pub(super) fn evaluate(request: &EvaluateModel, k: u32) -> Result<NearestNeighbo
         voted.zip(&classes).filter(|(voted, class)| *voted == Some(**class)).count() as f64
             / classes.len().max(1) as f64
     };
-    let (validation, _, note) = compare(Path::new(&request.model), &data, &request.spec.data);
+    let (validation, _, note) = describe_validation(Path::new(&request.model), &data, &request.spec.data);
     Ok(NearestNeighbours {
         k,
         gallery,
@@ -68,7 +69,7 @@ fn embed(
     Ok((all, labels))
 }
 
-/// The class with the largest sum of votes; for equal sums, the class of the nearer neighbour.
+/// The class with the largest sum of votes. If sums are equal, the class of the nearer neighbour.
 fn vote(nearest: &[Neighbour], weight: impl Fn(f32) -> f64) -> Option<u32> {
     let mut votes: Vec<(u32, f64)> = Vec::new();
     for Neighbour { similarity, label } in nearest {

@@ -19,7 +19,7 @@ const MAX_PIXELS: u64 = 256 << 20;
 /// The model cannot be read, or its training has diverged. For a picture that cannot be read, only its own result is
 /// an error.
 pub fn predict(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Prediction>, String> {
-    outputs(path, pictures, Output::Logits)
+    compute_outputs(path, pictures, Output::Logits)
 }
 
 /// Computes the embedding of each picture, with pictures prepared as in [`predict`]. The network's last layer is not
@@ -28,7 +28,7 @@ pub fn predict(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Pred
 /// # Errors
 /// As [`predict`].
 pub fn embed(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Prediction>, String> {
-    outputs(path, pictures, Output::Embedding)
+    compute_outputs(path, pictures, Output::Embedding)
 }
 
 /// Writes embeddings to a new safetensors file. The float32 tensor `embeddings` has a row for each picture that could
@@ -55,11 +55,15 @@ pub fn write_embeddings(path: &Path, predictions: &[Prediction]) -> Result<[usiz
     Ok(shape)
 }
 
-fn outputs(path: &Path, pictures: Vec<(String, Vec<u8>)>, output: Output) -> Result<Vec<Prediction>, String> {
+fn compute_outputs(
+    path: &Path,
+    pictures: Vec<(String, Vec<u8>)>,
+    output: Output,
+) -> Result<Vec<Prediction>, String> {
     let mut model = Model::open(path, output)?;
     let mut predictions = Vec::with_capacity(pictures.len());
     for chunk in pictures.chunks(BATCH) {
-        let inputs: Vec<_> = chunk.iter().map(|(_, bytes)| input(&model, bytes)).collect();
+        let inputs: Vec<_> = chunk.iter().map(|(_, bytes)| network_input(&model, bytes)).collect();
         let readable: Vec<&Vec<f32>> = inputs.iter().flatten().collect();
         let batch = Batch {
             images: readable.iter().flat_map(|i| i.iter().copied()).collect(),
@@ -97,7 +101,7 @@ pub(super) fn predict_named(
     };
     let pictures: Vec<(String, Vec<u8>)> = pictures.into_iter().map(decode).collect::<Result<_, _>>()?;
     check_pixels(pictures.iter().map(|(_, bytes)| bytes.as_slice()))?;
-    outputs(path, pictures, if embeds { Output::Embedding } else { Output::Logits })
+    compute_outputs(path, pictures, if embeds { Output::Embedding } else { Output::Logits })
 }
 
 /// Fails if the pictures have too many pixels for one request. Reads only headers. A small request can contain huge
@@ -108,8 +112,8 @@ fn check_pixels<'a>(pictures: impl Iterator<Item = &'a [u8]>) -> Result<(), Stri
         return Ok(());
     }
     Err(format!(
-        "the pictures have {pixels} pixels together; one request may have at most {MAX_PIXELS} ({} megapixels): send fewer pictures at a time, or \
-         smaller pictures",
+        "the pictures have {pixels} pixels together; one request may have at most {MAX_PIXELS} ({} megapixels): send fewer \
+         pictures at a time, or smaller pictures",
         MAX_PIXELS >> 20
     ))
 }
@@ -126,7 +130,7 @@ fn rank_classes(classes: &[String], probabilities: &[f32]) -> Vec<Probability> {
 }
 
 /// The network's input for a picture: normalised, HWC.
-fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
+fn network_input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
     if bytes.is_empty() {
         return Err("is empty".into());
     }

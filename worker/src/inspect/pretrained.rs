@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 /// Why a network cannot start from these weights. `None` if the weights fit.
 pub(super) fn find_mistake(request: &FitWeights) -> Option<String> {
     let path = cache::find_weights(&request.weights);
-    let (file, given) = match path.and_then(|path| shapes(&path, request.allowed.as_ref())) {
+    let (file, given) = match path.and_then(|path| read_shapes(&path, request.allowed.as_ref())) {
         Ok(given) => given,
         Err(why) => return Some(why),
     };
@@ -32,8 +32,8 @@ pub(super) fn find_mistake(request: &FitWeights) -> Option<String> {
     ))
 }
 
-/// The file of weights at `path`, and the shapes of its tensors.
-fn shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, Shapes), String> {
+/// Returns the first file of the weights at `path`, and the shapes of all their tensors.
+fn read_shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, Shapes), String> {
     let path = allowed::resolve(path, allowed)?;
     let files =
         if path.is_dir() { checkpoint::files_of(&path, checkpoint::MODEL)? } else { vec![path.clone()] };

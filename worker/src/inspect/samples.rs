@@ -18,7 +18,7 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let found = read_stored(path, &split, class.as_deref(), shuffle, offset, limit)?;
             let samples =
                 found.pictures.into_iter().map(|StoredPicture { position, label, file, picture }| {
-                    Ok(Sample { index: position, label, epoch: None, file, png: png(picture)? })
+                    Ok(Sample { index: position, label, epoch: None, file, png: encode_png(picture)? })
                 });
             let samples = samples.collect::<Result<_, DataError>>()?;
             Ok(Samples { total: found.total, classes: found.classes, samples })
@@ -28,7 +28,7 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let shape = &source.shape;
             let split_size = if validation { shape.validation_samples } else { shape.train_samples };
             // Positions after the last picture are dropped from a page of augmented pictures, unless the first position
-            // is invalid too: the request then fails.
+            // is invalid too. The request then fails.
             if !epochs.is_empty() && places.first().is_some_and(|first| *first < split_size) {
                 places.retain(|place| *place < split_size);
             }
@@ -39,14 +39,14 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let requested = places.into_iter().flat_map(|place| epochs.iter().map(move |e| (place, *e)));
             for (index, epoch) in requested.take(MAX_PICTURES) {
                 let (label, picture) = source.picture(validation, index, epoch)?;
-                samples.push(Sample { index, label, epoch, file: None, png: png(picture)? });
+                samples.push(Sample { index, label, epoch, file: None, png: encode_png(picture)? });
             }
             Ok(Samples { total, classes: source.shape.classes.clone(), samples })
         }
     }
 }
 
-fn png(picture: Picture) -> Result<String, DataError> {
+fn encode_png(picture: Picture) -> Result<String, DataError> {
     let Picture { width, height, channels, pixels } = shrink(picture);
     let colour = if channels == 1 { ExtendedColorType::L8 } else { ExtendedColorType::Rgb8 };
     let mut bytes = Vec::new();

@@ -16,9 +16,9 @@ pub struct RankConfig {
     /// The number of the attempt's ranks on this machine.
     pub local_ranks: u32,
     pub threads: u32,
-    /// The GPU. Absent: the rank computes on CPU cores.
+    /// The GPU. Absent if the rank computes on CPU cores.
     pub gpu: Option<RankGpu>,
-    /// The file with the deadline of the agent's lease. Absent without an agent.
+    /// The file with the deadline of the agent's lease. Absent if there is no agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<PathBuf>,
     /// The job's folder. The attempt's folder is in `attempts` below it.

@@ -53,6 +53,7 @@ impl RankError {
         }
     }
 
+    /// Whether the rank failed only because it lost another rank.
     pub(super) fn is_secondary(&self) -> bool {
         match self {
             RankError::Train(error) => error.is_secondary(),

@@ -1,5 +1,5 @@
-//! Metrics of the machine (CPU, memory, disk, network), which one rank of each machine reports with the job's
-//! metrics, and metrics of each rank's device.
+//! Metrics of the machine (CPU, memory, disk, network), which one rank of each machine reports, and metrics of each rank's
+//! device.
 
 use super::RankConfig;
 use crate::report::{Observer, Reporter, Sampler};
@@ -13,8 +13,8 @@ use std::{
 const MACHINE_EVERY: Duration = Duration::from_secs(2);
 const DEVICE_EVERY: Duration = Duration::from_secs(1);
 
-/// Reports the metrics of the machine and of the rank's device until the result is dropped. Logs why metrics are missing;
-/// training continues without them.
+/// Reports the metrics of the machine and of the rank's device until the result is dropped. If metrics are missing, logs why,
+/// and training continues without them.
 pub(super) fn start(
     config: &RankConfig,
     reporter: &Arc<Reporter>,
@@ -37,7 +37,7 @@ fn start_machine(
     observer: Arc<dyn Observer>,
     progress: Arc<AtomicU64>,
 ) -> std::io::Result<Option<Sampler>> {
-    // The configuration names the ranks of this agent; the first of them reports.
+    // The configuration names the ranks of this agent. The first of them reports.
     if config.start.ranks.first().is_some_and(|(first, _)| *first != config.rank) {
         return Ok(None);
     }

@@ -10,7 +10,7 @@ use std::{
 };
 
 /// Interval between two checks of the agent's lease. A rank ends when two successive checks find that the lease has
-/// expired: after a suspension of the machine, the agent may still extend the lease between the two checks.
+/// expired, because after a suspension of the machine the agent may still extend the lease between the two checks.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
 /// Handles signals and the lease:
@@ -71,7 +71,7 @@ pub(super) fn listen_to_signals(
         state.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
         let lost = state.describe_lost_steps(config.rank);
-        if state.ended.load(Ordering::Relaxed) {
+        if state.has_ended.load(Ordering::Relaxed) {
             // The process is already exiting.
             return;
         }

@@ -14,8 +14,8 @@ use std::{
     process::Command,
 };
 
-/// Opens `gpu`, and waits until the program that started this process writes the path of a rank's configuration to the
-/// standard input; then becomes this rank. Ends if the input is closed without a path, because that program has ended.
+/// Opens `gpu`, waits until the program that started this process writes the path of a rank's configuration to the standard
+/// input, and becomes this rank. If the input is closed without a path, that program has ended, and this process ends too.
 pub fn run_spare(gpu: &RankGpu) -> ! {
     let device = registry::device_of(Some(gpu), Device::Auto);
     device.backend.warm_up(device.ordinal, gpu.visible.len() as u32, None);
@@ -25,7 +25,7 @@ pub fn run_spare(gpu: &RankGpu) -> ! {
         exit_without_handlers(EXIT_FINISHED);
     }
     let path = PathBuf::from(OsString::from_vec(path));
-    if let Err(error) = redirect(&path) {
+    if let Err(error) = redirect_streams(&path) {
         tracing::error!("{}: {error}", path.display());
         leave(EXIT_FAILED, FAIL_WITHIN);
     }
@@ -39,8 +39,8 @@ pub fn run_spare(gpu: &RankGpu) -> ! {
     run(&path)
 }
 
-/// Connects the standard streams to `/dev/null` and the rank's output file, as of a new rank.
-fn redirect(config_path: &Path) -> io::Result<()> {
+/// Connects the standard input to `/dev/null` and the other standard streams to the rank's output file.
+fn redirect_streams(config_path: &Path) -> io::Result<()> {
     let output = File::options().append(true).open(config_path.with_extension("stderr"))?;
     dup2_stdin(File::open("/dev/null")?)?;
     dup2_stdout(&output)?;

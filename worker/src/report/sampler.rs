@@ -21,8 +21,7 @@ pub(crate) struct Sampler {
 
 impl Sampler {
     /// Calls `measure` at intervals and reports the results, at the step in `progress`. While `progress` does not
-    /// change, nothing is measured or reported: a rank that has hung must be silent, and a metric has one value per
-    /// step.
+    /// change, nothing is measured or reported, because a rank that has hung must be silent, and a metric has one value per step.
     pub(crate) fn start(
         name: &str,
         every: Duration,

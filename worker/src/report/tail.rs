@@ -24,9 +24,9 @@ pub struct Tail {
     /// The offset of the next record in the file.
     offset: u64,
     /// The index of the record at `offset`.
-    next: u64,
+    index: u64,
     /// Records with a lower index are skipped.
-    from: u64,
+    first_index: u64,
 }
 
 /// Why a file of records cannot be read any further.
@@ -49,7 +49,7 @@ pub enum TailError {
 impl Tail {
     /// Reads `path`, starting with the record of index `from_record`. The file need not exist yet.
     pub fn open(path: &Path, from_record: u64) -> Self {
-        Self { path: path.into(), file: None, offset: 0, next: 0, from: from_record }
+        Self { path: path.into(), file: None, offset: 0, index: 0, first_index: from_record }
     }
 
     /// The size of the complete records read so far.
@@ -59,29 +59,29 @@ impl Tail {
 
     /// The index of the first record that the next [`Tail::poll`] returns.
     pub fn next_record(&self) -> u64 {
-        self.next.max(self.from)
+        self.index.max(self.first_index)
     }
 
     /// The records that have been added, at most about a mebibyte at once. Empty if there are none. An incomplete
     /// last record is left for later.
     ///
     /// # Errors
-    /// The file cannot be read, or a record before its end is damaged. All records before the damaged one are
-    /// returned first; then every call returns this error.
+    /// The file cannot be read, or a record before its end is damaged. The records before the damaged record are returned first.
+    /// Every later call then returns this error.
     pub fn poll(&mut self) -> Result<Vec<AttemptEvent>, TailError> {
         let mut events = Vec::new();
-        let read = self.read_on(&mut events);
-        if read.is_err() {
+        let result = self.read_records(&mut events);
+        if result.is_err() {
             // By the next call, the path may name another file (on a remounted disk).
             self.file = None;
         }
-        match read {
+        match result {
             Err(error) if events.is_empty() => Err(error),
             _ => Ok(events),
         }
     }
 
-    fn read_on(&mut self, events: &mut Vec<AttemptEvent>) -> Result<(), TailError> {
+    fn read_records(&mut self, events: &mut Vec<AttemptEvent>) -> Result<(), TailError> {
         let path = self.path.clone();
         let io = |error| TailError::Io { path: path.clone(), error };
         let file = match &mut self.file {
@@ -92,11 +92,11 @@ impl Tail {
                 Err(e) => return Err(io(e)),
             },
         };
-        let mut read = 0;
-        while read < POLL_BYTES {
+        let mut read_bytes = 0;
+        while read_bytes < POLL_BYTES {
             let mut found = record_at(file, self.offset).map_err(io)?;
             if let RecordAt::Damage(_) = found {
-                // If the bytes change, they are not damaged: the writer was truncating an incomplete record.
+                // If the bytes change, they are not damaged, because the writer was truncating an incomplete record.
                 std::thread::sleep(DAMAGE_CONFIRMATION_DELAY);
                 let again = record_at(file, self.offset).map_err(io)?;
                 if again != found {
@@ -105,7 +105,7 @@ impl Tail {
             }
             let damaged = |detail: String| TailError::Damaged {
                 path: path.clone(),
-                record: self.next,
+                record: self.index,
                 offset: self.offset,
                 detail,
             };
@@ -114,12 +114,12 @@ impl Tail {
                 RecordAt::Damage(detail) => return Err(damaged(detail)),
                 RecordAt::Record(payload) => payload,
             };
-            if self.next >= self.from {
+            if self.index >= self.first_index {
                 events.push(wire::decode(&payload).map_err(|e| damaged(e.to_string()))?);
-                read += payload.len() as u64;
+                read_bytes += payload.len() as u64;
             }
             self.offset += (HEADER_BYTES + payload.len()) as u64;
-            self.next += 1;
+            self.index += 1;
         }
         Ok(())
     }

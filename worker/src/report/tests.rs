@@ -172,10 +172,10 @@ fn records_are_limited_to_64_mib() {
 #[test]
 fn loss_lines_are_printed_at_the_chosen_steps() {
     let mut every_third = LossLines::new(3);
-    let lines: Vec<_> = (1..=7).filter_map(|s| every_third.line(1, s, 7, 2.302_585_4)).collect();
+    let lines: Vec<_> = (1..=7).filter_map(|s| every_third.line_if_due(1, s, 7, 2.302_585_4)).collect();
     assert_eq!(lines, ["epoch: 1 step: 3, loss is 2.3025854", "epoch: 1 step: 6, loss is 2.3025854"]);
     let mut seldom = LossLines::new(0);
-    let lines: Vec<_> = (1001..=2000).filter_map(|s| seldom.line(2, s, 1000, f32::NAN)).collect();
+    let lines: Vec<_> = (1001..=2000).filter_map(|s| seldom.line_if_due(2, s, 1000, f32::NAN)).collect();
     assert!(lines.len() < 200, "{}", lines.len());
     assert_eq!(lines[0], "epoch: 2 step: 1001, loss is NaN");
     assert_eq!(lines[lines.len() - 1], "epoch: 2 step: 2000, loss is NaN");

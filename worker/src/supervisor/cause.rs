@@ -14,17 +14,17 @@ pub struct RankEnd {
     /// How the rank ended. `None` while the rank runs.
     pub exit: Option<Exit>,
     /// Whether the rank was still running when it was asked to end. Its exit status is then not a cause.
-    pub asked_to_end: bool,
+    pub was_asked_to_end: bool,
     /// Number of optimizer steps done, according to the rank's records.
     pub step: u64,
     /// Whether the rank has recorded that its training is complete.
-    pub finished: bool,
+    pub has_finished: bool,
     /// The first failure that the rank reported.
     pub failure: Option<Failure>,
-    /// The last line printed outside the rank's log (a panic, an error of the dynamic linker).
+    /// The last line that the rank printed outside its log, such as a panic or an error of the dynamic linker.
     pub last_stderr_line: Option<String>,
     /// Whether the rank printed that memory could not be allocated.
-    pub no_memory: bool,
+    pub has_run_out_of_memory: bool,
 }
 
 /// A rank's report of its own failure.
@@ -32,7 +32,9 @@ pub struct RankEnd {
 pub struct Failure {
     pub reason: String,
     pub code: FailureCode,
+    /// Whether the next attempt may succeed.
     pub retriable: bool,
+    /// Whether the rank failed only because it lost another rank.
     pub secondary: bool,
 }
 
@@ -41,7 +43,7 @@ impl RankEnd {
     pub fn is_success(&self) -> bool {
         match self.exit {
             Some(Exit::Status(EXIT_FINISHED)) => true,
-            Some(Exit::Unseen) => self.finished && self.failure.is_none(),
+            Some(Exit::Unseen) => self.has_finished && self.failure.is_none(),
             _ => false,
         }
     }
@@ -64,20 +66,20 @@ impl RankEnd {
         self.failure.as_ref().is_some_and(|failure| !failure.secondary)
     }
 
-    /// Whether the rank ended because it could not allocate memory: Rust's runtime prints that and aborts.
+    /// Whether the rank ended because it could not allocate memory. Rust's runtime then prints a message and aborts.
     pub fn was_refused_memory(&self) -> bool {
-        self.exit == Some(Exit::Signal(6)) && self.no_memory
+        self.exit == Some(Exit::Signal(6)) && self.has_run_out_of_memory
     }
 
-    /// How well this rank's end explains the end of the attempt: the lowest number is the best explanation. From 4 on,
-    /// another rank's end probably explains it better. `None` if the end explains nothing.
+    /// How well this rank's end explains the end of the attempt. The lowest number is the best explanation. If the number is 4 or
+    /// more, another rank's end probably explains it better. `None` if the end explains nothing.
     fn precedence(&self) -> Option<u32> {
         if self.is_success() {
             return None;
         }
         match (&self.failure, self.exit) {
             _ if self.has_own_reason() => Some(0),
-            (_, Some(_)) if self.asked_to_end && self.failure.is_none() => None,
+            (_, Some(_)) if self.was_asked_to_end && self.failure.is_none() => None,
             (Some(_), _) => Some(5),
             (None, Some(Exit::Signal(_))) => Some(1),
             (None, Some(Exit::Unseen)) => Some(2),
@@ -110,7 +112,7 @@ impl RankEnd {
 pub struct FailureCause<'a> {
     pub rank: &'a RankEnd,
     /// Whether a better explanation may still arrive.
-    pub provisional: bool,
+    pub is_provisional: bool,
 }
 
 /// The cause among `ranks`: a rank that has ended, or that has reported why it cannot continue.
@@ -119,7 +121,7 @@ pub fn failure_cause<'a>(ranks: impl IntoIterator<Item = &'a RankEnd>) -> Option
         .into_iter()
         .filter_map(|rank| Some((rank.precedence()?, rank)))
         .min_by_key(|(precedence, rank)| (*precedence, rank.step, rank.rank))?;
-    Some(FailureCause { rank, provisional: precedence >= 4 })
+    Some(FailureCause { rank, is_provisional: precedence >= 4 })
 }
 
 #[cfg(test)]
@@ -149,8 +151,8 @@ mod tests {
         let ranks = [lost_connection(0), killed];
         assert_eq!(reason(&ranks), "rank 1 was killed by signal 9 at step 41");
         // Even before the other rank's death is observed, this cause is known to be secondary.
-        assert!(failure_cause(&ranks[..1]).unwrap().provisional);
-        assert!(!failure_cause(&ranks).unwrap().provisional);
+        assert!(failure_cause(&ranks[..1]).unwrap().is_provisional);
+        assert!(!failure_cause(&ranks).unwrap().is_provisional);
     }
 
     #[test]
@@ -180,7 +182,7 @@ mod tests {
         let ended = RankEnd {
             rank: 0,
             exit: Some(Exit::Signal(15)),
-            asked_to_end: true,
+            was_asked_to_end: true,
             step: 9,
             ..Default::default()
         };
@@ -205,7 +207,7 @@ mod tests {
             reason(std::slice::from_ref(&unseen)),
             "rank 0 ended at step 9 while its agent was not running"
         );
-        let finished = RankEnd { finished: true, ..unseen };
+        let finished = RankEnd { has_finished: true, ..unseen };
         assert!(finished.is_success());
         assert_eq!(failure_cause(&[finished]), None);
     }

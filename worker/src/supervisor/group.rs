@@ -49,7 +49,7 @@ impl Stop {
 /// What happens to ranks whose supervisor is dropped before they have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Orphans {
-    /// The ranks continue to run; the next supervisor adopts them.
+    /// The ranks continue to run, and the next supervisor adopts them.
     Stay,
     /// The ranks get SIGTERM.
     Terminate,
@@ -65,8 +65,8 @@ pub struct EndDelays {
     pub certain: Duration,
     /// The delay if the end of another rank may be a better explanation.
     pub provisional: Duration,
-    /// The delay if the ranks are stopping without a failure, although this supervisor has not asked them: rank 0 may
-    /// still be writing their checkpoint.
+    /// The delay if the ranks are stopping without a failure, although this supervisor has not asked them. Rank 0 may then still
+    /// be writing their checkpoint.
     pub stopping: Duration,
 }
 
@@ -75,31 +75,31 @@ pub struct EndDelays {
 struct Stopping {
     how: Stop,
     since: Instant,
-    /// How many times SIGKILL has been sent.
-    kills: u32,
+    /// The number of SIGKILLs sent so far.
+    kill_count: u32,
 }
 
 /// The ranks, in rank order.
 pub struct RankGroup<N: RecordSink> {
     pub ranks: Vec<Rank<N>>,
     stopping: Option<Stopping>,
-    /// The time since which a failure of a rank is known.
+    /// The time since which a failure of a rank is known. `None` if no rank has failed.
     failure_since: Option<Instant>,
     /// Whether suspended ranks get SIGKILL instead of SIGTERM, because a suspended process does not react to SIGTERM.
-    kill_suspended: bool,
+    kills_suspended: bool,
     orphans: Orphans,
 }
 
 impl<N: RecordSink> RankGroup<N> {
     /// An empty group.
     pub fn new(orphans: Orphans) -> Self {
-        Self { ranks: Vec::new(), stopping: None, failure_since: None, kill_suspended: false, orphans }
+        Self { ranks: Vec::new(), stopping: None, failure_since: None, kills_suspended: false, orphans }
     }
 
-    /// Sends SIGKILL instead of SIGTERM to ranks that are suspended.
+    /// From now on, suspended ranks get SIGKILL instead of SIGTERM.
     #[must_use]
-    pub fn killing_suspended(mut self) -> Self {
-        self.kill_suspended = true;
+    pub fn kill_suspended(mut self) -> Self {
+        self.kills_suspended = true;
         self
     }
 
@@ -126,10 +126,12 @@ impl<N: RecordSink> RankGroup<N> {
     /// Whether a rank failed so long ago that the other ranks must be asked to end.
     pub fn must_end(&mut self, delays: EndDelays) -> bool {
         let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
-        let limit = match cause.provisional {
-            false => delays.certain,
-            true if self.ends().all(RankEnd::is_stopping) => delays.stopping,
-            true => delays.provisional,
+        let limit = if !cause.is_provisional {
+            delays.certain
+        } else if self.ends().all(RankEnd::is_stopping) {
+            delays.stopping
+        } else {
+            delays.provisional
         };
         self.failure_since.get_or_insert_with(Instant::now).elapsed() >= limit
     }
@@ -145,19 +147,20 @@ impl<N: RecordSink> RankGroup<N> {
             None => {
                 for rank in &mut self.ranks {
                     rank.poll();
-                    rank.end.asked_to_end = rank.end.exit.is_none();
+                    rank.end.was_asked_to_end = rank.end.exit.is_none();
                 }
             }
             Some(before) if how.urgency() <= before.how.urgency() => return,
             Some(_) => {}
         }
-        self.stopping = Some(Stopping { how, since: Instant::now(), kills: u32::from(how == Stop::Kill) });
+        self.stopping =
+            Some(Stopping { how, since: Instant::now(), kill_count: u32::from(how == Stop::Kill) });
         self.signal(how.signal());
     }
 
     /// Enforces an earlier order to end. `grace` is the time from SIGTERM to SIGKILL.
     pub(super) fn escalate(&mut self, grace: Duration) {
-        let Some(Stopping { how, since, kills }) = self.stopping else { return };
+        let Some(Stopping { how, since, kill_count }) = self.stopping else { return };
         match how {
             Stop::Save { within } => {
                 let is_orderly =
@@ -168,8 +171,8 @@ impl<N: RecordSink> RankGroup<N> {
                 }
             }
             Stop::Terminate if since.elapsed() >= grace => self.stop(Stop::Kill),
-            Stop::Kill if since.elapsed() >= KILL_EVERY * kills => {
-                self.stopping = Some(Stopping { how, since, kills: kills + 1 });
+            Stop::Kill if since.elapsed() >= KILL_EVERY * kill_count => {
+                self.stopping = Some(Stopping { how, since, kill_count: kill_count + 1 });
                 self.signal(Signal::KILL);
             }
             Stop::Terminate | Stop::Kill => {}
@@ -182,8 +185,8 @@ impl<N: RecordSink> RankGroup<N> {
             .is_some_and(|stopping| stopping.how == Stop::Kill && stopping.since.elapsed() > UNKILLABLE_AFTER)
     }
 
-    /// Kills processes that the ranks have left behind, and verifies that they end. Returns a description of processes
-    /// that cannot be killed.
+    /// Kills processes that the ranks have left behind, and waits until they have ended. Returns a description of processes that
+    /// cannot be killed, if there are any.
     pub async fn kill_remaining(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE_AFTER;
         loop {
@@ -199,7 +202,7 @@ impl<N: RecordSink> RankGroup<N> {
         }
         let remaining = self.ranks.iter().flat_map(|rank| {
             let rank_id = rank.end.rank;
-            rank.process.remaining().into_iter().map(move |(pid, state)| {
+            rank.process.remaining_processes().into_iter().map(move |(pid, state)| {
                 let why = if state == 'D' { ", blocked in the kernel" } else { "" };
                 format!("rank {rank_id} (process {pid}, state {state}{why})")
             })
@@ -210,7 +213,7 @@ impl<N: RecordSink> RankGroup<N> {
 
     fn signal(&mut self, signal: Signal) {
         for rank in &mut self.ranks {
-            let needs_kill = self.kill_suspended && signal == Signal::TERM && rank.process.is_suspended();
+            let needs_kill = self.kills_suspended && signal == Signal::TERM && rank.process.is_suspended();
             rank.process.signal(if needs_kill { Signal::KILL } else { signal });
         }
     }

@@ -51,9 +51,9 @@ fn with_path(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-/// The configurations of the ranks of `start` on this machine, which share its cores evenly.
-/// `devices` contains a device for each rank, in rank order; every rank sees all devices. Empty for ranks on CPU cores.
-/// `lease` is the file with the deadline until which ranks may continue without an agent.
+/// The configurations of the ranks of `start` on this machine, which share its cores evenly. `devices` contains a device for
+/// each rank, in rank order, or nothing if ranks run on CPU cores; every rank sees all devices. `lease` is the file with the
+/// deadline until which ranks may continue without an agent.
 pub fn configs(
     start: &StartAttempt,
     devices: &[String],
@@ -78,9 +78,9 @@ pub fn configs(
 }
 
 impl RankProcess {
-    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`. The `spare`
-    /// of the rank's slot becomes the rank. If a new process would differ from the spare, the spare is killed and a new
-    /// process is started.
+    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`. If the rank's slot has a
+    /// `spare`, the spare becomes the rank. If a new process would differ from the spare, the spare is killed and a new process
+    /// is started.
     ///
     /// # Errors
     /// The error names the file or program that could not be used.

@@ -19,7 +19,7 @@ pub enum Exit {
     Status(i32),
     /// The process was ended by this signal.
     Signal(i32),
-    /// The end was not observed; the records of the rank may tell more.
+    /// The end was not observed. The rank's records may tell more.
     Unseen,
 }
 
@@ -144,8 +144,8 @@ impl RankProcess {
     }
 
     /// The ids and states of the rank's remaining processes: the process itself, and all of its group if the group is
-    /// separate. States are those of proc_pid_stat(5); `D` means blocked in the kernel.
-    pub fn remaining(&self) -> Vec<(i32, char)> {
+    /// separate. States are those of proc_pid_stat(5), such as `D` for blocked in the kernel.
+    pub fn remaining_processes(&self) -> Vec<(i32, char)> {
         let Identity { pid: rank_pid, start_time, .. } = self.identity;
         // The id of a process group is not reused while the group has members. So if the process id has been reused, no
         // process of this group is left.
@@ -165,7 +165,7 @@ impl RankProcess {
 
     /// Kills the remaining processes of the rank. Returns true if none were left.
     pub fn kill_remaining(&mut self) -> bool {
-        if self.remaining().is_empty() {
+        if self.remaining_processes().is_empty() {
             return true;
         }
         self.send(Signal::KILL);
@@ -181,7 +181,7 @@ impl RankProcess {
         stat(self.identity.pid).is_some_and(|s| s.start_time == self.identity.start_time && !s.has_ended())
     }
 
-    /// Sends a signal and ignores errors: the process may just have ended, which the next poll shows.
+    /// Sends a signal, and ignores errors, because the process may just have ended, which the next poll shows.
     fn send(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.identity.pid) else { return };
         if fault::point("rank.signal").is_ok() {
@@ -208,7 +208,7 @@ mod tests {
         let mut command = Command::new("sleep");
         let mut process = RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Inherited)
             .expect("sleep is installed");
-        assert_eq!((process.poll(), process.remaining().len()), (None, 1));
+        assert_eq!((process.poll(), process.remaining_processes().len()), (None, 1));
         process.kill_and_wait();
         assert_eq!(process.poll(), Some(Exit::Signal(9)));
         assert!(process.kill_remaining());
@@ -222,8 +222,8 @@ mod tests {
         let Identity { pid, start_time, boot_id } = &stranger.identity;
         let before = Identity { pid: *pid, start_time: start_time - 1, boot_id: boot_id.clone() };
         let mut rank = RankProcess::from_identity(0, Some(before));
-        assert!(rank.kill_remaining(), "{:?}", rank.remaining());
-        assert_eq!((stranger.poll(), stranger.remaining().len()), (None, 1));
+        assert!(rank.kill_remaining(), "{:?}", rank.remaining_processes());
+        assert_eq!((stranger.poll(), stranger.remaining_processes().len()), (None, 1));
         stranger.kill_and_wait();
     }
 }

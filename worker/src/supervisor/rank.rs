@@ -21,17 +21,17 @@ const MAX_STDERR_LINE_BYTES: usize = 4096;
 /// Stores records of a rank for a supervisor's caller. The supervisor itself stores only a [`RankEnd`].
 pub trait RecordSink {
     /// Receives each record of the rank, in order.
-    fn note(&mut self, event: AttemptEvent);
+    fn record(&mut self, event: AttemptEvent);
 }
 
 /// Stores nothing.
 impl RecordSink for () {
-    fn note(&mut self, _event: AttemptEvent) {}
+    fn record(&mut self, _event: AttemptEvent) {}
 }
 
 /// Stores all records, until the caller takes them.
 impl RecordSink for Vec<AttemptEvent> {
-    fn note(&mut self, event: AttemptEvent) {
+    fn record(&mut self, event: AttemptEvent) {
         self.push(event);
     }
 }
@@ -43,22 +43,22 @@ pub struct Rank<N> {
     pub end: RankEnd,
     /// When the rank last recorded anything.
     pub last_report: Instant,
-    /// The store of the caller for the rank's records.
-    pub notes: N,
-    /// The description of the damage, if the records are damaged and cannot be read any further.
-    pub damaged: Option<String>,
+    /// Where the caller stores the rank's records.
+    pub sink: N,
+    /// Describes the damage if the records are damaged and cannot be read any further.
+    pub damage: Option<String>,
 }
 
 impl<N: RecordSink> Rank<N> {
     /// A rank of the attempt in `attempt_dir`.
-    pub fn of_attempt(process: RankProcess, attempt_dir: &Path, notes: N) -> Self {
+    pub fn of_attempt(process: RankProcess, attempt_dir: &Path, sink: N) -> Self {
         let tail = Tail::open(&events_path(attempt_dir, process.rank()), 0);
-        Self { records: Some((attempt_dir.to_owned(), tail)), ..Self::without_records(process, notes) }
+        Self { records: Some((attempt_dir.to_owned(), tail)), ..Self::without_records(process, sink) }
     }
 
-    pub fn without_records(process: RankProcess, notes: N) -> Self {
+    pub fn without_records(process: RankProcess, sink: N) -> Self {
         let end = RankEnd { rank: process.rank(), ..RankEnd::default() };
-        Self { process, records: None, end, last_report: Instant::now(), notes, damaged: None }
+        Self { process, records: None, end, last_report: Instant::now(), sink, damage: None }
     }
 
     /// Reads the new records of the rank.
@@ -72,13 +72,13 @@ impl<N: RecordSink> Rank<N> {
                 Ok(events) => {
                     self.last_report = Instant::now();
                     for event in events {
-                        self.end.note(&event);
-                        self.notes.note(event);
+                        self.end.record(&event);
+                        self.sink.record(event);
                     }
                 }
                 Err(error) => {
                     if matches!(error, TailError::Damaged { .. }) {
-                        self.damaged = Some(error.to_string());
+                        self.damage = Some(error.to_string());
                     }
                     return Err(error);
                 }
@@ -92,11 +92,11 @@ impl<N: RecordSink> Rank<N> {
         if self.end.exit.is_none()
             && let Some(exit) = self.process.poll()
         {
-            // An error is ignored here: the next call of `read` returns it.
+            // An error is ignored here, because the next call of `read` returns it.
             let _ = self.read();
             self.end.exit = Some(exit);
             self.end.last_stderr_line = self.stderr_lines().pop();
-            self.end.no_memory = self.stderr_text().contains("memory allocation of");
+            self.end.has_run_out_of_memory = self.stderr_text().contains("memory allocation of");
         }
     }
 
@@ -108,7 +108,7 @@ impl<N: RecordSink> Rank<N> {
     /// The end of the output outside the log.
     fn stderr_text(&self) -> String {
         let path = self.records.as_ref().map(|(dir, _)| rank_file(dir, self.end.rank, "stderr"));
-        let bytes = path.map(|path| files::end_of(&path, MAX_STDERR_BYTES)).unwrap_or_default();
+        let bytes = path.map(|path| files::read_end(&path, MAX_STDERR_BYTES)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 }
@@ -122,7 +122,7 @@ fn last_lines(text: &str) -> Vec<String> {
 
 impl RankEnd {
     /// Updates the rank's progress and failure from a record.
-    fn note(&mut self, event: &AttemptEvent) {
+    fn record(&mut self, event: &AttemptEvent) {
         let step = &mut self.step;
         match event {
             AttemptEvent::Running { start_step, .. } => *step = (*step).max(*start_step),
@@ -131,7 +131,7 @@ impl RankEnd {
             }
             AttemptEvent::Rank { report, .. } => {
                 *step = (*step).max(report.step);
-                self.finished |= report.status == "finished";
+                self.has_finished |= report.status == "finished";
             }
             AttemptEvent::RankFailed { step: last_step, reason, code, retriable, secondary, .. } => {
                 *step = (*step).max(*last_step);

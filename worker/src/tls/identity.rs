@@ -65,8 +65,8 @@ impl IdentityFiles {
                 Ok(Identity { chain, key })
             }
             Self::Pkcs12 { file, password } => {
-                let password = password_of(password)?;
-                unpack(&read(file, Some("file"))?, &password)
+                let password = read_password(password)?;
+                read_pkcs12(&read(file, Some("file"))?, &password)
                     .map_err(|error| format!("{}: {error}", file.display()))
             }
         }
@@ -88,11 +88,11 @@ impl IdentityFiles {
     }
 }
 
-/// Reads the password in a file: its first line.
+/// Reads a password from the first line of a file.
 ///
 /// # Errors
 /// The file cannot be read, other users can read it, or the password is too long.
-pub fn password_of(path: &Path) -> Result<String, String> {
+pub fn read_password(path: &Path) -> Result<String, String> {
     let text = String::from_utf8(read(path, Some("password"))?)
         .map_err(|_| format!("{} is not text (UTF-8)", path.display()))?;
     let line = text.lines().next().unwrap_or_default();
@@ -109,7 +109,7 @@ pub fn password_of(path: &Path) -> Result<String, String> {
 ///
 /// # Errors
 /// The chain or the key is invalid.
-pub fn pack(name: &str, chain: &str, key: &str, password: &str) -> Result<Vec<u8>, String> {
+pub fn create_pkcs12(name: &str, chain: &str, key: &str, password: &str) -> Result<Vec<u8>, String> {
     let failed = |error: p12_keystore::error::Error| error.to_string();
     let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(chain.as_bytes()).collect();
     let chain: Result<Vec<_>, _> =
@@ -122,7 +122,7 @@ pub fn pack(name: &str, chain: &str, key: &str, password: &str) -> Result<Vec<u8
     store.writer(password).write().map_err(failed)
 }
 
-fn unpack(bytes: &[u8], password: &str) -> Result<Identity, String> {
+fn read_pkcs12(bytes: &[u8], password: &str) -> Result<Identity, String> {
     let archive = Pkcs12Archive::from_pkcs12(bytes, password).map_err(|error| {
         format!(
             "the file cannot be read as PKCS#12 with the given password ({error}); check --pkcs12-password-file"
@@ -160,7 +160,7 @@ fn read(path: &Path, private: Option<&str>) -> Result<Vec<u8>, String> {
         && readable_by_others != 0
     {
         return Err(format!(
-            "the {what} {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
+            "the {what} {shown} can be read by others (mode {:04o}); restrict it with `chmod 600 {shown}`",
             metadata.mode() & 0o7777
         ));
     }
@@ -186,13 +186,13 @@ mod tests {
         ] {
             fs::write(&path, &text).unwrap();
             fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
-            let found = password_of(&path);
+            let found = read_password(&path);
             assert_eq!(found.is_ok(), right.is_some(), "{} bytes: {found:?}", text.len());
             assert!(right.is_none_or(|right| found.unwrap().starts_with(right)));
         }
         fs::write(&path, "secret").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
-        assert!(password_of(&path).unwrap_err().contains("chmod 600"));
+        assert!(read_password(&path).unwrap_err().contains("chmod 600"));
     }
 
     #[test]

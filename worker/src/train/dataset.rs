@@ -1,4 +1,4 @@
-//! The dataset of a run, which must be the same on every rank: otherwise the run ends before its first step.
+//! The dataset of a run. If it is not the same on every rank, the run ends before its first step.
 
 use super::{TrainError, Training};
 use crate::checkpoint;
@@ -17,7 +17,7 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     }
     let mixing = Mixing::from(&spec.train);
     data.set_mixing(mixing);
-    // A GPU mixes resident pictures in float32, and the host mixes bytes. For the same bits in every run, only the host
+    // A GPU mixes resident pictures in float32, and the host mixes bytes. The same bits in every run require that only the host
     // mixes.
     if spec.train.deterministic && mixing.is_on() {
         data.keep_on_host();
@@ -121,7 +121,10 @@ pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
     let before = count - newly_broken.len();
     for file in newly_broken.iter().take(MAX_NAMED_FILES.saturating_sub(before)) {
         let file = one_line(file);
-        training.observer.log(&format!("{file}; it is left out. Restore it before the job is paused or restarted: a job can only continue with the pictures with which it began"));
+        training.observer.log(&format!(
+            "{file}; it is left out. Restore it before the job is paused or restarted: a job can only continue with the pictures \
+             with which it began"
+        ));
     }
     // Further pictures are only counted, with a line each time the count has doubled.
     if count > MAX_NAMED_FILES && count.ilog2() != before.max(1).ilog2() {

@@ -20,10 +20,10 @@ impl Run<'_> {
         self.stop_progress = Some(progress_after(self.stop_progress.take(), stop, value, followed.epoch));
     }
 
-    /// Why the run ends before its last step, if it does.
+    /// Why the run ends before its last step. `None` if it continues.
     pub(super) fn early_stop_reason(&self) -> Option<String> {
         let progress = self.stop_progress.as_ref().filter(|_| self.step < self.plan.total_steps)?;
-        reason(progress, &self.training.spec.stop)
+        stop_reason(progress, &self.training.spec.stop)
     }
 
     /// Ends a run that has not improved. All ranks are at the same step, whose checkpoint is written or being written.
@@ -47,8 +47,8 @@ fn progress_after(before: Option<StopProgress>, stop: &StopSpec, value: f64, epo
     }
 }
 
-/// Why a run with this progress ends, if it does.
-fn reason(progress: &StopProgress, stop: &StopSpec) -> Option<String> {
+/// Why a run with this progress ends. `None` if it continues.
+fn stop_reason(progress: &StopProgress, stop: &StopSpec) -> Option<String> {
     let StopProgress { metric, value, epoch, without } = progress;
     if *without < stop.patience? {
         return None;
@@ -74,7 +74,7 @@ mod tests {
             // A checkpoint in between changes nothing.
             let json = serde_json::to_string(&current).unwrap();
             let current: StopProgress = serde_json::from_str(&json).unwrap();
-            let why = reason(&current, stop);
+            let why = stop_reason(&current, stop);
             progress = Some(current);
             why.map(|why| (epoch as usize, why))
         })

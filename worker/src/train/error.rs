@@ -30,8 +30,9 @@ pub enum TrainError {
     Diverged { what: String, step: u64, epoch: u32, lr: f32 },
     /// Ranks that should have the same weights have different weights.
     #[error(
-        "{what} after step {step}, although all ranks should have the same weights: a device or memory may be faulty, or the machines differ. \
-         No checkpoint of these weights is written; the job can continue from its newest checkpoint. If it happens again, leave that rank's device out"
+        "{what} after step {step}, although all ranks should have the same weights: a device or memory may be faulty, or the machines \
+         differ. No checkpoint of these weights is written; the job can continue from its newest checkpoint. If it happens again, leave \
+         that rank's device out"
     )]
     ReplicasDiffer { what: String, step: u64 },
     /// The job requires float16, whose range does not suffice.

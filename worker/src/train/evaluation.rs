@@ -17,28 +17,28 @@ use lockstep_protocol::{
 use std::{sync::atomic::Ordering, time::Instant};
 
 impl Run<'_> {
-    /// Evaluates the current weights, in bfloat16 if the range of float16 does not suffice. Returns false if the ranks
-    /// voted to stop before the end: nothing was measured, and the evaluation is due when the run continues.
+    /// Evaluates the current weights, in bfloat16 if the range of float16 does not suffice. Returns false if the ranks voted to stop
+    /// before the end. Nothing was measured then, and the evaluation is due when the run continues.
     pub(super) fn evaluate(&mut self) -> Result<bool, TrainError> {
         if self.data.shape.validation_samples == 0 {
             return Ok(true);
         }
         self.drain()?;
         self.check_state()?;
-        let completed = match self.validate() {
+        let is_complete = match self.validate() {
             // All ranks see the same sums over all ranks, so all of them take this path.
             Err(TrainError::Diverged { .. }) if self.engine.precision() == Precision::Fp16 => {
                 self.fall_back_to_bfloat16("the validation's loss")? && self.validate()?
             }
             result => result?,
         };
-        if !completed {
+        if !is_complete {
             let step = self.step;
             self.training.log([format!(
                 "the evaluation after step {step} is interrupted; it is repeated when the job continues"
             )]);
         }
-        Ok(completed)
+        Ok(is_complete)
     }
 
     /// Runs a validation pass with the weights and, if it exists, with their average. Returns false if the ranks voted
@@ -49,14 +49,12 @@ impl Run<'_> {
             // Running statistics differ between ranks. The checkpoint has the statistics of rank 0.
             self.engine.broadcast_statistics()?;
         }
-        let Some(evaluation) = self.validation_pass("the validation's loss")? else { return Ok(false) };
-        let averaged = match self.has_average()? {
-            true => match self.average_pass()? {
-                Some(averaged) => Some(averaged),
-                None => return Ok(false),
-            },
-            false => None,
-        };
+        let Some(evaluation) = self.run_validation_pass("the validation's loss")? else { return Ok(false) };
+        let mut averaged = None;
+        if self.has_average()? {
+            let Some(evaluation) = self.run_average_pass()? else { return Ok(false) };
+            averaged = Some(evaluation);
+        }
         if self.training.is_first() {
             self.report_evaluation(&evaluation, averaged.as_ref());
         }
@@ -101,13 +99,13 @@ impl Run<'_> {
         Ok(ranks_with_average != [0.0])
     }
 
-    /// As [`Run::validation_pass`], for the averaged weights. Afterwards the engine has the trained weights again.
-    fn average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
+    /// As [`Run::run_validation_pass`], for the averaged weights. Afterwards the engine has the trained weights again.
+    fn run_average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
         let average = if self.keeps_average() { self.engine.averaged()? } else { None };
         let trained = average.is_some().then(|| self.engine.parameters()).transpose()?;
         self.has_trained_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
-        let measured = self.validation_pass("the loss of the averaged weights in validation");
+        let measured = self.run_validation_pass("the loss of the averaged weights in validation");
         // After any other error, the other ranks join no further collective calls.
         if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
             self.set_parameters_everywhere(trained.as_ref())?;
@@ -125,8 +123,8 @@ impl Run<'_> {
     }
 
     /// One pass over the validation split. Each rank evaluates its part and the sums are added up, so every picture
-    /// counts once. `what` names the loss in an error. `None`: all ranks voted to stop before the end.
-    fn validation_pass(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
+    /// counts once. `what` names the loss in an error. Returns `None` if the ranks voted to stop before the end.
+    fn run_validation_pass(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
         let began = Instant::now();
         let Training { group, .. } = self.training;
         self.engine.set_image_size(self.data.shape.image_size)?;

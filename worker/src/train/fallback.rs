@@ -24,10 +24,10 @@ impl DerefMut for CurrentEngine {
 impl Run<'_> {
     /// Continues in bfloat16 because the range of float16 does not suffice for `what`. All ranks call this after the
     /// same step. Steps that were not finite have changed nothing, so the run continues from the last finite weights.
-    /// The ranks vote on a stop twice. The first vote avoids a useless change: the checkpoint records the skipped
-    /// steps, so the next run changes to bfloat16 at once. The second vote follows the change, which takes seconds, so
-    /// that a stop that arrived meanwhile does not wait for another step or evaluation. Returns false if the ranks have
-    /// voted to stop; the engine then has the state to save.
+    /// The ranks vote on a stop twice. The first vote avoids a useless change, because the checkpoint records
+    /// the skipped steps, and the next run changes to bfloat16 at once. The change takes seconds, so the second vote follows it,
+    /// and a stop that arrived meanwhile does not wait for another step or evaluation. Returns false if the ranks have voted to
+    /// stop. The engine then has the state to save.
     pub(super) fn fall_back_to_bfloat16(&mut self, what: &str) -> Result<bool, TrainError> {
         if !self.vote_now()? {
             return Ok(false);
@@ -51,7 +51,7 @@ impl Run<'_> {
         }
         let state = self.engine.own_state()?;
         if let Some(store) = &training.store {
-            // A rank that stopped while the other ranks connect would end without a checkpoint and keep them waiting.
+            // If a rank stopped while the other ranks connect, it would end without a checkpoint and keep them waiting.
             store.leave_stops_to_votes();
         }
         // No rank may unmap its memory before all ranks have reached this point.

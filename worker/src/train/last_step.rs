@@ -7,7 +7,7 @@
 //!
 //! In five cases nothing is written, and the next attempt continues from the newest checkpoint:
 //!
-//! - The ranks share memory: a killed rank leaves weights of two steps.
+//! - The ranks share memory, in which a killed rank leaves weights of two steps.
 //! - The lost rank had a part of the state (`parallel.model`, `parallel.optimizer_sharding`).
 //! - The GPU does not respond, or does not finish an update in time.
 //! - Only rank 0 has the whole state (`train.ema_decay`, separate running statistics of each rank), and rank 0 is
@@ -33,8 +33,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(4);
 const MAX_CHECKPOINTS: usize = 2;
 
 impl Run<'_> {
-    /// Called after another rank is lost: writes a checkpoint of the last finished step, if this rank has the whole
-    /// state of this step and no other rank has written it.
+    /// Writes a checkpoint of the last finished step after another rank is lost, if this rank has the whole state of this step and
+    /// no other rank has written it.
     pub(super) fn keep_last_step(&mut self) {
         let written = match self.has_whole_step() {
             Ok(true) => self.write_last_step(),
@@ -52,18 +52,18 @@ impl Run<'_> {
     fn has_whole_step(&mut self) -> Result<bool, TrainError> {
         let spec = self.training.spec;
         // Only rank 0 has the average. If running statistics differ between ranks, the statistics of rank 0 count.
-        let is_state_shared =
+        let is_state_on_every_rank =
             spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
         // The engine is absent during the change to bfloat16.
         if !self.has_trained_weights
             || self.engine.0.is_none()
-            || !(is_state_shared || self.training.is_first())
+            || !(is_state_on_every_rank || self.training.is_first())
         {
             return Ok(false);
         }
         let Some(results) = self.engine.undo_unfinished_steps() else { return Ok(false) };
         for result in &results {
-            self.note_not_finite(Some(result));
+            self.record_not_finite(Some(result));
             self.report_step(result, 0.0);
         }
         self.step -= self.in_flight.len() as u64;
@@ -72,7 +72,7 @@ impl Run<'_> {
             // The step was finished, but `run_step` failed before it updated the average.
             self.update_average()?;
         }
-        Ok(self.step > self.began_after && self.not_finite.is_none())
+        Ok(self.step > self.start_step && self.not_finite.is_none())
     }
 
     fn write_last_step(&mut self) -> Result<(), TrainError> {
@@ -96,8 +96,7 @@ impl Run<'_> {
         }
         let is_own_folder = is_own_folder(directory);
         if is_own_folder {
-            // Leftovers of a rank that was killed while writing. In shared folders, rank 0 removes leftovers and old
-            // checkpoints.
+            // A rank that was killed while writing leaves files. In shared folders, rank 0 removes them and old checkpoints.
             checkpoint::remove_leftovers(directory)?;
         }
         let snapshot = self.snapshot(self.engine.own_state()?);
@@ -126,9 +125,9 @@ fn is_own_folder(directory: &Path) -> bool {
 }
 
 /// Acquires the lock when no other rank holds it. `None` if another rank held it for too long.
-fn lock(directory: &Path, within: Duration) -> io::Result<Option<File>> {
+fn lock(directory: &Path, max_wait: Duration) -> io::Result<Option<File>> {
     let file = open_lock(&directory.join(LOCK))?;
-    Ok(lock_within(&file, within)?.then_some(file))
+    Ok(lock_within(&file, max_wait)?.then_some(file))
 }
 
 #[cfg(test)]

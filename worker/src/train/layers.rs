@@ -16,7 +16,7 @@ use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 
 /// The first step of an attempt (from 1) whose layers are timed. Earlier steps load kernels and allocate memory.
 const FIRST_TIMED_STEP: u64 = 3;
-/// Number of steps whose layers are timed. Few, because their operations do not overlap.
+/// Number of steps whose layers are timed. They are few, because the operations of a timed step do not overlap.
 const TIMED_STEPS: u64 = 5;
 /// Number of steps after the first timed step whose median time is compared with the prediction.
 const COMPARED_STEPS: usize = 10;
@@ -28,8 +28,8 @@ const OUTDATED_FIGURES: &str = "; the figures of this machine may be out of date
 /// The reports that a step makes in addition to its result.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LayerReports {
-    histograms: bool,
-    times: bool,
+    has_histograms: bool,
+    has_times: bool,
 }
 
 /// The layers about which rank 0 reports. Other ranks only time the same steps.
@@ -48,14 +48,14 @@ pub(super) struct Layers {
 
 impl Layers {
     /// Prepares a run that has done `step` steps. Rank 0 reports the network's description.
-    pub(super) fn describe(
+    pub(super) fn prepare(
         training: &Training<'_>,
         network: &Network,
         planned: Option<&Planned>,
         step: u64,
     ) -> Self {
-        // All ranks time the same steps: a timed step is not replayed as a graph, so its collectives match only those of
-        // other timed steps.
+        // All ranks time the same steps, because a timed step is not replayed as a graph, and its collectives match only those
+        // of other timed steps.
         let mut layers = Self { first_timed_step: step + FIRST_TIMED_STEP, ..Self::default() };
         if training.is_first() {
             (layers.description, layers.outputs) = network.describe();
@@ -99,7 +99,7 @@ impl Layers {
     }
 
     /// Records that a step took `secs`. After enough steps, returns the measured time in milliseconds.
-    fn compare(&mut self, step: u64, secs: f64) -> Option<f32> {
+    fn record_step_time(&mut self, step: u64, secs: f64) -> Option<f32> {
         let plan = self.description.plan.as_mut()?;
         if step <= self.first_timed_step || plan.measured_step_ms.is_some() {
             return None;
@@ -133,20 +133,20 @@ impl Run<'_> {
     /// Requests the next step's additional reports from the engine. Keeping gradients is collective.
     pub(super) fn request_layer_reports(&mut self) -> Result<LayerReports, TrainError> {
         let (next, every) = (self.step + 1, self.training.spec.log.histograms);
-        let histograms = every > 0 && next.is_multiple_of(every);
-        if histograms {
+        let has_histograms = every > 0 && next.is_multiple_of(every);
+        if has_histograms {
             self.engine.keep_gradients()?;
         }
-        let times = self.layers.is_timed(next);
-        if times {
+        let has_times = self.layers.is_timed(next);
+        if has_times {
             self.engine.time_layers();
         }
-        Ok(LayerReports { histograms, times })
+        Ok(LayerReports { has_histograms, has_times })
     }
 
     /// Reports the times of layers, after a timed step was started.
     pub(super) fn report_layer_times(&mut self, reports: LayerReports) {
-        if !reports.times {
+        if !reports.has_times {
             return;
         }
         let times = self.engine.layer_times();
@@ -159,7 +159,7 @@ impl Run<'_> {
 
     /// Reports the measured memory, and the measured and the predicted time of a step, when enough steps are done.
     pub(super) fn compare_step_time(&mut self, step: u64, secs: f64) {
-        let Some(measured) = self.layers.compare(step, secs) else { return };
+        let Some(measured) = self.layers.record_step_time(step, secs) else { return };
         let on_device = Some(self.engine.memory_bytes()).filter(|bytes| *bytes > 0);
         if let Some(plan) = &mut self.layers.description.plan {
             plan.measured_memory_bytes = on_device.or_else(peak_memory_bytes);
@@ -175,7 +175,7 @@ impl Run<'_> {
 
     /// Reports the histograms of a finished step whose gradients were kept.
     pub(super) fn report_histograms(&mut self, reports: LayerReports) -> Result<(), TrainError> {
-        if !reports.histograms {
+        if !reports.has_histograms {
             return Ok(());
         }
         self.drain()?;

@@ -15,14 +15,16 @@ pub(super) struct StepTimes {
     pub(super) axis_secs: Option<AxisTimes>,
 }
 
-/// Sums since the last report.
+/// Sums what a rank does, and reports it.
 pub(super) struct ThroughputMeter<'a> {
     observer: &'a dyn Observer,
     rank: u32,
-    /// The time of the last report.
-    last: Instant,
+    last_report_at: Instant,
+    /// The steps since the last report.
     steps: u32,
+    /// The times of these steps, added up.
     times: StepTimes,
+    /// This rank's pictures in these steps.
     samples: u64,
     /// The last report. Its times and rate are reported again while no step is done, such as during an evaluation.
     last_report: RankReport,
@@ -34,7 +36,7 @@ impl<'a> ThroughputMeter<'a> {
         Self {
             observer,
             rank,
-            last: Instant::now(),
+            last_report_at: Instant::now(),
             steps: 0,
             times: StepTimes::default(),
             samples: 0,
@@ -58,14 +60,14 @@ impl<'a> ThroughputMeter<'a> {
             self.times.axis_secs.get_or_insert_default().add(axis_secs, 1.0);
         }
         self.samples += u64::from(samples);
-        if is_first || self.last.elapsed() >= REPORT_EVERY {
+        if is_first || self.last_report_at.elapsed() >= REPORT_EVERY {
             self.report("training");
         }
     }
 
     /// Reports progress of work other than a step, if the last report is a second old.
     pub(super) fn report_if_due(&mut self, status: &str) {
-        if self.last.elapsed() >= REPORT_EVERY {
+        if self.last_report_at.elapsed() >= REPORT_EVERY {
             self.report(status);
         }
     }
@@ -87,7 +89,7 @@ impl<'a> ThroughputMeter<'a> {
             });
             (self.steps, self.samples) = (0, 0);
         }
-        self.last = Instant::now();
+        self.last_report_at = Instant::now();
         report.status = status.into();
         self.observer.event(&AttemptEvent::Rank { rank: self.rank, report: report.clone() });
     }

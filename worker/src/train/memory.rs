@@ -54,14 +54,15 @@ impl RequiredMemory {
 
     fn of_pictures(network: &Network, pictures: u64, needs: Needs, ranks: u32) -> Self {
         let parameters = (network.parameter_count() as u64).saturating_mul(VALUE_BYTES);
-        let rank_bytes = match needs.host_memory {
-            // Activations and their gradients. Weights and optimizer state may be shared by all ranks.
-            true => pictures
+        let rank_bytes = if needs.host_memory {
+            // Activations and their gradients. All ranks may share weights and optimizer state.
+            pictures
                 .saturating_mul(network.kept_values())
                 .saturating_mul(VALUE_BYTES)
-                .saturating_add(parameters),
+                .saturating_add(parameters)
+        } else {
             // The batch in transit to the GPU, with one byte per value. The engine checks the GPU's memory.
-            false => pictures.saturating_mul(network.tensors[network.input()].len() as u64),
+            pictures.saturating_mul(network.tensors[network.input()].len() as u64)
         };
         let shared_bytes = if needs.host_memory { parameters } else { 0 };
         Self { pictures, rank_bytes, shared_bytes, ranks: ranks.max(1) }

@@ -3,9 +3,7 @@
 //! index, the state and the manifest, and renames the checkpoint to its final name. So a checkpoint has all of its
 //! parts or does not exist, whichever rank is lost meanwhile.
 
-use super::{
-    Run, TrainError, Training, plan::RunPlan, saving::last_checkpoint_failed, start::broadcast_json,
-};
+use super::{Run, TrainError, Training, plan::RunPlan, saving::last_checkpoint_error, start::broadcast_json};
 use crate::checkpoint::{
     Best, CheckpointError, CheckpointEvent, Files, RETRY, Retention, Snapshot, State, TEMPORARY,
     complete_parts, temporary_folder, write_part,
@@ -23,9 +21,9 @@ use std::{
 pub(super) struct Parts {
     pub(super) writers: Writers,
     /// A name that is unique to this run, and the same on every rank.
-    run: String,
+    run_name: String,
     /// Number of checkpoints that were begun.
-    begun: u64,
+    begun_count: u64,
     pending: Option<Pending>,
     /// Only on rank 0.
     retention: Option<Retention>,
@@ -50,8 +48,7 @@ struct Part {
 
 impl Parts {
     /// Collective: finds the ranks that share the folder of checkpoints, and distributes the network's tensors to
-    /// them. `None` if only rank 0 has the folder: it then writes whole checkpoints. `best` is the best checkpoint so
-    /// far.
+    /// them. `None` if only rank 0 has the folder, and therefore writes whole checkpoints. `best` is the best checkpoint so far.
     ///
     /// # Errors
     /// Another rank is lost.
@@ -73,8 +70,8 @@ impl Parts {
         let marker = training.is_first().then(make).and_then(Result::ok);
         let name = marker.as_ref().and_then(|marker| marker.path().file_name()?.to_str());
         let name = training.is_first().then(|| name.unwrap_or_default().to_owned());
-        let run: String = broadcast_json(group, name)?;
-        let has_folder = !run.is_empty() && directory.join(&run).exists();
+        let run_name: String = broadcast_json(group, name)?;
+        let has_folder = !run_name.is_empty() && directory.join(&run_name).exists();
         let have_folder = group.all_gather_bytes(&[u8::from(has_folder)])?;
         let ranks: Vec<u32> = (0..)
             .zip(&have_folder)
@@ -89,15 +86,17 @@ impl Parts {
             return Ok(None);
         }
         training.log([format!("{} of {} ranks write a part of each checkpoint", ranks.len(), group.size())]);
-        let average = match (spec.train.ema_decay > 0.0, spec.parallel.is_hybrid()) {
-            (false, _) => AverageOn::NoRank,
-            (true, false) => AverageOn::FirstRank,
-            (true, true) => AverageOn::EveryRank,
+        let average = if spec.train.ema_decay <= 0.0 {
+            AverageOn::NoRank
+        } else if spec.parallel.is_hybrid() {
+            AverageOn::EveryRank
+        } else {
+            AverageOn::FirstRank
         };
         let writers = Writers::deal(&plan.network, slots(spec.train.optimizer), average, &ranks);
         let retention =
             training.is_first().then(|| Retention::new(directory, &spec.checkpoint, best.cloned()));
-        Ok(Some(Self { writers, run, begun: 0, pending: None, retention }))
+        Ok(Some(Self { writers, run_name, begun_count: 0, pending: None, retention }))
     }
 
     /// Whether writing this rank's part of the current checkpoint has ended, successfully or not.
@@ -108,8 +107,8 @@ impl Parts {
 
     /// Begins to write this rank's part of a checkpoint. `snapshot` has the tensors of the part.
     fn begin(&mut self, training: &Training<'_>, snapshot: Snapshot) -> io::Result<()> {
-        self.begun += 1;
-        let unique = format!("{}.{}", self.run.trim_start_matches(TEMPORARY), self.begun);
+        self.begun_count += 1;
+        let unique = format!("{}.{}", self.run_name.trim_start_matches(TEMPORARY), self.begun_count);
         let folder = temporary_folder(training.checkpoints, &snapshot.state, &unique);
         let state = training.is_first().then(|| snapshot.state.clone());
         let part = self.writers.part_of(training.group.rank());
@@ -167,8 +166,8 @@ impl Run<'_> {
         Ok(parts.begin(self.training, snapshot)?)
     }
 
-    /// Collective: waits until all parts of the current checkpoint are on disk, and completes the checkpoint. The inner
-    /// error tells why it could not be written: training continues, and the previous checkpoint is kept.
+    /// Collective: waits until all parts of the current checkpoint are on disk, and completes the checkpoint. The inner error tells
+    /// why the checkpoint could not be written. Training then continues, and the previous checkpoint is kept.
     pub(super) fn complete_parts(&mut self, is_retry: bool) -> Result<Result<(), String>, TrainError> {
         let pending = self.parts.as_mut().and_then(|parts| parts.pending.take());
         let Some(Pending { folder, state, thread }) = pending else { return Ok(Ok(())) };
@@ -197,7 +196,7 @@ impl Run<'_> {
         let mut tries = 0;
         while let Err(reason) = self.complete_parts(tries > 0)? {
             if tries >= patience.as_secs().max(1) {
-                return Err(last_checkpoint_failed(tries, &reason));
+                return Err(last_checkpoint_error(tries, &reason));
             }
             tries += 1;
             thread::sleep(RETRY);

@@ -213,23 +213,24 @@ impl RunPlan {
         self.throughput.pictures_of(step)
     }
 
-    pub(super) fn checkpoint_after_step(&self, step: u64) -> bool {
+    /// Whether there is a checkpoint after `step` because of `checkpoint.every_steps`.
+    pub(super) fn has_checkpoint_after_step(&self, step: u64) -> bool {
         self.checkpoint_every_steps > 0 && step.is_multiple_of(self.checkpoint_every_steps)
     }
 
     /// Whether there is a checkpoint after `step` because it ends an epoch or the run.
-    pub(super) fn checkpoint_after_epoch(&self, step: u64) -> bool {
+    pub(super) fn has_checkpoint_after_epoch(&self, step: u64) -> bool {
         step == self.total_steps
-            || self.checkpoint_after_step(step)
-            || self.epoch_is_due(step, self.checkpoint_every_epochs)
+            || self.has_checkpoint_after_step(step)
+            || self.is_epoch_due(step, self.checkpoint_every_epochs)
     }
 
     /// Whether there is an evaluation after `step` because it ends an epoch or the run.
-    pub(super) fn evaluation_after_epoch(&self, step: u64) -> bool {
-        step == self.total_steps || self.epoch_is_due(step, self.evaluate_every_epochs)
+    pub(super) fn has_evaluation_after_epoch(&self, step: u64) -> bool {
+        step == self.total_steps || self.is_epoch_due(step, self.evaluate_every_epochs)
     }
 
-    fn epoch_is_due(&self, step: u64, every_epochs: u64) -> bool {
+    fn is_epoch_due(&self, step: u64, every_epochs: u64) -> bool {
         every_epochs > 0
             && step.is_multiple_of(self.steps_per_epoch)
             && (step / self.steps_per_epoch).is_multiple_of(every_epochs)
@@ -250,13 +251,14 @@ fn reuse_note(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) 
     })
 }
 
-/// The network of a job for the smallest training pictures.
+/// Builds the network of a job for the smallest training pictures.
 ///
 /// # Errors
 /// The pictures are too small for the network.
-pub(super) fn network(spec: &JobSpec, shape: &Shape) -> Result<Network, TrainError> {
+pub(super) fn build_network(spec: &JobSpec, shape: &Shape) -> Result<Network, TrainError> {
     let sides = (shape.image_size, shape.training_size(0));
-    planning::network(&spec.model, sides, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
+    planning::build_network(&spec.model, sides, shape.channels, shape.classes.len())
+        .map_err(TrainError::Impossible)
 }
 
 /// A CPU rank has one data thread per this many threads, because decoding a picture takes a small fraction of the time

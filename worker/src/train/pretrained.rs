@@ -14,7 +14,7 @@ use lockstep_host::{
 };
 use std::path::{Path, PathBuf};
 
-fn wrong(text: String) -> TrainError {
+fn pretrained_error(text: String) -> TrainError {
     TrainError::Impossible(format!("model.pretrained: {text}"))
 }
 
@@ -23,7 +23,7 @@ fn wrong(text: String) -> TrainError {
 /// # Errors
 /// It names weights that have not been downloaded.
 pub(super) fn find(given: &str) -> Result<PathBuf, TrainError> {
-    cache::find_weights(given).map_err(wrong)
+    cache::find_weights(given).map_err(pretrained_error)
 }
 
 /// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the
@@ -37,21 +37,24 @@ pub(super) fn load(
     initial: NamedTensors,
     head: &str,
 ) -> Result<(NamedTensors, Vec<String>), TrainError> {
-    let path = allowed::resolve(path, training.weights_in).map_err(wrong)?;
-    let files = checkpoint::model_files(&path).map_err(|e| wrong(e.to_string()))?;
+    let path = allowed::resolve(path, training.weights_in).map_err(pretrained_error)?;
+    let files = checkpoint::model_files(&path).map_err(|e| pretrained_error(e.to_string()))?;
     let mut given = NamedTensors::new();
     for file in &files {
-        let (file, opened) = allowed::open(file, training.weights_in).map_err(wrong)?;
-        given.extend(checkpoint::read_opened_tensors(&file, opened, &|_| true).map_err(wrong)?);
+        let (file, opened) = allowed::open(file, training.weights_in).map_err(pretrained_error)?;
+        given.extend(checkpoint::read_opened_tensors(&file, opened, &|_| true).map_err(pretrained_error)?);
     }
     // The only file, or the folder of several files.
     let path = if let [file] = &files[..] { file } else { &path };
     let (weights, mapping) = replace_weights(given, initial, head).map_err(|problems| {
         let arch = training.spec.model.arch.as_str();
-        wrong(format!("{} does not fit a {arch} as this job builds it: {problems}", path.display()))
+        pretrained_error(format!(
+            "{} does not fit a {arch} as this job builds it: {problems}",
+            path.display()
+        ))
     })?;
     if let Some(found) = first_not_finite(&weights) {
-        return Err(wrong(format!(
+        return Err(pretrained_error(format!(
             "{}: {found}; its training has diverged, give another file",
             path.display()
         )));

@@ -19,11 +19,11 @@ impl Run<'_> {
     /// thread, or each rank passes its part to its own thread. Writing continues during training.
     pub(super) fn save(&mut self) -> Result<(), TrainError> {
         self.drain()?;
-        // A failure of the previous checkpoint is reported by the call itself.
+        // The call reports a failure of the previous checkpoint itself.
         let _ = self.complete_parts(false)?;
         self.check_state()?;
-        // Called on every rank, because this flushes the rank's reports. So even if the rank is killed right after, no
-        // step before a checkpoint is missing from its records.
+        // This flushes the reports of every rank. So even if a rank is killed right after, no step before a checkpoint is missing
+        // from its records.
         self.throughput.report("checkpointing");
         let whole_checkpoints = Writers::default();
         let writers = self.parts.as_ref().map_or(&whole_checkpoints, |parts| &parts.writers);
@@ -113,7 +113,7 @@ impl Run<'_> {
 
     /// Ends a run after the epoch at which it pauses, with a checkpoint.
     pub(super) fn pause(&mut self) -> Result<Outcome, TrainError> {
-        if self.step > self.began_after && !self.plan.checkpoint_after_epoch(self.step) {
+        if self.step > self.start_step && !self.plan.has_checkpoint_after_epoch(self.step) {
             self.save()?;
         }
         self.end_after_step("at a rung of its sweep: paused")?;
@@ -127,8 +127,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits until the newest checkpoint is on disk, because unwritten data is lost when this process ends. While
-    /// writing fails, waits for up to half of the stall time-out.
+    /// Waits until the newest checkpoint is on disk, because unwritten data is lost when this process ends. If writing fails, it is
+    /// retried for up to half of the stall time-out.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
         let patience = self.stall_timeout() / 2;
         if self.parts.is_some() {
@@ -150,7 +150,7 @@ impl Run<'_> {
             self.announce(events);
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
                 let retries = self.unwritten.map_or(0, |(_, attempts)| attempts - 1);
-                return Err(last_checkpoint_failed(retries, reason));
+                return Err(last_checkpoint_error(retries, reason));
             }
         }
         Ok(())
@@ -185,20 +185,20 @@ impl Run<'_> {
                     observer.event(&AttemptEvent::Checkpoint(info));
                     let warning = slow_checkpoint_warning(took, training.stop_within);
                     // Logged once per run, because later checkpoints take equally long.
-                    if let Some(warning) = warning.filter(|_| !self.slow_warned) {
-                        self.slow_warned = true;
+                    if let Some(warning) = warning.filter(|_| !self.has_warned_of_slow_writes) {
+                        self.has_warned_of_slow_writes = true;
                         observer.log(&warning);
                     }
                 }
                 CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
-                    "checkpoint {epoch}-{step} was dropped: an earlier checkpoint is still being written to {}. Training continues, and the newest complete \
-                     checkpoint is kept",
+                    "checkpoint {epoch}-{step} was dropped: an earlier checkpoint is still being written to {}. Training \
+                     continues, and the newest complete checkpoint is kept",
                     training.checkpoints.display()
                 )),
                 CheckpointEvent::Failed { epoch, step, reason, is_retry } => {
                     let earlier = self.unwritten.filter(|_| is_retry).map_or(0, |(_, attempts)| attempts);
                     self.unwritten = Some((step, earlier + 1));
-                    // Only the first retry gets a line; the number of attempts follows at the end.
+                    // Only the first retry gets a line. The number of attempts follows at the end.
                     match earlier {
                         0 => observer.log(&format!(
                             "checkpoint {epoch}-{step} could not be written: {reason}; training continues, and the previous \
@@ -219,21 +219,22 @@ impl Run<'_> {
 }
 
 /// The error of a run whose last checkpoint could not be written.
-pub(super) fn last_checkpoint_failed(retries: u64, reason: &str) -> TrainError {
+pub(super) fn last_checkpoint_error(retries: u64, reason: &str) -> TrainError {
     TrainError::System(std::io::Error::other(format!(
         "the last checkpoint could not be written in {retries} more attempts: {reason}"
     )))
 }
 
-/// A warning for the log if a checkpoint that took `took` to write may not be done in time: ranks that are asked to
-/// end have `within` for their step and its checkpoint.
+/// A warning for the log if a checkpoint that took `took` to write may not be done in time. Ranks that are asked to end have
+/// `within` for their step and its checkpoint.
 fn slow_checkpoint_warning(took: Duration, within: Duration) -> Option<String> {
-    // Half of the time, because the step comes first, and the disk may be slower then.
+    // Only half of the time counts, because the step comes first, and the disk may be slower then.
     (took > within / 2).then(|| {
         format!(
-            "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their agent is \
-             stopped) have {} s for their step and its checkpoint: it may not be done in time, and the job then continues from the previous checkpoint. Give \
-             ranks more time (Slurm's KillWait, or --killed-after of the agent), or write checkpoints more often (checkpoint.every_steps)",
+            "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their \
+             agent is stopped) have {} s for their step and its checkpoint: it may not be done in time, and the job then continues \
+             from the previous checkpoint. Give ranks more time (Slurm's KillWait, or --killed-after of the agent), or write \
+             checkpoints more often (checkpoint.every_steps)",
             took.as_secs_f64(),
             within.as_secs()
         )
@@ -243,8 +244,7 @@ fn slow_checkpoint_warning(took: Duration, within: Duration) -> Option<String> {
 /// The state contributed by the rank with the checkpoint writer.
 ///
 /// # Errors
-/// The rank contributes nothing: the engine considers another rank the first of the group, and the checkpoint would
-/// be lost.
+/// The rank contributes nothing, because the engine considers another rank the first of the group. The checkpoint would be lost.
 fn whole_state(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
     match contribution {
         Contribution::Whole(state_dict) => Ok(state_dict),

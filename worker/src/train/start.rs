@@ -35,6 +35,7 @@ use std::path::{Path, PathBuf};
 /// Maximum number of pictures whose patches determine the filters of a whitening convolution.
 const MAX_WHITENING_PICTURES: u64 = 2000;
 
+/// The state in which a run begins.
 #[derive(Default)]
 pub(super) struct InitialState {
     /// Number of optimizer steps done by earlier runs.
@@ -50,9 +51,9 @@ pub(super) struct InitialState {
     pub(super) notes: Vec<String>,
 }
 
-/// The floating-point format of the run. With `precision = "auto"`, a run that has changed from float16 to bfloat16
-/// continues in bfloat16. The result is the same on every rank.
-pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError> {
+/// Collective: chooses the floating-point format of the run. If `precision = "auto"`, a run that has changed from float16 to
+/// bfloat16 continues in bfloat16.
+pub(super) fn choose_precision(training: &Training<'_>) -> Result<Precision, TrainError> {
     let requested = training.spec.train.precision;
     let Some(folder) = training.resume else { return Ok(requested) };
     if requested != Precision::Auto || !training.device.backend.needs().half_precision {
@@ -67,12 +68,12 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError
             .chain(folders)
             .find_map(|folder| Some(checkpoint::unverified_state(&folder)?.precision))
     };
-    let left_float16 = training.is_first().then(|| newest() == Some(Precision::Bf16));
-    Ok(if broadcast_json(training.group.as_ref(), left_float16)? { Precision::Bf16 } else { requested })
+    let has_left_float16 = training.is_first().then(|| newest() == Some(Precision::Bf16));
+    Ok(if broadcast_json(training.group.as_ref(), has_left_float16)? { Precision::Bf16 } else { requested })
 }
 
 /// Sets the engine's initial state: new weights, pretrained weights, or a checkpoint. If the network is split
-/// among ranks, each rank gets its part; otherwise all ranks get the same weights.
+/// among ranks, each rank gets its part. Otherwise, all ranks get the same weights.
 pub(super) fn initialize(
     training: &Training<'_>,
     plan: &RunPlan,
@@ -105,10 +106,12 @@ pub(super) fn initialize(
         }
     }
     let whitened = net::whitening::whitened(&plan.network).filter(|_| pretrained.is_none());
-    if let (Some(name), true) = (whitened, training.is_first()) {
+    if let Some(name) = whitened
+        && training.is_first()
+    {
         let mut weights = engine.parameters()?;
-        let skips = training.spec.data.broken_files == BrokenFiles::Skip;
-        weights.insert(name.into(), whitening_filters(data, skips)?);
+        let skips_broken = training.spec.data.broken_files == BrokenFiles::Skip;
+        weights.insert(name.into(), whitening_filters(data, skips_broken)?);
         engine.set_parameters(&weights)?;
     }
     let parallel = &training.spec.parallel;
@@ -138,20 +141,20 @@ pub(super) fn initialize(
         divisions = broadcast_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
         notes.extend(describe_trained_validation(training, data, &divisions));
     }
-    let divisions = add_own(divisions, training);
+    let divisions = add_own_division(divisions, training);
     Ok(InitialState { divisions, notes, ..InitialState::default() })
 }
 
-/// Filters that whiten patches of at most [`MAX_WHITENING_PICTURES`] training pictures, spread over the split. `skips`:
-/// leaves out pictures that can no longer be read.
-fn whitening_filters(data: &DataSource, skips: bool) -> Result<HostTensor, TrainError> {
+/// Filters that whiten patches of at most [`MAX_WHITENING_PICTURES`] training pictures, spread over the split. If `skips_broken`,
+/// pictures that can no longer be read are left out.
+fn whitening_filters(data: &DataSource, skips_broken: bool) -> Result<HostTensor, TrainError> {
     let Shape { channels, train_samples, mean, std, .. } = &data.shape;
     let count = (*train_samples).min(MAX_WHITENING_PICTURES);
     let mut patches = None;
     for index in 0..count {
         let position = data.training_position(index * train_samples / count);
         let picture = match data.picture(false, position, None) {
-            Err(DataError::File { .. }) if skips => continue,
+            Err(DataError::File { .. }) if skips_broken => continue,
             read => read?.1,
         };
         let values: Vec<f32> = picture
@@ -166,7 +169,10 @@ fn whitening_filters(data: &DataSource, skips: bool) -> Result<HostTensor, Train
 }
 
 /// The divisions by which a run has trained, including its own.
-fn add_own(mut divisions: Vec<ValidationDivision>, training: &Training<'_>) -> Vec<ValidationDivision> {
+fn add_own_division(
+    mut divisions: Vec<ValidationDivision>,
+    training: &Training<'_>,
+) -> Vec<ValidationDivision> {
     let own = ValidationDivision::of(&training.spec.data);
     if !divisions.contains(&own) {
         divisions.push(own);
@@ -207,12 +213,12 @@ fn resume(
         None
     };
     // Only rank 0 has the average. If the network is split among ranks, each has the average of its part.
-    let average = match training.spec.parallel.is_hybrid() {
-        true if broadcast_json(group, (group.rank() == 0).then_some(average.is_some()))? => {
-            Some(scatter(&distribution, "average of the weights", average, distribution.parameters())?)
-        }
-        _ => average,
-    };
+    if training.spec.parallel.is_hybrid()
+        && broadcast_json(group, training.is_first().then_some(average.is_some()))?
+    {
+        let part = scatter(&distribution, "average of the weights", average, distribution.parameters())?;
+        average = Some(part);
+    }
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
     // Ranks may share the memory of the weights, so all must have read the old weights before they change.
     group.barrier()?;
@@ -225,7 +231,7 @@ fn resume(
     {
         state.step
     } else {
-        // The batch size has changed: continue at the step with the same position in the data.
+        // The batch size has changed, so the run continues at the step with the same position in the data.
         let in_epoch = state.data_position.samples_in_epoch / plan.global_batch_size;
         u64::from(state.data_position.epoch) * plan.steps_per_epoch + in_epoch.min(plan.steps_per_epoch - 1)
     };
@@ -250,7 +256,7 @@ fn resume(
         "continuing from checkpoint {} at step {step}",
         checkpoint::folder_name(state.epoch, state.step)
     ));
-    notes.extend(compare_validation(training, data, &state));
+    notes.extend(describe_validation_change(training, data, &state));
     if state.random_state.seed != training.spec.train.seed {
         notes.push(
             "train.seed differs from the checkpoint's: the order of the pictures changes at this step".into(),
@@ -267,7 +273,7 @@ fn resume(
         notes.push(describe_renumbering(&state, plan, step));
     }
     if training.is_first() {
-        notes.extend(schedule_change(training, &state, folder, plan, step));
+        notes.extend(describe_schedule_change(training, &state, folder, plan, step));
     }
     // If this machine has its own disk, the best checkpoint may be only on the server.
     let is_own_disk = training.checkpoints.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
@@ -280,7 +286,7 @@ fn resume(
     let stop_progress = state.stop.filter(|progress| {
         progress.metric == training.spec.stop.metric && state.validation == shape.validation
     });
-    let divisions = add_own(state.divisions, training);
+    let divisions = add_own_division(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
         // The recorded step numbers belong to another batch size.
@@ -311,8 +317,8 @@ fn describe_renumbering(state: &State, plan: &RunPlan, step: u64) -> String {
     )
 }
 
-/// A log line about the learning rate, if it does not continue as in the checkpoint's run.
-fn schedule_change(
+/// A log line about the learning rate. `None` if it continues as in the checkpoint's run.
+fn describe_schedule_change(
     training: &Training<'_>,
     state: &State,
     folder: &Path,
@@ -328,16 +334,16 @@ fn schedule_change(
     schedule::describe_change(&old, state.step, &new, step)
 }
 
-/// Log lines if this run is validated with other pictures than the checkpoint, and on how many of these pictures the
-/// checkpoint was trained.
-fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State) -> Vec<String> {
+/// Log lines for a run that is validated with other pictures than the checkpoint: both sets of pictures, and on how many of the
+/// new pictures the checkpoint was trained. Empty if the pictures are the same.
+fn describe_validation_change(training: &Training<'_>, data: &DataSource, state: &State) -> Vec<String> {
     let (now, before) = (data.shape.validation.as_ref(), state.validation.as_ref());
     let Some(now) = now.filter(|now| before != Some(*now)) else { return Vec::new() };
     let previous = before
         .map_or("none".into(), |before| format!("{} (fingerprint {})", before.pictures, before.fingerprint));
     let differ = format!(
-        "this run is validated with other pictures than the checkpoint: {} (fingerprint {}), previously {previous}. Do not compare accuracies \
-         before and after this step",
+        "this run is validated with other pictures than the checkpoint: {} (fingerprint {}), previously {previous}. Do not compare \
+         accuracies before and after this step",
         now.pictures, now.fingerprint
     );
     std::iter::once(differ).chain(describe_trained_validation(training, data, &state.divisions)).collect()
@@ -353,7 +359,8 @@ fn describe_trained_validation(
     let count = data.count_trained_on(&foreign_divisions(divisions, &training.spec.data));
     (count > 0).then(|| {
         format!(
-            "{count} of the {} were training pictures of the run that the weights are from: their accuracy does not show how well the model handles new pictures",
+            "{count} of the {} were training pictures of the run that the weights are from: their accuracy does not show how well \
+             the model handles new pictures",
             plural(data.shape.validation_samples, "validation picture")
         )
     })
@@ -364,7 +371,7 @@ fn describe_trained_validation(
 fn load_newest_valid(
     training: &Training<'_>,
     folder: &Path,
-) -> Result<(PathBuf, checkpoint::Loaded), TrainError> {
+) -> Result<(PathBuf, checkpoint::LoadedCheckpoint), TrainError> {
     let requested = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
     let Some((epoch, step)) = requested.filter(|_| folder.parent() == Some(training.checkpoints)) else {
         // The user's own folder, given on the command line.
@@ -434,7 +441,7 @@ fn distribution<'a>(training: &'a Training<'_>, plan: &'a RunPlan) -> Result<Dis
 }
 
 /// Sends each rank its parts of the tensors that rank 0 has loaded. The tensors must have the `expected` names and shapes.
-/// `what`: the name of the tensors in the error.
+/// `what` names the tensors in the error.
 fn scatter(
     distribution: &Distribution<'_>,
     what: &str,

@@ -48,7 +48,7 @@ impl Run<'_> {
             return Err(error);
         }
         let wait_began = Instant::now();
-        self.note_not_finite(result.as_ref());
+        self.record_not_finite(result.as_ref());
         let vote = self.vote_if_due();
         if let Some(result) = result {
             self.report_step(&result, wait_began.elapsed().as_secs_f64());
@@ -78,7 +78,7 @@ impl Run<'_> {
     pub(super) fn drain(&mut self) -> Result<(), TrainError> {
         let mut vote = Ok(true);
         for result in self.engine.finish_steps()? {
-            self.note_not_finite(Some(&result));
+            self.record_not_finite(Some(&result));
             // Every rank votes once per result, so no rank returns before all ranks have finished their steps. A vote to
             // stop has no effect here, because the next vote of `run_step` repeats it. After a failed vote there are no
             // further votes, but the remaining results are still reported.
@@ -104,11 +104,11 @@ impl Run<'_> {
         let observer = self.training.observer;
         let plan = &self.plan;
         let epoch = plan.epoch_of(step);
-        self.skipped.note(step, result.is_skipped());
+        self.skipped.record(step, result.is_skipped());
         if result.samples > 0 {
             observer.metric("loss", step, result.loss);
             observer.metric("accuracy", step, result.correct as f32 / result.samples as f32);
-            if let Some(line) = self.lines.line(epoch, step, plan.steps_per_epoch, result.loss) {
+            if let Some(line) = self.loss_lines.line_if_due(epoch, step, plan.steps_per_epoch, result.loss) {
                 observer.log(&line);
             }
         }

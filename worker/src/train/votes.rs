@@ -4,7 +4,7 @@
 //! or after every step if a step takes longer. The step of the next vote follows from the mean duration of a step over
 //! all ranks. That mean is part of the vote, so all ranks choose the same step.
 
-use super::{Run, TrainError, parts::Parts, replicas::compare_replicas};
+use super::{Run, TrainError, parts::Parts, replicas::compare_replicas, step::InFlight};
 use lockstep_engine::StepResult;
 use std::{
     sync::atomic::Ordering,
@@ -17,47 +17,47 @@ const MAX_RANKS_EVERY_STEP: u32 = 16;
 const VOTE_EVERY: Duration = Duration::from_millis(250);
 /// Maximum number of steps between two votes, because the prediction fails if steps become slower.
 const MAX_STEPS: u64 = 256;
-/// Number of steps between two comparisons of the ranks' weights. Evaluations and checkpoints compare them, too, but an epoch may take
-/// hours. A comparison waits for the steps in flight and takes less time than a step.
+/// Number of steps between two comparisons of the ranks' weights. Evaluations and checkpoints compare them, too, but an epoch
+/// may take hours. A comparison waits for the steps in flight and takes less time than a step.
 const COMPARE_EVERY_STEPS: u64 = 1000;
 
 /// The votes of a sequence of steps (or of the batches of an evaluation), which are numbered from 1.
 #[derive(Debug)]
 pub(super) struct Votes {
-    after_every_step: bool,
+    is_after_every_step: bool,
     /// The step of the next vote.
-    next: u64,
+    next_step: u64,
     /// The time of the last vote, and its step.
-    last: (Instant, u64),
+    last_vote: (Instant, u64),
 }
 
 impl Votes {
     /// The votes of the steps after step `done`.
     pub(super) fn of_steps(world_size: u32, done: u64) -> Self {
-        Self { after_every_step: world_size <= MAX_RANKS_EVERY_STEP, ..Self::timed(done) }
+        Self { is_after_every_step: world_size <= MAX_RANKS_EVERY_STEP, ..Self::timed(done) }
     }
 
     /// Votes whose due steps depend only on time, for any number of ranks.
     pub(super) fn timed(done: u64) -> Self {
-        Self { after_every_step: false, next: done + 1, last: (Instant::now(), done) }
+        Self { is_after_every_step: false, next_step: done + 1, last_vote: (Instant::now(), done) }
     }
 
     /// Whether ranks vote after step `step`. The result is the same on every rank.
     pub(super) fn is_due(&self, step: u64) -> bool {
-        self.after_every_step || step >= self.next
+        self.is_after_every_step || step >= self.next_step
     }
 
     /// This rank's part of a vote after step `step`: the mean duration of a step since the last vote, in seconds.
     pub(super) fn step_secs(&self, step: u64) -> f64 {
-        let (last_at, last_step) = self.last;
+        let (last_at, last_step) = self.last_vote;
         last_at.elapsed().as_secs_f64() / step.saturating_sub(last_step).max(1) as f64
     }
 
     /// Records that all ranks have voted after step `step`, and that their steps take `mean_secs`.
     pub(super) fn record(&mut self, step: u64, mean_secs: f64) {
         let steps = (VOTE_EVERY.as_secs_f64() / mean_secs.max(1e-9)) as u64;
-        self.next = step + steps.clamp(1, MAX_STEPS);
-        self.last = (Instant::now(), step);
+        self.next_step = step + steps.clamp(1, MAX_STEPS);
+        self.last_vote = (Instant::now(), step);
     }
 }
 
@@ -66,19 +66,19 @@ impl Votes {
 pub(super) struct NotFinite {
     step: u64,
     lr: f32,
-    /// Whether the loss of this rank was not finite. Otherwise only the gradient was not.
-    loss: bool,
+    /// Whether the loss of this rank was not finite. Otherwise only the gradient was not finite.
+    is_loss: bool,
 }
 
 impl Run<'_> {
-    /// Records the oldest step in flight if its values are not finite and it was not skipped.
-    pub(super) fn note_not_finite(&mut self, result: Option<&StepResult>) {
-        if let (Some(result), Some(oldest), None) = (result, self.in_flight.front(), self.not_finite)
-            && !result.is_finite()
-            && !result.is_skipped()
-        {
-            let loss = !result.loss.is_finite();
-            self.not_finite = Some(NotFinite { step: oldest.step, lr: oldest.lr, loss });
+    /// Records the oldest step in flight if its `result` is not finite and it was not skipped. Only the first such step is kept.
+    pub(super) fn record_not_finite(&mut self, result: Option<&StepResult>) {
+        let Some(result) = result.filter(|result| !result.is_finite() && !result.is_skipped()) else {
+            return;
+        };
+        if let Some(InFlight { step, lr, .. }) = self.in_flight.front() {
+            let is_loss = !result.loss.is_finite();
+            self.not_finite.get_or_insert(NotFinite { step: *step, lr: *lr, is_loss });
         }
     }
 
@@ -90,7 +90,7 @@ impl Run<'_> {
         let is_due = self.votes.is_due(self.step)
             || self.step == self.plan.total_steps
             || self.step.is_multiple_of(self.plan.steps_per_epoch)
-            || self.plan.checkpoint_after_step(self.step);
+            || self.plan.has_checkpoint_after_step(self.step);
         if is_due { self.vote(true) } else { Ok(true) }
     }
 
@@ -108,7 +108,7 @@ impl Run<'_> {
         let group = &self.training.group;
         let stop = self.training.stop.load(Ordering::Relaxed);
         let is_not_finite = self.not_finite.is_some();
-        let is_loss_not_finite = self.not_finite.is_some_and(|n| n.loss);
+        let is_loss_not_finite = self.not_finite.is_some_and(|n| n.is_loss);
         let is_written = self.parts.as_ref().is_some_and(Parts::is_done);
         let own = [stop, is_not_finite, is_loss_not_finite, is_written].map(|vote| f64::from(u8::from(vote)));
         let mut votes = [own[0], own[1], own[2], own[3], self.votes.step_secs(self.step)];

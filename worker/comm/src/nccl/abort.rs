@@ -20,7 +20,7 @@ impl Handle for Comm {
     fn abort(self) {
         // On a separate thread, because an abort may take long and the caller may have more groups to abort.
         let abort = move || {
-            // Moves all of `self` into the closure: the pointer in it is not `Send`.
+            // Moves all of `self` into the closure, because the pointer in it is not `Send`.
             let Self(comm) = { self };
             // SAFETY: the owner passes the handle on once, while no call uses it.
             unsafe { sys::ncclCommAbort(comm) };

@@ -43,7 +43,7 @@ impl Nccl {
     /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
-    /// As [`Nccl::all_reduce`]; `to` has room for `count` values of every rank.
+    /// As [`Nccl::all_reduce`]. `to` has room for `count` values of every rank.
     pub unsafe fn all_gather(
         &self,
         from: u64,
@@ -73,7 +73,7 @@ impl Nccl {
     /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
-    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, and `to` has room for `count` values.
+    /// As [`Nccl::all_reduce`]. `from` has `count` values for each rank, and `to` has room for `count` values.
     pub unsafe fn reduce_scatter(
         &self,
         from: u64,

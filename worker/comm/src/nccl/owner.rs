@@ -30,9 +30,9 @@ struct State<H> {
     /// `None` after the handle has been taken or aborted.
     handle: Option<H>,
     /// Whether a thread is inside a call.
-    busy: bool,
-    /// The reason of the abort, if the handle was aborted.
-    aborted: Option<String>,
+    is_busy: bool,
+    /// `None` if the handle was not aborted.
+    abort_reason: Option<String>,
 }
 
 /// Exclusive use of the handle for one call, until this is dropped.
@@ -45,7 +45,7 @@ pub(super) struct HandleGuard<'a, H: Handle> {
 impl<H: Handle> Owner<H> {
     pub(super) fn new(handle: H) -> Self {
         Self {
-            state: Mutex::new(State { handle: Some(handle), busy: false, aborted: None }),
+            state: Mutex::new(State { handle: Some(handle), is_busy: false, abort_reason: None }),
             not_busy: Condvar::new(),
         }
     }
@@ -62,11 +62,11 @@ impl<H: Handle> Owner<H> {
     pub(super) fn acquire(&self) -> Result<HandleGuard<'_, H>, String> {
         let mut state = self.state();
         loop {
-            match (&state.aborted, state.handle) {
+            match (&state.abort_reason, state.handle) {
                 (Some(reason), _) => return Err(reason.clone()),
                 (None, None) => return Err("the group has ended".into()),
-                (None, Some(handle)) if !state.busy => {
-                    state.busy = true;
+                (None, Some(handle)) if !state.is_busy => {
+                    state.is_busy = true;
                     return Ok(HandleGuard { owner: self, handle });
                 }
                 _ => state = self.not_busy.wait(state).unwrap_or_else(PoisonError::into_inner),
@@ -78,11 +78,11 @@ impl<H: Handle> Owner<H> {
     /// kept. Does not block.
     pub(super) fn abort(&self, reason: &str) {
         let mut state = self.state();
-        if state.aborted.is_some() {
+        if state.abort_reason.is_some() {
             return;
         }
-        state.aborted = Some(reason.into());
-        let handle = if state.busy { None } else { state.handle.take() };
+        state.abort_reason = Some(reason.into());
+        let handle = if state.is_busy { None } else { state.handle.take() };
         drop(state);
         self.not_busy.notify_all();
         if let Some(handle) = handle {
@@ -94,16 +94,16 @@ impl<H: Handle> Owner<H> {
     /// in use.
     pub(super) fn take(&self) -> Option<H> {
         let mut state = self.state();
-        if state.busy || state.aborted.is_some() { None } else { state.handle.take() }
+        if state.is_busy || state.abort_reason.is_some() { None } else { state.handle.take() }
     }
 }
 
 impl<H: Handle> Drop for HandleGuard<'_, H> {
     fn drop(&mut self) {
         let mut state = self.owner.state();
-        state.busy = false;
+        state.is_busy = false;
         // An abort during this call has left the handle for this thread to free.
-        let handle = if state.aborted.is_some() { state.handle.take() } else { None };
+        let handle = if state.abort_reason.is_some() { state.handle.take() } else { None };
         drop(state);
         self.owner.not_busy.notify_one();
         if let Some(handle) = handle {

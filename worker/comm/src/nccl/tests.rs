@@ -1,6 +1,6 @@
 use super::*;
 use crate::{
-    gather::gather,
+    gather,
     rendezvous::{
         Store,
         loopback::{rendezvous_config, unused_port},
@@ -11,7 +11,7 @@ use crate::{
 #[ignore = "needs a GPU"]
 fn gpu_a_group_of_one_gathers_and_is_aborted() {
     let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
-    let found = gather(&store, 0).unwrap();
+    let found = gather::run(&store, 0).unwrap();
     assert_eq!(found.values, [0.0]);
     let patience = Duration::from_secs(60);
     let nccl = Nccl::connect(Exchange::Store(&store, patience), "another", 0, patience).unwrap();
@@ -56,7 +56,7 @@ fn gpu_an_abort_is_safe_while_other_threads_ask_for_errors() {
 
 #[test]
 fn a_missing_nccl_is_an_error() {
-    if libraries::ready(&[Library::Driver, Library::Nccl]).is_ok() {
+    if libraries::check_loadable(&[Library::Driver, Library::Nccl]).is_ok() {
         return;
     }
     let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();

@@ -70,14 +70,14 @@ impl Store {
         &self.config
     }
 
-    /// From now on, a request to stop does not end a wait in this store. Ranks call this before training: they vote on
-    /// a stop and end after the same step, so a rank that is asked to stop must take part in exchanges until the vote.
+    /// From now on, a request to stop does not end a wait in this store. Ranks call this before training. They vote on a stop
+    /// and end after the same step, so a rank that is asked to stop must take part in collectives until the vote.
     pub fn leave_stops_to_votes(&self) {
         self.stops_are_voted_on.store(true, Ordering::Relaxed);
     }
 
     /// Whether this rank is asked to stop and should stop waiting for other ranks.
-    pub(crate) fn gives_up(&self) -> bool {
+    pub(crate) fn should_stop_waiting(&self) -> bool {
         self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
@@ -114,17 +114,16 @@ impl Store {
         self.get(keys, Duration::ZERO)
     }
 
-    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within
-    /// an attempt.
+    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt.
     ///
     /// # Errors
     /// Ranks did not arrive in time. The error names them.
-    pub fn exchange(&self, name: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
-        self.exchange_within(name, value, self.config.timeout)
+    pub fn all_gather(&self, name: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
+        self.all_gather_within(name, value, self.config.timeout)
     }
 
-    /// As [`Store::exchange`], with another time-out.
-    pub(crate) fn exchange_within(
+    /// As [`Store::all_gather`], with another time-out.
+    pub(crate) fn all_gather_within(
         &self,
         name: &str,
         value: &[u8],
@@ -140,7 +139,7 @@ impl Store {
             if remaining.is_zero() || values.iter().all(Option::is_some) {
                 break values;
             }
-            if self.gives_up() {
+            if self.should_stop_waiting() {
                 return Err(RendezvousError::Stopped);
             }
         };
@@ -155,9 +154,9 @@ impl Store {
     /// Collective: returns when every rank has called it. `name` must be unique within an attempt.
     ///
     /// # Errors
-    /// As [`Store::exchange`].
+    /// As [`Store::all_gather`].
     pub fn barrier(&self, name: &str) -> Result<(), RendezvousError> {
-        self.exchange(&format!("barrier/{name}"), &[]).map(drop)
+        self.all_gather(&format!("barrier/{name}"), &[]).map(drop)
     }
 
     /// Returns the values when all of them are set, or after `wait`.

@@ -10,7 +10,7 @@ fn ranks_exchange_values() {
     let port = unused_port();
     let all = |rank| {
         let store = Store::join(rendezvous_config(port, rank, 4)).unwrap();
-        let values = store.exchange("names", format!("rank {rank}").as_bytes()).unwrap();
+        let values = store.all_gather("names", format!("rank {rank}").as_bytes()).unwrap();
         store.barrier("end").unwrap();
         values
     };
@@ -30,7 +30,7 @@ fn errors_name_missing_ranks() {
         Store::join(RendezvousConfig { timeout: Duration::from_millis(50), ..rendezvous_config(port, 0, 4) })
             .unwrap();
     store.set("ring/2", b"").unwrap();
-    let error = store.exchange("ring", b"").unwrap_err();
+    let error = store.all_gather("ring", b"").unwrap_err();
     assert_eq!(error.to_string(), "ranks 1 and 3 have not arrived after 0 s (ring)");
 }
 
@@ -45,7 +45,8 @@ fn an_exchange_may_wait_longer_than_the_rendezvous_time_out() {
         std::thread::sleep(4 * SHORT);
         Store::join(config(1)).unwrap().set("handles/1", b"rank 1").unwrap();
     });
-    let values = Exchange::Store(&store, Duration::from_secs(20)).exchange("test", "handles", b"rank 0");
+    let values =
+        Exchange::Store(&store, Duration::from_secs(20)).all_gather_bytes("test", "handles", b"rank 0");
     assert_eq!(values.unwrap(), [b"rank 0", b"rank 1"]);
     late.join().unwrap();
 }
@@ -77,7 +78,7 @@ fn a_waiting_rank_stops_on_request() {
         Store::join(RendezvousConfig { timeout: Duration::from_secs(600), ..rendezvous_config(port, 0, 2) })
             .unwrap();
     store.config().stop.store(true, Ordering::Relaxed);
-    assert!(matches!(store.exchange("ring", b""), Err(RendezvousError::Stopped)));
+    assert!(matches!(store.all_gather("ring", b""), Err(RendezvousError::Stopped)));
 }
 
 #[test]
@@ -87,8 +88,8 @@ fn with_voted_stops_a_stopped_rank_waits_for_the_others() {
     let store = Store::join(RendezvousConfig { timeout: short, ..rendezvous_config(port, 0, 2) }).unwrap();
     store.leave_stops_to_votes();
     store.config().stop.store(true, Ordering::Relaxed);
-    let missing = store.exchange("alone", b"").unwrap_err();
+    let missing = store.all_gather("alone", b"").unwrap_err();
     assert_eq!(missing.to_string(), "rank 1 has not arrived after 0 s (alone)");
     store.set("met/1", b"rank 1").unwrap();
-    assert_eq!(store.exchange("met", b"rank 0").unwrap(), [b"rank 0", b"rank 1"]);
+    assert_eq!(store.all_gather("met", b"rank 0").unwrap(), [b"rank 0", b"rank 1"]);
 }

@@ -50,7 +50,7 @@ impl ActiveCall<'_> {
         Ok(())
     }
 
-    /// All-gather. `slots` has one equal part per rank; this rank's part is already filled in.
+    /// All-gather. `slots` has one equal part per rank, of which this rank's part is already filled in.
     pub(super) fn gather(&mut self, slots: &mut [u8]) -> Result<(), CommError> {
         let n = self.ring.size as usize;
         let rank = self.ring.rank as usize;

@@ -61,7 +61,7 @@ pub(super) struct PendingRing<'a> {
     /// The time-out of the group's calls.
     pub(super) timeout: Duration,
     /// Whether this rank should stop connecting.
-    pub(super) gives_up: &'a (dyn Fn() -> bool + Sync),
+    pub(super) should_stop_waiting: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl Ring {
@@ -73,7 +73,7 @@ impl Ring {
         let rendezvous = store.config();
         let listeners = Listeners::bind(store.local_ip()).map_err(protocol)?;
         let own = listeners.addresses().map_err(protocol)?;
-        let all = store.exchange("ring", &serde_json::to_vec(&own).unwrap_or_default())?;
+        let all = store.all_gather("ring", &serde_json::to_vec(&own).unwrap_or_default())?;
         let addresses = (0..)
             .zip(&all)
             .map(|(rank, bytes): (u32, _)| {
@@ -91,7 +91,7 @@ impl Ring {
             addresses,
             connect_timeout: rendezvous.timeout,
             timeout,
-            gives_up: &|| store.gives_up(),
+            should_stop_waiting: &|| store.should_stop_waiting(),
         };
         pending.connect(listeners)
     }
@@ -144,7 +144,7 @@ impl PendingRing<'_> {
             mesh,
             end: end.clone(),
             concurrent,
-            splits: AtomicU64::new(0),
+            split_count: AtomicU64::new(0),
             shm_unavailable_reason: OnceLock::new(),
         }
     }
@@ -157,7 +157,7 @@ impl PendingRing<'_> {
             rank,
             ip: self.addresses[rank as usize].main.ip(),
             stream,
-            heard: Instant::now(),
+            last_heard: Instant::now(),
             has_left: false,
         };
         let ranks = [(self.rank + 1) % size, (self.rank + size - 1) % size];
@@ -179,7 +179,7 @@ impl PendingRing<'_> {
         let next = address(&self.addresses[next_rank as usize]);
         let terms = HandshakeTerms { secret: &self.identity.secret, purpose: &purpose };
         let previous_rank = (rank + size - 1) % size;
-        // Calls and accepts concurrently: otherwise every rank would wait for the next rank's response.
+        // Calls and accepts concurrently, because otherwise every rank would wait for the next rank's response.
         let (called, accepted) = std::thread::scope(|scope| {
             let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
             let called = TcpStream::connect_timeout(&next, self.connect_timeout)
@@ -219,7 +219,7 @@ impl PendingRing<'_> {
                 }
                 Err(e) => return Err(protocol(e)),
             }
-            if (self.gives_up)() {
+            if (self.should_stop_waiting)() {
                 return Err(RendezvousError::Stopped);
             }
             if began.elapsed() > self.connect_timeout {

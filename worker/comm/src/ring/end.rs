@@ -9,7 +9,7 @@ use std::{
 };
 
 /// Whether and why a group has ended. The group and its concurrent group
-/// ([`ProcessGroup::concurrent`](crate::ProcessGroup::concurrent), a second ring for collectives that run at the same
+/// ([`ProcessGroup::concurrent_group`](crate::ProcessGroup::concurrent_group), a second ring for collectives that run at the same
 /// time) share this state, and calls in progress check it.
 #[derive(Debug, Default)]
 pub(super) struct End {
@@ -21,11 +21,11 @@ pub(super) struct End {
     /// The listener at which other ranks connect for messages.
     listener: OnceLock<TcpListener>,
     /// The ends of the groups split from this group.
-    split: Mutex<Vec<Weak<End>>>,
+    split_ends: Mutex<Vec<Weak<End>>>,
 }
 
 impl End {
-    /// Ends this group, unless it has already ended.
+    /// Ends this group as aborted for `reason`, unless it has already ended.
     pub(super) fn close(&self, reason: String) {
         self.close_with(CommError::Aborted { operation: "", reason });
     }
@@ -47,13 +47,13 @@ impl End {
     pub(super) fn abort(&self, reason: &str) {
         let _ = self.abort_reason.set(reason.into());
         self.close(reason.into());
-        let split = std::mem::take(&mut *lock(&self.split));
+        let split = std::mem::take(&mut *lock(&self.split_ends));
         split.iter().filter_map(Weak::upgrade).for_each(|group| group.abort(reason));
     }
 
     /// Makes an abort of this group also abort `group`, which was split from this group.
     pub(super) fn propagate_abort_to(&self, group: &Arc<End>) {
-        let mut split = lock(&self.split);
+        let mut split = lock(&self.split_ends);
         split.retain(|other| other.strong_count() > 0);
         split.push(Arc::downgrade(group));
         drop(split);

@@ -7,7 +7,8 @@ use crate::{
 
 /// The bytes `lock` as a number. A machine with the other byte order reads another number.
 const MAGIC: u32 = 0x6c6f_636b;
-/// Four bytes each: magic, operation, unused, data type. Eight bytes each: number of the call, length.
+/// Size of a header: four bytes each for magic, operation, unused and data type, and eight bytes each for the number of the call
+/// and the length.
 pub(super) const HEADER_BYTES: usize = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,14 +68,16 @@ impl Call {
         Self { operation, data_type: values.data_type(), length: values.len() }
     }
 
-    /// Encodes the call as two numbers. The second is the length.
-    pub(crate) fn packed(&self) -> [u64; 2] {
+    /// Encodes the call as two numbers: the operation with the data type, and the length.
+    pub(crate) fn pack(&self) -> [u64; 2] {
         [(self.operation as u64) << 40 | (self.data_type as u64) << 32, self.length as u64]
     }
 
-    /// Describes a call encoded by [`Call::packed`]. Another process wrote the numbers, so they may be invalid.
-    pub(crate) fn describe([what, length]: [u64; 2]) -> String {
-        describe_fields((what >> 40) as u32, (what >> 32) as u32 & 0xff, length)
+    /// Describes a call encoded by [`Call::pack`]. Another process wrote the numbers, so they may be invalid.
+    pub(crate) fn describe([operation_and_type, length]: [u64; 2]) -> String {
+        let (operation, data_type) =
+            ((operation_and_type >> 40) as u32, (operation_and_type >> 32) as u32 & 0xff);
+        describe_fields(operation, data_type, length)
     }
 }
 

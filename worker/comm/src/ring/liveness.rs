@@ -1,10 +1,10 @@
-//! Detects lost machines. The connections of calls do not reveal a lost machine: a machine that loses power or its
+//! Detects lost machines. The connections of calls do not reveal a lost machine, because a machine that loses power or its
 //! network closes no connection, and a rank that computes is equally silent.
 //!
 //! Each rank keeps a separate connection to both neighbours and regularly sends a byte over it. A machine is alive if
 //! its kernel acknowledges the byte, so a rank that is slow or suspended counts as alive. The connections of calls
-//! are not suitable: a rank that does not read lets its receive window close, and the kernel's time-out counts a
-//! closed window as silence. A lost packet is retransmitted several times within the time-out.
+//! are not suitable for this, because a rank that does not read lets its receive window close, and the kernel's time-out
+//! counts a closed window as silence. A lost packet is retransmitted several times within the time-out.
 
 use super::{CommError, End, link::is_temporary};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -18,11 +18,11 @@ use std::{
 
 /// Interval between two bytes.
 const BEAT_EVERY: Duration = Duration::from_millis(250);
-/// The TCP user time-out: for how long the kernel retransmits a byte. The first retransmission is about 0.2 s after
-/// the byte was sent.
+/// The TCP user time-out: the time for which the kernel retransmits a byte. The first retransmission is about 0.2 s after the
+/// byte was sent.
 const USER_TIMEOUT: Duration = Duration::from_millis(1500);
-/// After one neighbour is lost: how long to wait for the loss of the other neighbour, because the error should name
-/// both. The wait ends early if the other neighbour has sent something recently.
+/// Maximum time from the loss of one neighbour until the error is reported, because the error should name both neighbours if
+/// both are lost. The wait ends early if the other neighbour has sent something recently.
 const SECOND_LOSS_WAIT: Duration = Duration::from_millis(600);
 
 /// A connection to a neighbour.
@@ -32,7 +32,7 @@ pub(super) struct Neighbour {
     pub(super) ip: IpAddr,
     pub(super) stream: TcpStream,
     /// When the neighbour last sent something.
-    pub(super) heard: Instant,
+    pub(super) last_heard: Instant,
     /// Whether the neighbour's process has ended or its machine is lost. The connection is then no longer watched.
     pub(super) has_left: bool,
 }
@@ -58,7 +58,7 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
                     lost_at.get_or_insert_with(Instant::now);
                 }
             }
-            let is_silent = |n: &Neighbour| !n.has_left && n.heard.elapsed() > 2 * BEAT_EVERY;
+            let is_silent = |n: &Neighbour| !n.has_left && n.last_heard.elapsed() > 2 * BEAT_EVERY;
             if let Some(at) = lost_at
                 && (at.elapsed() > SECOND_LOSS_WAIT || !neighbours.iter().any(is_silent))
             {
@@ -94,7 +94,7 @@ impl Neighbour {
             Err(error) if !is_temporary(&error) => Err(error),
             Err(_) => Ok(()),
             Ok(_) => {
-                self.heard = Instant::now();
+                self.last_heard = Instant::now();
                 Ok(())
             }
         }

@@ -38,9 +38,9 @@ pub(super) struct Mesh {
     /// The purpose of the connections, see [`HandshakeTerms`].
     purpose: String,
     timeout: Duration,
-    /// By rank: the address at which the rank listens.
+    /// The addresses at which the ranks listen, by rank.
     addresses: Vec<SocketAddr>,
-    /// By rank: the connection over which this rank sends messages to that rank.
+    /// The connections over which this rank sends messages, by the rank that receives them.
     outgoing: Vec<Mutex<Option<Connection>>>,
     /// The connections that other ranks have made, by rank.
     incoming: Mutex<BTreeMap<u32, Arc<Mutex<Connection>>>>,
@@ -52,8 +52,7 @@ pub(super) struct Mesh {
 #[derive(Debug)]
 struct Connection {
     stream: TcpStream,
-    /// The number of messages so far.
-    messages: u64,
+    message_count: u64,
 }
 
 impl Mesh {
@@ -88,7 +87,7 @@ impl Mesh {
         HandshakeTerms { secret: &self.secret, purpose: &self.purpose }
     }
 
-    /// `to` must be another rank of the group.
+    /// See [`ProcessGroup::send`](crate::ProcessGroup::send). `to` must be another rank of the group.
     pub(super) fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
         const OPERATION: &str = "send";
         self.end.check_not_ended(OPERATION)?;
@@ -101,8 +100,8 @@ impl Mesh {
             }),
         };
         let sent = connection.and_then(|mut connection| {
-            connection.messages += 1;
-            let header = header::encode(Call::of(Operation::Message, &values), connection.messages);
+            connection.message_count += 1;
+            let header = header::encode(Call::of(Operation::Message, &values), connection.message_count);
             let link = self.link(&connection.stream, to, OPERATION);
             link.exchange(&header, values.bytes(), &mut Fill::new(&mut []))?;
             Ok(connection)
@@ -111,7 +110,8 @@ impl Mesh {
         Ok(())
     }
 
-    /// `from` must be another rank of the group. `check` fails once the group has ended.
+    /// See [`ProcessGroup::recv`](crate::ProcessGroup::recv). `from` must be another rank of the group. `check` fails once the
+    /// group has ended.
     pub(super) fn recv(
         &self,
         mut values: ValuesMut<'_>,
@@ -122,12 +122,12 @@ impl Mesh {
         self.end.check_not_ended(OPERATION)?;
         let received = self.connection_from(from, OPERATION, check).and_then(|connection| {
             let mut connection = lock(&connection);
-            connection.messages += 1;
+            connection.message_count += 1;
             let call = Call::of(Operation::Message, &values.as_values());
             let link = self.link(&connection.stream, from, OPERATION);
             let mut theirs = [0; HEADER_BYTES];
             link.exchange(&[], &[], &mut Fill::new(&mut theirs))?;
-            header::compare(OPERATION, from, &theirs, (call, connection.messages))?;
+            header::compare(OPERATION, from, &theirs, (call, connection.message_count))?;
             link.exchange(&[], &[], &mut Fill::new(values.bytes_mut()))
         });
         received.map_err(|error| self.end.fail_with(error))
@@ -144,7 +144,7 @@ impl Mesh {
         self.end.add(&stream)?;
         self.terms().initiate(&mut stream, self.rank)?;
         stream.set_nonblocking(true)?;
-        Ok(Connection { stream, messages: 0 })
+        Ok(Connection { stream, message_count: 0 })
     }
 
     /// The connection from rank `from`. Waits until that rank has connected.
@@ -181,8 +181,8 @@ impl Mesh {
     fn accept(&self, listener: &TcpListener) {
         while !self.end.has_ended() {
             match listener.accept() {
-                // Connections are accepted one at a time: an unknown peer that sends nothing delays the others by at
-                // most the handshake's time limit.
+                // Connections are accepted one at a time. An unknown peer that sends nothing delays the others by at most the
+                // handshake's time limit.
                 Ok((stream, _)) => {
                     let _ = self.admit(stream);
                 }
@@ -204,7 +204,9 @@ impl Mesh {
         self.end.add(&stream)?;
         let mut connections = lock(&self.incoming);
         // A rank connects only once.
-        connections.entry(rank).or_insert_with(|| Arc::new(Mutex::new(Connection { stream, messages: 0 })));
+        connections
+            .entry(rank)
+            .or_insert_with(|| Arc::new(Mutex::new(Connection { stream, message_count: 0 })));
         drop(connections);
         self.incoming_changed.notify_all();
         Ok(())

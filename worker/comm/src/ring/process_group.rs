@@ -104,7 +104,7 @@ impl ProcessGroup for Ring {
         self.timeout
     }
 
-    fn concurrent(&self) -> Option<Arc<dyn ProcessGroup>> {
+    fn concurrent_group(&self) -> Option<Arc<dyn ProcessGroup>> {
         self.concurrent.clone().map(|ring| ring as Arc<dyn ProcessGroup>)
     }
 

@@ -95,7 +95,7 @@ impl<'a, C: Fn(&[u8; HEADER_BYTES]) -> Result<(), CommError>> HeaderSink<'a, C> 
         Self { inner, check, header: [0; HEADER_BYTES], filled: 0, result: Ok(()) }
     }
 
-    /// The result of the check; `Ok` if the header is not complete.
+    /// The result of the check. `Ok` if the header is not complete.
     pub(super) fn result(self) -> Result<(), CommError> {
         self.result
     }

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-/// Time limit for connecting: shorter than the time-out of a call, because live ranks connect soon.
+/// Time limit for connecting. It is shorter than the time-out of a call, because live ranks connect soon.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum length of a reason sent to other ranks, in bytes.
 const MAX_REASON_BYTES: usize = 1000;
@@ -25,15 +25,15 @@ struct SplitRequest {
 }
 
 impl Ring {
-    /// Collective: as [`ProcessGroup::split`]. `build` makes a group from the connected ranks; `None` if this rank is the
-    /// only one of its color. If it fails on one rank, the split fails on all ranks.
+    /// Collective: as [`ProcessGroup::split`]. `build` makes a group from the ring of the ranks of `color`, or from `None` if this
+    /// rank is the only one. If `build` fails on one rank, the split fails on all ranks.
     pub(crate) fn split_with<T>(
         &self,
         color: u32,
         build: impl FnOnce(Option<Arc<Ring>>) -> Result<T, CommError>,
     ) -> Result<T, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        let split_index = self.splits.fetch_add(1, Ordering::Relaxed);
+        let split_index = self.split_count.fetch_add(1, Ordering::Relaxed);
         let listeners = Listeners::bind(self.identity.local_ip);
         let addresses = listeners.as_ref().map_err(ToString::to_string);
         let addresses = addresses.and_then(|listeners| listeners.addresses().map_err(|e| e.to_string()));
@@ -43,8 +43,8 @@ impl Ring {
             .map_err(|error| failed(error.to_string()))
             .and_then(|listeners| self.join(&requests, color, split_index, listeners))
             .and_then(build);
-        // The split succeeds on all ranks or on none: otherwise a rank would wait in its new group for a rank that could not
-        // join.
+        // The split succeeds on all ranks or on none, because otherwise a rank would wait in its new group for a rank that could
+        // not join.
         let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let reason: String = reason.chars().take(MAX_REASON_BYTES / 4).collect();
         let reasons = self.all_gather_bytes(reason.as_bytes())?;
@@ -71,7 +71,7 @@ impl Ring {
         all.iter().enumerate().map(parse).collect()
     }
 
-    /// Connects the ranks of `color`; `None` if this rank is the only one.
+    /// Connects the ranks of `color` in a ring. `None` if this rank is the only one.
     fn join(
         &self,
         requests: &[SplitRequest],
@@ -98,7 +98,7 @@ impl Ring {
             addresses: members.into_iter().map(|(_, addresses)| addresses).collect(),
             connect_timeout: self.timeout.min(CONNECT_TIMEOUT),
             timeout: self.timeout,
-            gives_up: &|| end.has_ended(),
+            should_stop_waiting: &|| end.has_ended(),
         };
         let ring = pending.connect(listeners).map_err(|error| failed(error.to_string()))?;
         self.end.propagate_abort_to(&ring.end);

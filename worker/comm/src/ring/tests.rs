@@ -104,7 +104,7 @@ fn a_long_sum_sends_less_than_twice_the_vector_on_any_number_of_ranks() {
 #[test]
 fn the_concurrent_group_runs_at_the_same_time_in_its_own_order() {
     on_ranks(3, TIMEOUT, |ring| {
-        let concurrent = ring.concurrent().unwrap();
+        let concurrent = ring.concurrent_group().unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for _ in 0..20 {

@@ -38,7 +38,7 @@ struct GroupState {
     /// The number of calls so far.
     calls: u64,
     /// The number of bytes of the file in use.
-    used: usize,
+    used_bytes: usize,
 }
 
 impl ShmProcessGroup {
@@ -48,15 +48,15 @@ impl ShmProcessGroup {
     /// # Errors
     /// A rank does not respond within the store's time-out.
     pub fn meet(store: &Store, ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, RendezvousError> {
-        Self::share_or_use_ring(&ring, |name, value| store.exchange(name, value))
+        Self::share_or_use_ring(&ring, |name, value| store.all_gather(name, value))
     }
 
-    /// As [`Self::meet`], with `exchange` as the all-gather of bytes.
+    /// As [`Self::meet`]. `all_gather` gathers bytes under a name.
     fn share_or_use_ring<E>(
         ring: &Arc<Ring>,
-        exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
+        all_gather: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Arc<dyn ProcessGroup>, E> {
-        Ok(match Self::connect(ring, exchange)? {
+        Ok(match Self::connect(ring, all_gather)? {
             Ok(group) => Arc::new(group),
             Err(reason) => {
                 ring.set_shm_unavailable(reason);
@@ -65,10 +65,11 @@ impl ShmProcessGroup {
         })
     }
 
-    /// The group, or the reason why memory cannot be shared; the reason is the same on all ranks.
+    /// Collective: makes the ranks of `ring` share memory. Returns their group, or the reason why they cannot share memory, which
+    /// is the same on all ranks.
     pub(super) fn connect<E>(
         ring: &Arc<Ring>,
-        exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
+        all_gather: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Result<Arc<Self>, String>, E> {
         let size = ring.size() as usize;
         let allocated = (ring.rank() == 0).then(|| descriptor::make(size));
@@ -77,7 +78,7 @@ impl ShmProcessGroup {
             None => Ok(Vec::new()),
         };
         let message = message.unwrap_or_default();
-        let messages = exchange("shm/descriptor", &message)?;
+        let messages = all_gather("shm/descriptor", &message)?;
         let opened = match allocated {
             Some(allocated) => allocated.map(|(_, opened)| opened),
             None => serde_json::from_slice::<Result<descriptor::ShmDescriptor, String>>(&messages[0])
@@ -85,13 +86,12 @@ impl ShmProcessGroup {
                 .and_then(|described| described.map_err(|_| String::new()))
                 .and_then(|descriptor| descriptor::open(&descriptor, size)),
         };
-        // The first rank with a non-empty message gives the reason. After a failure of rank 0, other ranks send an
-        // empty reason.
+        // The first rank that has failed gives the reason. If that is rank 0, the reasons of other ranks are empty.
         let message = match &opened {
             Ok(_) => "joined",
             Err(reason) => reason,
         };
-        let messages = exchange("shm/joined", message.as_bytes())?;
+        let messages = all_gather("shm/joined", message.as_bytes())?;
         Ok(match messages.iter().position(|message| message != b"joined") {
             Some(rank) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&messages[rank]))),
             None => opened.map(|(file, memory)| Arc::new(Self::new(ring.clone(), file, &memory))),
@@ -108,7 +108,7 @@ impl ShmProcessGroup {
             (memory.view(size_of::<Head>(), world), slots)
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let state = Mutex::new(GroupState { calls: 0, used: group_bytes(world) });
+        let state = Mutex::new(GroupState { calls: 0, used_bytes: group_bytes(world) });
         Self {
             ring,
             spins: world <= cores,
@@ -134,30 +134,31 @@ impl ShmProcessGroup {
         &self,
         operation: &'static str,
         idle: &mut dyn FnMut() -> bool,
-        ready: &dyn Fn() -> bool,
-        behind: &dyn Fn() -> usize,
+        is_ready: &dyn Fn() -> bool,
+        awaited_rank: &dyn Fn() -> usize,
     ) -> Result<Duration, CommError> {
         let limit = self.ring.timeout();
-        let watch = |quiet: Duration| {
+        let check = |quiet: Duration| {
             self.ring.check(operation)?;
             if quiet > limit {
-                let (peer, secs) = (behind() as u32, limit.as_secs_f64());
+                let (peer, secs) = (awaited_rank() as u32, limit.as_secs_f64());
                 return Err(CommError::TimedOut { operation, peer, secs });
             }
             Ok(())
         };
-        match self.queue().wait(self.spins, idle, ready, watch) {
+        match self.queue().wait(self.spins, idle, is_ready, check) {
             // `Ring::fail_with` returns the reason if the ring already knows why a rank has exited.
-            Err(_) if ready() => Ok(Duration::ZERO),
+            Err(_) if is_ready() => Ok(Duration::ZERO),
             Err(error) => Err(self.ring.fail_with(error)),
             Ok(waited) => Ok(waited),
         }
     }
 
-    /// Makes a call: publishes `own_values`, waits for all ranks, and passes to `read` the slots of all ranks, in rank order, and the
-    /// time without work.
+    /// Makes a call: publishes `own_values`, waits for all ranks, and passes to `read` the slots of all ranks, in rank order, and
+    /// the time for which this rank waited without work.
+    ///
     /// A rank writes its slot and then increments its counter. The other ranks read the slot before their own next
-    /// call. The rank reuses the slot two calls later, when all other ranks have made the call in between.
+    /// call. The rank reuses the slot two calls later, after all other ranks have made the call in between.
     fn round<R>(
         &self,
         call: Call,
@@ -175,7 +176,7 @@ impl ShmProcessGroup {
         #[allow(unsafe_code)]
         unsafe { self.slots[half].part(rank * SLOT_VALUES..rank * SLOT_VALUES + own_values.len()) }
             .copy_from_slice(own_values);
-        let packed = call.packed();
+        let packed = call.pack();
         let announced = &self.announcements[rank];
         announced.packed_calls[half]
             .iter()
@@ -184,10 +185,10 @@ impl ShmProcessGroup {
         announced.calls.store(number, Ordering::Release);
         self.queue().notify_all();
 
-        let late = || {
+        let late_rank = || {
             self.announcements.iter().position(|announced| announced.calls.load(Ordering::Acquire) < number)
         };
-        let waited = self.wait(name, idle, &|| late().is_none(), &|| late().unwrap_or(rank))?;
+        let waited = self.wait(name, idle, &|| late_rank().is_none(), &|| late_rank().unwrap_or(rank))?;
         for (peer, announced) in (0..).zip(self.announcements.iter()) {
             let theirs = announced.packed_calls[half].each_ref().map(|word| word.load(Ordering::Relaxed));
             if theirs != packed {
@@ -232,7 +233,7 @@ impl ShmProcessGroup {
     /// See [`ProcessGroup::shared_memory`].
     fn share(self: &Arc<Self>, bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
         let bytes = whole_pages(bytes.max(1));
-        let offset = lock(&self.state).used;
+        let offset = lock(&self.state).used_bytes;
         let call = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
         self.announce(call)?;
         let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
@@ -240,7 +241,7 @@ impl ShmProcessGroup {
         let mapped = grown.and_then(|()| self.file.map(offset, bytes));
         let mut failures = [f64::from(u8::from(mapped.is_err()))];
         self.sum(&mut failures, &mut || false)?;
-        lock(&self.state).used = offset + bytes;
+        lock(&self.state).used_bytes = offset + bytes;
         let mib = bytes >> 20;
         Ok(match mapped {
             Ok(mapping) if failures[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),
@@ -328,8 +329,8 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
         self.ring.timeout()
     }
 
-    fn concurrent(&self) -> Option<Arc<dyn ProcessGroup>> {
-        self.ring.concurrent()
+    fn concurrent_group(&self) -> Option<Arc<dyn ProcessGroup>> {
+        self.ring.concurrent_group()
     }
 
     fn shared_memory(&self, bytes: usize) -> Result<SharedMemoryOrReason, CommError> {

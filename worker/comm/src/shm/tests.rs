@@ -12,7 +12,7 @@ fn on_ranks<T: Send>(
     body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
     on_connected_ranks(world, timeout, |store, ring| {
-        body(ShmProcessGroup::connect(&ring, |name, value| store.exchange(name, value)).unwrap().unwrap())
+        body(ShmProcessGroup::connect(&ring, |name, value| store.all_gather(name, value)).unwrap().unwrap())
     })
 }
 
@@ -117,8 +117,8 @@ fn if_one_rank_cannot_open_the_memory_none_share_it() {
     let why = "runs on another machine than rank 0";
     on_connected_ranks(3, TIMEOUT, |store, ring| {
         if ring.rank() == 2 {
-            store.exchange("shm/descriptor", b"").unwrap();
-            store.exchange("shm/joined", why.as_bytes()).unwrap();
+            store.all_gather("shm/descriptor", b"").unwrap();
+            store.all_gather("shm/joined", why.as_bytes()).unwrap();
         } else {
             let comm = ShmProcessGroup::meet(store, ring).unwrap();
             let reported = comm.shared_memory(1000).unwrap().unwrap_err();

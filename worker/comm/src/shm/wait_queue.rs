@@ -12,7 +12,7 @@ use std::{
 
 /// Number of spins before the thread first yields, about 50 us.
 const SPINS: u32 = 1000;
-/// After [`SPINS`], each spin yields to other threads, until this time has passed without work. If each rank has a
+/// After [`SPINS`], each spin yields to other threads until this time has passed without work. If each rank has a
 /// core, most waits are shorter than this, and waking a thread often takes longer than the wait.
 const YIELD_FOR: Duration = Duration::from_millis(2);
 /// After spinning, the thread sleeps and wakes at this interval to check that all ranks are alive, because a dead
@@ -39,19 +39,19 @@ impl WaitQueue {
         }
     }
 
-    /// Waits until `ready` returns true, and returns the time without work. If `spins`, the thread spins before it
-    /// sleeps. `idle` does a piece of useful work and returns whether there was any. `watch` is called from time to
-    /// time with the time since the last progress; its error ends the wait.
+    /// Waits until `is_ready` returns true, and returns the time for which there was no work. If `spins`, the thread spins before
+    /// it sleeps. `idle` does a piece of useful work and returns whether there was any. `check` is called from time to time
+    /// with the time since the last progress, and its error ends the wait.
     pub(super) fn wait<E>(
         &self,
         spins: bool,
         idle: &mut dyn FnMut() -> bool,
-        ready: &dyn Fn() -> bool,
-        mut watch: impl FnMut(Duration) -> Result<(), E>,
+        is_ready: &dyn Fn() -> bool,
+        mut check: impl FnMut(Duration) -> Result<(), E>,
     ) -> Result<Duration, E> {
         let mut waited = Duration::ZERO;
         loop {
-            if ready() {
+            if is_ready() {
                 return Ok(waited);
             }
             if idle() {
@@ -59,8 +59,8 @@ impl WaitQueue {
             }
             let began = Instant::now();
             let mut spins_done = 0;
-            let busy = loop {
-                if ready() {
+            let has_worked = loop {
+                if is_ready() {
                     break false;
                 }
                 spins_done += 1;
@@ -72,14 +72,14 @@ impl WaitQueue {
                     self.sleepers.fetch_add(1, Ordering::SeqCst);
                     let wakes = self.wakes.load(Ordering::SeqCst);
                     fence(Ordering::SeqCst);
-                    let slept = if ready() || idle() {
+                    let slept = if is_ready() || idle() {
                         Ok(())
                     } else {
                         futex::wait(&self.wakes, Flags::empty(), wakes, Some(&SLEEP))
                     };
                     self.sleepers.fetch_sub(1, Ordering::SeqCst);
-                    if slept == Err(Errno::TIMEDOUT) && !ready() {
-                        watch(began.elapsed())?;
+                    if slept == Err(Errno::TIMEDOUT) && !is_ready() {
+                        check(began.elapsed())?;
                     }
                 }
                 if idle() {
@@ -87,7 +87,7 @@ impl WaitQueue {
                 }
             };
             waited += began.elapsed();
-            if !busy {
+            if !has_worked {
                 return Ok(waited);
             }
         }

@@ -23,7 +23,7 @@ fn ranks_of_a_color_are_a_group_in_their_order() {
             part.all_gather((&[f64::from(rank)]).into(), (&mut members).into()).unwrap();
             assert_eq!(members, [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]][parity]);
             // The concurrent group and messages use the ranks of the new group.
-            let concurrent = part.concurrent().unwrap();
+            let concurrent = part.concurrent_group().unwrap();
             assert_eq!(sum_of(concurrent.as_ref(), 1), f64::from(part.size()));
             let next = (part.rank() + 1) % part.size();
             part.send((&[rank as u8]).into(), next).unwrap();
@@ -147,7 +147,7 @@ fn subgroups_connect_over_their_parent_group() {
             let exchange = Exchange::of(part.as_ref(), Some(store));
             assert!(matches!(exchange, Exchange::Group(_)));
             let name = format!("rank {rank}");
-            let all = exchange.exchange("test", "names", name.as_bytes()).unwrap();
+            let all = exchange.all_gather_bytes("test", "names", name.as_bytes()).unwrap();
             assert_eq!(all, [b"rank 1", b"rank 2"]);
         }
         store.barrier("done").unwrap();

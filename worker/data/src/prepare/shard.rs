@@ -91,7 +91,7 @@ impl Task<'_> {
             for sample in made {
                 match sample {
                     Ok(sample) => waiting.push(sample),
-                    Err(DataError::File(BrokenFile { file, detail })) if files::is_unread(&detail) => {
+                    Err(DataError::File(BrokenFile { file, detail })) if files::is_read_error(&detail) => {
                         return Err(DataError::File(BrokenFile { file, detail: unread_detail(&detail) }));
                     }
                     Err(DataError::File(broken)) if settings.broken_files == BrokenFiles::Skip => {

@@ -4,7 +4,7 @@
 //!
 //! Every rank must call the same collectives of a group in the same order. Gradient buckets use one group, in the order in which
 //! the backward pass completes them. Statistics of batch norms, for which a pass waits, use a second group of the same ranks
-//! ([`ProcessGroup::concurrent`]).
+//! ([`ProcessGroup::concurrent_group`]).
 //!
 //! Without a second group, everything is sent through the thread's one queue, which the engine fills in program order. Statistics
 //! that are queued behind a bucket would wait for the bucket. A bucket is therefore queued right after the next statistics have
@@ -78,7 +78,7 @@ impl Reducer {
             None => Transport::Group {
                 thread: Thread::start(sharded)?,
                 gradients: ByAxes::uniform(comm.clone()),
-                statistics: comm.concurrent().map(ByAxes::uniform),
+                statistics: comm.concurrent_group().map(ByAxes::uniform),
             },
         };
         Ok(Self { transport, waited: TimesByAxes::default() })

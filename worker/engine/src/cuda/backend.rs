@@ -102,7 +102,7 @@ impl Backend for Cuda {
     }
 
     fn preflight(&self, world_size: u32) -> Result<(), String> {
-        libraries::ready(Library::needed(world_size))
+        libraries::check_loadable(Library::needed(world_size))
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
@@ -178,7 +178,7 @@ impl Backend for Cuda {
     }
 
     fn decoder(&self, ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
-        libraries::ready(&[Library::Driver])?;
+        libraries::check_loadable(&[Library::Driver])?;
         jpeg::open(ordinal, dtype_of(precision))
     }
 

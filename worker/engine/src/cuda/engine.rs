@@ -68,7 +68,7 @@ impl Engine for CudaEngine {
         self.under_way.push_back(UnderWay::OnGpu { divisor });
         self.submitted_steps += 1;
         if let Some(watchdog) = &self.watchdog {
-            watchdog.submitted(self.submitted_steps);
+            watchdog.record_submitted(self.submitted_steps);
         }
         if self.under_way.len() > MAX_STEPS_AHEAD { self.result() } else { Ok(None) }
     }

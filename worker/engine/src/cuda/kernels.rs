@@ -239,7 +239,7 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
 /// NVRTC is missing or rejects the kernels, or `dir` cannot be written.
 pub fn compile_all(dir: &Path) -> Result<(), String> {
     if lockstep_host::cache::installed().is_none() {
-        libraries::ready(&[Library::Nvrtc])?;
+        libraries::check_loadable(&[Library::Nvrtc])?;
     }
     compile_each(&CAPABILITIES, &[], |name, image| {
         cache::write_file(dir, name, image).map_err(|e| format!("{}: {e}", dir.join(name).display()))
@@ -319,7 +319,7 @@ fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
 /// Compiles [`SOURCE`] to machine code.
 fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
     use nvrtc::result;
-    libraries::ready(&[Library::Nvrtc]).map_err(CudaError::Missing)?;
+    libraries::check_loadable(&[Library::Nvrtc]).map_err(CudaError::Missing)?;
     let failed = |log: String| CudaError::Compile { target: options[0].clone(), log };
     let source = CString::new(SOURCE).map_err(|e| failed(e.to_string()))?;
     let program =

@@ -96,7 +96,7 @@ fn build(
     if comm.size() > 1 {
         needed.push(Library::Nccl);
     }
-    libraries::ready(&needed).map_err(CudaError::Missing)?;
+    libraries::check_loadable(&needed).map_err(CudaError::Missing)?;
     let mut plan = gpu.plan.clone();
     if plan.cuts.is_empty() {
         // Networks for other image sizes have the same cuts. `part_of` reports errors in the plan.

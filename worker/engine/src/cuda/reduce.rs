@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{DeviceConfig, EngineError};
 use lockstep_comm::{
-    CommError, DataType, Exchange, ProcessGroup, first_to_differ,
+    CommError, DataType, Exchange, ProcessGroup, first_differing_rank,
     nccl::Nccl,
     peers::{MAX_PEERS, Peers},
 };
@@ -141,7 +141,7 @@ impl Reducer {
         };
         // Also a barrier: no rank writes to another rank's buffer before the owner has cleared the buffer.
         let all_gradients = comm.all_gather_bytes(gradients.as_bytes())?;
-        if let Some(rank) = first_to_differ(&all_gradients) {
+        if let Some(rank) = first_differing_rank(&all_gradients) {
             return Err(EngineError::Device(format!(
                 "the gradients of rank {rank} have another layout than those of rank 0 and cannot be added to them: the two ranks have \
                  different GPU models or different versions of lockstep. Give the job GPUs of one model, and install the same version \

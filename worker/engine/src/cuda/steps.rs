@@ -156,7 +156,7 @@ impl CudaEngine {
         self.under_way.pop_front();
         self.done_steps += 1;
         if let Some(watchdog) = &self.watchdog {
-            watchdog.done(self.done_steps);
+            watchdog.record_done(self.done_steps);
         }
         let [begin, backward, reduced, end] = record.stamps;
         let divisor = divisor.map_or(record.samples as f32, |divisor| divisor as f32);

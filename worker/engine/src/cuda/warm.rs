@@ -57,10 +57,10 @@ pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
     let mut state = lock_state();
     let before = mem::replace(&mut *state, State::Nothing);
     let open = move || -> Result<Opened, CudaError> {
-        libraries::ready(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
+        libraries::check_loadable(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
         // float16 is the format of `train.precision = "auto"`.
         let opened = open_missing(before.wait(), ordinal, dtype.unwrap_or(DType::F16))?;
-        if ranks > 1 && libraries::ready(&[Library::Nccl]).is_ok() {
+        if ranks > 1 && libraries::check_loadable(&[Library::Nccl]).is_ok() {
             // Loads the library.
             let _ = cudarc::nccl::result::get_nccl_version();
         }

@@ -1,7 +1,7 @@
-//! Opens files that are named by a request and must be in allowed folders. The file that was checked is the file that
-//! is opened: links are followed before the check, and none after it.
+//! Opens files that a request names and that must be in allowed folders. Links are followed before the check and not after
+//! it, so the opened file is the checked file.
 
-use super::with_size;
+use super::check_opened;
 use lockstep_protocol::agent::AllowedFolders;
 use rustix::{
     fs::{Mode, OFlags},
@@ -70,7 +70,7 @@ fn open_without_links(path: &Path) -> Result<(File, u64), String> {
     if file.metadata().is_ok_and(|found| found.is_dir()) {
         return Err("is a folder, not a file".into());
     }
-    with_size(file)
+    check_opened(file)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The GPUs of this machine, and which of them to use.
 //! GPUs are listed by NVML. It creates no context and allocates no GPU memory, so an agent may list GPUs at any time.
 //! The CUDA driver lists GPUs instead if NVML is missing, or if NVML's order of GPUs cannot be matched with CUDA's.
-#![allow(unsafe_code)] // The driver's calls; each follows `libraries::ready`.
+#![allow(unsafe_code)] // The driver's calls; each follows `libraries::check_loadable`.
 
 use super::libraries::{self, Libraries, Library};
 use cudarc::driver::{DriverError, result};
@@ -32,13 +32,13 @@ pub struct Gpu {
     /// For example, `00000000:0F:00.0`. Empty if unknown.
     pub pci: String,
     /// Whether the GPU is divided into instances (MIG). Lockstep does not use divided GPUs.
-    pub divided: bool,
+    pub is_divided: bool,
 }
 
 /// The connection between two GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// The indices of the two GPUs, as in `nvidia-smi`.
+    /// The indices of the two GPUs ([`Gpu::index`]).
     pub between: (u32, u32),
     /// For example, `NVLink x18`, `one PCIe switch` or `PCIe across CPUs`.
     pub by: String,
@@ -49,7 +49,7 @@ pub struct Link {
 /// All GPUs of this machine, in the order of `nvidia-smi`.
 ///
 /// # Errors
-/// A sentence that says why the GPUs cannot be listed. Without a driver the list is empty; this is no error.
+/// A sentence that says why the GPUs cannot be listed. If there is no driver, the list is empty.
 pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     if let Some(nvml) = libraries.get(Library::Nvml) {
         let listed = Nvml::builder().lib_path(nvml.path.as_os_str()).init().and_then(|nvml| list(&nvml));
@@ -86,7 +86,7 @@ fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
             memory_bytes: memory.total,
             memory_used_bytes: memory.used,
             pci: device.pci_info().map(|pci| pci.bus_id).unwrap_or_default(),
-            divided: device.mig_mode().is_ok_and(|mode| mode.current == 1),
+            is_divided: device.mig_mode().is_ok_and(|mode| mode.current == 1),
         });
     }
     Ok(gpus)
@@ -97,7 +97,7 @@ fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
 /// # Errors
 /// A sentence that says why the devices cannot be listed.
 fn list_by_driver() -> Result<Vec<Gpu>, String> {
-    libraries::ready(&[Library::Driver])?;
+    libraries::check_loadable(&[Library::Driver])?;
     let ask = || -> Result<Vec<Gpu>, DriverError> {
         result::init()?;
         let mut gpus = Vec::new();
@@ -112,7 +112,7 @@ fn list_by_driver() -> Result<Vec<Gpu>, String> {
                 memory_bytes: unsafe { result::device::total_mem(device)? } as u64,
                 memory_used_bytes: 0,
                 pci: String::new(),
-                divided: false,
+                is_divided: false,
             });
         }
         Ok(gpus)
@@ -138,7 +138,7 @@ pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     let visible = variable(VISIBLE);
     let have_same_name = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
     if !have_same_name && variable(DEVICE_ORDER).as_deref() != Some("PCI_BUS_ID") {
-        // Fastest first: only CUDA knows how it ranks GPUs.
+        // CUDA puts the fastest GPU first, and only CUDA knows how it ranks GPUs.
         let order = list_by_driver()?;
         return Ok(order
             .iter()
@@ -164,7 +164,7 @@ fn restrict(gpus: Vec<Gpu>, visible: Option<&str>) -> Result<Vec<Gpu>, String> {
 /// list, all `gpus`.
 ///
 /// # Errors
-/// An entry names no GPU, or several; the sentence names the existing GPUs.
+/// An entry names no GPU, or several. The sentence names the existing GPUs.
 pub fn select(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<Gpu>, String> {
     let Some(list) = list else { return Ok(gpus.to_vec()) };
     let entries: Vec<_> = list.split(',').map(str::trim).collect();
@@ -212,7 +212,7 @@ fn find_by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
 #[derive(Debug, Clone)]
 pub struct Usable {
     pub gpus: Vec<Gpu>,
-    /// If there are GPUs that ranks cannot use: the reason and what to do.
+    /// Why there are GPUs that ranks cannot use, and what to do. `None` if there are none of them.
     pub why_no_gpus: Option<String>,
 }
 
@@ -228,7 +228,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
         Err(error) if list.is_some() => return Err(error),
         Err(error) => return Ok(Usable { gpus: Vec::new(), why_no_gpus: Some(error) }),
     };
-    let (divided, gpus): (Vec<_>, Vec<_>) = select(&seen, list)?.into_iter().partition(|gpu| gpu.divided);
+    let (divided, gpus): (Vec<_>, Vec<_>) = select(&seen, list)?.into_iter().partition(|gpu| gpu.is_divided);
     if gpus.is_empty() {
         let why_no_gpus = (!divided.is_empty())
             .then(|| "the GPUs are divided (MIG); `nvidia-smi -mig 0` as root ends the division".to_owned());
@@ -298,7 +298,7 @@ mod tests {
                 memory_bytes: 150 << 30,
                 memory_used_bytes: 0,
                 pci: String::new(),
-                divided: false,
+                is_divided: false,
             })
             .collect()
     }
@@ -372,6 +372,6 @@ mod tests {
             let version = library.version().unwrap();
             assert!(version.contains('.') && !version.starts_with("0."), "{library:?}: {version}");
         }
-        libraries::ready(Library::needed(2)).unwrap();
+        libraries::check_loadable(Library::needed(2)).unwrap();
     }
 }

@@ -1,8 +1,7 @@
-//! NVIDIA's libraries: their paths and versions on this machine, which of them are missing, and the environment in
-//! which a rank process finds them.
+//! NVIDIA's libraries: their paths and versions on this machine, and the environment in which a rank process finds them.
 //!
-//! cudarc opens libraries by bare names and panics if a library is missing, so callers of cudarc call [`ready`]
-//! first. cudarc does not try `libnccl.so.2`, the only name in NVIDIA's packages. So [`Libraries::environment`]
+//! cudarc opens libraries by bare names and panics if a library is missing, so callers of cudarc call
+//! [`check_loadable`] first. cudarc does not try `libnccl.so.2`, the only name in NVIDIA's packages. So [`Libraries::environment`]
 //! creates a folder with a link `libnccl.so`, and adds it to `LD_LIBRARY_PATH`, together with the folders of the
 //! other libraries.
 #![allow(unsafe_code)] // Loading a library runs its initialisers; versions are queried by symbol.
@@ -82,7 +81,7 @@ impl Library {
         }
     }
 
-    /// How to install the library.
+    /// A sentence that says how to install the library.
     pub fn advice(self) -> &'static str {
         match self {
             Self::Driver | Self::Nvml => {
@@ -127,7 +126,7 @@ pub struct FoundLibrary {
     pub which: Library,
     pub path: PathBuf,
     /// Whether the dynamic linker finds the library without `LD_LIBRARY_PATH`.
-    pub by_itself: bool,
+    pub is_on_linker_path: bool,
 }
 
 /// The libraries that were found.
@@ -147,13 +146,13 @@ impl Libraries {
     fn find_in(folders: &Folders, asks_linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Library::ALL {
-            let library = |path, by_itself| FoundLibrary { which, path, by_itself };
+            let library = |path, is_on_linker_path| FoundLibrary { which, path, is_on_linker_path };
             let by_name = which.files().iter().find_map(|file| {
                 let in_folders = |list: &[PathBuf]| {
                     let path = list.iter().map(|dir| dir.join(file)).find(|path| path.is_file())?;
                     Some(library(path, false))
                 };
-                let of_linker = || Some(library(asks_linker.then(|| by_linker(file)).flatten()?, true));
+                let of_linker = || Some(library(asks_linker.then(|| path_of_linker(file)).flatten()?, true));
                 in_folders(&folders.setting).or_else(of_linker).or_else(|| in_folders(&folders.usual))
             });
             let copied = || match which {
@@ -179,7 +178,8 @@ impl Libraries {
     pub fn folders(&self) -> Vec<&Path> {
         let mut folders: Vec<&Path> = Vec::new();
         // nvJPEG is opened by its path.
-        let by_name = |library: &&FoundLibrary| !library.by_itself && library.which != Library::Nvjpeg;
+        let by_name =
+            |library: &&FoundLibrary| !library.is_on_linker_path && library.which != Library::Nvjpeg;
         for library in self.found.iter().filter(by_name) {
             if let Some(dir) = library.path.parent()
                 && !folders.contains(&dir)
@@ -199,7 +199,7 @@ impl Libraries {
         let mut path: Vec<PathBuf> = Vec::new();
         let links = self.links();
         if !links.is_empty() {
-            // A folder for each set of libraries: processes with different sets may run at the same time.
+            // Each set of libraries has its own folder, because processes with different sets may run at the same time.
             let mut hash = Sha256::new();
             links.iter().for_each(|(_, target)| hash.update(target.as_os_str().as_encoded_bytes()));
             let dir = &dir.join(hex::encode(&hash.finalize()[..4]));
@@ -237,7 +237,7 @@ impl Libraries {
         ] {
             if let Some(library) = self.get(which)
                 && (which == Library::Nccl
-                    || !library.by_itself
+                    || !library.is_on_linker_path
                     || library.path.file_name() == Some(OsStr::new("libnvrtc.so.12")))
             {
                 links.push((name, library.path.as_path()));
@@ -267,7 +267,7 @@ pub fn check_found(libraries: &Libraries, needed: &[Library]) -> Result<(), Stri
 ///
 /// # Errors
 /// A sentence that names the missing libraries and how to install them.
-pub fn ready(needed: &[Library]) -> Result<(), String> {
+pub fn check_loadable(needed: &[Library]) -> Result<(), String> {
     let absent = |which: &Library| {
         // SAFETY: each call loads a library, as in `version`, and unloads it.
         let present = unsafe {
@@ -299,8 +299,8 @@ pub fn ready(needed: &[Library]) -> Result<(), String> {
     ))
 }
 
-/// The path at which the dynamic linker finds `file`, if it does.
-fn by_linker(file: &str) -> Option<PathBuf> {
+/// The path at which the dynamic linker finds `file`. `None` if it does not find it.
+fn path_of_linker(file: &str) -> Option<PathBuf> {
     // SAFETY: as in `version`.
     let handle = unsafe { Handle::open(Some(file), RTLD_LAZY | RTLD_LOCAL) }.ok()?;
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();

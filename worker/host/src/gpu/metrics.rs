@@ -10,7 +10,7 @@ use nvml_wrapper::{
 /// A measurement of a GPU. A virtual GPU reports only some of the values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sample {
-    /// Fraction of NVML's last sampling period in which a kernel ran, 0 to 1.
+    /// The fraction of NVML's last sampling period in which a kernel ran, 0 to 1.
     pub utilization: Option<f32>,
     /// Memory used by all processes.
     pub memory_bytes: u64,
@@ -37,7 +37,7 @@ pub struct Reader(Nvml);
 
 impl Reader {
     /// # Errors
-    /// A text: NVML is missing or fails.
+    /// NVML is missing or fails. The error is a sentence.
     pub fn open() -> Result<Self, String> {
         let libraries = Libraries::find();
         let path = libraries.get(Library::Nvml).map(|nvml| nvml.path.clone());
@@ -47,7 +47,7 @@ impl Reader {
     }
 
     /// # Errors
-    /// NVML's error: the GPU is unknown or does not respond.
+    /// The GPU is unknown or does not respond.
     pub fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
         let device = self.0.device_by_uuid(uuid)?;
         let optional = |value: Result<f32, NvmlError>| match value {

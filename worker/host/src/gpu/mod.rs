@@ -13,8 +13,8 @@ use std::{ffi::OsString, io};
 /// other. With the default of 8, nvJPEG's fourteen streams waited for whole training steps. 32 is the maximum.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 
-/// The variable that sets the number of queues, unless it is set already.
-fn queues() -> Option<(OsString, OsString)> {
+/// The variable that sets the number of queues. `None` if it is set already.
+fn queues_variable() -> Option<(OsString, OsString)> {
     std::env::var_os(QUEUES.0).is_none().then(|| (QUEUES.0.into(), QUEUES.1.into()))
 }
 
@@ -45,7 +45,7 @@ impl RankGpu {
     pub fn environment(&self) -> io::Result<Vec<(OsString, OsString)>> {
         let mut variables = Libraries::find().environment(&links_dir()?)?;
         variables.push((VISIBLE.into(), self.visible.join(",").into()));
-        variables.extend(queues());
+        variables.extend(queues_variable());
         Ok(variables)
     }
 }

@@ -142,7 +142,7 @@ fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, St
     }
 }
 
-/// Why the file's head cannot be used; `None` if it can.
+/// Why the file's head cannot be used. `None` if it can.
 fn head_mistake(given: &Shapes, wanted: &Shapes, prefix: &str, head: &str) -> Option<String> {
     ["weight", "bias"].into_iter().find_map(|suffix| {
         let name = format!("{head}.{suffix}");

@@ -31,7 +31,7 @@ impl Watch {
             if !watched.end.is_success() && !matches!(exit, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) {
                 texts = watched.stderr_lines();
             }
-            texts.extend(watched.damaged.clone());
+            texts.extend(watched.damage.clone());
             if rank == 0 {
                 let describe = |c: &CheckpointInfo| {
                     format!("checkpoint {}-{} was written while the rank ended", c.epoch, c.step)
@@ -39,12 +39,12 @@ impl Watch {
                 texts.extend(unreported.iter().map(describe));
             }
             if rank == 0 && matches!(self.decided, Some(Ending::Stopped)) {
-                texts.extend(watched.notes.reported.describe_lost_steps(watched.end.step, &unreported));
+                texts.extend(watched.sink.reported.describe_lost_steps(watched.end.step, &unreported));
             }
             if !texts.is_empty() {
                 let at = jiff::Timestamp::now();
                 let line = |(number, text)| LogLine { number, at, text };
-                let lines = (watched.notes.lines + 1..).zip(texts).map(line).collect();
+                let lines = (watched.sink.lines + 1..).zip(texts).map(line).collect();
                 events.push(AttemptEvent::Log { rank, lines });
             }
         }
@@ -61,7 +61,7 @@ impl Watch {
             let cause = || {
                 let cause = ranks.failure_cause()?;
                 Some(match cause.rank.ending() {
-                    Ending::Failed { reason, .. } if cause.provisional && is_shared => {
+                    Ending::Failed { reason, .. } if cause.is_provisional && is_shared => {
                         Ending::Secondary { reason }
                     }
                     ending => ending,
@@ -78,7 +78,7 @@ impl Watch {
     /// Complete checkpoints of this attempt that no rank has reported.
     async fn unreported_checkpoints(&self, ranks: &RankGroup<RecordSummary>) -> Vec<CheckpointInfo> {
         let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
-        let reported = first.notes.reported.clone();
+        let reported = first.sink.reported.clone();
         let recorded_step = ranks.ends().map(|end| end.step).min().unwrap_or(0);
         let directory = self.stored.job_dir.join("checkpoints");
         // Checking large checkpoints takes time.
@@ -90,12 +90,13 @@ impl Watch {
     /// Adds to the reason what only this machine knows, such as an out-of-memory kill.
     fn add_machine_facts(&self, ending: Ending, ends: &[RankEnd], survivors: Option<String>) -> Ending {
         // A rank that has reported its failure may have killed itself.
-        let was_killed =
-            |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.asked_to_end && end.failure.is_none();
+        let was_killed = |end: &RankEnd| {
+            end.exit == Some(Exit::Signal(9)) && !end.was_asked_to_end && end.failure.is_none()
+        };
         let has_kernel_killed =
             self.oom_kills.zip(lockstep_host::oom_kills()).is_some_and(|(before, now)| now > before);
         let by_kernel = has_kernel_killed && ends.iter().any(was_killed);
-        let refused = ends.iter().any(RankEnd::was_refused_memory);
+        let has_refused_memory = ends.iter().any(RankEnd::was_refused_memory);
         match (ending, survivors) {
             (ending, Some(survivors)) => {
                 let prefix = match ending {
@@ -106,7 +107,7 @@ impl Watch {
                     (lockstep_host::hostname().into(), format!("{prefix}{survivors}").into());
                 Ending::Failed { reason: ReasonKind::Unkillable { agent, detail }.into(), retriable: false }
             }
-            (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
+            (Ending::Failed { reason, .. }, None) if by_kernel || has_refused_memory => {
                 let how = if by_kernel {
                     "the kernel killed it to free memory"
                 } else {

@@ -21,29 +21,30 @@ pub(super) fn choose_port(start: &StartAttempt) -> Result<u16, Refusal> {
     })
 }
 
-/// State shared by the agent's session and the task of an attempt before the start.
+/// State that the agent's session and the task of an attempt share before the start.
 #[derive(Debug, Clone)]
 pub(in crate::agent) struct Gang {
-    /// Set when the check has passed: the port of rank 0 on the machine of rank 0, `None` on the other machines.
-    ready: Arc<OnceLock<Option<u16>>>,
-    /// The port of rank 0, once all machines are ready.
-    launch: watch::Sender<Option<u16>>,
+    /// Set when the check has passed, to the port of rank 0 on the machine of rank 0 and to `None` on the other machines.
+    ready_port: Arc<OnceLock<Option<u16>>>,
+    /// The port of rank 0. `None` until all machines are ready.
+    master_port: watch::Sender<Option<u16>>,
 }
 
 impl Gang {
     pub(super) fn new() -> Self {
-        Self { ready: Arc::default(), launch: watch::Sender::new(None) }
+        Self { ready_port: Arc::default(), master_port: watch::Sender::new(None) }
     }
 
-    /// The port in this machine's report to the server (`None` if rank 0 is elsewhere), once the check has passed.
-    pub(in crate::agent) fn ready(&self) -> Option<Option<u16>> {
-        self.ready.get().copied()
+    /// `None` until the check has passed. Then what this machine reports to the server: the port of rank 0, or `None` if rank 0 is
+    /// elsewhere.
+    pub(in crate::agent) fn ready_port(&self) -> Option<Option<u16>> {
+        self.ready_port.get().copied()
     }
 
-    /// Called when all machines are ready.
+    /// Lets the ranks start. The session calls this when the server reports that all machines are ready.
     pub(in crate::agent) fn launch(&self, master_port: u16) {
         // Only the first `Launch` counts.
-        self.launch.send_if_modified(|port| port.is_none() && port.replace(master_port).is_none());
+        self.master_port.send_if_modified(|port| port.is_none() && port.replace(master_port).is_none());
     }
 
     /// Reports that the preflight check has passed on this machine, waits for the other machines, and returns the
@@ -54,9 +55,9 @@ impl Gang {
     pub(super) async fn wait_for_machines(&self, start: &StartAttempt) -> Result<u16, Refusal> {
         let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
         let port = has_rank_0.then(|| choose_port(start)).transpose()?;
-        let _ = self.ready.set(port);
-        let mut launch = self.launch.subscribe();
-        match tokio::time::timeout(CHECKS_TIMEOUT, launch.wait_for(Option::is_some)).await {
+        let _ = self.ready_port.set(port);
+        let mut master_port = self.master_port.subscribe();
+        match tokio::time::timeout(CHECKS_TIMEOUT, master_port.wait_for(Option::is_some)).await {
             Ok(Ok(port)) => Ok(port.unwrap_or_default()),
             _ => Err(Refusal::NotStarted(format!(
                 "the job's other machines were not ready within {} h",

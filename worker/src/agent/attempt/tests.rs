@@ -169,7 +169,7 @@ async fn a_rank_that_ignores_term_is_killed() {
     let attempt = fixture.start();
     fixture.wait_for_output(0).await;
     let ordered = Instant::now();
-    attempt.order(Order::Stop { patient: false });
+    attempt.send_order(Order::Stop { patient: false });
     assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
     assert!(ordered.elapsed() >= GRACE);
 }
@@ -200,9 +200,9 @@ async fn a_patient_stop_waits_for_ranks_and_an_urgent_one_does_not() {
         let attempt = fixture.start();
         fixture.wait_for_output(0).await;
         fixture.wait_for_output(1).await;
-        attempt.order(Order::Stop { patient: true });
+        attempt.send_order(Order::Stop { patient: true });
         if urgent {
-            attempt.order(Order::Stop { patient: false });
+            attempt.send_order(Order::Stop { patient: false });
         }
         assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
         assert_eq!(fixture.printed(0).contains("kept") && fixture.printed(1).contains("kept"), !urgent);
@@ -245,7 +245,7 @@ async fn a_stop_without_a_checkpoint_reports_the_loss() {
         fixture.record(0, &[running.clone(), step(last_step), checkpoint.clone()]);
         let attempt = fixture.start();
         fixture.wait_for_output(0).await;
-        attempt.order(Order::Stop { patient: true });
+        attempt.send_order(Order::Stop { patient: true });
         assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
         let lines: Vec<_> = fixture.added_lines().into_iter().map(|line| line.text).collect();
         assert_eq!(

@@ -34,9 +34,9 @@ pub(super) const GRACE: Duration = Duration::from_secs(5);
 const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
 /// Time before SIGTERM for ranks that were asked to write a checkpoint and end.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
-/// When ranks stop without an order of this agent: time for the other ranks after the first rank has ended.
+/// Time for the other ranks after the first rank has ended, if ranks stop without an order of this agent.
 const OTHERS_END_LIMIT: Duration = Duration::from_secs(20);
-/// After a rank has lost the connection to another rank: how long to wait for the other rank's own reason.
+/// Time to wait for a rank's own reason after another rank has lost the connection to it.
 const PROVISIONAL_DELAY: Duration = Duration::from_secs(1);
 
 /// The part of a rank's records that the agent keeps in memory.
@@ -48,8 +48,8 @@ pub(super) struct RecordSummary {
 }
 
 impl RecordSink for RecordSummary {
-    fn note(&mut self, event: AttemptEvent) {
-        self.reported.note(&event);
+    fn record(&mut self, event: AttemptEvent) {
+        self.reported.record(&event);
         if let AttemptEvent::Log { lines, .. } = event {
             self.lines = lines.iter().map(|line| line.number).fold(self.lines, u64::max);
         }
@@ -62,11 +62,11 @@ pub(super) struct Watch {
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
     orders: mpsc::UnboundedReceiver<Order>,
-    read_at: Instant,
-    /// The attempt's ending, if it was decided before the ranks had ended.
+    last_read: Instant,
+    /// The attempt's ending, if it was decided before all ranks had ended.
     pub(super) decided: Option<Ending>,
     /// Whether the ranks end because another rank was killed or died.
-    peer_died: bool,
+    has_peer_died: bool,
     /// Time before SIGTERM for ranks that should write a checkpoint, if this agent is about to end.
     leave_within: Duration,
     /// Whether this agent is about to end.
@@ -88,14 +88,14 @@ impl Watch {
             stored,
             lease: context.lease.clone(),
             orders,
-            read_at: Instant::now(),
+            last_read: Instant::now(),
             decided: None,
-            peer_died: false,
+            has_peer_died: false,
             leave_within: Duration::from_secs(context.stop_within_secs.into()),
             is_leaving: false,
             oom_kills: lockstep_host::oom_kills(),
         };
-        let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
+        let mut ranks = RankGroup::new(Orphans::Stay).kill_suspended();
         let decided = match mode {
             StartMode::Launch => {
                 let launched = this.launch(context, &mut ranks).await;
@@ -173,7 +173,7 @@ impl Policy for Watch {
 
     const POLL_EVERY: Duration = Duration::from_millis(20);
 
-    async fn order(&mut self) -> Order {
+    async fn next_order(&mut self) -> Order {
         match self.orders.recv().await {
             Some(order) => order,
             None => std::future::pending().await,
@@ -195,8 +195,8 @@ impl Policy for Watch {
     }
 
     fn observe(&mut self, ranks: &mut RankGroup<RecordSummary>) -> Result<(), Infallible> {
-        if self.read_at.elapsed() >= READ_EVERY {
-            self.read_at = Instant::now();
+        if self.last_read.elapsed() >= READ_EVERY {
+            self.last_read = Instant::now();
             for rank in &mut ranks.ranks {
                 // Damage is reported at the end. A file that cannot be read now may be readable later.
                 let _ = rank.read();
@@ -207,7 +207,7 @@ impl Policy for Watch {
 
     fn decide(&mut self, ranks: &mut RankGroup<RecordSummary>) {
         let failed = |reason| Some(Ending::Failed { reason, retriable: true });
-        if let Some(silent) = self.lease.overdue() {
+        if let Some(silent) = self.lease.silence_if_expired() {
             self.decided = failed(ReasonKind::ServerSilent { secs: silent.as_secs() as f64 }.into());
         } else if ranks.failure_cause().is_some() {
             // Ranks that stop without an order of this agent, such as after a user's signal, have time for their
@@ -218,7 +218,7 @@ impl Policy for Watch {
             if !ranks.must_end(delays) {
                 return;
             }
-            self.peer_died = ranks.ends().any(RankEnd::is_death);
+            self.has_peer_died = ranks.ends().any(RankEnd::is_death);
         } else if let Some(reason) = self.stall_reason(ranks) {
             self.decided = failed(reason);
         } else {
@@ -228,7 +228,7 @@ impl Policy for Watch {
     }
 
     fn grace(&self, ranks: &RankGroup<RecordSummary>) -> Duration {
-        if self.peer_died && !self.is_writing(ranks) { GRACE_AFTER_DEATH } else { GRACE }
+        if self.has_peer_died && !self.is_writing(ranks) { GRACE_AFTER_DEATH } else { GRACE }
     }
 }
 

@@ -5,9 +5,9 @@
 //! arrived, then in `data/`. All of this is on disk, because ranks outlive their agent.
 
 use super::{
-    CopyError, blocking,
+    CopyError,
     list::{About, LIST_PREFIX, List},
-    on_disk,
+    on_disk, run_blocking,
     size::{megabytes_down, megabytes_up},
 };
 use lockstep_host::{lock, open_lock};
@@ -24,8 +24,8 @@ use std::{
 
 /// Prefix of the names of entries that are incomplete or about to be removed.
 const HIDDEN_PREFIX: &str = ".";
-/// The content of an attempt's file in `uses/` after it has found the copy complete. The file is empty while the
-/// attempt waits for the copy.
+/// The content of an attempt's file in `uses/` after the attempt has found the copy complete. The file is empty while the attempt
+/// waits for the copy.
 const READS: &str = "reads";
 const LOCK_FILE: &str = ".lock";
 const NEW_PREFIX: &str = ".new-";
@@ -40,7 +40,7 @@ pub(in crate::agent) struct Copies {
     limit_bytes: u64,
     /// Held while a copy is added or removed.
     changes: Mutex<()>,
-    /// By folder of the copy: the lock of the job that pulls the copy.
+    /// The locks of the jobs that pull copies, by the folder of the copy.
     copy_locks: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
     /// Locked while this agent runs.
     _lock: File,
@@ -55,12 +55,12 @@ pub(super) struct CopyLock {
 
 impl CopyLock {
     /// Runs blocking work, and holds the lock until the work is done.
-    pub(super) async fn blocking<T: Send + 'static>(
+    pub(super) async fn run_blocking<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
     ) -> Result<T, CopyError> {
         let copy_lock = self.clone();
-        blocking(move || {
+        run_blocking(move || {
             let done = work();
             drop(copy_lock);
             done
@@ -105,14 +105,14 @@ impl Entry {
     }
 
     /// Whether ranks of an attempt have files of the copy open, or may be about to open them.
-    pub(super) fn is_read(&self) -> bool {
-        let reads =
+    pub(super) fn has_readers(&self) -> bool {
+        let is_reader =
             |name| fs::read_to_string(self.dir.join("uses").join(name)).is_ok_and(|text| text == READS);
-        self.uses().iter().any(reads)
+        self.uses().iter().any(is_reader)
     }
 
     /// Records that the attempt has found the copy complete and may read it.
-    pub(super) fn note_read(&self, attempt: &AttemptRef) -> io::Result<()> {
+    pub(super) fn record_read(&self, attempt: &AttemptRef) -> io::Result<()> {
         fs::write(self.use_path(attempt), READS)
     }
 
@@ -120,14 +120,15 @@ impl Entry {
         serde_json::from_slice(&fs::read(self.dir.join("about.json")).ok()?).ok()
     }
 
-    fn note_used(&self) -> io::Result<()> {
+    fn record_use(&self) -> io::Result<()> {
         lockstep_host::write_atomically(
             &self.dir.join("used"),
             jiff::Timestamp::now().as_nanosecond().to_string().as_bytes(),
         )
     }
 
-    fn used(&self) -> i128 {
+    /// The time of the last use in nanoseconds since 1970. 0 if it is unknown.
+    fn last_used(&self) -> i128 {
         let text = fs::read_to_string(self.dir.join("used")).unwrap_or_default();
         text.trim().parse().unwrap_or_default()
     }
@@ -236,8 +237,8 @@ impl Copies {
         Ok(all)
     }
 
-    /// Reserves space for the copy of a list, and records that the attempt uses the copy. Also returns the folders of
-    /// evicted copies: they are already hidden, and the caller removes them.
+    /// Reserves space for the copy of a list, and records that the attempt uses the copy. Also returns the folders of evicted
+    /// copies, which are already hidden. The caller removes them.
     ///
     /// # Errors
     /// The limit does not allow the copy. The message tells what to change.
@@ -289,7 +290,7 @@ impl Copies {
                 fs::rename(&new, &entry.dir)?;
             }
             fs::write(entry.use_path(attempt), "")?;
-            entry.note_used()
+            entry.record_use()
         };
         create().map_err(&failed)?;
         Ok((entry, evicted))
@@ -300,7 +301,7 @@ impl Copies {
     fn evict(&self, bytes: u64, except: Option<&Entry>) -> io::Result<(Vec<PathBuf>, u64)> {
         let mut all = self.entries()?;
         all.retain(|(entry, _)| Some(entry) != except);
-        all.sort_by_key(|(entry, _)| entry.used());
+        all.sort_by_key(|(entry, _)| entry.last_used());
         let mut kept = all.iter().fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes));
         let mut evicted = Vec::new();
         for (entry, about) in all {
@@ -326,7 +327,7 @@ impl Copies {
         let _changes = lock(&self.changes);
         let all = self.entries()?;
         let unused = all.into_iter().map(|(entry, _)| entry).filter(|entry| entry.uses().is_empty());
-        unused.min_by_key(Entry::used).map(|entry| self.hide(&entry)).transpose()
+        unused.min_by_key(Entry::last_used).map(|entry| self.hide(&entry)).transpose()
     }
 
     /// Renames a copy to a hidden name, so that it disappears at once. Its files are removed later.
@@ -348,7 +349,7 @@ impl Copies {
     fn remove_uses(&self, attempt: &AttemptRef) -> io::Result<()> {
         for (entry, _) in self.entries()? {
             match fs::remove_file(entry.use_path(attempt)) {
-                Ok(()) => entry.note_used()?,
+                Ok(()) => entry.record_use()?,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
             }

@@ -50,17 +50,17 @@ pub(super) async fn fetch(
     progress: &mut PullProgress,
 ) -> Result<List, CopyError> {
     let mut download = client.dataset_list().await?;
-    progress.answered = true;
+    progress.has_answered = true;
     let mut file = NamedTempFile::with_prefix_in(LIST_PREFIX, dir).map_err(on_disk(dir))?;
-    let mut reading = ListReader::new(&start.spec.data.dataset, &start.dataset_path, LIST_BYTES);
+    let mut reader = ListReader::new(&start.spec.data.dataset, &start.dataset_path, LIST_BYTES);
     let mut out = BufWriter::new(file.as_file_mut());
     while let Some(chunk) = download.next().await? {
-        reading.take(&chunk)?;
+        reader.take(&chunk)?;
         out.write_all(&chunk).map_err(on_disk(dir))?;
     }
     out.flush().map_err(on_disk(dir))?;
     drop(out);
-    reading.done(file)
+    reader.finish(file)
 }
 
 /// Parses a list while it arrives.
@@ -71,8 +71,8 @@ struct ListReader {
     /// The beginning of an incomplete line.
     line: Vec<u8>,
     about: About,
-    begun: bool,
-    ended: bool,
+    has_begun: bool,
+    has_ended: bool,
 }
 
 impl ListReader {
@@ -82,7 +82,7 @@ impl ListReader {
         hash.update([0]);
         let (dataset, path, within) = (dataset.into(), path.into(), String::new());
         let about = About { dataset, path, within, files: 0, bytes: 0 };
-        Self { remaining_bytes, hash, line: Vec::new(), about, begun: false, ended: false }
+        Self { remaining_bytes, hash, line: Vec::new(), about, has_begun: false, has_ended: false }
     }
 
     fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
@@ -102,23 +102,23 @@ impl ListReader {
             if piece.ends_with(b"\n") {
                 let entry = serde_json::from_slice(&self.line);
                 self.line.clear();
-                self.note(entry.map_err(|e| CopyError::Damaged(format!("the list of its files: {e}")))?)?;
+                self.add(entry.map_err(|e| CopyError::Damaged(format!("the list of its files: {e}")))?)?;
             }
         }
         Ok(())
     }
 
-    fn note(&mut self, entry: DatasetEntry) -> Result<(), CopyError> {
+    fn add(&mut self, entry: DatasetEntry) -> Result<(), CopyError> {
         let invalid = |what: String| Err(CopyError::Damaged(format!("the list of its files {what}")));
-        if self.ended {
+        if self.has_ended {
             return invalid("goes on after its end".into());
         }
         match entry {
-            DatasetEntry::Begin(within) if !self.begun => {
+            DatasetEntry::Begin(within) if !self.has_begun => {
                 if !within.is_empty() && !is_below(&within) {
                     return invalid(format!("begins with {within:?}"));
                 }
-                (self.about.within, self.begun) = (within, true);
+                (self.about.within, self.has_begun) = (within, true);
             }
             DatasetEntry::Folder(path) if is_below(&path) => {}
             DatasetEntry::File(path, size, _) if is_below(&path) => {
@@ -126,7 +126,7 @@ impl ListReader {
                 self.about.bytes = self.about.bytes.saturating_add(size);
             }
             DatasetEntry::End(files, bytes) if (files, bytes) == (self.about.files, self.about.bytes) => {
-                self.ended = true;
+                self.has_ended = true;
             }
             DatasetEntry::Failed(why) => return Err(CopyError::Unusable(why)),
             entry => return invalid(format!("has {entry:?}")),
@@ -134,9 +134,11 @@ impl ListReader {
         Ok(())
     }
 
-    fn done(self, file: NamedTempFile) -> Result<List, CopyError> {
-        if !self.begun || !self.ended {
-            return Err(CopyError::Server(super::Failed::Later("the list of its files is cut off".into())));
+    fn finish(self, file: NamedTempFile) -> Result<List, CopyError> {
+        if !self.has_begun || !self.has_ended {
+            return Err(CopyError::Server(super::RequestError::Later(
+                "the list of its files is cut off".into(),
+            )));
         }
         Ok(List { file, key: hex::encode(&self.hash.finalize()[..16]), about: self.about })
     }
@@ -180,11 +182,11 @@ mod tests {
     }
 
     fn read_of(chunks: &[&str], max_bytes: u64) -> Result<List, CopyError> {
-        let mut reading = ListReader::new("x", "/data/x", max_bytes);
+        let mut reader = ListReader::new("x", "/data/x", max_bytes);
         for chunk in chunks {
-            reading.take(chunk.as_bytes())?;
+            reader.take(chunk.as_bytes())?;
         }
-        reading.done(NamedTempFile::new().unwrap())
+        reader.finish(NamedTempFile::new().unwrap())
     }
 
     #[test]
@@ -197,7 +199,7 @@ mod tests {
             let (first, rest) = list.split_at(cut);
             assert_eq!(read(&[first, rest]).unwrap().key, whole.key, "wherever it is cut on its way");
             assert!(
-                matches!(read(&[first]), Err(CopyError::Server(super::super::Failed::Later(_)))),
+                matches!(read(&[first]), Err(CopyError::Server(super::super::RequestError::Later(_)))),
                 "{first}"
             );
         }

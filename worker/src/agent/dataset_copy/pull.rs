@@ -4,10 +4,10 @@
 mod incoming;
 
 use super::{
-    CopyError, PullProgress, blocking,
+    CopyError, PullProgress,
     cache::{self, Copies, CopyLock, Entry},
     list::{About, Entries},
-    on_disk,
+    on_disk, run_blocking,
     size::{megabytes_down, megabytes_up},
 };
 use crate::agent::remote::AttemptClient;
@@ -32,9 +32,9 @@ const BLOCK_BYTES: u64 = 4096;
 /// The space that must stay free on the disk.
 const SPARE_BYTES: u64 = 64 << 20;
 
-/// Pulls the missing parts of a copy, and renames the copy to its final name. Returns whether anything was missing. The
-/// first request contains `restart_reason`, if the copy starts again.
-pub(super) async fn complete(
+/// Pulls the missing parts of a copy, and renames the copy to its final name. Returns whether anything was missing. If the copy
+/// starts again, the first request contains `restart_reason`.
+pub(super) async fn pull_missing(
     client: &AttemptClient<'_>,
     (entry, copy_lock): (&Entry, &CopyLock),
     about: &About,
@@ -43,7 +43,7 @@ pub(super) async fn complete(
 ) -> Result<bool, CopyError> {
     let missing = {
         let entry = entry.clone();
-        copy_lock.blocking(move || begin(&entry)).await?
+        copy_lock.run_blocking(move || begin(&entry)).await?
     };
     let Some(missing) = missing else { return Ok(false) };
     check_disk(entry, about, &missing, copies).await?;
@@ -54,14 +54,14 @@ pub(super) async fn complete(
         "copying the dataset"
     );
     let mut copied_bytes = about.bytes.saturating_sub(missing.bytes);
-    let mut work = Work::new(entry)?;
+    let mut batches = PartBatches::new(entry)?;
     let mut unsynced = 0;
     loop {
         let parts;
-        (work, parts) = copy_lock
-            .blocking(move || {
-                let parts = work.next()?;
-                Ok((work, parts))
+        (batches, parts) = copy_lock
+            .run_blocking(move || {
+                let parts = batches.next_batch()?;
+                Ok((batches, parts))
             })
             .await?;
         if parts.is_empty() {
@@ -71,21 +71,21 @@ pub(super) async fn complete(
         let request =
             DatasetParts { parts, copied_bytes, total_bytes: about.bytes, anew: restart_reason.clone() };
         let download = client.dataset_parts(&request).await?;
-        progress.answered = true;
+        progress.has_answered = true;
         *restart_reason = None;
         receive(download, request.parts, (&entry.part(), copy_lock), progress).await?;
         copied_bytes += bytes;
         unsynced += bytes;
         if unsynced >= SYNC_BYTES {
-            let (entry, lines) = (entry.clone(), work.complete_lines());
+            let (entry, lines) = (entry.clone(), batches.complete_lines());
             copy_lock
-                .blocking(move || sync(&entry).and_then(|()| Synced::in_this_boot(lines).note(&entry)))
+                .run_blocking(move || sync(&entry).and_then(|()| Synced::in_this_boot(lines).store(&entry)))
                 .await?;
             unsynced = 0;
         }
     }
     let entry = entry.clone();
-    copy_lock.blocking(move || finish(&entry)).await?;
+    copy_lock.run_blocking(move || finish(&entry)).await?;
     tracing::info!(dataset = about.dataset, "copied");
     Ok(true)
 }
@@ -122,7 +122,7 @@ impl Synced {
         read.and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
     }
 
-    fn note(&self, entry: &Entry) -> Result<(), CopyError> {
+    fn store(&self, entry: &Entry) -> Result<(), CopyError> {
         let json = serde_json::to_vec(self).unwrap_or_default();
         lockstep_host::write_atomically(&Self::path(entry), &json).map_err(on_disk(entry.dir()))
     }
@@ -136,7 +136,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
             return Ok(None);
         }
         // Files of the complete copy were removed or changed.
-        if entry.is_read() {
+        if entry.has_readers() {
             let why = format!(
                 "files of its copy in {} were changed, and other jobs use it; retry the job when they have finished",
                 entry.dir().display()
@@ -148,7 +148,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
     fs::create_dir_all(&part).map_err(on_disk(&part))?;
     let synced = Synced::of(entry);
     if synced.boot_id != lockstep_host::boot_id() {
-        // The machine has restarted: a file that was not synced may have the right size and wrong content.
+        // The machine has restarted, so a file that was not synced may have the right size and wrong content.
         for (line, found) in (1..).zip(entries(entry)?) {
             if let DatasetEntry::File(path, ..) = found.map_err(on_disk(entry.dir()))?
                 && line > synced.lines
@@ -156,7 +156,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
                 cache::remove(&[part.join(path)])?;
             }
         }
-        Synced::in_this_boot(synced.lines).note(entry)?;
+        Synced::in_this_boot(synced.lines).store(entry)?;
     }
     missing_of(entry, &part).map(Some)
 }
@@ -210,15 +210,15 @@ async fn check_disk(
             false => None,
         };
         let Some(evicted) = evicted else {
-            let why = too_small(copies.dir(), &about.dataset, missing, free);
+            let why = describe_lack_of_space(copies.dir(), &about.dataset, missing, free);
             return Err(CopyError::NoSpace(why));
         };
-        blocking(move || cache::remove(&[evicted])).await?;
+        run_blocking(move || cache::remove(&[evicted])).await?;
     }
 }
 
 /// Why the disk has too little space: the space that is needed, the free space, and what to change.
-fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> String {
+fn describe_lack_of_space(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> String {
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
     // Rounded up, so that freeing the named amount is enough.
     let [left, spare, short] =
@@ -231,8 +231,8 @@ fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> Stri
     )
 }
 
-/// Iterates over the next parts to request.
-struct Work {
+/// The parts of a copy that are still to be requested, in batches of one request.
+struct PartBatches {
     list: PathBuf,
     entries: Entries,
     part: PathBuf,
@@ -242,7 +242,7 @@ struct Work {
     current: Option<(DatasetEntry, u64)>,
 }
 
-impl Work {
+impl PartBatches {
     fn new(entry: &Entry) -> Result<Self, CopyError> {
         let entries = entries(entry)?;
         Ok(Self { list: entry.list(), entries, part: entry.part(), lines: 0, current: None })
@@ -254,7 +254,7 @@ impl Work {
     }
 
     /// The parts for the next request, up to its limits. Empty at the end. Also creates their folders, and empty files.
-    fn next(&mut self) -> Result<Vec<DatasetPart>, CopyError> {
+    fn next_batch(&mut self) -> Result<Vec<DatasetPart>, CopyError> {
         let (mut parts, mut bytes, mut names) = (Vec::new(), 0, 0);
         while parts.len() < DATASET_PARTS && bytes < DATASET_PARTS_BYTES && names < NAMES_BYTES {
             let (entry, offset) = match self.current.take() {

@@ -64,7 +64,7 @@ pub(super) fn check(
             own.fingerprint.in_words(),
             registered.in_words(),
         )),
-        // The caller no longer waits for this check, and another check may have begun.
+        // The caller no longer waits for this check, and another check may have begun, so no note is stored.
         (None, _) if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
         (None, _) => store_note(stored, own),
     }
@@ -123,8 +123,8 @@ pub(in super::super) fn describe_difference(
     other: &str,
 ) -> String {
     format!(
-        "the copies of the dataset {:?} differ: {} has {} at {}, and {other}. Lockstep cannot tell which of the two is correct: compare them, and \
-         copy the correct files to the other machine",
+        "the copies of the dataset {:?} differ: {} has {} at {}, and {other}. Lockstep cannot tell which of the two is correct: compare \
+         them, and copy the correct files to the other machine",
         stored.start.spec.data.dataset,
         own.machine.as_deref().unwrap_or("this machine"),
         own.fingerprint.in_words(),

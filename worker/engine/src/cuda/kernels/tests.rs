@@ -35,7 +35,7 @@ fn load_nvrtc() {
         }
     }
     load(&path);
-    libraries::ready(&[Library::Nvrtc]).unwrap();
+    libraries::check_loadable(&[Library::Nvrtc]).unwrap();
 }
 
 /// Little optimisation, which takes a tenth of the time. The result is still machine code, since only the assembler knows

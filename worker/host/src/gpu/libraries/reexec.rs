@@ -1,7 +1,7 @@
 //! Executes the program again with another environment. The dynamic linker reads `LD_LIBRARY_PATH` only when a
 //! process starts.
 
-use super::{Libraries, Library, ready};
+use super::{Libraries, Library, check_loadable};
 use std::{
     fs, io,
     os::unix::fs::{DirBuilderExt, MetadataExt, symlink},
@@ -11,7 +11,7 @@ use std::{
 /// Environment variable set for the second execution, to prevent a third.
 const REEXECUTED: &str = "LOCKSTEP_LIBRARIES";
 
-/// The folder for links to libraries: in the user's cache folder, or else a folder for this process.
+/// The folder for links to libraries: in the user's cache folder, or else in the folder for temporary files.
 ///
 /// # Errors
 /// No folder can be created.
@@ -27,7 +27,10 @@ pub fn links_dir() -> io::Result<PathBuf> {
         // Code is loaded from the folder, so no other user may write to it.
         let is_own = metadata.is_dir() && metadata.uid() == rustix::process::getuid().as_raw();
         if !is_own || metadata.mode() & 0o022 != 0 {
-            let message = format!("{}: other users can write to this folder", dir.display());
+            let message = format!(
+                "{}: this folder must belong to this user, and other users must not be able to write to it",
+                dir.display()
+            );
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
         }
         Ok(())
@@ -42,12 +45,12 @@ pub fn links_dir() -> io::Result<PathBuf> {
     create_private(&dir).map(|()| dir)
 }
 
-/// Executes this program again, with the same arguments, if it cannot load `needed` or lacks a variable of a rank's
-/// environment, and a changed environment helps. Returns if that is not necessary or does not help; [`ready`] then
-/// names the missing library.
+/// Executes this program again, with the same arguments and the environment of a rank, if it cannot load `needed` or lacks
+/// a variable of that environment. Returns if that is not necessary or does not help. If it does not help,
+/// [`check_loadable`] names the missing library.
 pub fn reexec_if_needed(needed: &[Library]) {
-    let queues = crate::gpu::queues();
-    if std::env::var_os(REEXECUTED).is_some() || (queues.is_none() && ready(needed).is_ok()) {
+    let queues = crate::gpu::queues_variable();
+    if std::env::var_os(REEXECUTED).is_some() || (queues.is_none() && check_loadable(needed).is_ok()) {
         return;
     }
     let libraries = Libraries::find();
@@ -61,7 +64,7 @@ pub fn reexec_if_needed(needed: &[Library]) {
     if let Some(name) = arguments.next() {
         use std::os::unix::process::CommandExt;
         command.arg0(name).args(arguments).envs(variables).envs(queues).env(REEXECUTED, "1");
-        // `exec` returns only if it fails; `ready` then names the missing library.
+        // `exec` returns only if it fails. `check_loadable` then names the missing library.
         let error = command.exec();
         tracing::warn!(%error, "the program could not be executed again with the environment of a rank");
     }

@@ -101,7 +101,8 @@ fn a_file_that_is_no_library_is_an_error_and_no_panic() {
     let path = root.path().join("libcudnn.so.9");
     touch(&path);
     for which in Library::ALL {
-        let error = FoundLibrary { which, path: path.clone(), by_itself: false }.version().unwrap_err();
+        let error =
+            FoundLibrary { which, path: path.clone(), is_on_linker_path: false }.version().unwrap_err();
         assert!(error.contains("libcudnn.so.9"), "{error}");
     }
 }

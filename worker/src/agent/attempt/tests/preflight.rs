@@ -68,7 +68,7 @@ async fn jobs_can_be_stopped_while_a_file_system_hangs() {
             std::thread::park();
         };
         let attempt = fixture.start();
-        attempt.order(order);
+        attempt.send_order(order);
         assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
         assert!(!rank_file(&fixture.stored.attempt_dir(), 0, "pid").exists());
     }
@@ -95,7 +95,7 @@ async fn a_stop_cancels_a_running_inspection() {
         }
     };
     reached("begun").await;
-    attempt.order(Order::Stop { patient: false });
+    attempt.send_order(Order::Stop { patient: false });
     assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
     reached("given up").await;
     assert!(!rank_file(&fixture.stored.attempt_dir(), 0, "pid").exists());

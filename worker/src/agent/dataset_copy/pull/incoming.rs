@@ -1,6 +1,6 @@
 //! A response with parts of files. Parts are written as they arrive.
 
-use super::super::{CopyError, Failed, PullProgress, cache::CopyLock, on_disk};
+use super::super::{CopyError, PullProgress, RequestError, cache::CopyLock, on_disk};
 use crate::agent::remote::Download;
 use bytes::BytesMut;
 use lockstep_protocol::agent::{DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES};
@@ -22,31 +22,31 @@ struct Incoming {
 }
 
 impl Incoming {
-    async fn take(&mut self, count: usize) -> Result<BytesMut, Failed> {
+    async fn take(&mut self, count: usize) -> Result<BytesMut, RequestError> {
         while self.bytes.len() < count {
             match self.download.next().await? {
                 Some(more) => self.bytes.extend_from_slice(&more),
-                None => return Err(Failed::Later("the files are cut off".into())),
+                None => return Err(RequestError::Later("the files are cut off".into())),
             }
         }
         Ok(self.bytes.split_to(count))
     }
 
     /// The bytes and the checksum of the next part.
-    async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), CopyError> {
+    async fn next_part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), CopyError> {
         match self.take(1).await?[..] {
             [PART_FOLLOWS] => {
                 let bytes = self.take(length as usize).await?;
                 Ok((bytes, self.take(SUM_BYTES).await?))
             }
-            [PART_CHANGED] => Err(CopyError::Changed(self.reason().await?)),
-            [PART_REFUSED] => Err(CopyError::Unusable(self.reason().await?)),
+            [PART_CHANGED] => Err(CopyError::Changed(self.read_reason().await?)),
+            [PART_REFUSED] => Err(CopyError::Unusable(self.read_reason().await?)),
             _ => Err(unexpected_response()),
         }
     }
 
     /// The reason that the server sends instead of a part.
-    async fn reason(&mut self) -> Result<String, CopyError> {
+    async fn read_reason(&mut self) -> Result<String, CopyError> {
         let size = self.take(4).await?;
         let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
         if size > MAX_REASON_BYTES {
@@ -70,7 +70,7 @@ pub(super) async fn receive(
     let mut incoming = Incoming { download, bytes: BytesMut::new() };
     let (mut buffered, mut buffered_bytes) = (Vec::new(), 0);
     for part in parts {
-        match incoming.part(part.length).await {
+        match incoming.next_part(part.length).await {
             Ok((bytes, sum)) => {
                 buffered_bytes += bytes.len();
                 buffered.push((part, bytes, sum));
@@ -97,8 +97,8 @@ async fn store(
     progress: &mut PullProgress,
 ) -> Result<(), CopyError> {
     let (folder, has_parts) = (folder.to_owned(), !buffered.is_empty());
-    copy_lock.blocking(move || buffered.iter().try_for_each(|part| write(part, &folder))).await?;
-    progress.advanced |= has_parts;
+    copy_lock.run_blocking(move || buffered.iter().try_for_each(|part| write(part, &folder))).await?;
+    progress.has_advanced |= has_parts;
     Ok(())
 }
 

@@ -35,8 +35,8 @@ fn entry(dir: &Path, files: &[(&str, u64)]) -> (Copies, Entry) {
     (copies, entry)
 }
 
-fn next_parts(work: &mut Work) -> Vec<(String, u64, u64)> {
-    work.next().unwrap().into_iter().map(|part| (part.path, part.offset, part.length)).collect()
+fn next_parts(batches: &mut PartBatches) -> Vec<(String, u64, u64)> {
+    batches.next_batch().unwrap().into_iter().map(|part| (part.path, part.offset, part.length)).collect()
 }
 
 fn make_part(path: &str, offset: u64, bytes: &[u8]) -> Part {
@@ -51,14 +51,14 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let large = DATASET_PARTS_BYTES + 5;
     let (_copies, entry) = entry(dir.path(), &[("a/", 0), ("a/1", 3), ("a/2", 0), ("b", large), ("c", 2)]);
     assert_eq!(begin(&entry).unwrap().unwrap().files, 5);
-    let mut work = Work::new(&entry).unwrap();
-    let first = next_parts(&mut work);
+    let mut batches = PartBatches::new(&entry).unwrap();
+    let first = next_parts(&mut batches);
     assert_eq!(first[..2], [("a/1".into(), 0, 3), ("b".into(), 0, DATASET_PART_BYTES)]);
     assert_eq!(first.iter().map(|(_, _, length)| length).sum::<u64>(), DATASET_PARTS_BYTES);
-    assert_eq!(work.complete_lines(), 4, "b is not done");
+    assert_eq!(batches.complete_lines(), 4, "b is not done");
     let offset = DATASET_PARTS_BYTES - 3;
-    assert_eq!(next_parts(&mut work), [("b".into(), offset, 8), ("c".into(), 0, 2)]);
-    assert!(next_parts(&mut work).is_empty());
+    assert_eq!(next_parts(&mut batches), [("b".into(), offset, 8), ("c".into(), 0, 2)]);
+    assert!(next_parts(&mut batches).is_empty());
     assert!(entry.part().join("a/2").is_file(), "an empty file is created");
 
     let many: Vec<_> = (0..=DATASET_PARTS).map(|n| format!("{n:05}")).collect();
@@ -66,9 +66,9 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let dir = tempfile::tempdir().unwrap();
     let (_copies, entry) = self::entry(dir.path(), &many);
     begin(&entry).unwrap();
-    let mut work = Work::new(&entry).unwrap();
-    assert_eq!(next_parts(&mut work).len(), DATASET_PARTS);
-    assert_eq!(next_parts(&mut work).len(), 1);
+    let mut batches = PartBatches::new(&entry).unwrap();
+    assert_eq!(next_parts(&mut batches).len(), DATASET_PARTS);
+    assert_eq!(next_parts(&mut batches).len(), 1);
 }
 
 #[test]
@@ -76,8 +76,8 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
     let dir = tempfile::tempdir().unwrap();
     let (_copies, entry) = entry(dir.path(), &[("a", 5), ("b", 4), ("c", 3)]);
     begin(&entry).unwrap();
-    let mut work = Work::new(&entry).unwrap();
-    assert_eq!(next_parts(&mut work).len(), 3);
+    let mut batches = PartBatches::new(&entry).unwrap();
+    assert_eq!(next_parts(&mut batches).len(), 3);
     let part = entry.part();
     write(&make_part("a", 0, b"aaaaa"), &part).unwrap();
     write(&make_part("b", 0, b"bb"), &part).unwrap();
@@ -91,8 +91,8 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
     let missing = begin(&entry).unwrap().unwrap();
     assert_eq!((missing.files, missing.bytes, missing.disk_bytes), (2, 5, 2 * BLOCK_BYTES));
     assert!(matches!(finish(&entry), Err(CopyError::Damaged(why)) if why.starts_with("2 files")));
-    let mut work = Work::new(&entry).unwrap();
-    assert_eq!(next_parts(&mut work), [("b".into(), 2, 2), ("c".into(), 0, 3)]);
+    let mut batches = PartBatches::new(&entry).unwrap();
+    assert_eq!(next_parts(&mut batches), [("b".into(), 2, 2), ("c".into(), 0, 3)]);
     write(&make_part("b", 2, b"BB"), &part).unwrap();
     write(&make_part("c", 0, b"ccc"), &part).unwrap();
     finish(&entry).unwrap();
@@ -101,14 +101,14 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
     // If a file is removed, only this file is fetched again.
     fs::remove_file(entry.data().join("a")).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 5);
-    let mut work = Work::new(&entry).unwrap();
-    assert_eq!(next_parts(&mut work), [("a".into(), 0, 5)]);
+    let mut batches = PartBatches::new(&entry).unwrap();
+    assert_eq!(next_parts(&mut batches), [("a".into(), 0, 5)]);
 }
 
 /// Completes a copy whose only file is `a`, with one byte.
 fn complete(entry: &Entry) {
     begin(entry).unwrap();
-    next_parts(&mut Work::new(entry).unwrap());
+    next_parts(&mut PartBatches::new(entry).unwrap());
     write(&make_part("a", 0, b"a"), &entry.part()).unwrap();
     finish(entry).unwrap();
 }
@@ -123,7 +123,7 @@ fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
     assert_eq!(entry.uses().len(), 2);
     fs::remove_file(entry.data().join("a")).unwrap();
     complete(&entry);
-    entry.note_read(&other).unwrap();
+    entry.record_read(&other).unwrap();
     assert_eq!(begin(&entry).unwrap(), None, "the copy is complete");
     fs::remove_file(entry.data().join("a")).unwrap();
     match begin(&entry) {
@@ -142,7 +142,7 @@ async fn a_copy_abandoned_by_its_job_stays_locked_until_it_ends() {
     let (release, released) = std::sync::mpsc::channel::<()>();
     let mut work = Box::pin(async move {
         copy_lock
-            .blocking(move || {
+            .run_blocking(move || {
                 let _ = released.recv();
                 Ok(())
             })
@@ -165,16 +165,16 @@ fn unsynced_files_are_fetched_again_after_a_power_failure() {
     let dir = tempfile::tempdir().unwrap();
     let (_copies, entry) = entry(dir.path(), &[("a", 1), ("b", 1)]);
     begin(&entry).unwrap();
-    let mut work = Work::new(&entry).unwrap();
-    next_parts(&mut work);
+    let mut batches = PartBatches::new(&entry).unwrap();
+    next_parts(&mut batches);
     write(&make_part("a", 0, b"a"), &entry.part()).unwrap();
     write(&make_part("b", 0, b"b"), &entry.part()).unwrap();
     // File `a` is on the second line of the list, after `begin`.
-    Synced { boot_id: "an earlier one".into(), lines: 2 }.note(&entry).unwrap();
+    Synced { boot_id: "an earlier one".into(), lines: 2 }.store(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
     assert!(entry.part().join("a").exists() && !entry.part().join("b").exists());
     assert_eq!(Synced::of(&entry), Synced::in_this_boot(2));
-    Synced { boot_id: "none was synced".into(), lines: 0 }.note(&entry).unwrap();
+    Synced { boot_id: "none was synced".into(), lines: 0 }.store(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 2);
 }
 
@@ -198,12 +198,13 @@ fn a_too_small_disk_is_reported_with_sizes_and_advice() {
     let missing = Missing { files: 2, bytes: 899_999_999, disk_bytes: 900_001_792 };
     let spare = SPARE_BYTES;
     assert_eq!(
-        too_small(Path::new("/cache"), "birds", &missing, 300_049_999),
+        describe_lack_of_space(Path::new("/cache"), "birds", &missing, 300_049_999),
         "the copy of the dataset birds needs 900.1 MB more on the disk of /cache, where 67.2 MB must stay free, but only 300.0 MB are \
          free: free 667.1 MB there, or give the agent a folder on another disk with --dataset-cache, and retry the job"
     );
     // A space that is one byte too small is never called sufficient.
-    let message = too_small(Path::new("/cache"), "birds", &missing, missing.disk_bytes + spare - 1);
+    let message =
+        describe_lack_of_space(Path::new("/cache"), "birds", &missing, missing.disk_bytes + spare - 1);
     assert!(message.contains(": free 0.1 MB there"), "{message}");
 }
 

@@ -8,7 +8,7 @@ import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 let server, browser, finished;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open(), Browser.open()]);
-  finished = [await server.submit({ name: "slow learner", train: { steps: 60, lr: 0.001 } }), await server.submit({ name: "fast learner", train: { steps: 60, lr: 0.1 } })];
+  finished = [await server.submit({ name: "slow learner", train: { steps: 60, lr: 0.001 }, log: { every_steps: 10 } }), await server.submit({ name: "fast learner", train: { steps: 60, lr: 0.1 }, log: { every_steps: 10 } })];
   await until("two jobs have finished", async () => (await Promise.all(finished.map((j) => server.job(j.id)))).every((j) => j.state === "succeeded"));
 });
 after(async () => { await browser?.close(); await server?.close(); });

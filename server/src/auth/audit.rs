@@ -3,7 +3,7 @@
 
 use crate::{
     store::{AuditEntry, Store},
-    util::failure_log::Failing,
+    util::failure_log::FailureLog,
 };
 use lockstep_protocol::backoff::Backoff;
 use std::{sync::Arc, time::Duration};
@@ -116,16 +116,16 @@ impl AuditWriter {
                 Entry::Flush(done) => flushes.push(done),
             }
         }
-        let (mut backoff, mut failing) = (RETRY, Failing::default());
+        let (mut backoff, mut failing) = (RETRY, FailureLog::default());
         while !entries.is_empty() {
-            match self.store.add_audit(&entries).await {
+            match self.store.add_audit_entries(&entries).await {
                 Ok(()) => {
                     if let Some(failures) = failing.note_success() {
                         tracing::info!(failures, "writing the audit log works again");
                     }
                     break;
                 }
-                Err(error) if error.may_pass() && !self.stopping.is_cancelled() => {
+                Err(error) if error.is_temporary() && !self.stopping.is_cancelled() => {
                     // Flushes do not wait for the retry, because the entries are in the server's log.
                     flushes.clear();
                     if failing.note_failure(&error) {

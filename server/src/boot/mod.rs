@@ -11,7 +11,7 @@ use crate::{
         artifact_store::{ArtifactStore, RequestKind},
         object_storage::{ObjectStorage, Unusable},
     },
-    config::{AccessLogTo, ServeConfig, TlsConfig, may_listen, serve_error::ServeError},
+    config::{AccessLogTo, ServeConfig, TlsConfig, check_listen_address, serve_error::ServeError},
     http::{
         access_log::AccessLog,
         listener::{self, Listener},
@@ -50,7 +50,7 @@ pub async fn serve(
     ready: impl FnOnce(Running) + Send,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
-    may_listen(&config)?;
+    check_listen_address(&config)?;
     // Files that the user provides are read before anything is created.
     let given = config.tls.as_ref().filter(|tls| matches!(tls, TlsConfig::Files { .. }));
     let given =
@@ -149,7 +149,7 @@ async fn unavailable_reason(
 ) -> Result<Option<String>, String> {
     match tokio::time::timeout(STORE_TIMEOUT, check).await {
         Ok(Ok(())) => Ok(None),
-        Ok(Err(Unusable { why, may_pass: true })) => Ok(Some(why)),
+        Ok(Err(Unusable { why, is_temporary: true })) => Ok(Some(why)),
         Ok(Err(Unusable { why, .. })) => Err(why),
         Err(_) => Ok(Some(format!("it did not respond within {} s", STORE_TIMEOUT.as_secs()))),
     }
@@ -173,7 +173,7 @@ async fn known_artifacts(
         artifacts.note_failure(RequestKind::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
-    let forgotten = store.forget_damaged(artifacts.storage.url()).await;
+    let forgotten = store.clear_damage_marks(artifacts.storage.url()).await;
     forgotten.map_err(|error| database_error(config, error))?;
     Ok(artifacts)
 }
@@ -221,7 +221,7 @@ async fn open(
     artifacts: Option<(ObjectStorage, Option<String>)>,
 ) -> Result<App, ServeError> {
     let data_dir = &config.data_dir;
-    config.data_dir = private_files::data_dir(data_dir)
+    config.data_dir = private_files::create_data_dir(data_dir)
         .and_then(|()| data_dir.canonicalize())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let location = Location::of(&config)?;
@@ -265,8 +265,8 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
 /// Creates the data directory and takes its lock. The system releases the lock when this process ends for any reason.
 fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
-    private_files::data_dir(path).map_err(failed)?;
-    let mut file = private_files::lock_file(&private_files::server_lock(path)).map_err(failed)?;
+    private_files::create_data_dir(path).map_err(failed)?;
+    let mut file = private_files::open_lock_file(&private_files::server_lock_path(path)).map_err(failed)?;
     let since = Instant::now();
     let locked = loop {
         match file.try_lock() {

@@ -13,7 +13,7 @@ use crate::{
     ingest::{self, runs::Runs},
     metrics::{Metrics, compaction, retire},
     scheduler::{Scheduler, WaitingJobs, dispatch, sweeps},
-    store::{Changed, EventRow, Store, purge::DeletedJobs},
+    store::{ChangedJob, EventRow, Store, purge::DeletedJobs},
     util::tasks::Tasks,
     webhooks::Webhooks,
 };
@@ -43,10 +43,10 @@ pub(super) async fn start(
         let (webhooks, sweeps_changed) = (webhooks.clone(), sweeps_changed.clone());
         let artifact_store = artifact_store.clone();
         vec![
-            Box::new(move |changed: &Changed| waiting.note(&changed.job)),
-            Box::new(move |changed: &Changed| hub.publish(changed)),
-            Box::new(move |changed: &Changed| metrics.note(changed)),
-            Box::new(move |changed: &Changed| {
+            Box::new(move |changed: &ChangedJob| waiting.note(&changed.job)),
+            Box::new(move |changed: &ChangedJob| hub.publish(changed)),
+            Box::new(move |changed: &ChangedJob| metrics.note_change(changed)),
+            Box::new(move |changed: &ChangedJob| {
                 if changed.events.iter().any(|event| event.state().is_some() || event.is_alert()) {
                     webhooks.wake();
                     if changed.job.trial.is_some() {
@@ -54,14 +54,14 @@ pub(super) async fn start(
                     }
                 }
             }),
-            Box::new(move |changed: &Changed| {
+            Box::new(move |changed: &ChangedJob| {
                 if let Some(artifacts) = &artifact_store {
                     let ids = changed.events.iter().filter_map(EventRow::checkpoint);
                     ids.for_each(|id| artifacts.queue(&id));
                 }
             }),
             // When a job is no longer active, its lease is released, which frees its slots.
-            Box::new(move |changed: &Changed| {
+            Box::new(move |changed: &ChangedJob| {
                 if !changed.job.state.is_active() {
                     agents.leases.release(&changed.job.id, changed.job.attempt);
                 }
@@ -111,7 +111,7 @@ pub(super) async fn start(
     app.tasks.spawn(ingest::run(app.scheduler.clone(), reports));
     run_tasks(&app);
     if let Some(certificate) = certificate {
-        app.tasks.spawn(certificate.watch(app.config.certificate_check));
+        app.tasks.spawn(certificate.watch(app.config.certificate_check_interval));
     }
     Ok(app)
 }
@@ -119,7 +119,7 @@ pub(super) async fn start(
 /// Restores the stored state, and removes incomplete downloads of checkpoints from before the server's last stop.
 async fn restore(app: &App) -> Result<(), ServeError> {
     let restored = async {
-        app.agents.set_draining(app.store.draining().await?);
+        app.agents.set_draining(app.store.draining_agents().await?);
         app.auth.load().await?;
         dispatch::restore(&app.scheduler).await
     };
@@ -146,7 +146,7 @@ fn run_tasks(app: &App) {
     tasks.spawn(retire::run(app.metrics.clone()));
     tasks.spawn(async move { deleted_jobs.run().await });
     tasks.spawn(artifact_mover::run(app.checkpoints.clone()));
-    tasks.spawn(async move { agents.machines.keep_minutes(&*store).await });
+    tasks.spawn(async move { agents.machines.run(&*store).await });
     tasks.spawn(async move { hub.publish_list().await });
     tasks.spawn(async move { runs.watch().await });
     tasks.spawn(app.webhooks.clone().run());

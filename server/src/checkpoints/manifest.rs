@@ -64,14 +64,16 @@ fn damaged(detail: String) -> io::Error {
 pub(crate) fn verify(mut file: fs::File, name: &str, expected: &ManifestFile) -> io::Result<()> {
     let (mut verifier, mut block) = (Verifier::default(), vec![0; 1 << 18]);
     loop {
-        let n = file.read(&mut block).map_err(|error| match is_media_error(&error) {
-            true => damaged(format!("its {name} cannot be read ({error})")),
-            false => error,
-        })?;
-        if n == 0 {
+        let bytes = match file.read(&mut block) {
+            Err(error) if is_media_error(&error) => {
+                return Err(damaged(format!("its {name} cannot be read ({error})")));
+            }
+            bytes => bytes?,
+        };
+        if bytes == 0 {
             return verifier.finish(name, expected).map_err(damaged);
         }
-        verifier.add(&block[..n]);
+        verifier.add(&block[..bytes]);
     }
 }
 

@@ -4,7 +4,7 @@
 use crate::{
     events::Events,
     lifecycle::external::{self, RunChange},
-    store::{Appended, Created, EventRow, JobRow, NewJob, Result, RunRecords, Store, StoreError},
+    store::{AppendResult, CreateResult, EventRow, JobRow, NewJob, Result, RunRecords, Store, StoreError},
     util::lock,
 };
 use axum::body::Body;
@@ -51,12 +51,12 @@ impl Runs {
     pub(crate) async fn create(&self, new: NewJob) -> Result<Option<Job>> {
         let id = new.id.clone();
         match self.store.create_job(new).await {
-            Ok(Created::New(changed)) => {
+            Ok(CreateResult::New(changed)) => {
                 self.note(&id);
                 self.events.publish(&changed);
                 Ok(Some(changed.job))
             }
-            Ok(Created::Existing(_)) | Err(StoreError::Rejected(_)) => Ok(None),
+            Ok(CreateResult::Existing(_)) | Err(StoreError::Rejected(_)) => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -79,16 +79,16 @@ impl Runs {
         records: RunRecords,
         columns_of: impl Fn(u64) -> Vec<MetricColumn> + Send + Sync + 'static,
         change: RunChange,
-    ) -> Result<Appended> {
+    ) -> Result<AppendResult> {
         self.note(&records.job);
         let at = crate::now();
         let change = move |row: &mut JobRow, known: u64| {
             external::apply_change(row, &RunChange { columns: columns_of(known), ..change.clone() }, at)
         };
         let appended = self.store.append_records(&records, Box::new(change)).await?;
-        if let Appended::Stored { changed, .. } = &appended {
+        if let AppendResult::Stored { changed, .. } = &appended {
             let events = changed.events.iter().map(EventRow::count).sum();
-            self.events.stored.fetch_add(events, Ordering::Relaxed);
+            self.events.stored_events.fetch_add(events, Ordering::Relaxed);
             self.events.publish(changed);
         }
         Ok(appended)
@@ -98,7 +98,7 @@ impl Runs {
     pub(crate) async fn watch(&self) {
         loop {
             tokio::time::sleep((self.silence / 4).clamp(Duration::from_millis(20), MAX_CHECK_INTERVAL)).await;
-            let mut jobs = match self.store.unfinished().await {
+            let mut jobs = match self.store.unfinished_jobs().await {
                 Ok(jobs) => jobs,
                 Err(error) => {
                     tracing::warn!(%error, "silent runs cannot be ended now; trying again");

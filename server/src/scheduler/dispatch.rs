@@ -1,13 +1,13 @@
 //! Dispatch: carries out the scheduler's plans, and fences attempts whose lease has expired.
 
 use crate::{
-    agents::leases::{Expired, RanksEnd},
+    agents::leases::{ExpiredPart, RanksEnd},
     checkpoints::{Wait, artifact_fetches::CHECK_TIMEOUT},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
     scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
-    store::{AttemptRow, JobRow, Occupant, Result, quarantine},
-    util::failure_log::Failing,
+    store::{AttemptRow, JobRow, Occupant, Result, unreadable},
+    util::failure_log::FailureLog,
 };
 use ends::{end_attempt, end_attempt_on_agent, order_stop, send_stop};
 use lockstep_protocol::{
@@ -55,7 +55,7 @@ pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
     for AttemptRow { attempt, places } in scheduler.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         // The agents report after reconnecting whether they got the order to start.
-        scheduler.agents.leases.hold(attempt.clone(), places);
+        scheduler.agents.leases.add(attempt.clone(), places);
         // The `Welcome` message to an agent repeats an order to stop.
         scheduler.agents.leases.note_stop_requested(&attempt);
         if agents.len() > 1
@@ -63,7 +63,7 @@ pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
         {
             for agent in &agents {
                 if let Some(end) = lifecycle::find_end_on_agent(&row, agent) {
-                    scheduler.agents.leases.ended_at(&attempt, agent, RanksEnd::of(end));
+                    scheduler.agents.leases.note_end(&attempt, agent, RanksEnd::of(end));
                 }
             }
             let unreachable: Vec<_> = row.progress.unreachable.iter().copied().collect();
@@ -81,7 +81,7 @@ pub(crate) async fn run(scheduler: Arc<Scheduler>) {
 
 /// Compares the queue with the store. This is a separate task, because the comparison of a long queue would delay rounds.
 async fn comparisons(scheduler: &Scheduler) {
-    let mut failing = Failing::default();
+    let mut failing = FailureLog::default();
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
         let compared = scheduler.waiting.compare(&*scheduler.store).await;
@@ -94,7 +94,7 @@ async fn comparisons(scheduler: &Scheduler) {
 }
 
 async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
-    let mut failing = Failing::default();
+    let mut failing = FailureLog::default();
     loop {
         let done = round(scheduler, unstored).await;
         failing.log(&done, "a round of dispatch failed", "rounds of dispatch succeed again");
@@ -111,7 +111,7 @@ async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
 }
 
 async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
-    for expired in scheduler.agents.leases.expired() {
+    for expired in scheduler.agents.leases.expired_parts() {
         // The agent may have reconnected while other agents were given up.
         if scheduler.agents.leases.is_renewed(&expired) {
             continue;
@@ -146,15 +146,15 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
 /// Plans again and again until all checkpoints that the planned starts need are known.
 async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
     let mut snapshot = take_snapshot(scheduler).await?;
-    let mut patience = CHECK_TIMEOUT;
+    let mut check_time_left = CHECK_TIMEOUT;
     loop {
         let plan = plan(&snapshot);
         if plan.unknown.is_empty() {
             return Ok((snapshot, plan));
         }
         for (row, reader) in plan.unknown {
-            let wait = match scheduler.checkpoints.wait_for_newer(&row, &reader, &mut patience).await {
-                Err(error) if !error.may_pass() => {
+            let wait = match scheduler.checkpoints.find_wait(&row, &reader, &mut check_time_left).await {
+                Err(error) if !error.is_temporary() => {
                     let why = Reason::from(error.to_string()).into();
                     skip_permanent_error(&row.job.id, Err(error))?;
                     Some(Wait { why, keeps_slots: false })
@@ -172,8 +172,8 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let agents = scheduler.agents.online().into_iter().map(|agent| {
         let id = &agent.row.id;
         let is_drained = scheduler.agents.is_draining(id);
-        let takes_work = agent.leaving.is_none()
-            && agent.no_work.is_none()
+        let takes_work = agent.leave_reason.is_none()
+            && agent.no_work_reason.is_none()
             // An agent that the network no longer reaches is online until its connection times out, but no start would reach it.
             && agent.row.last_seen_at > now - scheduler.agents.leases.duration
             && !scheduler.agents.leases.is_given_up(id)
@@ -196,7 +196,7 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
 
 /// Running jobs whose slots other jobs may count on, by ascending priority.
 async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
-    let (mut occupants, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending_jobs());
+    let (mut occupants, ending) = (scheduler.store.yielding_jobs().await?, scheduler.agents.leases.ending_jobs());
     let known: HashSet<JobId> = occupants.iter().map(|occupant| occupant.job.clone()).collect();
     // Jobs whose ranks have ended on one of their agents will end everywhere. They need no preemption, so their priority does not matter.
     let only_ending = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
@@ -240,7 +240,7 @@ async fn carry_out(
         }
     }
     start_all(scheduler, starts.collect()).await?;
-    scheduler.checkpoints.waits.keep(&plan.waiting.iter().map(|waiting| &waiting.row.job.id).collect());
+    scheduler.checkpoints.waits.retain(&plan.waiting.iter().map(|waiting| &waiting.row.job.id).collect());
     let with_reason = plan.waiting.iter().filter_map(|waiting| Some((&waiting.row, waiting.why.as_ref()?)));
     for (row, why) in with_reason {
         unstored.note(scheduler, row, why);
@@ -252,8 +252,8 @@ async fn carry_out(
 /// Logs a permanent error of one job, so that the other jobs are still dispatched. Transient errors end the round.
 fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     match done {
-        Err(error) if !error.may_pass() => {
-            quarantine::log_once(&format!("job {job} cannot be dispatched: {error}"));
+        Err(error) if !error.is_temporary() => {
+            unreadable::log_once(&format!("job {job} cannot be dispatched: {error}"));
             Ok(())
         }
         other => other,
@@ -263,8 +263,8 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// Fences an attempt whose lease has expired on one of its agents. The job is restarted, or fails if no restarts are left. An attempt on
 /// several agents ends once the other agents have ended their ranks. `why_early`: why an agent that has been silent for `secs` is
 /// given up before its lease has expired.
-async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, why_early: Option<&str>) -> Result<()> {
-    let Expired { attempt, place, agent_count, had_order } = expired;
+async fn expire(scheduler: &Scheduler, expired: ExpiredPart, secs: f64, why_early: Option<&str>) -> Result<()> {
+    let ExpiredPart { attempt, place, agent_count, had_order } = expired;
     // The connection of a silent agent may still be open for a moment after its lease has expired.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();

@@ -168,7 +168,7 @@ pub(crate) struct Start {
     pub(crate) row: Arc<JobRow>,
     pub(crate) chosen: Vec<(Arc<AgentState>, Vec<u32>)>,
     /// The number of ranks and the reason, if the job starts on fewer ranks.
-    pub(crate) fewer: Option<Reason>,
+    pub(crate) fewer_ranks_reason: Option<Reason>,
 }
 
 /// Running jobs that end in favour of a waiting job.

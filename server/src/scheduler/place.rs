@@ -56,13 +56,13 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     Some(Wait { why: why.into(), keeps_slots: reserved.is_some() })
 }
 
-/// Gives a job its slots, unless it waits for a checkpoint. `fewer`: the reason, if the job starts on fewer ranks.
+/// Gives a job its slots, unless it waits for a checkpoint. `fewer_ranks_reason`: the reason, if the job starts on fewer ranks.
 fn start(
     round: &mut Round<'_>,
     row: &Arc<JobRow>,
     candidates: Arc<Candidates>,
     chosen: Vec<(usize, Vec<u32>)>,
-    fewer: Option<Reason>,
+    fewer_ranks_reason: Option<Reason>,
 ) -> Option<Wait> {
     if let Some(wait) = round.checkpoint_wait(row, &candidates, &chosen) {
         // During a check, which is short, jobs of lower priority must not take the slots. An upload or a fetch may take hours, so the slots
@@ -81,6 +81,6 @@ fn start(
     for (agent, slots) in &chosen {
         round.take(&agent.row.id, slots);
     }
-    round.plan.starts.push(Start { row: Arc::clone(row), chosen, fewer });
+    round.plan.starts.push(Start { row: Arc::clone(row), chosen, fewer_ranks_reason });
     None
 }

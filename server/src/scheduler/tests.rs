@@ -185,7 +185,7 @@ fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
         let mut given = HashSet::new();
         for start in &plan.starts {
             let job = &start.row.job;
-            let fewer = match start.fewer.as_ref().map(Reason::kind) {
+            let fewer = match start.fewer_ranks_reason.as_ref().map(Reason::kind) {
                 Some(ReasonKind::FewerRanks { ranks, .. }) => Some(*ranks),
                 _ => None,
             };

@@ -119,7 +119,7 @@ impl WaitingJobs {
     async fn load(&self, store: &dyn Store) -> Result<()> {
         let mut from = Some(QueuePlace::default());
         while let Some(place) = from {
-            let (page, next) = store.waiting(&place).await?;
+            let (page, next) = store.waiting_jobs(&place).await?;
             let mut known = lock(&self.known);
             page.into_iter().for_each(|row| known.put(row));
             from = next;

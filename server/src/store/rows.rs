@@ -107,7 +107,7 @@ pub struct StoredCheckpoint {
     /// SHA-256 of the manifest of a complete copy; `None` while the copy is being uploaded, or if it is damaged.
     pub manifest: Option<String>,
     /// The unfinished multipart upload of a file, if there is one.
-    pub parts: Option<String>,
+    pub unfinished_upload: Option<String>,
 }
 
 impl StoredCheckpoint {

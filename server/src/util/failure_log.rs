@@ -3,14 +3,14 @@
 
 use std::fmt::Display;
 
-/// The error of the last try, and the number of failed tries.
+/// Remembers the error of the last try, and the number of failed tries.
 #[derive(Debug, Default)]
-pub(crate) struct Failing {
+pub(crate) struct FailureLog {
     error: String,
     failures: u64,
 }
 
-impl Failing {
+impl FailureLog {
     /// Counts the result of a try. Logs an error that differs from the error of the previous try (`failed`), and the first success after
     /// errors (`succeeded`).
     pub(crate) fn log<T, E: Display>(&mut self, result: &Result<T, E>, failed: &str, succeeded: &str) {
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn an_error_is_logged_once_and_counted() {
-        let mut failing = Failing::default();
+        let mut failing = FailureLog::default();
         assert_eq!(failing.note_success(), None);
         let logged: Vec<_> =
             ["full", "full", "full", "away", "full"].map(|error| failing.note_failure(&error)).into();

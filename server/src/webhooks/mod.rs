@@ -15,7 +15,7 @@ pub(crate) use signature::new_secret;
 use crate::{
     config::{ServeConfig, smtp::SmtpConfig},
     store::{Delivery, DeliveryAttempt, Result, Store, WebhookRow},
-    util::failure_log::Failing,
+    util::failure_log::FailureLog,
 };
 use jiff::Timestamp;
 use lockstep_protocol::backoff::Backoff;
@@ -83,7 +83,7 @@ impl Webhooks {
         // Webhooks to which a message is being sent. A webhook whose task panics gets no messages until the server's next start.
         let mut busy = HashSet::new();
         let mut purged: Option<Instant> = None;
-        let (mut failing, mut backoff) = (Failing::default(), RETRY);
+        let (mut failing, mut backoff) = (FailureLog::default(), RETRY);
         loop {
             let started = self.start_due(&mut sending, &mut busy, &mut purged).await;
             let failed = "the queue of webhooks cannot be read";

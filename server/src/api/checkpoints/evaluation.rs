@@ -152,7 +152,7 @@ async fn find(
     let rows = scheduler.store.checkpoints(&job_id(id)?).await?;
     let row = checkpoints::choose(rows, query.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of the job's dataset now, so access is checked again.
-    if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?
+    if let Some(owned) = scheduler.store.dataset_ownership(&job.spec.data.dataset).await?
         && query.dataset.is_none()
         && !caller.sees_owned(&owned)
     {
@@ -225,7 +225,7 @@ async fn is_of_current_pictures(
     let request = AgentRequest::ValidationSet {
         path: dataset.path,
         data: Box::new(spec.data),
-        allowed: scheduler.datasets.roots.allowed(),
+        allowed: scheduler.datasets.roots.allowed_folders(),
     };
     match requests::call(&scheduler.agents, request, scheduler.config.evaluation_wait).await {
         Ok(AgentReply::ValidationSet { found }) => found == stored.listed.or(stored.validation),
@@ -284,7 +284,7 @@ async fn start(
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,
         spec: Box::new(spec),
-        allowed: scheduler.datasets.roots.allowed(),
+        allowed: scheduler.datasets.roots.allowed_folders(),
         neighbours,
     });
     let (sender, outcome) = watch::channel(None);
@@ -304,7 +304,7 @@ async fn start(
                 let waiting = requests::send(&scheduler.agents, agent_request).await?;
                 // Cannot fail, because only this task sets the id.
                 let _ = request.set(waiting.id);
-                scheduler.agents.reply(waiting, EVALUATION_TIMEOUT).await
+                scheduler.agents.wait_for_reply(waiting, EVALUATION_TIMEOUT).await
             };
             match answer.await {
                 Ok(AgentReply::Evaluation(result)) if neighbours.is_none() => save(&file, &result).await,

@@ -11,7 +11,7 @@ use crate::{
         Scheduler,
         new_jobs::{NewJobError, add_job, new_job},
     },
-    store::{Created, Store, StoreError},
+    store::{CreateResult, Store, StoreError},
 };
 use axum::{
     extract::OriginalUri,
@@ -97,8 +97,8 @@ pub(in crate::api) async fn store(
         folder => Error::Unavailable(folder.to_string()),
     });
     Ok(match created? {
-        Created::Existing(job) => (StatusCode::OK, *job),
-        Created::New(changed) => (StatusCode::CREATED, changed.job),
+        CreateResult::Existing(job) => (StatusCode::OK, *job),
+        CreateResult::New(changed) => (StatusCode::CREATED, changed.job),
     })
 }
 

@@ -2,7 +2,7 @@
 
 use super::leaving_reason;
 use crate::{
-    agents::{Online, leases::RanksEnd},
+    agents::{OnlineAgent, leases::RanksEnd},
     lifecycle::{self, EndOnAgent},
     scheduler::Scheduler,
     store::{JobRow, Place, Result, StoreError},
@@ -22,7 +22,7 @@ const LOST_AFTER: Duration = Duration::from_secs(10);
 /// records could not be stored, reconnects, sends its last reports again, and announces again that it is leaving.
 pub(crate) async fn requeue_after_leave(
     scheduler: &Arc<Scheduler>,
-    agent: Online,
+    agent: OnlineAgent,
     reason: String,
     cut_off: bool,
 ) {
@@ -32,9 +32,9 @@ pub(crate) async fn requeue_after_leave(
     }
     let (scheduler, id) = (Arc::clone(scheduler), agent.row.id.clone());
     let unfinished: Vec<_> =
-        scheduler.agents.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
+        scheduler.agents.leases.attempts_on(&id).into_iter().map(|(attempt, _)| attempt).collect();
     tokio::spawn(async move {
-        while scheduler.agents.leases.of_agent(&id).iter().any(|(attempt, _)| unfinished.contains(attempt)) {
+        while scheduler.agents.leases.attempts_on(&id).iter().any(|(attempt, _)| unfinished.contains(attempt)) {
             let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= LOST_AFTER);
             if is_silent && !scheduler.agents.is_connected(&id) {
                 let why = leaving_reason(&agent.row.name, &reason);
@@ -64,7 +64,7 @@ async fn requeue(
     is_affected: impl Fn(&AttemptRef) -> bool,
 ) {
     scheduler.agents.inbox.flush().await;
-    for (attempt, places) in scheduler.agents.leases.of_agent(agent_id) {
+    for (attempt, places) in scheduler.agents.leases.attempts_on(agent_id) {
         if !is_affected(&attempt) {
             continue;
         }
@@ -91,14 +91,14 @@ async fn requeue(
 pub(super) async fn end_attempt(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
-    change: impl Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>
+    change: impl Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refusal>
     + Send
     + Sync
     + 'static,
 ) -> Result<()> {
     let expected = attempt.clone();
     let change = move |row: &mut JobRow| {
-        if row.live().as_ref() == Some(&expected) { change(row) } else { Ok(Vec::new()) }
+        if row.live_attempt().as_ref() == Some(&expected) { change(row) } else { Ok(Vec::new()) }
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
         // The attempt has ended, regardless of the job's new state.
@@ -122,7 +122,7 @@ pub(super) async fn end_attempt_on_agent(
 ) -> Result<()> {
     let (expected, agent_id) = (attempt.clone(), place.agent_id.clone());
     let change = move |row: &mut JobRow| {
-        if row.live().as_ref() != Some(&expected) {
+        if row.live_attempt().as_ref() != Some(&expected) {
             return Ok(Vec::new());
         }
         let end = end(row);
@@ -134,7 +134,7 @@ pub(super) async fn end_attempt_on_agent(
             if changed.job.attempt != attempt.attempt {
                 scheduler.agents.leases.release(&attempt.job, attempt.attempt);
             }
-            let others = scheduler.agents.leases.ended_at(attempt, &place.agent_id, RanksEnd::Unknown);
+            let others = scheduler.agents.leases.note_end(attempt, &place.agent_id, RanksEnd::Unknown);
             let reason = format!("its ranks on {:?} have ended", place.agent);
             send_stop(scheduler, &others, attempt, &reason, patient);
             Ok(())
@@ -157,7 +157,7 @@ pub(crate) fn ranks_ended(scheduler: &Scheduler, attempt: &AttemptRef, agent_id:
         Ending::Secondary { .. } => RanksEnd::LostContact,
         _ => RanksEnd::OnTheirOwn,
     };
-    let others = scheduler.agents.leases.ended_at(attempt, agent_id, how);
+    let others = scheduler.agents.leases.note_end(attempt, agent_id, how);
     if failed && let Some(agent) = agent {
         let reason = format!("its ranks on {:?} have ended", agent.agent);
         send_stop(scheduler, &others, attempt, &reason, false);
@@ -180,7 +180,7 @@ pub(super) fn send_stop(
 
 /// Orders the other agents of a leaving agent's attempts to end their ranks with a checkpoint, as the leaving agent does.
 pub(crate) fn stop_other_agents(scheduler: &Scheduler, agent_id: &str, agent: &str) {
-    for (attempt, places) in scheduler.agents.leases.of_agent(agent_id) {
+    for (attempt, places) in scheduler.agents.leases.attempts_on(agent_id) {
         let others: Vec<_> = places.into_iter().filter(|place| place.agent_id != agent_id).collect();
         send_stop(scheduler, &others, &attempt, &format!("{agent:?} is being stopped in order"), true);
     }
@@ -188,7 +188,7 @@ pub(crate) fn stop_other_agents(scheduler: &Scheduler, agent_id: &str, agent: &s
 
 /// Notes that an agent has finished its preflight check. Once all agents of the attempt have finished it, the ranks start.
 pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, port: Option<u16>) {
-    let Some((master_port, places)) = scheduler.agents.leases.ready(&attempt, agent_id, port) else { return };
+    let Some((master_port, places)) = scheduler.agents.leases.note_ready(&attempt, agent_id, port) else { return };
     for place in places {
         // An agent that has already started its ranks ignores the message.
         scheduler.agents.send(&place.agent_id, ToAgent::Launch { attempt: attempt.clone(), master_port });
@@ -199,7 +199,7 @@ pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, 
 pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()> {
     let places = scheduler.agents.leases.places_of(job);
     if let Some(row) = scheduler.store.job(job).await?
-        && let (Some(attempt), Some((reason, patient))) = (row.live(), stop_reason(&row))
+        && let (Some(attempt), Some((reason, patient))) = (row.live_attempt(), stop_reason(&row))
     {
         send_stop(scheduler, &places, &attempt, &reason, patient);
         scheduler.agents.leases.note_stop_requested(&attempt);
@@ -209,7 +209,7 @@ pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()>
 
 /// The reason why a job's ranks must end, and whether they write a checkpoint first; `None` if they need not end.
 pub(crate) fn stop_reason(row: &JobRow) -> Option<(String, bool)> {
-    match (&row.stop, row.job.state) {
+    match (&row.cancel_reason, row.job.state) {
         (Some(stop), _) => Some((stop.words().to_owned(), false)),
         (None, JobState::Pausing) => {
             let why = match row.job.cause.as_ref().map(Reason::kind) {

@@ -68,7 +68,7 @@ pub(super) async fn needs(
         if let Err(detail) = scheduler.datasets.roots.check_weights_again(path).await {
             return not_allowed(format!("model.pretrained: {detail}"));
         }
-        weights_in = scheduler.datasets.roots.allowed_weights(path);
+        weights_in = scheduler.datasets.roots.allowed_weights_folders(path);
     }
     Ok(Ok(Needs {
         spec,
@@ -77,7 +77,7 @@ pub(super) async fn needs(
             registered: dataset.info.fingerprint.clone(),
             pretrained,
             weights_in,
-            dataset_in: scheduler.datasets.roots.allowed(),
+            dataset_in: scheduler.datasets.roots.allowed_folders(),
             ..StartFiles::default()
         },
     }))

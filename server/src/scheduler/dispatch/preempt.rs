@@ -78,7 +78,7 @@ mod tests {
             let job = JobId::generate();
             let attempt = AttemptRef { job: job.clone(), attempt: 1, fencing_token: FencingToken::NONE };
             let place = Place { agent_id: agent.to_owned(), agent: agent.to_owned(), ranks: vec![(0, slot)] };
-            leases.hold(attempt, vec![place]);
+            leases.add(attempt, vec![place]);
             job
         };
         let (first, second, elsewhere) = (hold("a", 0), hold("a", 1), hold("b", 0));

@@ -4,7 +4,7 @@ use super::RECONNECT_TIME;
 use crate::{
     lifecycle,
     scheduler::Scheduler,
-    store::{Change, JobRow, StoreError, quarantine},
+    store::{Change, JobRow, StoreError, unreadable},
     util::lock,
 };
 use lockstep_protocol::{
@@ -82,7 +82,7 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
     match store(scheduler, reasons).await {
         Ok(()) => {}
         // The next round queues them again.
-        Err(error) if error.may_pass() => {
+        Err(error) if error.is_temporary() => {
             tracing::warn!(%error, "the reasons why jobs wait could not be stored");
             tokio::time::sleep(RETRY_PAUSE).await;
         }
@@ -90,7 +90,7 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
         Err(_) => {
             for reason in reasons {
                 if let Err(error) = store(scheduler, std::slice::from_ref(reason)).await {
-                    quarantine::log_once(&format!(
+                    unreadable::log_once(&format!(
                         "the reason why job {} waits cannot be stored: {error}",
                         reason.0
                     ));

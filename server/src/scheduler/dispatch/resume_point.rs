@@ -85,7 +85,7 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         let names: Vec<_> = elsewhere.into_iter().collect();
         Some(format!("{} did not upload a checkpoint: training begins from the start", names.join(", ")))
     };
-    scheduler.checkpoints.replace(&job.id, missing, found).await?;
+    scheduler.checkpoints.change_rows(&job.id, missing, found).await?;
     if let Some(text) = text {
         scheduler.events.log(&job.id, text).await;
     }

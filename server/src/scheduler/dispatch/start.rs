@@ -11,7 +11,7 @@ use crate::{
     datasets::notes,
     lifecycle,
     scheduler::{AgentState, Scheduler, Start, address, device_for},
-    store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
+    store::{ChangedJob, Claim, ClaimedAttempt, JobRow, Place, Result, StoreError},
 };
 use futures_util::future::join_all;
 use lockstep_protocol::{
@@ -68,7 +68,7 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
                 Some(claimed) => {
                     started += 1;
                     let places = prepared.claim.places.clone();
-                    scheduler.agents.leases.hold(claimed.attempt.clone(), places);
+                    scheduler.agents.leases.add(claimed.attempt.clone(), places);
                     scheduler.waiting.remove(&prepared.claim.job);
                     orders.push((prepared, files, claimed));
                 }
@@ -147,7 +147,7 @@ async fn prepare(
             return fail(scheduler, &job.id, ALL_LOST.into()).await.map(|()| None);
         }
     }
-    if let Some(ReasonKind::FewerRanks { ranks, .. }) = start.fewer.as_ref().map(Reason::kind) {
+    if let Some(ReasonKind::FewerRanks { ranks, .. }) = start.fewer_ranks_reason.as_ref().map(Reason::kind) {
         needs.spec = needs.spec.on_ranks(*ranks);
     }
     // Ranks are numbered machine by machine.
@@ -162,17 +162,17 @@ async fn prepare(
         job: job.id.clone(),
         after_attempt: job.attempt,
         places,
-        fewer: start.fewer.clone(),
+        fewer_ranks_reason: start.fewer_ranks_reason.clone(),
         at: crate::now(),
     };
     Ok(Some(Prepared { start, needs, claim }))
 }
 
 /// Claims jobs, all in one transaction. If one of them is refused permanently, each is claimed separately.
-async fn claim(scheduler: &Scheduler, prepared: &[Prepared]) -> Result<Vec<Option<Claimed>>> {
+async fn claim(scheduler: &Scheduler, prepared: &[Prepared]) -> Result<Vec<Option<ClaimedAttempt>>> {
     let claims: Vec<_> = prepared.iter().map(|prepared| prepared.claim.clone()).collect();
-    match scheduler.store.claim_all(&claims).await {
-        Err(error) if error.may_pass() => return find_claimed(scheduler, &claims, error).await,
+    match scheduler.store.claim_jobs(&claims).await {
+        Err(error) if error.is_temporary() => return find_claimed(scheduler, &claims, error).await,
         Err(_) => {}
         Ok(done) => return Ok(done),
     }
@@ -182,7 +182,7 @@ async fn claim(scheduler: &Scheduler, prepared: &[Prepared]) -> Result<Vec<Optio
         claimed.push(match scheduler.store.claim(claim.clone()).await {
             Ok(done) => done,
             // Earlier jobs are claimed, and their agents must be notified in any case.
-            Err(error) if error.may_pass() => {
+            Err(error) if error.is_temporary() => {
                 let found = find_claimed(scheduler, &[claim], error).await;
                 found.ok().and_then(|mut found| found.pop()).flatten()
             }
@@ -201,11 +201,11 @@ async fn find_claimed(
     scheduler: &Scheduler,
     claims: &[Claim],
     error: StoreError,
-) -> Result<Vec<Option<Claimed>>> {
+) -> Result<Vec<Option<ClaimedAttempt>>> {
     let mut backoff = RETRY;
     let found = loop {
         match read_claimed(scheduler, claims).await {
-            Err(again) if again.may_pass() => {
+            Err(again) if again.is_temporary() => {
                 tracing::warn!(error = %again, "cannot read whether jobs were claimed; trying again");
                 tokio::select! {
                     () = tokio::time::sleep(backoff.pause()) => {}
@@ -218,7 +218,7 @@ async fn find_claimed(
     if found.iter().all(Option::is_none) { Err(error) } else { Ok(found) }
 }
 
-async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {
     // A commit that is still in progress would not be visible.
     scheduler.store.wait_for_writer().await?;
     let ids: Vec<_> = claims.iter().map(|claim| claim.job.clone()).collect();
@@ -235,11 +235,11 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
         let attempts = scheduler.store.attempts(&claim.job).await?;
         let stored = attempts.into_iter().find(|stored| stored.attempt == attempt.attempt);
         let checkpoint = stored.and_then(|stored| stored.checkpoint);
-        let resume = checkpoint.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
+        let resume_checkpoint = checkpoint.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
         // The claim's events are stored; followers read them from the store.
         scheduler.events.hub.catch_up(&row.job);
-        let changed = Changed { job: row.job.clone(), events: Vec::new() };
-        found.push(Some(Claimed { attempt, resume, changed }));
+        let changed = ChangedJob { job: row.job.clone(), events: Vec::new() };
+        found.push(Some(ClaimedAttempt { attempt, resume_checkpoint, changed }));
     }
     Ok(found)
 }
@@ -253,7 +253,7 @@ struct Ordered {
 }
 
 /// Orders the agents of a claimed job to start it.
-fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: Claimed) -> Ordered {
+fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: ClaimedAttempt) -> Ordered {
     let Prepared { start: Start { row, chosen, .. }, needs, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
     scheduler.checkpoints.waits.forget(&job.id);
@@ -272,7 +272,7 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
         secret: format!("{:032x}{:032x}", uuid::Uuid::new_v4().as_u128(), uuid::Uuid::new_v4().as_u128()),
         // An agent that does not find the mark in this folder uses its own folder.
         job_dir: Some(scheduler.config.job_dir(&job.id).to_string_lossy().into_owned()),
-        resume: claimed.resume,
+        resume: claimed.resume_checkpoint,
         pause_after: row.progress.pause_after,
         network: None,
         files: StartFiles { mark: files.mark, dataset: files.dataset, ..needs.files },
@@ -315,7 +315,7 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
     let rows: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
     for Ordered { attempt, places, .. } in ordered {
         let row = rows.get(&attempt.job).copied();
-        let is_live = row.is_some_and(|r| r.live().as_ref() == Some(&attempt));
+        let is_live = row.is_some_and(|r| r.live_attempt().as_ref() == Some(&attempt));
         if !is_live {
             scheduler.agents.leases.release(&attempt.job, attempt.attempt);
         }

@@ -95,7 +95,11 @@ impl Inbox {
     pub(crate) fn new() -> (Self, Queue) {
         let (to, queue) = mpsc::unbounded_channel();
         (
-            Self { to, permits: Arc::new(Semaphore::new(MAX_QUEUE_BYTES / PERMIT_BYTES)), waiting_ends: Arc::default() },
+            Self {
+                to,
+                permits: Arc::new(Semaphore::new(MAX_QUEUE_BYTES / PERMIT_BYTES)),
+                waiting_ends: Arc::default(),
+            },
             queue,
         )
     }

@@ -152,7 +152,12 @@ impl Leases {
         let expires_at = Instant::now() + self.duration;
         let hold = |place| AgentHold { place, expires_at, end: None, has_order: false, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        lock(&self.table).put(Lease { attempt, holds, is_stop_requested: false, unreachable: HashSet::new() });
+        lock(&self.table).put(Lease {
+            attempt,
+            holds,
+            is_stop_requested: false,
+            unreachable: HashSet::new(),
+        });
     }
 
     /// Records that the agents of an attempt were requested to stop its ranks.

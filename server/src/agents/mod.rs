@@ -300,7 +300,9 @@ impl Agents {
     /// Notes whether an agent accepts work. Returns whether this has changed.
     pub(crate) fn set_no_work(&self, id: &str, no_work_reason: Option<String>) -> bool {
         let mut online = lock(&self.online);
-        let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work_reason != no_work_reason) else { return false };
+        let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work_reason != no_work_reason) else {
+            return false;
+        };
         agent.no_work_reason = no_work_reason;
         true
     }

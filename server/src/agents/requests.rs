@@ -36,7 +36,10 @@ pub(crate) async fn send(agents: &Agents, request: AgentRequest) -> Result<Pendi
 ///
 /// # Errors
 /// No agent is online, or no agent has the files.
-pub(crate) async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Result<OnlineAgent, RequestError> {
+pub(crate) async fn choose_agent(
+    agents: &Agents,
+    request: &AgentRequest,
+) -> Result<OnlineAgent, RequestError> {
     let mut online = agents.online();
     online.retain(|agent| agent.leave_reason.is_none());
     if online.len() > 1 {
@@ -89,7 +92,9 @@ async fn agents_with_files(
     if !with_files.is_empty() {
         return Ok(with_files);
     }
-    if silent.is_empty() && let Some(index) = missing {
+    if silent.is_empty()
+        && let Some(index) = missing
+    {
         let path = paths.get(index).cloned().unwrap_or_default();
         return Err(RequestError::NobodyHasFiles { path, asked: without_files });
     }

@@ -97,7 +97,8 @@ pub(crate) async fn prometheus(
     let slots = online.iter().map(|agent| agent.row.slots.len()).sum::<usize>();
     let busy = online.iter().map(|agent| agents.leases.slots_in_use(&agent.row.id).len()).sum::<usize>();
     let clients = u64::try_from(events.stream_clients.load(Ordering::Relaxed)).unwrap_or(0);
-    let (stored, steps) = (events.stored_events.load(Ordering::Relaxed), events.reported_steps.load(Ordering::Relaxed));
+    let (stored, steps) =
+        (events.stored_events.load(Ordering::Relaxed), events.reported_steps.load(Ordering::Relaxed));
 
     let mut text = String::new();
     write_header(&mut text, "lockstep_jobs", "gauge", "Jobs by state.");

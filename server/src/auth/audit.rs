@@ -18,7 +18,7 @@ const MAX_WAITING: usize = 10_000;
 
 /// Maximum number of entries in a transaction.
 const MAX_BATCH: usize = 500;
-/// Maximum age of an entry. The number of entries is also limited (`ServeConfig::audit_entries`).
+/// Maximum age of an entry. The number of entries is also limited (`ServeConfig::max_audit_entries`).
 const ENTRY_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
 const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// A purge begins early after this many new entries, or after half of the maximum number of entries if that is less.

@@ -75,9 +75,9 @@ pub async fn serve(
         listeners.push(Listener { socket: socket.map_err(ServeError::Stopped)?, tls: None });
     }
 
-    let app = open(config, certificate, artifacts).await?;
+    let app = open_app(config, certificate, artifacts).await?;
     ready(Running { config: app.config.clone(), auth: app.auth.clone() });
-    let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
+    let max_connections = app.config.max_connections.unwrap_or_else(listener::connection_limit);
     let stopping = app.tasks.stopping.clone();
     let stop = async {
         shutdown.await;
@@ -87,7 +87,7 @@ pub async fn serve(
     };
     let router = build_router(app.clone());
     tokio::select! {
-        () = listener::serve(listeners, app.gate.clone(), router, limit, access_log) => {}
+        () = listener::serve(listeners, app.gate.clone(), router, max_connections, access_log) => {}
         () = stop => {} // A download in progress is cut off; the client can continue it with a range request.
     }
     stopping.cancel();
@@ -106,7 +106,7 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
     let Some(url) = &config.artifacts else { return Ok(None) };
     let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
     let storage = ObjectStorage::open(url).map_err(failed)?;
-    let data_dir = resolved(&config.data_dir)
+    let data_dir = resolve_links(&config.data_dir)
         .map_err(|source| ServeError::DataDir { path: config.data_dir.clone(), source })?;
     if let Some(directory) = storage.directory() {
         let overlap = if directory.starts_with(&data_dir) {
@@ -128,7 +128,7 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
 }
 
 /// Resolves the links of a path whose last components may not exist yet.
-fn resolved(path: &Path) -> std::io::Result<PathBuf> {
+fn resolve_links(path: &Path) -> std::io::Result<PathBuf> {
     let path = std::path::absolute(path)?;
     for ancestor in path.ancestors() {
         match (ancestor.canonicalize(), path.strip_prefix(ancestor)) {
@@ -156,7 +156,7 @@ async fn unavailable_reason(
 }
 
 /// Confirms that the object store is the store that the database knows. `unavailable` is the reason if the store is unavailable.
-async fn known_artifacts(
+async fn confirm_artifacts(
     config: &ServeConfig,
     store: &dyn Store,
     storage: ObjectStorage,
@@ -173,8 +173,8 @@ async fn known_artifacts(
         artifacts.note_failure(RequestKind::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
-    let forgotten = store.clear_damage_marks(artifacts.storage.url()).await;
-    forgotten.map_err(|error| database_error(config, error))?;
+    let cleared = store.clear_damage_marks(artifacts.storage.url()).await;
+    cleared.map_err(|error| database_error(config, error))?;
     Ok(artifacts)
 }
 
@@ -215,7 +215,7 @@ fn database_error(config: &ServeConfig, error: StoreError) -> ServeError {
 }
 
 /// Opens the database and starts the subsystems.
-async fn open(
+async fn open_app(
     mut config: ServeConfig,
     certificate: Option<Arc<ServerCertificate>>,
     artifacts: Option<(ObjectStorage, Option<String>)>,
@@ -233,7 +233,8 @@ async fn open(
     run_files::clear_incoming(&config.data_dir.join("jobs"));
     let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
     let artifact_store = match artifacts {
-        Some((storage, unavailable)) => match known_artifacts(&config, &*store, storage, unavailable).await {
+        Some((storage, unavailable)) => match confirm_artifacts(&config, &*store, storage, unavailable).await
+        {
             Ok(artifacts) => Some(artifacts),
             Err(error) => {
                 store.close().await;

@@ -43,7 +43,7 @@ pub(super) async fn start(
         let (webhooks, sweeps_changed) = (webhooks.clone(), sweeps_changed.clone());
         let artifact_store = artifact_store.clone();
         vec![
-            Box::new(move |changed: &ChangedJob| waiting.note(&changed.job)),
+            Box::new(move |changed: &ChangedJob| waiting.note_change(&changed.job)),
             Box::new(move |changed: &ChangedJob| hub.publish(changed)),
             Box::new(move |changed: &ChangedJob| metrics.note_change(changed)),
             Box::new(move |changed: &ChangedJob| {
@@ -69,7 +69,7 @@ pub(super) async fn start(
         ]
     };
     let events = Arc::new(Events::new(store.clone(), hub, subscribers));
-    let (audit, audit_writer) = Audit::new(store.clone(), config.audit_entries, tasks.stopping.clone());
+    let (audit, audit_writer) = Audit::new(store.clone(), config.max_audit_entries, tasks.stopping.clone());
     let auth = Arc::new(Auth::new(&config, store.clone(), audit, oidc));
     let checkpoints = Arc::new(Checkpoints::new(
         config.clone(),
@@ -121,10 +121,10 @@ async fn restore(app: &App) -> Result<(), ServeError> {
     let restored = async {
         app.agents.set_draining(app.store.draining_agents().await?);
         app.auth.load().await?;
-        dispatch::restore(&app.scheduler).await
+        dispatch::restore_leases(&app.scheduler).await
     };
     restored.await.map_err(|error| database_error(&app.config, error))?;
-    running::own_token(&app.config, &app.auth).await.map_err(ServeError::Token)?;
+    running::ensure_own_token(&app.config, &app.auth).await.map_err(ServeError::Token)?;
     if app.checkpoints.artifact_store.is_some() {
         let jobs = app.config.data_dir.join("jobs");
         let removed = tokio::task::spawn_blocking(move || artifact_fetches::remove_unfinished(&jobs)).await;

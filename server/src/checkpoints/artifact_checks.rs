@@ -2,9 +2,8 @@
 //! it, or the job can continue from another checkpoint.
 
 use super::{
-    Checkpoints,
+    Checkpoints, folder_name_of,
     manifest::{MANIFEST, Manifest, is_media_error, verify_checkpoint},
-    folder_name_of,
 };
 use crate::{
     store::CheckpointRow,

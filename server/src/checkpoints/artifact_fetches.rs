@@ -4,8 +4,8 @@
 use super::{
     Checkpoints, Wait, artifact_checks,
     artifact_store::{ArtifactStore, Fetch, FetchOutcome, NotFetched, RequestKind},
-    manifest::{MANIFEST, ManifestFile, Verifier},
     folder_name_of,
+    manifest::{MANIFEST, ManifestFile, Verifier},
     object_storage::{Prefix, describe},
 };
 use crate::{

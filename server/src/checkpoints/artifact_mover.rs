@@ -7,8 +7,8 @@
 use super::{
     Checkpoints,
     artifact_store::{ArtifactStore, RequestKind},
-    manifest::{MANIFEST, ManifestFile, Verifier, sha256},
     folder_name_of,
+    manifest::{MANIFEST, ManifestFile, Verifier, sha256},
     object_storage::{PART_BYTES, Prefix, Unusable, describe, part_bytes},
 };
 use crate::{
@@ -105,7 +105,8 @@ async fn queue_all_missing(checkpoints: &Checkpoints, store: &ArtifactStore) -> 
 async fn queue_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     let mut after = String::new();
     loop {
-        let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &after, ROWS_PER_QUERY).await?;
+        let ids =
+            checkpoints.store.abandoned_checkpoints(store.storage.url(), &after, ROWS_PER_QUERY).await?;
         let Some(last) = ids.last() else { return Ok(()) };
         after.clone_from(last);
         ids.iter().for_each(|id| store.queue(id));
@@ -242,8 +243,11 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
         return Ok(());
     }
     let manifest = Bytes::from(manifest);
-    let record =
-        StoredCheckpoint { id: row.id.clone(), manifest: None, unfinished_upload: known.and_then(|known| known.unfinished_upload) };
+    let record = StoredCheckpoint {
+        id: row.id.clone(),
+        manifest: None,
+        unfinished_upload: known.and_then(|known| known.unfinished_upload),
+    };
     match send_files(checkpoints, store, &prefix, &folder, &manifest, record).await {
         // The checkpoint is not damaged, but was replaced during the upload, and is queued again.
         Err(MoveError::Damaged(_)) if regular_files::read(&folder.join(MANIFEST)).await? != manifest => {
@@ -292,7 +296,11 @@ async fn send_files(
 }
 
 /// Writes the row of a copy that is in the object store, or will be.
-async fn write_record(checkpoints: &Checkpoints, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<()> {
+async fn write_record(
+    checkpoints: &Checkpoints,
+    store: &ArtifactStore,
+    record: &StoredCheckpoint,
+) -> Result<()> {
     if !checkpoints.store.put_stored_checkpoint(store.storage.url(), record).await? {
         // The checkpoint was removed during the upload.
         return Err(MoveError::Changed);

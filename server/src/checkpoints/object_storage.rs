@@ -165,13 +165,25 @@ impl ObjectStorage {
     }
 
     /// Whether the store has a file with this checksum and size.
-    pub(crate) async fn has_file(&self, prefix: &Prefix, name: &str, sha256: &str, bytes: u64) -> Result<bool> {
+    pub(crate) async fn has_file(
+        &self,
+        prefix: &Prefix,
+        name: &str,
+        sha256: &str,
+        bytes: u64,
+    ) -> Result<bool> {
         let found = optional(with_timeout(self.objects.head(&prefix.file_path(name, sha256))).await)?;
         Ok(found.is_some_and(|found| found.size == bytes))
     }
 
     /// Writes a small file whose bytes were verified by the caller.
-    pub(crate) async fn put_file(&self, prefix: &Prefix, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
+    pub(crate) async fn put_file(
+        &self,
+        prefix: &Prefix,
+        name: &str,
+        sha256: &str,
+        bytes: Bytes,
+    ) -> Result<()> {
         with_timeout(self.objects.put(&prefix.file_path(name, sha256), bytes.into())).await.map(drop)
     }
 

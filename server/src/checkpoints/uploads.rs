@@ -120,7 +120,10 @@ impl Upload {
         let _lock = self.lock()?;
         let manifest = self.read_manifest()?;
         let Some(expected) = manifest.files.get(name) else {
-            return Err(UploadError::Wrong(format!("the manifest of checkpoint {} names no {name}", self.name)));
+            return Err(UploadError::Wrong(format!(
+                "the manifest of checkpoint {} names no {name}",
+                self.name
+            )));
         };
         let path = self.partial.join(name);
         let mut file = File::options().write(true).create(true).truncate(false).open(&path)?;

@@ -24,7 +24,12 @@ pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>
 impl CheckpointWaits {
     /// The index of the first of these checkpoints for which the job has waited less than `limit`. Starts the wait for checkpoints that are
     /// new.
-    pub(crate) fn first_awaited(&self, job: &JobId, checkpoints: &[String], limit: Duration) -> Option<usize> {
+    pub(crate) fn first_awaited(
+        &self,
+        job: &JobId,
+        checkpoints: &[String],
+        limit: Duration,
+    ) -> Option<usize> {
         if checkpoints.is_empty() {
             return None;
         }

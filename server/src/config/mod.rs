@@ -136,9 +136,9 @@ pub struct ServeConfig {
     /// these may be in any folder.
     pub dataset_roots: Vec<PathBuf>,
     /// Maximum number of entries in the audit log. The oldest are removed.
-    pub audit_entries: u32,
+    pub max_audit_entries: u32,
     /// Maximum number of concurrent connections. `None`: as many as the process's file descriptors allow.
-    pub connections: Option<usize>,
+    pub max_connections: Option<usize>,
     /// Whether webhooks may send to addresses that are not on the internet: this machine, private networks, metadata services.
     pub webhooks_allow_private: bool,
     /// The mail server for e-mail of webhooks. `None`: webhooks cannot send e-mail.
@@ -195,8 +195,8 @@ impl ServeConfig {
             no_auth: false,
             oidc: None,
             dataset_roots: Vec::new(),
-            audit_entries: 100_000,
-            connections: None,
+            max_audit_entries: 100_000,
+            max_connections: None,
             webhooks_allow_private: false,
             smtp: None,
             webhook_retries: [5, 300, 1800, 7200, 18_000, 36_000].map(Duration::from_secs).into(),

@@ -216,7 +216,16 @@ impl FileList {
             }
             open.push((PathBuf::new(), names.into_iter()));
         }
-        Ok(Some(Self { tree, max_entries, open, files: 0, bytes: 0, folders: 0, has_begun: false, has_ended: false }))
+        Ok(Some(Self {
+            tree,
+            max_entries,
+            open,
+            files: 0,
+            bytes: 0,
+            folders: 0,
+            has_begun: false,
+            has_ended: false,
+        }))
     }
 
     /// The next lines of the list, or `None` at its end.
@@ -337,7 +346,9 @@ impl Parts {
         let mut file = match self.tree.open_file(&part.path) {
             Ok(file) => file,
             // The file was removed after it was listed. The agent then requests a new list.
-            Err(_) if self.tree.may_contain(&part.path) && self.tree.is_gone(&part.path) => return Err(changed()),
+            Err(_) if self.tree.may_contain(&part.path) && self.tree.is_gone(&part.path) => {
+                return Err(changed());
+            }
             Err(message) => return Err((PART_REFUSED, message)),
         };
         let metadata = file.metadata().map_err(failed)?;

@@ -167,8 +167,9 @@ impl DatasetRoots {
 
     /// Same as [`DatasetRoots::allowed_folders`], for a dataset that is to be registered. `None` also for the bundled dataset and for uploads.
     pub(crate) fn allowed_folders_for_new(&self, path: &str) -> Option<AllowedFolders> {
-        self.allowed_folders()
-            .filter(|_| self.bundled.as_deref() != Some(Path::new(path)) && self.upload_folder(path).is_none())
+        self.allowed_folders().filter(|_| {
+            self.bundled.as_deref() != Some(Path::new(path)) && self.upload_folder(path).is_none()
+        })
     }
 
     /// Checks that the files of a registered dataset may still be used. The path had no links when it was registered, but a link that was
@@ -308,7 +309,10 @@ mod tests {
     async fn patterns_with_parent_folders_are_refused() {
         let roots = roots(&[Path::new("/data")], "0.0.0.0:7070");
         for path in ["/data/{a/b,.}/../../secret/x.tar", "/data/{a,b}/../../secret/x.tar"] {
-            assert!(roots.check_requested(path, &Caller::anybody()).await.unwrap_err().contains(".."), "{path}");
+            assert!(
+                roots.check_requested(path, &Caller::anybody()).await.unwrap_err().contains(".."),
+                "{path}"
+            );
             assert!(roots.check_found(path).is_err(), "{path}");
         }
         assert!(roots.check_requested("/data/{000..127}.tar", &Caller::anybody()).await.is_ok());
@@ -350,7 +354,8 @@ mod tests {
         symlink(path("root/set"), path("way-in")).unwrap();
         symlink(path("real"), path("linked-root")).unwrap();
         let allowed = roots(&[&path("root"), &path("linked-root")], "127.0.0.1:0");
-        let ask = async |path: PathBuf| allowed.check_requested(path.to_str().unwrap(), &Caller::anybody()).await;
+        let ask =
+            async |path: PathBuf| allowed.check_requested(path.to_str().unwrap(), &Caller::anybody()).await;
         for good in [
             "root",
             "root/set",
@@ -414,7 +419,10 @@ mod tests {
         assert_eq!(link.replace(&path("root/link"), &path("root/dangling")), dangling);
         // A link to itself does not cause an endless loop.
         symlink(path("root/loop"), path("root/loop")).unwrap();
-        assert_eq!(resolve_links(Path::new(&path("root/loop"))), resolve_links(Path::new(&path("root"))).join("loop"));
+        assert_eq!(
+            resolve_links(Path::new(&path("root/loop"))),
+            resolve_links(Path::new(&path("root"))).join("loop")
+        );
         assert_eq!(allowed.check_weights(&path("root/w.safetensors"), &anybody).await, Ok(()));
     }
 

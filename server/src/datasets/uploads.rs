@@ -134,7 +134,8 @@ impl Upload {
         let Ok(archive) = File::open(&path) else {
             return refuse("no zip file was uploaded under this name; send it first");
         };
-        let reader = BoundedReader { file: BufReader::new(archive), budget: Rc::new(Cell::new(MAX_END_BYTES)) };
+        let reader =
+            BoundedReader { file: BufReader::new(archive), budget: Rc::new(Cell::new(MAX_END_BYTES)) };
         let budget = reader.budget.clone();
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
         let mut zip = ZipIterable::try_new(reader, config).map_err(zip_error)?;
@@ -164,11 +165,13 @@ impl Upload {
         let missing = files.iter().flatten().filter(|file| !is_unpacked(file));
         check_space(&root, missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes)))?;
 
-        let body = BoundedReader { file: BufReader::new(File::open(&path)?), budget: Rc::new(Cell::new(u64::MAX)) };
+        let body =
+            BoundedReader { file: BufReader::new(File::open(&path)?), budget: Rc::new(Cell::new(u64::MAX)) };
         let mut entries = zip.files_with_reader(body, ZipReadOptions::new()).map_err(zip_error)?;
         let (mut unpacked, mut written) = (0, 0);
         for file in &files {
-            let entry = entries.next().ok_or_else(|| UploadError::Wrong("the zip file has changed".into()))?;
+            let entry =
+                entries.next().ok_or_else(|| UploadError::Wrong("the zip file has changed".into()))?;
             let Some(file) = file else { continue };
             if !is_unpacked(file) {
                 if written > 0 && Instant::now() >= deadline {
@@ -481,7 +484,10 @@ mod tests {
         age(File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap());
         let path = upload.pictures_folder().unwrap().to_string_lossy().into_owned();
         remove_unused(dir.path(), &[path]);
-        assert!(upload.pictures_folder().is_ok() && !upload.0.join(ARCHIVE).exists(), "only the archive is removed");
+        assert!(
+            upload.pictures_folder().is_ok() && !upload.0.join(ARCHIVE).exists(),
+            "only the archive is removed"
+        );
         // The dataset was removed.
         remove_unused(dir.path(), &[]);
         assert!(upload.0.exists(), "it has just changed");

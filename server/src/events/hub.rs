@@ -85,7 +85,8 @@ impl Hub {
         {
             let newest = watched.recent.back().map(|e| e.seq);
             if newest.is_none_or(|seq| last.seq > seq) {
-                if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.first_seq() != seq + 1)) {
+                if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.first_seq() != seq + 1))
+                {
                     watched.recent.clear();
                     watched.recent_bytes = 0;
                 }

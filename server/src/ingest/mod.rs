@@ -24,15 +24,18 @@ use std::{
 };
 
 /// Size of a batch, in bytes, from which on no report is added. Reports are published only after the whole batch is stored.
-const BATCH_BYTES: usize = 4 << 20;
+const MAX_BATCH_BYTES: usize = 4 << 20;
 
 /// Stores reports, publishes the stored changes, and acknowledges the reports to agents. Runs until dropped.
 pub(crate) async fn run(scheduler: Arc<Scheduler>, mut queue: Queue) {
     while let Some(first) = queue.recv().await {
         let mut batch = vec![first];
-        let size = |w: &QueueItem| if let QueueItem::Report { reservation, .. } = w { reservation.bytes } else { 0 };
+        let size = |item: &QueueItem| match item {
+            QueueItem::Report { reservation, .. } => reservation.bytes,
+            QueueItem::Flush(_) => 0,
+        };
         let mut bytes = size(&batch[0]);
-        while bytes < BATCH_BYTES
+        while bytes < MAX_BATCH_BYTES
             && let Ok(more) = queue.try_recv()
         {
             bytes += size(&more);
@@ -49,8 +52,8 @@ async fn store_batch(scheduler: &Scheduler, batch: Vec<QueueItem>) {
     let mut flushes = Vec::new();
     // Dropped when all reports are stored.
     let mut reservations = Vec::with_capacity(batch.len());
-    for work in batch {
-        match work {
+    for item in batch {
+        match item {
             QueueItem::Report { agent, connection, mut report, reservation } => {
                 if connection.is_incomplete(&report.attempt) {
                     continue;
@@ -96,7 +99,7 @@ async fn store_batch(scheduler: &Scheduler, batch: Vec<QueueItem>) {
                     agents.leases.mark_unreachable(&attempt, &summary.unreachable);
                 }
                 if let Some(ending) = &summary.ending {
-                    dispatch::ranks_ended(scheduler, &attempt, &agent, ending);
+                    dispatch::note_ranks_ended(scheduler, &attempt, &agent, ending);
                 }
                 acknowledged.watched = events.hub.is_watched(&attempt.job);
                 agents.send(&agent, ToAgent::Ack(acknowledged));
@@ -191,8 +194,8 @@ async fn store_records_separately(scheduler: &Scheduler, report: Report) -> Opti
         match &mut answer {
             IngestResult::Stored { changed, .. } => {
                 if let Some(changed) = changed.take() {
-                    let combined =
-                        combined.get_or_insert_with(|| ChangedJob { events: Vec::new(), ..(*changed).clone() });
+                    let combined = combined
+                        .get_or_insert_with(|| ChangedJob { events: Vec::new(), ..(*changed).clone() });
                     combined.events.extend(changed.events);
                     combined.job = changed.job;
                 }
@@ -206,7 +209,7 @@ async fn store_records_separately(scheduler: &Scheduler, report: Report) -> Opti
     Some(answer)
 }
 
-/// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a
+/// Publishes events that may have been stored without being published, because if the connection to the database broke at the end of a
 /// transaction, the retry finds the records stored and returns no events.
 async fn catch_up(scheduler: &Scheduler, jobs: HashSet<&JobId>) {
     let Scheduler { store, events, checkpoints, .. } = scheduler;

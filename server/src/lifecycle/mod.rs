@@ -61,7 +61,8 @@ fn change_state(
     }
     if !state.is_active() && row.fencing_token.take().is_some() {
         let has_trained = state == JobState::Succeeded || row.progress.trained;
-        row.attempt_end = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), has_trained });
+        row.attempt_end =
+            Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), has_trained });
     }
     if state.is_waiting() && !row.job.state.is_waiting() {
         row.waiting_since = Some(at);

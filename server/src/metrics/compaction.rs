@@ -63,7 +63,9 @@ pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: Res
         return Ok(false);
     }
     let stored = read_rewritten_series(store, job, &newest, &page.columns).await?;
-    store.put_metric_chunks(job, watermark, page.last_seq, &changed_chunks(newest, page.columns, stored)).await
+    store
+        .put_metric_chunks(job, watermark, page.last_seq, &changed_chunks(newest, page.columns, stored))
+        .await
 }
 
 /// Reads all stored points of the series to which `columns` add points at or before the last stored step. Only runs from elsewhere have

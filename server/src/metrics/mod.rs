@@ -10,7 +10,7 @@ mod compaction_queue;
 pub(crate) mod query;
 pub(crate) mod retire;
 
-use crate::store::{ChangedJob, EventRow, Store, RowContent};
+use crate::store::{ChangedJob, EventRow, RowContent, Store};
 use compaction_queue::CompactionQueue;
 use std::{sync::Arc, time::Duration};
 

@@ -52,8 +52,9 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
 
 async fn remove_points_of(metrics: &Metrics, job: &JobId) -> Result<()> {
     let ranks = metrics.store.job(job).await?.map_or(1, |row| row.job.ranks);
-    while compaction::compact(metrics.store.as_ref(), job, compaction_queue::batch_cost(ranks), Rest::Compact).await? {
-    }
+    while compaction::compact(metrics.store.as_ref(), job, compaction_queue::batch_cost(ranks), Rest::Compact)
+        .await?
+    {}
     loop {
         let began = Instant::now();
         if !metrics.store.remove_points(job).await? {

@@ -5,7 +5,7 @@ use crate::{
     checkpoints::{Wait, artifact_fetches::CHECK_TIMEOUT},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
-    scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
+    scheduler::{AgentState, Plan, Scheduler, Snapshot, YieldingJob, plan},
     store::{AttemptRow, JobRow, Occupant, Result, unreadable},
     util::failure_log::FailureLog,
 };
@@ -15,7 +15,7 @@ use lockstep_protocol::{
     reason::{Reason, ReasonKind, Text},
 };
 use preempt::preempt;
-use reasons::Unstored;
+use reasons::UnstoredReasons;
 use start::start_all;
 use std::{
     collections::{HashMap, HashSet},
@@ -31,7 +31,10 @@ mod resume_point;
 mod start;
 mod unreported;
 
-pub(crate) use ends::{declined, ranks_ended, ready, requeue_after_leave, stop_other_agents, stop_reason};
+pub(crate) use ends::{
+    StopMode, note_ranks_ended, note_ready, requeue_after_leave, requeue_declined, stop_other_agents,
+    stop_reason,
+};
 pub(crate) use needs::is_checkpoint_id;
 
 /// Interval between two rounds without a notification.
@@ -51,7 +54,7 @@ const MIN_SILENCE: Duration = Duration::from_secs(1);
 const RECONNECT_TIME: Duration = Duration::from_secs(4);
 
 /// At the server's start, gives each attempt that may write a full lease, within which its agents must report.
-pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
+pub(crate) async fn restore_leases(scheduler: &Scheduler) -> Result<()> {
     for AttemptRow { attempt, places } in scheduler.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         // The agents report after reconnecting whether they got the order to start.
@@ -75,12 +78,16 @@ pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
 
 /// Checks leases and plans starts until dropped.
 pub(crate) async fn run(scheduler: Arc<Scheduler>) {
-    let unstored = Unstored::default();
-    tokio::join!(rounds(&scheduler, &unstored), comparisons(&scheduler), unstored.store_all(&scheduler));
+    let unstored = UnstoredReasons::default();
+    tokio::join!(
+        run_rounds(&scheduler, &unstored),
+        compare_queue(&scheduler),
+        unstored.store_all(&scheduler)
+    );
 }
 
 /// Compares the queue with the store. This is a separate task, because the comparison of a long queue would delay rounds.
-async fn comparisons(scheduler: &Scheduler) {
+async fn compare_queue(scheduler: &Scheduler) {
     let mut failing = FailureLog::default();
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
@@ -93,10 +100,10 @@ async fn comparisons(scheduler: &Scheduler) {
     }
 }
 
-async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
+async fn run_rounds(scheduler: &Scheduler, unstored: &UnstoredReasons) {
     let mut failing = FailureLog::default();
     loop {
-        let done = round(scheduler, unstored).await;
+        let done = run_round(scheduler, unstored).await;
         failing.log(&done, "a round of dispatch failed", "rounds of dispatch succeed again");
         let poll = if scheduler.agents.leases.any_attempt_lost_contact() {
             LOST_POLL_INTERVAL
@@ -110,7 +117,7 @@ async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
     }
 }
 
-async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
+async fn run_round(scheduler: &Scheduler, unstored: &UnstoredReasons) -> Result<()> {
     for expired in scheduler.agents.leases.expired_parts() {
         // The agent may have reconnected while other agents were given up.
         if scheduler.agents.leases.is_renewed(&expired) {
@@ -120,11 +127,11 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
         let secs = scheduler.agents.leases.duration.as_secs_f64();
         skip_permanent_error(&job, expire(scheduler, expired, secs, None).await)?;
     }
-    let limit = scheduler.config.heartbeat.mul_f64(LOST_AFTER_HEARTBEATS).max(MIN_SILENCE);
+    let max_silence = scheduler.config.heartbeat.mul_f64(LOST_AFTER_HEARTBEATS).max(MIN_SILENCE);
     // An agent that was connected before this server was started may be reconnecting.
     let uptime = scheduler.up_since.elapsed();
     let silence = |id: &str| scheduler.agents.silence(id).or_else(|| uptime.checked_sub(RECONNECT_TIME));
-    let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > limit);
+    let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > max_silence);
     for expired in
         scheduler.agents.leases.agents_to_give_up(is_silent, |id| scheduler.agents.is_connected(id))
     {
@@ -149,10 +156,10 @@ async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
     let mut check_time_left = CHECK_TIMEOUT;
     loop {
         let plan = plan(&snapshot);
-        if plan.unknown.is_empty() {
+        if plan.unknown_checkpoints.is_empty() {
             return Ok((snapshot, plan));
         }
-        for (row, reader) in plan.unknown {
+        for (row, reader) in plan.unknown_checkpoints {
             let wait = match scheduler.checkpoints.find_wait(&row, &reader, &mut check_time_left).await {
                 Err(error) if !error.is_temporary() => {
                     let why = Reason::from(error.to_string()).into();
@@ -178,8 +185,14 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
             && agent.row.last_seen_at > now - scheduler.agents.leases.duration
             && !scheduler.agents.leases.is_given_up(id)
             && !is_drained;
-        let in_use = held.remove(id).unwrap_or_default().into_keys().collect();
-        Arc::new(AgentState { only_job: agent.only_job, takes_work, is_drained, in_use, row: agent.row })
+        let slots_in_use = held.remove(id).unwrap_or_default().into_keys().collect();
+        Arc::new(AgentState {
+            only_job: agent.only_job,
+            takes_work,
+            is_drained,
+            slots_in_use,
+            row: agent.row,
+        })
     });
     let agents = agents.collect();
     let fair_share = match scheduler.config.fair_share {
@@ -189,14 +202,15 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     };
     let slots_of_shares = scheduler.store.slots_of_shares(fair_share).await?;
     let waiting = scheduler.waiting.read(&*scheduler.store).await?;
-    let yielding = if waiting.is_empty() { Vec::new() } else { yielding(scheduler).await? };
+    let yielding_jobs = if waiting.is_empty() { Vec::new() } else { yielding_jobs(scheduler).await? };
     let (started_at, checkpoints) = (scheduler.started_at, HashMap::new());
-    Ok(Snapshot { now, started_at, agents, waiting, yielding, fair_share, slots_of_shares, checkpoints })
+    Ok(Snapshot { now, started_at, agents, waiting, yielding_jobs, fair_share, slots_of_shares, checkpoints })
 }
 
 /// Running jobs whose slots other jobs may count on, by ascending priority.
-async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
-    let (mut occupants, ending) = (scheduler.store.yielding_jobs().await?, scheduler.agents.leases.ending_jobs());
+async fn yielding_jobs(scheduler: &Scheduler) -> Result<Vec<YieldingJob>> {
+    let (mut occupants, ending) =
+        (scheduler.store.yielding_jobs().await?, scheduler.agents.leases.ending_jobs());
     let known: HashSet<JobId> = occupants.iter().map(|occupant| occupant.job.clone()).collect();
     // Jobs whose ranks have ended on one of their agents will end everywhere. They need no preemption, so their priority does not matter.
     let only_ending = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
@@ -214,7 +228,7 @@ async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
             .into_iter()
             .flat_map(|place| place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot)));
         let is_ending = occupant.must_end || ending.contains(&occupant.job);
-        Yielding { slots: slots.collect(), occupant, is_ending }
+        YieldingJob { slots: slots.collect(), occupant, is_ending }
     };
     Ok(occupants.into_iter().map(with_slots).collect())
 }
@@ -224,12 +238,12 @@ async fn carry_out(
     scheduler: &Scheduler,
     snapshot: &Snapshot,
     mut plan: Plan,
-    unstored: &Unstored,
+    unstored: &UnstoredReasons,
 ) -> Result<()> {
     let planned = plan.starts.len();
     let mut starts = std::mem::take(&mut plan.starts).into_iter();
     for preemption in std::mem::take(&mut plan.preemptions) {
-        // Starts before this preemption come first: if one of them fails, its slots are free, and the preemption may not be needed.
+        // Starts before this preemption come first, because if one of them fails, its slots are free, and the preemption may not be needed.
         let earlier_count = preemption.starts_before - (planned - starts.len());
         let earlier = starts.by_ref().take(earlier_count).collect();
         if !start_all(scheduler, earlier).await? || !preempt(scheduler, snapshot, &preemption).await? {
@@ -263,7 +277,12 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// Fences an attempt whose lease has expired on one of its agents. The job is restarted, or fails if no restarts are left. An attempt on
 /// several agents ends once the other agents have ended their ranks. `why_early`: why an agent that has been silent for `secs` is
 /// given up before its lease has expired.
-async fn expire(scheduler: &Scheduler, expired: ExpiredPart, secs: f64, why_early: Option<&str>) -> Result<()> {
+async fn expire(
+    scheduler: &Scheduler,
+    expired: ExpiredPart,
+    secs: f64,
+    why_early: Option<&str>,
+) -> Result<()> {
     let ExpiredPart { attempt, place, agent_count, had_order } = expired;
     // The connection of a silent agent may still be open for a moment after its lease has expired.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
@@ -284,7 +303,7 @@ async fn expire(scheduler: &Scheduler, expired: ExpiredPart, secs: f64, why_earl
         ReasonKind::StartLost { agent, attempt, step }.into()
     };
     if agent_count > 1 {
-        end_attempt_on_agent(scheduler, &attempt, &place, agent_count, false, move |row| {
+        end_attempt_on_agent(scheduler, &attempt, &place, agent_count, StopMode::AtOnce, move |row| {
             EndOnAgent::Lost(why(row))
         })
         .await?;
@@ -296,7 +315,7 @@ async fn expire(scheduler: &Scheduler, expired: ExpiredPart, secs: f64, why_earl
     }
     let reason =
         if why_early.is_some() { "the attempt has ended without this agent" } else { "its lease ran out" };
-    send_stop(scheduler, &[place], &attempt, reason, false);
+    send_stop(scheduler, &[place], &attempt, reason, StopMode::AtOnce);
     Ok(())
 }
 
@@ -319,9 +338,9 @@ pub(crate) enum StopRequest {
 pub(crate) async fn stop(scheduler: &Scheduler, id: &JobId, request: StopRequest) -> Result<Job> {
     let places = scheduler.agents.leases.places_of(id);
     let online = scheduler.agents.online();
-    let reachable = places.iter().any(|p| online.iter().any(|o| o.row.id == p.agent_id));
+    let is_reachable = places.iter().any(|p| online.iter().any(|o| o.row.id == p.agent_id));
     let change = move |row: &mut JobRow| match request {
-        StopRequest::Cancel => lifecycle::cancel(row, reachable, crate::now()),
+        StopRequest::Cancel => lifecycle::cancel(row, is_reachable, crate::now()),
         StopRequest::Pause => lifecycle::pause(row, crate::now()),
     };
     let changed = scheduler.events.change_job(id, Box::new(change)).await?;

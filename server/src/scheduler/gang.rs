@@ -26,7 +26,7 @@ fn choose_fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) ->
         return None;
     }
     let mut group = group.clone();
-    // The sort is stable: equal candidates stay in the order of their names.
+    // The sort is stable, so equal candidates stay in the order of their names.
     group.sort_by_key(|c| Reverse(slots(*c)));
     let mut missing = ranks;
     let mut chosen = Group::new();
@@ -83,7 +83,7 @@ pub(super) fn choose(
     let is_reserved = |c: usize| reserved.contains(&candidates[c].agent.row.id);
     // Large gaps stay for large jobs, but ranks that NVLink joins exchange gradients several times faster.
     let fits = |c: &usize| candidates[*c].free.len() >= ranks && !is_reserved(*c);
-    let costs = |c: &usize| (candidates[*c].linked_groups(ranks), candidates[*c].free.len());
+    let costs = |c: &usize| (candidates[*c].nvlink_group_count(ranks), candidates[*c].free.len());
     let one = (0..candidates.len()).filter(fits).min_by_key(costs);
     if let Some(one) = one {
         return Some(vec![(one, candidates[one].choose_slots(ranks))]);

@@ -13,9 +13,9 @@ mod open;
 mod points;
 pub mod postgres;
 pub(crate) mod purge;
-pub(crate) mod unreadable;
 mod rows;
 pub mod sqlite;
+pub(crate) mod unreadable;
 mod values;
 
 pub use crate::lifecycle::JobRow;

@@ -136,7 +136,7 @@ async fn connect_from(source: [u8; 4], to: SocketAddr) -> TcpStream {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_half_open_connections_do_not_block_others() {
     let files = Files::new();
-    let server = with_tls(files.issue("server", |_| {}), |c| c.connections = Some(600)).await;
+    let server = with_tls(files.issue("server", |_| {}), |c| c.max_connections = Some(600)).await;
     let config = files.client();
     for from_one_address in [true, false] {
         let mut half_open = Vec::new();

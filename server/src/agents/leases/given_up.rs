@@ -115,8 +115,11 @@ impl Leases {
     pub(crate) fn renew_at_connect(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let foreign = self.renew(agent_id, attempts);
         let (now, ranks_end_by) = (Instant::now(), Instant::now() + self.duration);
-        let entry =
-            |attempt: &AttemptRef| GivenUp { agent_id: agent_id.into(), attempt: attempt.clone(), ranks_end_by };
+        let entry = |attempt: &AttemptRef| GivenUp {
+            agent_id: agent_id.into(),
+            attempt: attempt.clone(),
+            ranks_end_by,
+        };
         let mut given_up = lock(&self.given_up);
         given_up.retain(|entry| entry.agent_id != agent_id && entry.ranks_end_by > now);
         // The agent may report any number of attempts. It gets no work while a remembered attempt remains.

@@ -58,7 +58,9 @@ pub(crate) fn warnings(state: &MachineState<'_>) -> Vec<MachineWarning> {
                 0 => "",
                 _ => " Its jobs continue elsewhere, from their newest checkpoint, when their lease ends.",
             };
-            let text = format!("Offline for {since}: see its agent's log, and whether it reaches this server.{jobs}");
+            let text = format!(
+                "Offline for {since}: see its agent's log, and whether it reaches this server.{jobs}"
+            );
             found.push(MachineWarning { problem: state.attempt_count > 0, text });
         }
         Some(since) => warn_about_online(state, since, &mut found),

@@ -122,7 +122,9 @@ async fn report(datasets: &Datasets, requester: &RequestingAgent, dataset: &Data
     let (job, attempt) = (&requester.attempt.job, requester.attempt.attempt);
     let (copied, total) = (request.copied_bytes, request.total_bytes);
     let who = (job, attempt, requester.agent_id.as_str());
-    let Some(notice) = datasets.copies.note_progress(who, (copied, total), request.anew.is_some()) else { return };
+    let Some(notice) = datasets.copies.note_progress(who, (copied, total), request.anew.is_some()) else {
+        return;
+    };
     let agent = requester.agent_name(&datasets.agents);
     let name = &dataset.name;
     let megabytes = |bytes: u64| bytes as f64 / 1e6;

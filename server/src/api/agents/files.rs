@@ -18,7 +18,7 @@ use crate::{
     checkpoints::{
         Checkpoints, artifact_checks,
         manifest::MANIFEST,
-        uploads::{PIECE_BYTES, UploadError, Upload},
+        uploads::{PIECE_BYTES, Upload, UploadError},
     },
     datasets::notes,
     events::Events,

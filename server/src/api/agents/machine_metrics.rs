@@ -4,7 +4,7 @@ use crate::api::prelude::*;
 use crate::{
     agents::{
         Agents,
-        machines::{GPU_METRICS, RETENTION, MACHINE_METRICS, Point, bucket_means, minute_of, point_of},
+        machines::{GPU_METRICS, MACHINE_METRICS, Point, RETENTION, bucket_means, minute_of, point_of},
     },
     api::list,
     http::extract::count,

@@ -8,14 +8,17 @@ use crate::api::prelude::*;
 use crate::{
     agents::{
         JoinError,
-        inbox::{RESERVE_TIMEOUT, ReportConnection, QueueItem},
+        inbox::{QueueItem, RESERVE_TIMEOUT, ReportConnection},
         machines,
     },
     api::agents,
     auth::Auth,
     http::ingress::{Ingress, Peer},
     lifecycle,
-    scheduler::{Scheduler, dispatch},
+    scheduler::{
+        Scheduler,
+        dispatch::{self, StopMode},
+    },
     store::{AgentRow, Report, Store},
 };
 use axum::extract::{
@@ -298,7 +301,8 @@ impl Connection<'_> {
         let revoked = scheduler.agents.leases.renew_at_connect(&self.id, attempts);
         let mut acknowledged = Vec::new();
         for attempt in attempts {
-            acknowledged.extend(scheduler.store.acknowledged_records(attempt, &self.id).await.map_err(failed)?);
+            acknowledged
+                .extend(scheduler.store.acknowledged_records(attempt, &self.id).await.map_err(failed)?);
         }
         let welcome = ToAgent::Welcome {
             heartbeat_secs: scheduler.config.heartbeat.as_secs_f64(),
@@ -322,8 +326,10 @@ impl Connection<'_> {
             };
             let Some(row) = row else { continue };
             let is_ending = lifecycle::is_ending(&row) && scheduler.agents.leases.agent_count(attempt) > 1;
-            let ending = is_ending.then(|| ("its ranks on another machine have ended".to_owned(), false));
-            for (reason, patient) in dispatch::stop_reason(&row).into_iter().chain(ending) {
+            let reason = "its ranks on another machine have ended".to_owned();
+            let ending = is_ending.then_some((reason, StopMode::AtOnce));
+            for (reason, mode) in dispatch::stop_reason(&row).into_iter().chain(ending) {
+                let patient = mode == StopMode::AfterCheckpoint;
                 send(to, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
             }
         }
@@ -391,9 +397,9 @@ impl Connection<'_> {
             FromAgent::Declined { attempt, reason } => {
                 let reason = shortened(reason);
                 scheduler.agents.set_no_work(&self.id, Some(reason.clone()));
-                dispatch::declined(scheduler, &self.id, &attempt, reason).await;
+                dispatch::requeue_declined(scheduler, &self.id, &attempt, reason).await;
             }
-            FromAgent::Ready { attempt, port } => dispatch::ready(scheduler, attempt, &self.id, port),
+            FromAgent::Ready { attempt, port } => dispatch::note_ready(scheduler, attempt, &self.id, port),
             FromAgent::Hello { .. } => {
                 return ControlFlow::Break(End::protocol("the agent sent Hello twice"));
             }

@@ -380,7 +380,8 @@ pub(crate) async fn delete(
     Path(name): Path<String>,
 ) -> Result<StatusCode> {
     let store = &datasets.store;
-    let uploaded = store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload_folder(&dataset.path));
+    let uploaded =
+        store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload_folder(&dataset.path));
     let removed = match uploaded {
         Some(folder) => to_the_end(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await,
         None => store.remove_dataset(&name).await.map_err(Error::from),

@@ -11,7 +11,7 @@ use crate::{
     api::{PieceQuery, read_piece, to_the_end},
     datasets::{
         Datasets,
-        uploads::{self, PIECE_BYTES, UploadError, Upload},
+        uploads::{self, PIECE_BYTES, Upload, UploadError},
     },
     http::{
         error::{blocking, disk_error},

@@ -155,8 +155,15 @@ pub(crate) async fn query(
             return Err(Error::BadRequest(detail.into()));
         }
         let containing = query.q;
-        let filter =
-            LogFilter { rank, attempt, after, before, limit: DEFAULT_LINES, selects_newest: false, containing };
+        let filter = LogFilter {
+            rank,
+            attempt,
+            after,
+            before,
+            limit: DEFAULT_LINES,
+            selects_newest: false,
+            containing,
+        };
         return Ok(text_file(scheduler.store.clone(), job, filter));
     }
     let (after, before) = match position {

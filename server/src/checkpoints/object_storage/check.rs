@@ -64,7 +64,10 @@ impl ObjectStorage {
             )),
             Err((what, error)) => {
                 let Unusable { why, is_temporary } = error.into();
-                Err(Unusable { why: format!("an object could not be {what} for a test: {why}"), is_temporary })
+                Err(Unusable {
+                    why: format!("an object could not be {what} for a test: {why}"),
+                    is_temporary,
+                })
             }
         }
     }

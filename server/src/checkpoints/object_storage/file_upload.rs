@@ -38,7 +38,9 @@ impl ObjectStorage {
     /// Aborts the multipart upload of a server that was killed. Until then, the bucket keeps the parts and charges for them. `upload_id` is the
     /// result of [`FileUpload::upload_id`] for the upload.
     pub(crate) async fn abort_upload(&self, upload_id: &str) -> Result<()> {
-        let (Some(bucket), Some((path, id))) = (&self.bucket, upload_id.split_once(' ')) else { return Ok(()) };
+        let (Some(bucket), Some((path, id))) = (&self.bucket, upload_id.split_once(' ')) else {
+            return Ok(());
+        };
         // The bucket does not have the upload if it was finished, or if the bucket has dropped it.
         optional(with_timeout(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await).map(drop)
     }

@@ -64,7 +64,10 @@ fn damaged_files_are_refused_and_can_be_sent_again() {
     upload.append("model.safetensors", 0, b"weighTs").unwrap();
     send_all(&upload);
     let refused = upload.commit(true).unwrap_err();
-    assert!(matches!(&refused, UploadError::Damaged(why) if why.contains("model.safetensors")), "{refused:?}");
+    assert!(
+        matches!(&refused, UploadError::Damaged(why) if why.contains("model.safetensors")),
+        "{refused:?}"
+    );
     assert!(!dir.path().join("checkpoints/1-20").exists());
     assert_eq!(upload.state().unwrap(), UploadState::default());
     // A file whose last byte is missing.

@@ -29,7 +29,7 @@ pub(super) async fn preempt(
         }
         let live = scheduler.store.live_attempts().await?.into_iter().map(|row| row.attempt.job).collect();
         let agents = snapshot.agents.iter().filter(|agent| agent.takes_work);
-        let held = agents.map(|agent| (agent.row.id.as_str(), &agent.in_use));
+        let held = agents.map(|agent| (agent.row.id.as_str(), &agent.slots_in_use));
         is_done = all_still_held(held, &scheduler.agents.leases, &live);
     }
     for victim in victims.iter().filter(|_| is_done) {

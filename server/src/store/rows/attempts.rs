@@ -1,6 +1,6 @@
 //! Attempts: claims, attempts that may write, and reports of ranks.
 
-use super::Changed;
+use super::ChangedJob;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, Source},

@@ -114,12 +114,13 @@ impl EventRow {
             return if self.seq > after { vec![frame(self.seq, body)] } else { Vec::new() };
         }
         let Some((attempt, rank, columns)) = self.metrics(None) else { return Vec::new() };
-        let bodies = (self.first_seq()..).zip(columns).filter(|(seq, _)| *seq > after).map(|(seq, column)| {
-            let MetricColumn { name, steps, values } = column;
-            let values = values.into_iter().map(|v| v.is_finite().then_some(v)).collect();
-            let body = EventBody::Metrics { attempt, rank, name, steps, values };
-            frame(seq, &serde_json::to_string(&body).unwrap_or_default())
-        });
+        let bodies =
+            (self.first_seq()..).zip(columns).filter(|(seq, _)| *seq > after).map(|(seq, column)| {
+                let MetricColumn { name, steps, values } = column;
+                let values = values.into_iter().map(|v| v.is_finite().then_some(v)).collect();
+                let body = EventBody::Metrics { attempt, rank, name, steps, values };
+                frame(seq, &serde_json::to_string(&body).unwrap_or_default())
+            });
         bodies.collect()
     }
 }

@@ -7,9 +7,9 @@ use super::{
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, ChangedJob, Claim, ClaimedAttempt, AgentPlace, Occupant, Place, Result, StoreError,
+        AgentPlace, AttemptRow, ChangedJob, Claim, ClaimedAttempt, Occupant, Place, Result, StoreError,
         unreadable::{self, json_or_default, readable},
-        values::{fault_point, read_fencing_token, job_id, json, new_fencing_token, time, to_u32, uint},
+        values::{fault_point, job_id, json, new_fencing_token, read_fencing_token, time, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -170,7 +170,10 @@ impl SqlStore {
                 attempt: AttemptRef {
                     job: job_id(&id)?,
                     attempt: to_u32(row.try_get("attempt")?),
-                    fencing_token: read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
+                    fencing_token: read_fencing_token(
+                        row.try_get("fencing_token")?,
+                        row.try_get("fencing_secret")?,
+                    ),
                 },
             })
         };
@@ -216,19 +219,24 @@ async fn insert_attempts(
     let text = "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) VALUES {} \
         RETURNING job_id, fencing_token, fencing_secret";
     let mut tokens = HashMap::with_capacity(attempts.len());
-    for query in batch::statements(text, 6, attempts, |query, NewAttempt { claim, number, resume_checkpoint }| {
-        Ok(query
-            .bind(claim.job.as_str())
-            .bind(i64::from(*number))
-            .bind(json(&claim.places)?)
-            .bind(resume_checkpoint.clone())
-            .bind(claim.at.as_millisecond())
-            // The database assigns the token's number.
-            .bind(new_fencing_token(0).secret_text()))
-    })? {
+    for query in
+        batch::statements(text, 6, attempts, |query, NewAttempt { claim, number, resume_checkpoint }| {
+            Ok(query
+                .bind(claim.job.as_str())
+                .bind(i64::from(*number))
+                .bind(json(&claim.places)?)
+                .bind(resume_checkpoint.clone())
+                .bind(claim.at.as_millisecond())
+                // The database assigns the token's number.
+                .bind(new_fencing_token(0).secret_text()))
+        })?
+    {
         for row in query.fetch_all(&mut *db).await? {
             let job = job_id(row.try_get("job_id")?)?;
-            tokens.insert(job, read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?));
+            tokens.insert(
+                job,
+                read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
+            );
         }
     }
     Ok(tokens)

@@ -111,7 +111,11 @@ impl SqlStore {
         let stored = |row: &DbRow| {
             let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
             let manifest = row.try_get::<Option<String>, _>("manifest")?.filter(|_| is_complete);
-            Ok(StoredCheckpoint { id: row.try_get("checkpoint_id")?, manifest, unfinished_upload: row.try_get("parts")? })
+            Ok(StoredCheckpoint {
+                id: row.try_get("checkpoint_id")?,
+                manifest,
+                unfinished_upload: row.try_get("parts")?,
+            })
         };
         self.find(query.bind(object_store).bind(id), stored).await
     }
@@ -191,8 +195,12 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(in crate::store) async fn artifact_marker(&self, object_store: &str) -> Result<Option<ArtifactMarker>> {
-        let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(object_store);
+    pub(in crate::store) async fn artifact_marker(
+        &self,
+        object_store: &str,
+    ) -> Result<Option<ArtifactMarker>> {
+        let found =
+            sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(object_store);
         let found: Option<String> = found.fetch_optional(&self.reader).await?;
         Ok(found.map(|found| match found.strip_prefix(RESTORED_PREFIX) {
             Some(marker) => ArtifactMarker { marker: marker.to_owned(), is_restored: true },
@@ -228,7 +236,11 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()> {
+    pub(in crate::store) async fn forget_stored_checkpoint(
+        &self,
+        object_store: &str,
+        id: &str,
+    ) -> Result<()> {
         let query = sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
             .bind(id)
             .bind(object_store);

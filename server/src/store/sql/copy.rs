@@ -82,7 +82,8 @@ fn read_cells(table: &Table, row: &DbRow) -> sqlx::Result<Vec<Cell>> {
 /// Inserts a row. The backup's table may have fewer columns than the database's table.
 async fn insert_row(db: &mut Connection, table: &Table, row: Vec<Cell>) -> sqlx::Result<()> {
     let placeholders: Vec<_> = (1..=table.columns.len()).map(|n| format!("${n}")).collect();
-    let query = format!("INSERT INTO {} ({}) VALUES ({})", table.name, column_names(table), placeholders.join(", "));
+    let query =
+        format!("INSERT INTO {} ({}) VALUES ({})", table.name, column_names(table), placeholders.join(", "));
     let mut query = sqlx::query(AssertSqlSafe(query));
     for cell in row {
         query = match cell {

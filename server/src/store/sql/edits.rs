@@ -29,7 +29,9 @@ impl SqlStore {
                 changed.push(None);
                 continue;
             };
-            if row.fencing_token.is_none() && let Some((state, _)) = &row.unknown_state {
+            if row.fencing_token.is_none()
+                && let Some((state, _)) = &row.unknown_state
+            {
                 let detail = format!(
                     "the job is {state:?}, a state that only another version of lockstep knows; start that version"
                 );

@@ -47,8 +47,9 @@ impl SqlStore {
         .bind(job.id.as_str())
         .fetch_optional(&self.reader)
         .await?;
-        let query =
-            format!("{SELECT_JOBS} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2");
+        let query = format!(
+            "{SELECT_JOBS} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2"
+        );
         let query = sqlx::query(AssertSqlSafe(query)).bind(job.id.as_str()).bind(MAX_ENTRIES);
         let fork = |row: &DbRow| {
             let checkpoint = row.try_get::<Option<String>, _>("parent_checkpoint")?;

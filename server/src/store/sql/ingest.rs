@@ -4,9 +4,9 @@ use super::{Connection, SqlStore, batch, checkpoint_copies, events, jobs, layers
 use crate::{
     lifecycle::{self, external},
     store::{
-        AppendResult, ChangedJob, EventRow, IngestResult, JobRow, Place, RecordsChange, Report, Result, RunRecords,
-        StoreError, unreadable,
-        values::{fault_point, read_fencing_token, int, job_id, to_u32, uint},
+        AppendResult, ChangedJob, EventRow, IngestResult, JobRow, Place, RecordsChange, Report, Result,
+        RunRecords, StoreError, unreadable,
+        values::{fault_point, int, job_id, read_fencing_token, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -65,9 +65,15 @@ async fn read_attempts(db: &mut Connection, attempts: &[AttemptKey]) -> Result<H
                 Entry::Vacant(entry) => {
                     let places: Vec<Place> =
                         unreadable::json_or_default(id, "places", row.try_get("places")?);
-                    let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+                    let token =
+                        read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
                     let agents = places.into_iter().map(|place| place.agent_id).collect();
-                    entry.insert(Attempt { token, agents, records: HashMap::new(), updated_sources: BTreeSet::new() })
+                    entry.insert(Attempt {
+                        token,
+                        agents,
+                        records: HashMap::new(),
+                        updated_sources: BTreeSet::new(),
+                    })
                 }
             };
             if let Some(source) = row.try_get("source")? {
@@ -139,7 +145,8 @@ impl SqlStore {
         db.commit().await?;
         fault_point("ingest.committed")?;
         for LoadedJob { row, events, first_report, .. } in jobs.into_values() {
-            if let Some(IngestResult::Stored { changed, .. }) = first_report.and_then(|n| answers.get_mut(n)) {
+            if let Some(IngestResult::Stored { changed, .. }) = first_report.and_then(|n| answers.get_mut(n))
+            {
                 *changed = Some(Box::new(ChangedJob { job: row.job, events }));
             }
         }
@@ -226,7 +233,9 @@ async fn store_report(
     let (source, first, at) = (*source, *first, *at);
     let LoadedJob { row, attempts, .. } = job;
     let known = attempts.get_mut(&attempt.attempt).filter(|known| known.token == attempt.fencing_token);
-    let Some(Attempt { agents, records, updated_sources, .. }) = known else { return Ok((IngestResult::Stale, false)) };
+    let Some(Attempt { agents, records, updated_sources, .. }) = known else {
+        return Ok((IngestResult::Stale, false));
+    };
     let Some(place) = agents.iter().position(|agent| agent == agent_id) else {
         return Ok((IngestResult::Stale, false));
     };

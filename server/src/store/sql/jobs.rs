@@ -6,7 +6,9 @@ use crate::{
     store::{
         Annotation, ChangedJob, CreateResult, JobRow, NewJob, Result, StoreError,
         unreadable::{self, json_or_default, read_spec},
-        values::{fault_point, read_fencing_token, from_json, int, job_id, json, strip_nul, time, to_u32, uint},
+        values::{
+            fault_point, from_json, int, job_id, json, read_fencing_token, strip_nul, time, to_u32, uint,
+        },
     },
 };
 use jiff::Timestamp;
@@ -122,7 +124,8 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     Ok(JobRow {
         announced_state: job.state,
         // A text that is not valid JSON becomes the reason's words.
-        cancel_reason: optional("stop")?.map(|text| from_json(&text).unwrap_or_else(|_| text.as_str().into())),
+        cancel_reason: optional("stop")?
+            .map(|text| from_json(&text).unwrap_or_else(|_| text.as_str().into())),
         job,
         private_parent,
         restarts: to_u32(row.try_get("restarts")?),

@@ -32,8 +32,8 @@ mod sweeps;
 mod webhooks;
 
 use super::dialect::{
-    BEGIN_SNAPSHOT, BEGIN_WRITE, USE_LOG_INDEX, USE_METRICS_INDEX, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock,
-    SOME_METRIC_CHUNKS,
+    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock, SOME_METRIC_CHUNKS,
+    USE_LOG_INDEX, USE_METRICS_INDEX,
 };
 use crate::store::{Result, StoreError, unreadable::readable};
 use sqlx::{Database, Pool, Transaction};

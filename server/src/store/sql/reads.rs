@@ -1,15 +1,15 @@
 //! Queries for events, metrics, logs, reports of ranks, checkpoints, unfinished jobs, and counts for monitoring.
 
 use super::{
-    BEGIN_SNAPSHOT, USE_LOG_INDEX, USE_METRICS_INDEX, DATABASE_BYTES, DbRow, LIKE, SqlStore,
+    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX,
     jobs::{SELECT_JOBS, job_row, like_pattern},
     pages::bounded,
 };
 use crate::store::{
     CheckpointRow, Counts, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, RankColumn, Result,
-    StoreError, RowContent,
-    unreadable::readable,
+    RowContent, StoreError,
     rows::ROW_COST,
+    unreadable::readable,
     values::{from_json, int, job_id, strip_nul, time, to_u32, uint},
 };
 use futures_util::TryStreamExt;
@@ -75,8 +75,9 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
 
 impl SqlStore {
     pub(in crate::store) async fn unfinished_jobs(&self) -> Result<Vec<Job>> {
-        let query =
-            format!("{SELECT_JOBS} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL");
+        let query = format!(
+            "{SELECT_JOBS} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL"
+        );
         self.list(sqlx::query(AssertSqlSafe(query)), |row| Ok(job_row(row)?.job)).await
     }
 

@@ -131,7 +131,8 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
-        let query = format!("{SELECT_JOBS} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
+        let query =
+            format!("{SELECT_JOBS} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
         self.list(sqlx::query(AssertSqlSafe(query)).bind(strip_nul(sweep)), job_row).await
     }
 }

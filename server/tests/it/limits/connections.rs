@@ -166,7 +166,7 @@ async fn silent_connections_are_closed_in_time() {
 #[tokio::test]
 async fn idle_connections_make_room_for_others() {
     let server = TestServer::with(|c| {
-        c.connections = Some(8);
+        c.max_connections = Some(8);
         c.head_timeout = Duration::from_secs(600);
     })
     .await;
@@ -210,7 +210,7 @@ async fn one_address_has_a_quarter_of_the_connections() {
     let server = TestServer::with(|c| {
         c.listen = "0.0.0.0:0".parse().unwrap();
         c.insecure_http = true;
-        c.connections = Some(64);
+        c.max_connections = Some(64);
         c.head_timeout = Duration::from_secs(600);
     })
     .await;

@@ -25,7 +25,10 @@ pub(super) fn shortened(mut text: String) -> String {
 }
 
 /// Checks an agent's first message, which was sent from `address`. Returns the agent and its attempts. The error is for the agent's user.
-pub(super) fn check_hello(message: FromAgent, address: IpAddr) -> Result<(JoiningAgent, Vec<AttemptRef>), String> {
+pub(super) fn check_hello(
+    message: FromAgent,
+    address: IpAddr,
+) -> Result<(JoiningAgent, Vec<AttemptRef>), String> {
     let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job, no_work, process } =
         message
     else {

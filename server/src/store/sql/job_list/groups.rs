@@ -7,7 +7,7 @@ use super::{
     ColumnType, push_conditions, push_tag, setting_expression, sort_expression,
 };
 use crate::store::{
-    GroupBy, GroupRow, GroupValue, JobFilter, Result, SettingKind, SortBy, RunningStatistics, StoreError,
+    GroupBy, GroupRow, GroupValue, JobFilter, Result, RunningStatistics, SettingKind, SortBy, StoreError,
     values::{strip_nul, time},
 };
 use futures_util::TryStreamExt;

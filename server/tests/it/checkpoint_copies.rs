@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        Claim, CopyState, CreateResult, AgentPlace, NewJob, Place, Report, Store, StoredCheckpoint,
+        AgentPlace, Claim, CopyState, CreateResult, NewJob, Place, Report, Store, StoredCheckpoint,
         sqlite::SqliteStore,
     },
 };
@@ -187,8 +187,11 @@ async fn test_object_store_copies(store: &dyn Store) {
         (copies.object_store, copies.is_damaged_on_server)
     };
     let upload = async |manifest: Option<&str>| {
-        let record =
-            StoredCheckpoint { id: name.clone(), manifest: manifest.map(str::to_owned), unfinished_upload: None };
+        let record = StoredCheckpoint {
+            id: name.clone(),
+            manifest: manifest.map(str::to_owned),
+            unfinished_upload: None,
+        };
         store.put_stored_checkpoint(URL, &record).await.unwrap()
     };
     let mark_damaged = async |location: &str| store.mark_damaged(location, &name).await.unwrap();

@@ -8,7 +8,8 @@ use crate::{
 };
 use lockstep_protocol::{job::JobId, spec::JobSpec};
 use lockstep_server::store::{
-    Annotation, GroupBy, GroupValue, JobFilter, JobSort, NewJob, SettingKind, SortBy, RunningStatistics, Store,
+    Annotation, GroupBy, GroupValue, JobFilter, JobSort, NewJob, RunningStatistics, SettingKind, SortBy,
+    Store,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

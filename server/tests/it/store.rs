@@ -11,8 +11,8 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        AgentRow, Change, Claim, CreateResult, IngestResult, JobFilter, JobRow, MetricFilter, MinuteRow, NewJob,
-        NewTrial, Ownership, Place, Report, Store, StoreError, SweepRow,
+        AgentRow, Change, Claim, CreateResult, IngestResult, JobFilter, JobRow, MetricFilter, MinuteRow,
+        NewJob, NewTrial, Ownership, Place, Report, Store, StoreError, SweepRow,
     },
 };
 
@@ -69,7 +69,9 @@ async fn test_records(store: &dyn Store) {
         panic!("the job exists already")
     };
     assert_eq!((created.job.last_seq, created.events[0].seq, created.job.created_at), (1, 1, at));
-    assert!(matches!(store.create_job(new("key", "one")).await, Ok(CreateResult::Existing(job)) if job.id == id));
+    assert!(
+        matches!(store.create_job(new("key", "one")).await, Ok(CreateResult::Existing(job)) if job.id == id)
+    );
     assert!(matches!(store.create_job(new("key", "two")).await, Err(StoreError::KeyReused)));
 
     assert!(matches!(store.remove_dataset("p").await, Err(StoreError::DatasetInUse(name)) if name == "p"));
@@ -400,8 +402,11 @@ async fn test_many_rows(store: &dyn Store) {
     let ends = (1..JOBS).filter(|n| n % 2 == 0).map(|n| report(n, Source::Agent, vec![end.clone()]));
     reports.extend(ends);
     let responses = store.ingest(&reports).await.unwrap();
-    let stale: Vec<_> =
-        responses.iter().enumerate().filter(|(_, response)| matches!(response, IngestResult::Stale)).collect();
+    let stale: Vec<_> = responses
+        .iter()
+        .enumerate()
+        .filter(|(_, response)| matches!(response, IngestResult::Stale))
+        .collect();
     assert_eq!((stale.len(), stale[0].0), (1, 6), "{stale:?}");
     for (n, attempt) in attempts.iter().enumerate() {
         let job = store.job(&attempt.job).await.unwrap().unwrap().job;

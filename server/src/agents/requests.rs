@@ -5,8 +5,8 @@ use futures_util::future::join_all;
 use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use std::time::Duration;
 
-/// Time limit of the check whether files exist. An agent that does not reply in time, for example because its disk hangs, is only used if no
-/// other agent has the files.
+/// Time limit of the check whether files exist. An agent that does not reply in time, for example because its disk hangs, is only used if
+/// no other agent has the files.
 const FILES_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Sends a request and waits for the reply.

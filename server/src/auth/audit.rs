@@ -116,11 +116,11 @@ impl AuditWriter {
                 Entry::Flush(done) => flushes.push(done),
             }
         }
-        let (mut backoff, mut failing) = (RETRY, FailureLog::default());
+        let (mut backoff, mut failure_log) = (RETRY, FailureLog::default());
         while !entries.is_empty() {
             match self.store.add_audit_entries(&entries).await {
                 Ok(()) => {
-                    if let Some(failures) = failing.note_success() {
+                    if let Some(failures) = failure_log.note_success() {
                         tracing::info!(failures, "writing the audit log works again");
                     }
                     break;
@@ -128,7 +128,7 @@ impl AuditWriter {
                 Err(error) if error.is_temporary() && !self.stopping.is_cancelled() => {
                     // Flushes do not wait for the retry, because the entries are in the server's log.
                     flushes.clear();
-                    if failing.note_failure(&error) {
+                    if failure_log.note_failure(&error) {
                         tracing::warn!(%error, "the audit log cannot be written; trying again");
                     }
                     sleep(backoff.pause()).await;

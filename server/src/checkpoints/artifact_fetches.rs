@@ -211,8 +211,8 @@ pub(crate) async fn find_availability(
         let ended =
             if is_new { wait_for_check(fetch, time_left).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
-            // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the checkpoint
-            // is being fetched now.
+            // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the
+            // checkpoint is being fetched now.
             return Ok(waits(None, checkpoints.folder(row).exists()));
         }
     }

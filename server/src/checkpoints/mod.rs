@@ -139,7 +139,8 @@ impl Checkpoints {
     }
 
     /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the
-    /// newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for checks.
+    /// newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for
+    /// checks.
     pub(crate) async fn find_wait(
         self: &Arc<Self>,
         job_row: &JobRow,
@@ -197,8 +198,8 @@ impl Checkpoints {
     }
 
     /// Drops reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
-    /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::remove_old_after_upload`] removes them. Ranks on the server's disk
-    /// remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
+    /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::remove_old_after_upload`] removes them. Ranks on
+    /// the server's disk remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
     pub(crate) async fn drop_removals_of_kept(&self, report: &mut Report) -> Result<()> {
         if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
             return Ok(());

@@ -165,7 +165,8 @@ impl DatasetRoots {
         (!self.roots.is_empty()).then(below)
     }
 
-    /// Same as [`DatasetRoots::allowed_folders`], for a dataset that is to be registered. `None` also for the bundled dataset and for uploads.
+    /// Same as [`DatasetRoots::allowed_folders`], for a dataset that is to be registered. `None` also for the bundled dataset and for
+    /// uploads.
     pub(crate) fn allowed_folders_for_new(&self, path: &str) -> Option<AllowedFolders> {
         self.allowed_folders().filter(|_| {
             self.bundled.as_deref() != Some(Path::new(path)) && self.upload_folder(path).is_none()

@@ -125,7 +125,8 @@ impl Upload {
         Ok(file.write_all(piece)?)
     }
 
-    /// Unpacks the archive, or a part of it: at least one file, and no further files after `deadline`. Existing files are not written again.
+    /// Unpacks the archive, or a part of it: at least one file, and no further files after `deadline`. Existing files are not written
+    /// again.
     ///
     /// # Errors
     /// The archive is not a zip file or has entries that are not allowed, or a disk error.

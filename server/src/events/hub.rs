@@ -218,7 +218,7 @@ pub(crate) struct Subscription {
 
 impl Subscription {
     /// The rows with events after `seq`. `None` if there are none, or if the hub does not have all of them: then read the store.
-    pub(crate) fn after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
+    pub(crate) fn rows_after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
         let jobs = lock(&self.hub.jobs);
         let recent = &jobs.get(&self.id)?.recent;
         if recent.front()?.first_seq() > seq + 1 {

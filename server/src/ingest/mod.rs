@@ -126,11 +126,11 @@ async fn store_with_retries(
     reports: &[Report],
 ) -> Option<(Result<Vec<IngestResult>>, bool)> {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
-    let mut failing = FailureLog::default();
+    let mut failure_log = FailureLog::default();
     loop {
         match scheduler.store.ingest(reports).await {
             Err(error) if error.is_temporary() => {
-                if failing.note_failure(&error) {
+                if failure_log.note_failure(&error) {
                     tracing::error!(%error, "reports cannot be stored; trying again");
                 }
                 tokio::select! {
@@ -139,7 +139,7 @@ async fn store_with_retries(
                 }
             }
             done => {
-                let tries = failing.note_success();
+                let tries = failure_log.note_success();
                 if let Some(failures) = tries.filter(|_| done.is_ok()) {
                     tracing::info!(failures, "storing reports works again");
                 }

@@ -127,8 +127,8 @@ pub fn first_events(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
     events
 }
 
-/// Starts the next attempt. The caller has set attempt, fencing token and agents. `fewer_ranks_reason` is the reason if the attempt has fewer ranks than
-/// the job.
+/// Starts the next attempt. The caller has set attempt, fencing token and agents. `fewer_ranks_reason` is the reason if the attempt has
+/// fewer ranks than the job.
 pub fn start_attempt(
     row: &mut JobRow,
     fewer_ranks_reason: Option<Reason>,

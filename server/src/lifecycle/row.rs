@@ -89,6 +89,6 @@ pub struct AttemptEnd {
 pub struct Refusal {
     /// The state of the job.
     pub state: JobState,
-    /// Why the request is refusal, and what the user can do.
+    /// Why the request is refused, and what the user can do.
     pub detail: String,
 }

@@ -88,12 +88,12 @@ pub(crate) async fn run(scheduler: Arc<Scheduler>) {
 
 /// Compares the queue with the store. This is a separate task, because the comparison of a long queue would delay rounds.
 async fn compare_queue(scheduler: &Scheduler) {
-    let mut failing = FailureLog::default();
+    let mut failure_log = FailureLog::default();
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
         let compared = scheduler.waiting.compare(&*scheduler.store).await;
         let failed = "the queue could not be compared with the store";
-        failing.log(&compared, failed, "the queue is compared with the store again");
+        failure_log.log(&compared, failed, "the queue is compared with the store again");
         if matches!(compared, Ok(true)) {
             scheduler.agents.leases.wake_dispatch();
         }
@@ -101,10 +101,10 @@ async fn compare_queue(scheduler: &Scheduler) {
 }
 
 async fn run_rounds(scheduler: &Scheduler, unstored: &UnstoredReasons) {
-    let mut failing = FailureLog::default();
+    let mut failure_log = FailureLog::default();
     loop {
         let done = run_round(scheduler, unstored).await;
-        failing.log(&done, "a round of dispatch failed", "rounds of dispatch succeed again");
+        failure_log.log(&done, "a round of dispatch failed", "rounds of dispatch succeed again");
         let poll = if scheduler.agents.leases.any_attempt_lost_contact() {
             LOST_POLL_INTERVAL
         } else {

@@ -75,7 +75,7 @@ fn choose_group(candidates: &Candidates, choose: impl Fn(&Group) -> Option<Group
 }
 
 /// Chooses agents and slots to start a job of `ranks` ranks now. The first agent gets rank 0.
-pub(super) fn choose(
+pub(super) fn choose_agents(
     candidates: &Candidates,
     ranks: usize,
     reserved: &HashSet<String>,
@@ -106,7 +106,7 @@ pub(super) fn choose(
 /// Chooses agents to reserve for a waiting job: as few as possible, by number of all slots, with the fastest links. Of agents with equally
 /// many slots, the agents with the most free slots are chosen, so that a later round never reserves fewer free slots. `None` if all agents
 /// that can share a job have too few slots together.
-pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
+pub(super) fn choose_reserved_agents(candidates: &Candidates, ranks: usize) -> Option<Group> {
     let size = |c: usize| (candidates[c].slots.len(), candidates[c].free.len());
     let one = (0..candidates.len()).filter(|c| candidates[*c].slots.len() >= ranks).max_by_key(|c| size(*c));
     if let Some(one) = one {

@@ -220,7 +220,7 @@ pub(crate) fn plan(snapshot: &Snapshot) -> Plan {
                 continue;
             }
             let wait = place_job(&mut round, row);
-            // A job without a wait starts.
+            // The job starts if it has no wait.
             if wait.as_ref().is_none_or(|wait| wait.keeps_slots) {
                 slots_given = row.job.ranks;
             }

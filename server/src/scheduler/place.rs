@@ -4,7 +4,7 @@ use super::{
     Start,
     candidates::Candidates,
     fewer::FewerRanks,
-    gang::{choose, reserve},
+    gang::{choose_agents, choose_reserved_agents},
     preempt::preempt,
     reasons::wait_reason,
     round::{Round, device_for},
@@ -30,7 +30,7 @@ pub(super) fn place_job(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait
     }
     let ranks = job.ranks as usize;
     let candidates = round.candidates(&job.id, device_for(&job.spec));
-    if let Some(chosen) = choose(&candidates, ranks, &round.reserved_agents) {
+    if let Some(chosen) = choose_agents(&candidates, ranks, &round.reserved_agents) {
         return start(round, row, candidates, chosen, None);
     }
     if let Some(wait) = preempt(round, row, &candidates) {
@@ -41,7 +41,7 @@ pub(super) fn place_job(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait
     {
         return start(round, row, candidates, chosen, Some(why));
     }
-    let reserved = reserve(&candidates, ranks);
+    let reserved = choose_reserved_agents(&candidates, ranks);
     let more = fewer.as_ref().and_then(|fewer| fewer.in_words(job));
     let why = wait_reason(&candidates, job, reserved.as_deref(), more, round);
     let reserved = reserved.or_else(|| fewer.as_ref()?.reserve(&candidates));

@@ -5,7 +5,7 @@
 use super::{
     Preemption, YieldingJob,
     candidates::{Candidate, Candidates},
-    gang::choose,
+    gang::choose_agents,
     reasons::wait_reason,
     round::Round,
 };
@@ -123,24 +123,24 @@ fn choose_victims(
     if lower_jobs.is_empty() && !yielding.iter().any(|job| job.is_ending) {
         return None;
     }
-    let ended = with_slots_of(candidates, yielding.iter().filter(|job| job.is_ending), reserved_slots);
-    if let Some(chosen) = choose(&ended, ranks, reserved) {
+    let after_ends = with_slots_of(candidates, yielding.iter().filter(|job| job.is_ending), reserved_slots);
+    if let Some(chosen) = choose_agents(&after_ends, ranks, reserved) {
         // The job did not fit before, so it counts on slots that are not free yet.
         return Some(Choice { chosen, victims: Vec::new() });
     }
-    let single = (0..ended.len()).filter(|c| !reserved.contains(&ended[*c].agent.row.id));
+    let single = (0..after_ends.len()).filter(|c| !reserved.contains(&after_ends[*c].agent.row.id));
     let single = single.filter_map(|c| {
-        choose_victims_on_one(&ended[c], ranks, yielding, &lower_jobs, reserved_slots).map(|found| (c, found))
+        choose_victims_on_one(&after_ends[c], ranks, yielding, &lower_jobs, reserved_slots).map(|found| (c, found))
     });
     // Fewest victims, then lowest priority, then the agent with most free slots.
     let best = single.min_by_key(|(c, (_, victims))| {
         let highest = victims.iter().map(|victim| yielding[*victim].occupant.priority).max();
-        (victims.len(), highest, Reverse(ended[*c].free.len()))
+        (victims.len(), highest, Reverse(after_ends[*c].free.len()))
     });
     if let Some((c, (slots, victims))) = best {
         return Some(Choice { chosen: vec![(c, slots)], victims });
     }
-    choose_victims_on_several(&ended, ranks, reserved, yielding, lower_jobs, reserved_slots)
+    choose_victims_on_several(&after_ends, ranks, reserved, yielding, lower_jobs, reserved_slots)
 }
 
 /// Finds slots on one agent, and the fewest `lower_jobs` that must end for them.
@@ -200,7 +200,7 @@ fn choose_victims_on_one(
 /// Like [`choose_victims`], over several agents: ends the `lower_jobs` by ascending priority until the job fits, then spares jobs that are
 /// not needed.
 fn choose_victims_on_several(
-    ended: &Candidates,
+    after_ends: &Candidates,
     ranks: usize,
     reserved: &HashSet<String>,
     yielding: &[YieldingJob],
@@ -209,7 +209,7 @@ fn choose_victims_on_several(
 ) -> Option<Choice> {
     let choose_after = |victims: &[usize]| {
         let victims = victims.iter().map(|victim| &yielding[*victim]);
-        choose(&with_slots_of(ended, victims, reserved_slots), ranks, reserved)
+        choose_agents(&with_slots_of(after_ends, victims, reserved_slots), ranks, reserved)
     };
     choose_after(&lower_jobs)?;
     // Finds the shortest prefix of the list that is enough.
@@ -219,7 +219,7 @@ fn choose_victims_on_several(
     let is_used = |victim: &usize| {
         let mut slots = yielding[*victim].slots.iter();
         slots.any(|(agent, slot)| {
-            chosen.iter().any(|(c, taken)| ended[*c].agent.row.id == *agent && taken.contains(slot))
+            chosen.iter().any(|(c, taken)| after_ends[*c].agent.row.id == *agent && taken.contains(slot))
         })
     };
     let mut victims: Vec<usize> = lower_jobs[..enough].iter().copied().filter(is_used).collect();

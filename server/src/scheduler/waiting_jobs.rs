@@ -1,6 +1,6 @@
 //! The queue in memory: a cache of the jobs that wait for slots. The store is the source of truth. Code that changes a job calls
-//! [`WaitingJobs::note_change`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the store
-//! ([`WaitingJobs::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
+//! [`WaitingJobs::note_change`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the
+//! store ([`WaitingJobs::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
 
 use crate::{
     store::{JobRow, QueuePlace, Result, Store, WaitingVersion},

@@ -60,8 +60,8 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
         |error: sqlx::Error| ServeError::Database { path: location.to_string(), detail: error.to_string() };
     match location {
         Location::Sqlite(path) => {
-            // If no server runs, closing this connection moves a killed server's write-ahead log into the database and deletes the log. This
-            // process holds the lock until then, and notes by `drop` that the log is no longer required.
+            // If no server runs, closing this connection moves a killed server's write-ahead log into the database and deletes the log.
+            // This process holds the lock until then, and notes by `drop` that the log is no longer required.
             let lock = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
             let unclean_lock = match lock {
                 Some(Err(ServeError::LogMissing { path, log, lock })) => {

@@ -234,8 +234,8 @@ impl Lock {
         self.file.set_len(text.len() as u64)
     }
 
-    /// Notes that the database is being closed cleanly. Closing the last connection removes the write-ahead log. The file stays non-empty if
-    /// the database still has to be checked.
+    /// Notes that the database is being closed cleanly. Closing the last connection removes the write-ahead log. The file stays non-empty
+    /// if the database still has to be checked.
     pub(super) fn note_closing(&self) {
         let noted = if self.is_unclean { self.write_note("") } else { self.file.set_len(0) };
         if let Err(error) = noted {

@@ -50,12 +50,12 @@ mod tests {
 
     #[test]
     fn an_error_is_logged_once_and_counted() {
-        let mut failing = FailureLog::default();
-        assert_eq!(failing.note_success(), None);
+        let mut failure_log = FailureLog::default();
+        assert_eq!(failure_log.note_success(), None);
         let logged: Vec<_> =
-            ["full", "full", "full", "away", "full"].map(|error| failing.note_failure(&error)).into();
+            ["full", "full", "full", "away", "full"].map(|error| failure_log.note_failure(&error)).into();
         assert_eq!(logged, [true, false, false, true, true]);
-        assert_eq!((failing.note_success(), failing.note_success()), (Some(5), None));
-        assert!(failing.note_failure(&"full"), "a new failure is logged again");
+        assert_eq!((failure_log.note_success(), failure_log.note_success()), (Some(5), None));
+        assert!(failure_log.note_failure(&"full"), "a new failure is logged again");
     }
 }

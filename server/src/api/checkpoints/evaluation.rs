@@ -13,7 +13,7 @@ use crate::{
             submission,
         },
     },
-    checkpoints::evaluations::{Failure, Running},
+    checkpoints::evaluations::{Failure, RunningEvaluation},
     datasets::Datasets,
     http::extract::{self, job_id},
     lifecycle::external::refuse_external,
@@ -47,7 +47,7 @@ pub(crate) struct UnderWay {
     ahead: usize,
 }
 
-impl Running {
+impl RunningEvaluation {
     fn under_way(&self, agents: &Agents, row: &CheckpointRow) -> UnderWay {
         let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
         let position = self.request.get().and_then(|request| agents.queue_position(*request));
@@ -268,7 +268,7 @@ async fn start(
     other: Option<Dataset>,
     neighbours: Option<u32>,
     file: PathBuf,
-) -> Result<Running> {
+) -> Result<RunningEvaluation> {
     let model = weights.path(&scheduler.checkpoints.folder(row))?;
     let job = jobs::find(scheduler, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
@@ -289,7 +289,7 @@ async fn start(
     });
     let (sender, outcome) = watch::channel(None);
     let request = Arc::new(OnceLock::new());
-    let running_evaluation = Running { request: request.clone(), outcome };
+    let running_evaluation = RunningEvaluation { request: request.clone(), outcome };
     {
         let mut running = lock(&scheduler.checkpoints.evaluations.0);
         if let Some(known) = running.get(&file) {

@@ -129,7 +129,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Resul
         let mut seq = found.job.last_seq;
         while !found.job.state.is_final() {
             let _ = subscription.wait(seq).await;
-            match subscription.after(seq) {
+            match subscription.rows_after(seq) {
                 Some(events) if events.iter().all(|event| event.state().is_none()) => {
                     seq = events.last().map_or(seq, |event| event.seq);
                 }

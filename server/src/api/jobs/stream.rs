@@ -238,7 +238,7 @@ async fn follow(
     let (mut sent_pace, mut next_progress) = (Some(pace), Instant::now());
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
-        if let Some(events) = subscription.after(reader.sent) {
+        if let Some(events) = subscription.rows_after(reader.sent) {
             for event in &events {
                 reader.send_events(event).await?;
                 state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);

@@ -35,8 +35,8 @@ impl ObjectStorage {
         }
     }
 
-    /// Aborts the multipart upload of a server that was killed. Until then, the bucket keeps the parts and charges for them. `upload_id` is the
-    /// result of [`FileUpload::upload_id`] for the upload.
+    /// Aborts the multipart upload of a server that was killed. Until then, the bucket keeps the parts and charges for them. `upload_id` is
+    /// the result of [`FileUpload::upload_id`] for the upload.
     pub(crate) async fn abort_upload(&self, upload_id: &str) -> Result<()> {
         let (Some(bucket), Some((path, id))) = (&self.bucket, upload_id.split_once(' ')) else {
             return Ok(());

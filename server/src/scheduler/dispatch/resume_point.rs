@@ -61,7 +61,7 @@ pub(super) async fn remove_missing_checkpoints(
     let newest_remaining = remaining.last().map(|(step, _)| *step);
     let mut found = Vec::new();
     if newest_remaining.is_none() || newest_remaining != newest {
-        found = unreported::find(checkpoints).await;
+        found = unreported::find_unreported(checkpoints).await;
         found.retain(|checkpoint| !remaining.contains(&(checkpoint.step, checkpoint.epoch)));
         if found.last().is_none_or(|newest| Some(newest.step) <= newest_remaining) {
             found.clear();

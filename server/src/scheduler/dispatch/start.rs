@@ -3,7 +3,7 @@
 
 use super::{
     ends::{StopMode, end_attempt, send_stop, stop_reason},
-    needs::{Needs, datasets, fail, needs},
+    needs::{Needs, fail, find_needs, read_datasets},
     resume_point::{ALL_LOST, ResumePoint, remove_missing_checkpoints},
     skip_permanent_error,
 };
@@ -100,7 +100,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
     let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
     // The queue in memory may be behind the store.
     let known = starts.iter().map(|start| &start.row.job);
-    let (stored, datasets) = tokio::try_join!(scheduler.store.jobs_by_id(&ids), datasets(scheduler, known))?;
+    let (stored, datasets) = tokio::try_join!(scheduler.store.jobs_by_id(&ids), read_datasets(scheduler, known))?;
     let mut stored: HashMap<JobId, JobRow> =
         stored.into_iter().map(|row| (row.job.id.clone(), row)).collect();
     let mut ready = Vec::with_capacity(starts.len());
@@ -136,7 +136,7 @@ async fn prepare(
     datasets: &HashMap<String, Dataset>,
 ) -> Result<Option<PreparedJob>> {
     let job = &start.row.job;
-    let mut needs = match needs(scheduler, job, datasets).await? {
+    let mut needs = match find_needs(scheduler, job, datasets).await? {
         Ok(needs) => needs,
         Err(why) => return fail(scheduler, &job.id, why).await.map(|()| None),
     };

@@ -32,10 +32,10 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_s
 
 /// Advances all sweeps. Runs until dropped.
 pub(crate) async fn run(scheduler: Arc<Scheduler>) {
-    let (mut failing, mut backoff) = (FailureLog::default(), RETRY);
+    let (mut failure_log, mut backoff) = (FailureLog::default(), RETRY);
     loop {
         let advanced = advance_all(&scheduler).await;
-        failing.log(&advanced, "sweeps could not be advanced", "sweeps advance again");
+        failure_log.log(&advanced, "sweeps could not be advanced", "sweeps advance again");
         let pause = match advanced {
             Ok(()) => {
                 backoff = RETRY;

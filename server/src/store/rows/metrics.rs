@@ -21,7 +21,7 @@ pub struct MetricFilter {
 
 impl MetricFilter {
     /// Whether the column has the name and may have points in the range of steps.
-    pub fn wants(&self, column: &MetricColumn) -> bool {
+    pub fn may_match(&self, column: &MetricColumn) -> bool {
         let ends = column.ends();
         self.name.as_ref().is_none_or(|name| *name == column.name)
             && self.from.is_none_or(|from| ends.is_none_or(|(_, last)| last >= from))

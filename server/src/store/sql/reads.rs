@@ -126,7 +126,7 @@ impl SqlStore {
             page.cost += row.cost();
             page.last_seq = row.seq;
             if let Some((attempt, rank, columns)) = row.metrics(filter.name.as_deref()) {
-                let columns = columns.into_iter().filter(|c| filter.wants(c));
+                let columns = columns.into_iter().filter(|c| filter.may_match(c));
                 page.columns.extend(columns.map(|column| RankColumn { rank, attempt, column }));
             }
             if filter.max_cost.is_some_and(|limit| page.cost >= limit) {

@@ -23,8 +23,8 @@ pub(super) struct Notice {
     payload: String,
 }
 
-/// Creates the notice for an event, and updates the announced state. `row` is the job after the event. `None` if the event neither changes the job's state nor is an alert. Private
-/// jobs have no notices, because other people can read the receiver's messages.
+/// Creates the notice for an event, and updates the announced state. `row` is the job after the event. `None` if the event neither changes
+/// the job's state nor is an alert. Private jobs have no notices, because other people can read the receiver's messages.
 pub(super) fn create_notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {

@@ -148,7 +148,7 @@ impl AuditWriter {
     async fn purge(&self) {
         let before = crate::now() - ENTRY_LIFE;
         loop {
-            match self.store.purge_audit(before, self.limit).await {
+            match self.store.purge_audit_entries(before, self.limit).await {
                 Ok(true) => sleep(PURGE_PAUSE).await,
                 Ok(false) => return,
                 Err(error) => {

@@ -130,7 +130,8 @@ fn choose_victims(
     }
     let single = (0..after_ends.len()).filter(|c| !reserved.contains(&after_ends[*c].agent.row.id));
     let single = single.filter_map(|c| {
-        choose_victims_on_one(&after_ends[c], ranks, yielding, &lower_jobs, reserved_slots).map(|found| (c, found))
+        choose_victims_on_one(&after_ends[c], ranks, yielding, &lower_jobs, reserved_slots)
+            .map(|found| (c, found))
     });
     // Fewest victims, then lowest priority, then the agent with most free slots.
     let best = single.min_by_key(|(c, (_, victims))| {

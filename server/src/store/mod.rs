@@ -125,7 +125,7 @@ pub trait Store {
     ///
     /// # Errors
     /// [`StoreError::KeyReused`]: the key was used with another request.
-    async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
+    async fn job_by_idempotency_key(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job, including the fields that only the server sees; `None` if it does not exist or was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// The given jobs without their notes, in no order. Jobs that do not exist or cannot be read are left out.
@@ -196,8 +196,8 @@ pub trait Store {
     /// Jobs with an attempt that may write whose slots may become free for other jobs, because the jobs are ending or may be preempted. By
     /// ascending priority, then the newest first.
     async fn yielding_jobs(&self) -> Result<Vec<Occupant>>;
-    /// The number of stored records of each source of an attempt, as one of its agents names the sources. Empty if the fencing token is
-    /// not the attempt's, or the agent has no rank of the attempt.
+    /// For each source of an attempt, the number of stored records. The sources are named from the view of the agent: `Source::Agent` is
+    /// this agent. Empty if the fencing token is not the attempt's, or the agent has no rank of the attempt.
     async fn acknowledged_records(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
     /// Stores reports in one transaction: their events, the numbers of acknowledged records, and the jobs' rows. Records that were stored
     /// before are skipped. Returns one result for each report, in order.
@@ -415,9 +415,9 @@ pub trait Store {
     async fn audit_entries(&self, before: Option<&str>, who: &str, text: &str, limit: u32)
     -> Result<Vec<AuditEntry>>;
     /// Whether the audit log has a request with this action and object that succeeded.
-    async fn has_audit(&self, action: &str, object: &str) -> Result<bool>;
+    async fn has_audit_entry(&self, action: &str, object: &str) -> Result<bool>;
     /// Removes some entries that are older than `before` or not among the newest `keep`. Returns false if none were left.
-    async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool>;
+    async fn purge_audit_entries(&self, before: Timestamp, keep: u32) -> Result<bool>;
 
     /// All webhooks, the oldest first.
     async fn webhooks(&self) -> Result<Vec<WebhookRow>>;
@@ -433,7 +433,7 @@ pub trait Store {
     async fn add_delivery(&self, delivery: &Delivery) -> Result<()>;
     /// Stores the attempts of a message and the time of its next attempt. `is_gone`: also disables the webhook. Of the webhook's messages
     /// without a next attempt, only the newest are kept. Has no effect on a message that was removed.
-    async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()>;
+    async fn note_delivery_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()>;
     /// Removes messages that were created before this time.
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()>;
 

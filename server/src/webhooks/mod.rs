@@ -144,7 +144,7 @@ impl Webhooks {
         delivery.next_at = pause.map(|pause| crate::now() + pause);
         let mut backoff = RETRY;
         // Without a stored attempt, the message would be sent again at once.
-        while let Err(error) = self.store.note_attempt(&delivery, is_gone).await {
+        while let Err(error) = self.store.note_delivery_attempt(&delivery, is_gone).await {
             tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook could not be stored; trying again");
             sleep(backoff.pause()).await;
         }
@@ -173,7 +173,7 @@ impl Webhooks {
         let is_gone = is_gone(&attempt);
         delivery.attempts.push(attempt);
         self.store.add_delivery(&delivery).await?;
-        self.store.note_attempt(&delivery, is_gone).await?;
+        self.store.note_delivery_attempt(&delivery, is_gone).await?;
         Ok(delivery)
     }
 

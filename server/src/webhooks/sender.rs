@@ -62,7 +62,8 @@ impl Webhooks {
     /// Adds the URL of the job's page.
     fn with_link(&self, mut payload: Value) -> Value {
         let job = payload["data"]["id"].as_str();
-        if let Some(link) = self.server_url.as_ref().zip(job).map(|(server, job)| format!("{server}/jobs/{job}"))
+        if let Some(link) =
+            self.server_url.as_ref().zip(job).map(|(server, job)| format!("{server}/jobs/{job}"))
         {
             payload["data"]["url"] = link.into();
         }

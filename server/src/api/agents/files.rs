@@ -86,7 +86,7 @@ pub(crate) async fn needed(
 async fn was_deleted(auth: &Auth, job: &JobId) -> Result<bool> {
     // Entries are written after the response.
     auth.audit.flush().await;
-    Ok(auth.store.has_audit("DELETE /api/v1/jobs/{id}", &format!("/api/v1/jobs/{job}")).await?)
+    Ok(auth.store.has_audit_entry("DELETE /api/v1/jobs/{id}", &format!("/api/v1/jobs/{job}")).await?)
 }
 
 /// Download a file of a checkpoint to the agent that continues from it

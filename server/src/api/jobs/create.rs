@@ -75,7 +75,7 @@ pub(in crate::api) async fn made_before(
     key: Option<&(String, String)>,
 ) -> Result<Option<Job>> {
     let Some(key) = key else { return Ok(None) };
-    match store.job_made_by(key).await? {
+    match store.job_by_idempotency_key(key).await? {
         Some(job) if !caller.sees_job(&job) => Err(StoreError::KeyReused.into()),
         found => Ok(found),
     }

@@ -271,7 +271,9 @@ impl Csv {
             if !self.filter.ranks.is_empty() && !self.filter.ranks.contains(&rank) {
                 continue;
             }
-            for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.may_match(c)) {
+            for MetricColumn { name, steps, values } in
+                columns.into_iter().filter(|c| self.filter.may_match(c))
+            {
                 let key = (name, rank);
                 if self.watermarks.get(&key).is_none_or(|watermark| seq > *watermark) {
                     self.write_lines(&mut text, attempt, rank, &key.0, steps.into_iter().zip(values));

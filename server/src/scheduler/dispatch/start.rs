@@ -100,7 +100,8 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
     let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
     // The queue in memory may be behind the store.
     let known = starts.iter().map(|start| &start.row.job);
-    let (stored, datasets) = tokio::try_join!(scheduler.store.jobs_by_id(&ids), read_datasets(scheduler, known))?;
+    let (stored, datasets) =
+        tokio::try_join!(scheduler.store.jobs_by_id(&ids), read_datasets(scheduler, known))?;
     let mut stored: HashMap<JobId, JobRow> =
         stored.into_iter().map(|row| (row.job.id.clone(), row)).collect();
     let mut ready = Vec::with_capacity(starts.len());

@@ -75,14 +75,14 @@ impl SqlStore {
         self.list(query.build(), entry).await
     }
 
-    pub(in crate::store) async fn has_audit(&self, action: &str, object: &str) -> Result<bool> {
+    pub(in crate::store) async fn has_audit_entry(&self, action: &str, object: &str) -> Result<bool> {
         let text = "SELECT status FROM audit WHERE action = $1 AND (object = $2 OR object LIKE $3) AND status < 400 LIMIT 1";
         // The object of a request with a query includes the query.
         let query = sqlx::query(text).bind(action).bind(object).bind(format!("{object}?%"));
         Ok(query.fetch_optional(&self.reader).await?.is_some())
     }
 
-    pub(in crate::store) async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
+    pub(in crate::store) async fn purge_audit_entries(&self, before: Timestamp, keep: u32) -> Result<bool> {
         let old = "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)";
         let above_limit =
             "DELETE FROM audit WHERE id IN (SELECT id FROM audit ORDER BY id DESC LIMIT $2 OFFSET $1)";

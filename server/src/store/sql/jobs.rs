@@ -324,7 +324,10 @@ async fn find_job_by_key(db: &mut Connection, (key, request): &(String, String))
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>> {
+    pub(in crate::store) async fn job_by_idempotency_key(
+        &self,
+        key: &(String, String),
+    ) -> Result<Option<Job>> {
         let mut db = self.reader.acquire().await?;
         find_job_by_key(&mut db, key).await
     }

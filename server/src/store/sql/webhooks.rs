@@ -207,7 +207,11 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
+    pub(in crate::store) async fn note_delivery_attempt(
+        &self,
+        delivery: &Delivery,
+        is_gone: bool,
+    ) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("UPDATE webhook_deliveries SET attempts = $2, next_at = $3 WHERE id = $1")
             .bind(&delivery.id)

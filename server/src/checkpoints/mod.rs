@@ -149,7 +149,8 @@ impl Checkpoints {
     ) -> Result<Option<Wait>> {
         let job = &job_row.job;
         // Pretrained weights are a checkpoint of another job.
-        if let (Some(_), Some(given)) = (&self.artifact_store, &job.spec.model.pretrained)
+        if self.artifact_store.is_some()
+            && let Some(given) = &job.spec.model.pretrained
             && let Some(row) = self.store.checkpoint(given).await?
             && let copies = self.copies_of(&row).await?
             && copies.may_be_fetched()
@@ -164,7 +165,9 @@ impl Checkpoints {
         }
         let online = self.reachable_agents();
         let copies = self.copies(&job.id).await?;
-        let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
+        // Checkpoints that online agents upload, and the names of these agents.
+        let (mut checkpoints, mut agents) = (Vec::new(), Vec::new());
+        let mut is_newest_elsewhere = false;
         for row in self.store.checkpoints(&job.id).await? {
             // The newest checkpoint comes first.
             let copies = copies.get(&row.id);
@@ -176,7 +179,7 @@ impl Checkpoints {
                     Availability::Waits(wait) => return Ok(Some(wait)),
                 }
             }
-            is_coming = true;
+            is_newest_elsewhere = true;
             if holders.iter().any(|holder| holder.agent_id == agent) {
                 break;
             }
@@ -185,7 +188,7 @@ impl Checkpoints {
                 agents.push(holder.agent);
             }
         }
-        if !is_coming {
+        if !is_newest_elsewhere {
             self.waits.forget(&job.id);
         }
         let awaited = self.waits.first_awaited(&job.id, &checkpoints, self.config.checkpoint_wait);

@@ -234,7 +234,9 @@ impl ServeConfig {
             (self.tls_suites.is_some(), "--tls-suites"),
             (self.tls_min_version != TlsVersion::default(), "--tls-min-version"),
         ];
-        if let (None, Some((_, option))) = (&self.tls, tls_options.iter().find(|(given, _)| *given)) {
+        if self.tls.is_none()
+            && let Some((_, option)) = tls_options.iter().find(|(given, _)| *given)
+        {
             return Err(format!(
                 "{option} needs TLS; give a certificate with --tls-cert and --tls-key, or use --tls-own-ca"
             ));

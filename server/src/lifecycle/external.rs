@@ -51,10 +51,12 @@ pub struct RunChange {
 /// Refuses a request about a run from elsewhere that is only possible for jobs that this server's ranks train. `what`: what the request
 /// would do to the job, such as "paused".
 pub fn refuse_external(job: &Job, what: &str) -> Result<(), Refusal> {
-    let why = || {
-        format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here")
-    };
-    job.external.as_ref().map_or(Ok(()), |_| Err(refusal(job.state, why())))
+    if job.external.is_none() {
+        return Ok(());
+    }
+    let detail =
+        format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here");
+    Err(refusal(job.state, detail))
 }
 
 /// Begins a new run. Its state is `running` at once.
@@ -223,7 +225,9 @@ fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBod
 /// `epoch` at the same step of `columns`. A run without a best accuracy first takes its newest accuracy, as measured at the newest step.
 fn note_best(job: &mut Job, accuracies: &MetricColumn, columns: &[MetricColumn]) {
     let is_share = |value: &f64| (0.0..=1.0).contains(value);
-    if let (None, Some(value)) = (job.best, job.last.val_accuracy.filter(is_share)) {
+    if job.best.is_none()
+        && let Some(value) = job.last.val_accuracy.filter(is_share)
+    {
         job.best = Some(Measured { value, loss: None, step: job.step, epoch: job.epoch });
     }
     let epochs = columns.iter().find(|column| column.name == "epoch");

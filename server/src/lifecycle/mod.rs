@@ -68,10 +68,10 @@ fn change_state(
         row.waiting_since = Some(at);
     }
     let job = &mut row.job;
-    match (job.state.is_active(), state.is_active()) {
-        (false, true) => row.progress.began = Some(at),
-        (true, false) => job.ran_secs = row.progress.end_attempt(at),
-        _ => {}
+    if state.is_active() && !job.state.is_active() {
+        row.progress.began = Some(at);
+    } else if job.state.is_active() && !state.is_active() {
+        job.ran_secs = row.progress.end_attempt(at);
     }
     job.state = state;
     job.set_reason(match (reason, next) {

@@ -50,10 +50,10 @@ pub(super) fn refuse_at_rung(row: &JobRow) -> Result<(), Refusal> {
 
 /// Checks that a trial waits at a rung for its sweep.
 fn require_waiting(row: &JobRow) -> Result<(), Refusal> {
-    match row.job.waits_for_sweep() {
-        true => Ok(()),
-        false => Err(refusal(row.job.state, "the trial does not wait for its sweep")),
+    if row.job.waits_for_sweep() {
+        return Ok(());
     }
+    Err(refusal(row.job.state, "the trial does not wait for its sweep"))
 }
 
 /// Resumes a trial for its sweep, to the end of epoch `pause_after`, or to the end of training.

@@ -116,10 +116,10 @@ impl PostgresStore {
             .max_lifetime(None)
             .after_connect(|connection, _| {
                 Box::pin(async move {
-                    match try_lock(connection).await? {
-                        true => Ok(()),
-                        false => Err(sqlx::Error::Configuration("another server uses this database".into())),
+                    if try_lock(connection).await? {
+                        return Ok(());
                     }
+                    Err(sqlx::Error::Configuration("another server uses this database".into()))
                 })
             })
             .connect_with(options.clone())

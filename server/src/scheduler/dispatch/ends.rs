@@ -227,7 +227,8 @@ pub(crate) fn note_ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &
 pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()> {
     let places = scheduler.agents.leases.places_of(job);
     if let Some(row) = scheduler.store.job(job).await?
-        && let (Some(attempt), Some((reason, mode))) = (row.live_attempt(), stop_reason(&row))
+        && let Some(attempt) = row.live_attempt()
+        && let Some((reason, mode)) = stop_reason(&row)
     {
         send_stop(scheduler, &places, &attempt, &reason, mode);
         scheduler.agents.leases.note_stop_requested(&attempt);

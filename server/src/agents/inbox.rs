@@ -113,7 +113,7 @@ impl Inbox {
         Some(Reservation { bytes, _permit: permit, end: None })
     }
 
-    /// Queues a report. The queue itself is unbounded: the reservation limits it.
+    /// Queues a report. The queue itself is unbounded, because the reservation limits it.
     pub(crate) fn put(&self, mut item: QueueItem) {
         if let QueueItem::Report { report, reservation, .. } = &mut item
             && report.events.iter().any(|event| matches!(event, AttemptEvent::Ended(_)))
@@ -129,7 +129,7 @@ impl Inbox {
         self.waiting_ends.load(Ordering::Relaxed) > 0
     }
 
-    /// Flush: returns when everything that was queued before this call is stored.
+    /// Returns when everything that was queued before this call is stored.
     pub(crate) async fn flush(&self) {
         let (to, done) = oneshot::channel();
         if self.to.send(QueueItem::Flush(to)).is_ok() {

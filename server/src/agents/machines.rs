@@ -83,7 +83,7 @@ fn in_range(value: Option<f32>, max: f32) -> Option<f32> {
 
 /// Removes impossible values from a sample, such as numbers that are not finite and GPUs without a slot. The limits are far above what any
 /// machine has.
-fn sanitized(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
+fn sanitize(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     let has_slot = |slot: u32| slots.iter().any(|s| s.index == slot);
     // An agent has at most 1024 slots.
     sample.gpus.truncate(1024);
@@ -137,7 +137,7 @@ impl Machines {
     /// Adds a sample of an agent with these slots, which arrived at the time `at` of this server's clock.
     pub(crate) fn add(&self, agent: &str, sample: MachineSample, slots: &[Slot], at: Timestamp) {
         let behind_ms = at.as_millisecond() - sample.at.as_millisecond();
-        let sample = sanitized(sample, slots);
+        let sample = sanitize(sample, slots);
         let point = Point::of(at, &sample);
         let mut by_agent = lock(&self.by_agent);
         if !by_agent.contains_key(agent)

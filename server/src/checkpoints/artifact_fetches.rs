@@ -149,7 +149,7 @@ async fn ensure_undamaged(
     let stopping_error = || NotFetched::StoreUnavailable("the server is stopping".into());
     if folder.exists() {
         let _permit = store.check_permits.acquire().await.map_err(|_| stopping_error())?;
-        // A disk error is not fatal here: the process that reads the checkpoint reports the error.
+        // A disk error is not fatal here, because the process that reads the checkpoint reports the error.
         let consequence = "fetched from the object store";
         if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row, consequence).await {
             tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");

@@ -166,8 +166,8 @@ impl ArtifactStore {
         lock(&self.fetches).remove(id);
     }
 
-    /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender: the caller must run the fetch and end
-    /// it with [`ArtifactStore::end_fetch`].
+    /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender. The caller must then run the fetch and
+    /// end it with [`ArtifactStore::end_fetch`].
     pub(crate) fn join_or_start_fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<FetchOutcome>>) {
         let mut fetches = lock(&self.fetches);
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);

@@ -255,11 +255,11 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// A job's checkpoints, with the epoch and step of each checkpoint that the job no longer keeps: it is older than the newest
-    /// `checkpoint.keep`, is not the best, and is not a version of a model.
+    /// A job's checkpoints, and epoch and step of each checkpoint that the job no longer keeps, because it is older than the newest
+    /// `checkpoint.keep`, is not the best, and is not a version of a model. `None` if the job does not exist.
     async fn old_checkpoints(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
         let Some(row) = self.store.job(job).await? else { return Ok(None) };
-        // Ranks, too, keep at least two checkpoints: if the newest is damaged, the job continues from the previous checkpoint.
+        // Ranks, too, keep at least two checkpoints, because if the newest is damaged, the job continues from the previous checkpoint.
         let keep = (row.job.spec.checkpoint.keep as usize).max(2);
         let rows = self.store.checkpoints(job).await?;
         let registered = self.store.registered_checkpoints(job).await?;

@@ -1,6 +1,7 @@
 //! Uploads of checkpoints by agents that have their own disk. The pieces are collected in `uploads/<epoch>-<step>` of the job's folder,
 //! which is renamed into `checkpoints/` after every checksum was verified. So a checkpoint exists completely or not at all, like the
-//! checkpoints of ranks. Pieces survive a restart of the agent or the server: the agent asks how many bytes have arrived, and continues.
+//! checkpoints of ranks. Pieces survive a restart of the agent or the server, because the agent asks how many bytes have arrived, and
+//! continues.
 
 use crate::{
     checkpoints::manifest::{MANIFEST, Manifest, sha256, verify_checkpoint},

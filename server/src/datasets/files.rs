@@ -126,7 +126,7 @@ impl Tree {
         }
     }
 
-    /// Whether the file no longer exists. Links are not followed: a path with a link counts as existing.
+    /// Whether the file no longer exists. Links are not followed, so a path with a link counts as existing.
     fn is_gone(&self, path: &str) -> bool {
         let mut current = self.root.clone();
         for part in Path::new(path).components() {
@@ -360,7 +360,7 @@ impl Parts {
         }
         file.seek(SeekFrom::Start(part.offset)).map_err(failed)?;
         let begin = out.len();
-        // The request was checked: a part has at most `DATASET_PART_BYTES` (4 MiB).
+        // The request was checked, so a part has at most `DATASET_PART_BYTES` (4 MiB).
         out.resize(begin + part.length as usize, 0);
         file.read_exact(&mut out[begin..]).map_err(failed)?;
         if !is_as_listed(&file.metadata().map_err(failed)?, part) {

@@ -16,7 +16,7 @@ use std::{
 /// Maximum number of symbolic links that are followed in a path. Linux has the same limit.
 const MAX_LINKS: usize = 40;
 /// Time limit for following links before files are used. After it, the check is skipped, so that jobs do not wait for a file system that
-/// does not respond: the process that opens the files checks their links, too.
+/// does not respond. The process that opens the files checks their links, too.
 const LINKS_TIMEOUT: Duration = Duration::from_secs(3);
 const OWN_DATA: &str = "is a path in the server's own data directory, which also holds private weights: give the checkpoint's id instead";
 /// Name of the file of weights in a folder.
@@ -248,7 +248,7 @@ async fn weights_targets(path: &str) -> [PathBuf; 2] {
         let path = std::path::absolute(&path).unwrap_or(path);
         [resolve_links(&path), resolve_links(&path.join(WEIGHTS))]
     });
-    // If the task was cancelled: empty paths, which no root contains.
+    // A cancelled task gives empty paths, which no root contains.
     targets.await.unwrap_or_default()
 }
 

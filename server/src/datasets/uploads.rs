@@ -229,7 +229,7 @@ struct ArchiveFile {
 
 impl ArchiveFile {
     fn shown(&self) -> String {
-        shortened(&self.path.to_string_lossy())
+        shorten(&self.path.to_string_lossy())
     }
 }
 
@@ -242,7 +242,7 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
         let entry = entry.map_err(zip_error)?;
         // Some programs of Windows write `\` as the separator.
         let name = entry.name().map_err(zip_error)?.replace('\\', "/");
-        let refuse_entry = |why: &str| refuse(format!("{:?} in the zip file {why}", shortened(&name)));
+        let refuse_entry = |why: &str| refuse(format!("{:?} in the zip file {why}", shorten(&name)));
         names_bytes += name.len();
         if names_bytes > MAX_NAMES_BYTES {
             return refuse(format!(
@@ -301,7 +301,7 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
     if files().all(|file| file.path.components().count() == 1) && files().any(is_picture) {
         let problem = common_folder.map_or_else(
             || "has no class folder: its pictures are at the top level".into(),
-            |folder| format!("has only one class folder ({})", shortened(&folder)),
+            |folder| format!("has only one class folder ({})", shorten(&folder)),
         );
         return refuse(format!(
             "the zip file {problem}; put the pictures of each class into a separate folder, at least two folders"
@@ -347,7 +347,7 @@ fn zip_error(error: ZipError) -> UploadError {
     UploadError::Wrong(why.into())
 }
 
-fn shortened(name: &str) -> String {
+fn shorten(name: &str) -> String {
     name.chars().take(100).collect()
 }
 

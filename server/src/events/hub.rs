@@ -128,7 +128,8 @@ impl Hub {
         if let Some(watched) = lock(&self.jobs).get(&job.id) {
             watched.labels.send_replace(Some(Labels::from(&job)));
         }
-        self.queue_for_list(&job, false);
+        let has_new_events = false;
+        self.queue_for_list(&job, has_new_events);
         Ok(job)
     }
 
@@ -217,7 +218,8 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// The rows with events after `seq`. `None` if there are none, or if the hub does not have all of them: then read the store.
+    /// The rows with events after `seq`. `None` if there are none, or if the hub does not have all of them. The caller then reads the
+    /// store.
     pub(crate) fn rows_after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
         let jobs = lock(&self.hub.jobs);
         let recent = &jobs.get(&self.id)?.recent;

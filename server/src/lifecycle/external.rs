@@ -1,5 +1,5 @@
 //! Runs from elsewhere: jobs that another program trains and reports to the server. Such a job takes no slots. It has one attempt of one
-//! rank, to which the points belong, and no fencing token: every program with the right to change the job may report.
+//! rank, to which the points belong, and no fencing token, because every program with the right to change the job may report.
 
 use super::{
     JobRow, Refusal, change_state, refusal,
@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 pub const ATTEMPT: u32 = 1;
 /// Number of a run's only rank.
 pub const RANK: u32 = 0;
-/// Maximum number of alerts in a change: only the newest are stored. The Python package keeps the same number.
+/// Maximum number of alerts in a change. Only the newest are stored. The Python package keeps the same number.
 const ALERTS: usize = 50;
 
 /// A change of a run by its program. It is applied completely or not at all.

@@ -286,7 +286,8 @@ pub fn fail_to_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Ve
 }
 
 /// Restarts a job after a failed attempt, or fails the job if it has no restarts left. The loss of a machine does not count as a restart if
-/// the attempt has written a newer checkpoint: a job on many machines loses machines from time to time, but makes progress in each attempt.
+/// the attempt has written a newer checkpoint, because a job on many machines loses machines from time to time, but makes progress in each
+/// attempt.
 fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refusal> {
     // No rank has run, because the order to start ranks was lost with a connection.
     let start_was_lost = matches!(why.kind(), ReasonKind::StartLost { .. })

@@ -115,8 +115,8 @@ pub fn report(
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
-        // The loss is not finite, or the accuracy is not in 0 to 1. Such a result is invalid: no event is stored, and the job has no newest
-        // result.
+        // The loss is not finite, or the accuracy is not in 0 to 1. Such a result is invalid, so no event is stored, and the job has no
+        // newest result.
         AttemptEvent::Evaluation(evaluation)
             if !evaluation.loss.is_finite() || !(0.0..=1.0).contains(&evaluation.accuracy) =>
         {

@@ -9,7 +9,7 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
-/// Whether the stopped ranks of a trial have reached its rung: a checkpoint of that epoch exists.
+/// Whether the stopped ranks of a trial have reached its rung, so that a checkpoint of that epoch exists.
 pub(super) fn is_at_rung(row: &JobRow) -> bool {
     let (steps, newest) = (row.job.steps_per_epoch, row.progress.checkpoint);
     row.progress.pause_after.is_some_and(|epoch| steps > 0 && newest >= Some(u64::from(epoch) * steps))

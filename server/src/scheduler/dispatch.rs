@@ -42,15 +42,15 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between two comparisons of all waiting jobs with the store.
 const COMPARE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Interval between two rounds while ranks of an attempt have lost each other, so that a lost agent is given up at once.
+/// Interval between two rounds while ranks of an attempt have lost contact with each other, so that a lost agent is given up at once.
 const LOST_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum wait of a round for reported ends of attempts that are not stored yet. A slow database does not delay the round further.
 const ENDS_TIMEOUT: Duration = Duration::from_millis(100);
-/// Number of heartbeat intervals after which a silent agent counts as lost, if ranks of its attempt have lost each other.
+/// Number of heartbeat intervals after which a silent agent counts as lost, if ranks of its attempt have lost contact with each other.
 const LOST_AFTER_HEARTBEATS: f64 = 1.25;
 /// Minimum silence after which an agent counts as lost.
 const MIN_SILENCE: Duration = Duration::from_secs(1);
-/// Time in which agents reconnect after the start of the server: they try every 3 s.
+/// Time in which agents reconnect after the start of the server. Agents try every 3 s.
 const RECONNECT_TIME: Duration = Duration::from_secs(4);
 
 /// At the server's start, gives each attempt that may write a full lease, within which its agents must report.

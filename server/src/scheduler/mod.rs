@@ -1,6 +1,6 @@
 //! The scheduler: which waiting job gets which slots, and why the other jobs wait.
 //!
-//! [`plan`] is a pure function from a [`Snapshot`] to a [`Plan`]. Dispatch takes the snapshot and carries out the plan; pages and REST show
+//! [`plan`] is a pure function from a [`Snapshot`] to a [`Plan`]. Dispatch takes the snapshot and carries out the plan. Pages and REST show
 //! the newest plan ([`LastPlan`]). The rules, in the order in which they are applied to a job:
 //!
 //! 1. Jobs are considered by priority, then fair share (`share.rs`), then age. Slots that a job gets or reserves are not available to later

@@ -1,10 +1,10 @@
 //! Backups: the whole content of a database in one file, which can be restored into SQLite or Postgres.
 //!
-//! The file consists of lines of JSON: a heading, then for each table its columns and one array per row, and at the end the number of
-//! rows and the SHA-256 of all preceding lines. The format is Lockstep's own, not that of `pg_dump` or SQLite: one command works for both
-//! databases, no tool has to be installed in a matching version, a truncated file is detected before anything is written, and a database
-//! moves from SQLite to Postgres by a backup and a restore. A backup reads one snapshot, while the server may run. It does not contain
-//! checkpoints: their folders under `jobs/` never change once they exist, so any copy of the files is a backup of them.
+//! The file consists of lines of JSON: a heading, then for each table its columns and one array per row, and at the end the number of rows
+//! and the SHA-256 of all preceding lines. The format is Lockstep's own, not that of `pg_dump` or SQLite, so that one command works for
+//! both databases, no tool has to be installed in a matching version, a truncated file is detected before anything is written, and a
+//! database moves from SQLite to Postgres by a backup and a restore. A backup reads one snapshot, while the server may run. It does not
+//! contain checkpoints, because their folders under `jobs/` never change once they exist, so any copy of the files is a backup of them.
 
 pub use super::backup_file::{BackupError, Summary};
 

@@ -285,8 +285,8 @@ pub trait Store {
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
     /// Replaces a marker that was restored from a backup by this database's own marker.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
-    /// Stores the marker of an object store. If another address has the same marker, the store has moved: its copies are assigned to the
-    /// new address.
+    /// Stores the marker of an object store. If another address has the same marker, the store has moved, and its copies are assigned to
+    /// the new address.
     async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()>;
     async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()>;
 

@@ -2,7 +2,7 @@
 //!
 //! As on SQLite, one connection writes and others read. The writing session holds an advisory lock until it ends. A new session, after a
 //! lost connection, takes the lock before it writes. So two servers never write to the same database. `synchronous_commit` is on
-//! regardless of the database's default: a commit is on disk before it is acknowledged.
+//! regardless of the database's default, so a commit is on disk before it is acknowledged.
 
 use super::{Location, migration_error, migrations::OF_POSTGRES as MIGRATIONS};
 use crate::config::serve_error::ServeError;
@@ -39,7 +39,7 @@ mod dialect {
     pub(super) type Db = sqlx::Postgres;
     pub(super) type Connection = sqlx::PgConnection;
     pub(super) type DbRow = sqlx::postgres::PgRow;
-    /// Needs no write lock: only the session with the advisory lock writes.
+    /// Needs no write lock, because only the session with the advisory lock writes.
     pub(super) const BEGIN_WRITE: &str = "BEGIN";
     pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY";
     pub(super) const LIST_COLUMNS: &str = "SELECT table_name::text, column_name::text, data_type::text \
@@ -103,7 +103,7 @@ impl PostgresStore {
         let failed =
             |error: sqlx::Error| ServeError::Database { path: name.clone(), detail: error.to_string() };
         let options = options(url)?;
-        // A single connection first: its errors name the cause, while a pool only reports a timeout.
+        // A single connection first, because its errors name the cause, while a pool only reports a timeout.
         let mut first = PgConnection::connect_with(&options).await.map_err(failed)?;
         check_server(&mut first, &name).await?;
         acquire_lock(&mut first, &name).await?;

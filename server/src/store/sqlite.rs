@@ -109,8 +109,8 @@ impl SqliteStore {
         let name = path.display().to_string();
         let failed = |detail: String| ServeError::Database { path: name.clone(), detail };
         let failed_query = |error: sqlx::Error| failed(error.to_string());
-        // Creates the file if it is missing, so that links to it can be resolved: a database has one lock file, regardless of the path by
-        // which it is opened.
+        // Creates the file if it is missing, so that links to it can be resolved, because a database has one lock file, regardless of the
+        // path by which it is opened.
         private_files::create_file(path).map_err(|e| failed(e.to_string()))?;
         let path = &path.canonicalize().map_err(|e| failed(e.to_string()))?;
         let mut lock = Lock::take(path)?;

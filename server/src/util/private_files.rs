@@ -101,7 +101,7 @@ fn permission_warnings(mode: u32, owner: u32, own: u32) -> Vec<String> {
     if mode & 0o002 != 0 {
         warnings.push("every account of this machine can write here and become admin of this server: remove that permission with chmod o-w".into());
     }
-    // Files of root need no warning: root can change all files.
+    // Files of root need no warning, because root can change all files.
     if owner != own && owner != 0 {
         warnings.push(format!("it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the server's account with chown"));
     }

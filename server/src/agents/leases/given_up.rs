@@ -55,7 +55,7 @@ impl Leases {
         lock(&self.table).by_job.values().any(Lease::has_lost_contact)
     }
 
-    /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost each other,
+    /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost contact with each other,
     /// if its machine does not respond to other ranks or its connection is closed. An agent that is only slow has its
     /// connection, and its kernel responds to other ranks, so it keeps its lease.
     pub(crate) fn agents_to_give_up(

@@ -91,16 +91,16 @@ fn impossible_values_are_left_out() {
     impossible.gpus[0].utilization = Some(1.5);
     impossible.gpus[1].temperature_celsius = Some(-300.0);
     impossible.gpus.push(impossible.gpus[2].clone());
-    let valid = sanitized(impossible.clone(), &slots(1000));
+    let valid = sanitize(impossible.clone(), &slots(1000));
     assert_eq!((valid.cpu_utilization, valid.load), (None, None));
     assert_eq!((valid.gpus[0].utilization, valid.gpus[1].temperature_celsius), (None, None));
     assert_eq!(
         (valid.gpus.len(), valid.network_sent_bytes_per_second),
         (MEASURED_GPUS, Some(MAX_VALUE as u64))
     );
-    assert_eq!(sanitized(impossible.clone(), &slots(2)).gpus.len(), 2, "only GPUs of the agent's slots");
+    assert_eq!(sanitize(impossible.clone(), &slots(2)).gpus.len(), 2, "only GPUs of the agent's slots");
     impossible.gpus.truncate(MEASURED_GPUS);
-    assert_eq!(sanitized(impossible, &slots(1000)).gpus.len(), MEASURED_GPUS);
+    assert_eq!(sanitize(impossible, &slots(1000)).gpus.len(), MEASURED_GPUS);
 
     let finding = |text: &str| MachineWarning { problem: true, text: text.into() };
     let long = "x".repeat(FINDING_CHARS);

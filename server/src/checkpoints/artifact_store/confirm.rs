@@ -74,7 +74,7 @@ impl ArtifactStore {
             return Err(refused);
         }
         let own = Uuid::new_v4();
-        // The database is written first: if the server is killed here, the next start knows which marker the store should have.
+        // The database is written first, because if the server is killed here, the next start knows which marker the store should have.
         database.replace_restored_marker(found, &own.to_string()).await?;
         database.put_artifact_marker(self.storage.url(), &own.to_string()).await?;
         self.storage.write_marker(own).await?;

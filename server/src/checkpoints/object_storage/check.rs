@@ -17,12 +17,12 @@ const TIMED_OUT: &str = "has not answered within";
 pub(crate) struct Unusable {
     /// What is wrong, and what to change.
     pub(crate) why: String,
-    /// Whether the cause is transient: the store may work later with the same configuration.
+    /// Whether the cause is transient, so that the store may work later with the same configuration.
     pub(crate) is_temporary: bool,
 }
 
 impl Unusable {
-    /// An error that is not transient: the user must change something.
+    /// An error that is not transient, so the user must change something.
     pub(crate) fn permanent(why: String) -> Self {
         Self { why, is_temporary: false }
     }
@@ -172,12 +172,12 @@ pub(crate) fn describe(error: &Error) -> String {
         _ if text.contains("builder error") => {
             format!("{text}; AWS_ENDPOINT_URL must be a URL such as https://s3.example.org")
         }
-        _ => shortened(text),
+        _ => shorten(text),
     }
 }
 
 /// Cuts a text to at most 600 bytes, because the response of a store may be a page of HTML.
-fn shortened(mut text: String) -> String {
+fn shorten(mut text: String) -> String {
     const MAX_BYTES: usize = 600;
     if text.len() > MAX_BYTES {
         text.truncate(text.floor_char_boundary(MAX_BYTES));

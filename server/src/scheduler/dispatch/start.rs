@@ -85,7 +85,7 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
     first_error.map(|()| started == planned)
 }
 
-/// Whether a job may start as planned: its `stored` row still fits the row in the plan (`known`).
+/// Whether a job may start as planned, because its `stored` row still fits the row in the plan (`known`).
 fn may_start(stored: &Job, known: &Job) -> bool {
     matches!(stored.state, JobState::Queued | JobState::Restarting)
         && stored.unreadable.is_none()

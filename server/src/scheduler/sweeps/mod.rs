@@ -100,7 +100,7 @@ async fn advance(scheduler: &Scheduler, sweep: &SweepRow) -> Result<()> {
                 match add_job(scheduler, new).await {
                     Ok(_) => Ok(()),
                     Err(NewJobError::Store(error)) if error.is_temporary() => Err(error),
-                    // For example a full disk, or a removed dataset: a person must solve the problem and resume the sweep.
+                    // For example a full disk, or a removed dataset. A person must solve the problem and resume the sweep.
                     Err(error) => {
                         let why = format!("trial {number} cannot start: {error}");
                         return pause(scheduler, sweep, &why).await;

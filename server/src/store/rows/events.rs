@@ -150,6 +150,6 @@ pub struct LogFilter {
     pub limit: u32,
     /// Whether the page has the newest matching events instead of the first. The order of events is the same.
     pub selects_newest: bool,
-    /// Only events that may contain this text, regardless of case. The filter is approximate: other events may be included.
+    /// Only events that may contain this text, regardless of case. The filter is approximate, so other events may be included.
     pub containing: Option<String>,
 }

@@ -40,8 +40,8 @@ impl SqlStore {
             let state = row.job.state;
             let bodies = change(row)?;
             let appended = create_event_rows(&mut db, row, bodies, at).await?;
-            // While a job is unfinished, its dataset cannot be removed and its checkpoints cannot be registered, so only jobs that had ended
-            // need these checks.
+            // While a job is unfinished, its dataset cannot be removed and its checkpoints cannot be registered, so only jobs that had
+            // ended need these checks.
             if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
                 datasets::require_dataset(&mut db, &row.job.spec.data.dataset).await?;
                 models::require_unregistered(&mut db, id, state, "run again").await?;

@@ -243,7 +243,7 @@ async fn store_report(
     let stored = records.get(&number).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
     if end <= stored {
-        // The report is a duplicate, perhaps after the attempt's end: its agent has not received the acknowledgement.
+        // The report is a duplicate, perhaps after the attempt's end, because its agent has not received the acknowledgement.
         let acknowledged = acknowledgement(attempt.clone(), source, stored);
         return Ok((IngestResult::Stored { acknowledged, changed: None }, false));
     }

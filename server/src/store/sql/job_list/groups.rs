@@ -27,7 +27,8 @@ fn group_expression(by: GroupBy) -> String {
         GroupBy::State => "jobs.state".into(),
         GroupBy::Name => "jobs.name".into(),
         GroupBy::Setting { table, key, kind: SettingKind::Bool } => {
-            let setting = setting_expression(table, key, false);
+            let is_number = false;
+            let setting = setting_expression(table, key, is_number);
             format!("CAST(CASE WHEN COALESCE({setting}, {FALSE}) = {TRUE} THEN 1 ELSE 0 END AS BIGINT)")
         }
         GroupBy::Setting { table, key, kind } => setting_expression(table, key, kind == SettingKind::Number),
